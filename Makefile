@@ -1,0 +1,40 @@
+# make            this help
+# VENV=path       another virtual environment (default .venv)
+# SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
+VENV   ?= .venv
+SIZE   ?= small
+PYTHON ?= python3
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint
+
+help:  ## print this help
+	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create $(VENV) and install crt_exp in it (uv where it is on the PATH, pip else)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "crt_exp needs Python 3.11 or newer; set PYTHON=python3.x"; exit 1; }
+	@if command -v uv >/dev/null; then \
+	  echo "installing with uv"; uv venv -q --allow-existing --python $(PYTHON) $(VENV) && uv pip install -q --python $(PY) -e '.[dev]'; \
+	else \
+	  echo "installing with pip (a few GB, one to three minutes)"; \
+	  $(PYTHON) -m venv $(VENV) && $(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'; \
+	fi
+	@touch $@
+
+demo: $(STAMP)  ## every mechanism on real embedded data: a table and a picture, in under a minute
+	@$(PY) -m crt_exp.report demo
+
+test: $(STAMP)  ## the fast tests
+	@$(PY) -m pytest -m "not slow"
+
+test-all: $(STAMP)  ## every test
+	@$(PY) -m pytest
+
+lint: $(STAMP)  ## ruff
+	@$(PY) -m ruff check crt_exp tests

@@ -1,0 +1,337 @@
+"""What every feature map shares: stable features, set statistics, and the algebra of sums and products.
+
+Legend: L queries x, S keys y, d dimension, m projections, M features made of them. S_s = |x + s y|^2 for s = +-1,
+N = |x|^2 + |y|^2. phi is held as value * exp(log_scale); nothing is exponentiated before a stabiliser is known.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.kernels import Kernel, check_kernel, log_kernel
+from crt_exp.samplers import Noise, at_least_float32
+
+ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
+LOG2 = math.log(2)
+
+Params = Any  # a (named, possibly nested) tuple of tensors (..., 1, 1) or (..., 1, d); () for maps without any
+
+
+class Features(NamedTuple):
+    """phi = value * exp(log_scale), real. Both broadcast to (..., L, M)."""
+
+    value: Tensor      # 1 for positive maps, +-1 for signed ones, cos and sin for trigonometric ones
+    log_scale: Tensor  # log phi for positive and signed maps, (..., L, 1) for trigonometric ones
+
+    def exp(self) -> Tensor:
+        """phi itself, (..., L, M), with 1/sqrt(m) inside; overflows where |x| is large."""
+        return self.value * self.log_scale.exp()
+
+
+class Moments:
+    """Moments of one set of vectors, each computed when first asked for, in O(L d), without gradient.
+
+    `Moments.of(x, mask)` for a set x (..., L, d) with mask (..., L), True = keep; `Moments.known(mean=..., ...)` for
+    moments kept from elsewhere, such as running averages. Masked positions may hold anything, NaN included.
+    """
+
+    @classmethod
+    def of(cls, x: Tensor, mask: Tensor | None = None) -> "Moments":
+        if x.ndim < 2:
+            raise ValueError(f"statistics need a set of vectors (..., L, d), not a tensor of shape {tuple(x.shape)}")
+        if 0 in x.shape[-2:]:
+            raise ValueError(f"the set is empty (shape {tuple(x.shape)}): there is nothing to take statistics of")
+        if mask is not None and mask.shape[-1] != x.shape[-2]:
+            raise ValueError(f"the mask has {mask.shape[-1]} positions but the set has {x.shape[-2]}")
+        self = cls()
+        x = at_least_float32(x.detach())
+        self._mask = mask
+        self._x = x if mask is None else torch.where(mask[..., None], x, x.new_zeros(()))
+        self.d = x.shape[-1]
+        return self
+
+    @classmethod
+    def known(cls, **moments: Tensor) -> "Moments":
+        self = cls()
+        self.__dict__.update(moments)
+        self.d = next(iter(moments.values())).shape[-1]
+        return self
+
+    def __getattr__(self, name):  # reached only for moments that are neither known nor computable
+        raise AttributeError(f"these statistics do not hold {name!r}; they hold {sorted(self.__dict__)}")
+
+    @cached_property
+    def count(self) -> Tensor:
+        """Number of vectors, (..., 1), at least 1 so that an empty set has zero moments."""
+        if self._mask is None:
+            return self._x.new_full((1,), self._x.shape[-2])
+        return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._x.dtype)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self._average(self._x)
+
+    @cached_property
+    def mean_sq(self) -> Tensor:
+        """Mean of x_l^2 per coordinate, (..., d)."""
+        return self._average(self._x.square())
+
+    @cached_property
+    def mean_abs(self) -> Tensor:
+        return self._average(self._x.abs())
+
+    @cached_property
+    def minimum(self) -> Tensor:
+        if self._mask is None:
+            return self._x.amin(-2)
+        low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
+        return torch.where(low.isinf(), 0.0, low)  # nothing but masked positions
+
+    def _average(self, values: Tensor) -> Tensor:
+        return values.sum(-2) / self.count
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of queries x and keys y, from which `FeatureMap.fit` takes its parameters (CRT (8)).
+
+    Scalars have the shape (...) of the batch dimensions, float64: they feed closed forms.
+    """
+
+    x: Moments
+    y: Moments
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None) -> "Statistics":
+        """x (..., L, d), y (..., S, d); masks (..., L) and (..., S), True = keep."""
+        if x.shape[-1] != y.shape[-1]:
+            raise ValueError(f"x has {x.shape[-1]} dimensions and y has {y.shape[-1]}: they must agree")
+        return cls(Moments.of(x, x_mask), Moments.of(y, y_mask))
+
+    @property
+    def d(self) -> int:
+        return self.x.d
+
+    @cached_property
+    def mean_norms(self) -> Tensor:
+        """Mean of N = |x|^2 + |y|^2."""
+        return self.x.mean_sq.double().sum(-1) + self.y.mean_sq.double().sum(-1)
+
+    @cached_property
+    def mean_sq_sum(self) -> Tensor:
+        """Mean of |x + y|^2 over all pairs."""
+        return self._mean_s(1)
+
+    @cached_property
+    def mean_sq_diff(self) -> Tensor:
+        """Mean of |x - y|^2 over all pairs."""
+        return self._mean_s(-1)
+
+    def _mean_s(self, s: int) -> Tensor:
+        cross = (self.x.mean.double() * self.y.mean.double()).sum(-1)
+        return (self.mean_norms + 2 * s * cross).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class FeatureMap(ABC):
+    """A pair of maps with E <phi_q(x), phi_k(y)> = kernel(x, y). Pure: noise and parameters are arguments.
+
+    Unbiased for every value of the parameters that does not depend on the noise: a stale fit costs variance only.
+    """
+
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self):
+        check_kernel(self.kernel)
+
+    def width(self, m: int) -> int:
+        """M, the number of features made of m projections."""
+        return m
+
+    def fit(self, stats: Statistics) -> Params:
+        """Parameters of least mean log variance for these statistics."""
+        return ()
+
+    @abstractmethod
+    def phi_q(self, x: Tensor, noise: Noise, params: Params = ()) -> Features:
+        """Query features of x (..., L, d): broadcast to (..., L, width(m)), float32 at least."""
+
+    def phi_k(self, y: Tensor, noise: Noise, params: Params = ()) -> Features:
+        """Key features; the same map unless said otherwise."""
+        return self.phi_q(y, noise, params)
+
+    @abstractmethod
+    def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
+        """log(E Z^2 / (E Z)^2) of one projection's estimate Z; the same for both kernels."""
+
+    def log_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        """log of what is estimated, pair by pair: x and y (..., d) broadcast."""
+        return log_kernel(self.kernel, x, y)
+
+    def log_variance(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
+        """log of the variance with ONE projection, iid: shape of x[..., 0] broadcast with y[..., 0], float64, nats.
+
+        -inf where the variance is zero, +inf where it is infinite. m iid projections divide the variance by m.
+        """
+        x, y = x.double(), y.double()
+        return 2 * self.log_kernel(x, y) + log_expm1(self.log_relative_second_moment(x, y, params))
+
+
+@dataclass(frozen=True, init=False)
+class Sum(FeatureMap):
+    """Estimates sum_i weights_i K_i by concatenating the features of its parts. Weights may be negative.
+
+    `noise` and `params` are tuples with one entry for each part; one Noise may be given for all (shared projections: still
+    unbiased, but the parts are then correlated, which `log_variance` does not count).
+    """
+
+    parts: tuple[FeatureMap, ...] = ()
+    weights: tuple[float, ...] | None = None
+
+    def __init__(self, *parts: FeatureMap, weights: Sequence[float] | None = None):
+        if not parts:
+            raise ValueError("a Sum needs at least one part")
+        if weights is not None and len(weights) != len(parts):
+            raise ValueError(f"{len(weights)} weights for {len(parts)} parts")
+        object.__setattr__(self, "kernel", parts[0].kernel)
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "weights", tuple(weights) if weights is not None else (1.0,) * len(parts))
+
+    def width(self, m) -> int:
+        return sum(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
+
+    def fit(self, stats: Statistics) -> Params:
+        return tuple(p.fit(stats) for p in self.parts)
+
+    def phi_q(self, x, noise, params) -> Features:
+        fs = [p.phi_q(x, n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
+        return _concatenate(fs, self.weights, signed=True)
+
+    def phi_k(self, y, noise, params) -> Features:
+        fs = [p.phi_k(y, n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
+        return _concatenate(fs, self.weights, signed=False)
+
+    def log_kernel(self, x, y) -> Tensor:
+        """log of the weighted sum, where that is positive."""
+        logs = torch.stack([p.log_kernel(x, y) for p in self.parts])
+        return _log_weighted_sum(logs, self.weights)
+
+    def log_relative_second_moment(self, x, y, params) -> Tensor:
+        return torch.log1p((self.log_variance(x, y, params) - 2 * self.log_kernel(x.double(), y.double())).exp())
+
+    def log_variance(self, x, y, params) -> Tensor:
+        logs = torch.stack([p.log_variance(x, y, q) for p, q in zip(self.parts, params)])
+        return _log_weighted_sum(logs, [w * w for w in self.weights])
+
+
+@dataclass(frozen=True, init=False)
+class Product(FeatureMap):
+    """Estimates K_1 K_2 by the outer product of two feature vectors, made of independent noises (given as a pair).
+
+    `width((m1, m2))` = M1 M2; feature (i, j) is at i * M2 + j.
+    """
+
+    parts: tuple[FeatureMap, ...] = ()
+
+    def __init__(self, first: FeatureMap, second: FeatureMap):
+        object.__setattr__(self, "kernel", first.kernel)
+        object.__setattr__(self, "parts", (first, second))
+
+    def width(self, m) -> int:
+        return math.prod(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
+
+    def fit(self, stats: Statistics) -> Params:
+        return tuple(p.fit(stats) for p in self.parts)
+
+    def phi_q(self, x, noise, params) -> Features:
+        self._check(noise)
+        return _outer(*(p.phi_q(x, n, q) for p, n, q in zip(self.parts, noise, params)))
+
+    def phi_k(self, y, noise, params) -> Features:
+        self._check(noise)
+        return _outer(*(p.phi_k(y, n, q) for p, n, q in zip(self.parts, noise, params)))
+
+    def log_kernel(self, x, y) -> Tensor:
+        return self.parts[0].log_kernel(x, y) + self.parts[1].log_kernel(x, y)
+
+    def log_relative_second_moment(self, x, y, params) -> Tensor:
+        return sum(p.log_relative_second_moment(x, y, q) for p, q in zip(self.parts, params))
+
+    @staticmethod
+    def _check(noise) -> None:
+        if not isinstance(noise, tuple) or len(noise) != 2 or noise[0] is noise[1]:
+            raise ValueError("a Product needs a pair of two independent noises: with shared ones it is biased")
+
+
+def _spread(given, parts) -> tuple:
+    """One entry per part: a tuple as it is, anything else repeated."""
+    if not isinstance(given, tuple):
+        return (given,) * len(parts)
+    if len(given) != len(parts):
+        raise ValueError(f"{len(given)} entries for {len(parts)} parts")
+    return given
+
+
+def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """value and log_scale, both (..., L, M), with `scale` multiplied in."""
+    value, log_scale = torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)
+    if scale == 0:
+        return torch.zeros_like(value), log_scale
+    return math.copysign(1.0, scale) * value, log_scale + math.log(abs(scale))
+
+
+def _concatenate(fs: list[Features], weights: Sequence[float], signed: bool) -> Features:
+    """Each side carries the square root of |weight|; the query side the sign."""
+    scales = [math.copysign(abs(w) ** 0.5, w if signed else 1.0) for w in weights]
+    values, logs = zip(*(_full(f, s) for f, s in zip(fs, scales)))
+    return Features(torch.cat(values, -1), torch.cat(logs, -1))
+
+
+def _outer(a: Features, b: Features) -> Features:
+    (va, la), (vb, lb) = _full(a), _full(b)
+    return Features((va[..., :, None] * vb[..., None, :]).flatten(-2), (la[..., :, None] + lb[..., None, :]).flatten(-2))
+
+
+def _log_weighted_sum(logs: Tensor, weights: Sequence[float]) -> Tensor:
+    """log sum_i w_i exp(logs_i) over the first axis; NaN where the sum is negative."""
+    top = logs.amax(0)
+    top = torch.where(top.isinf(), 0.0, top)
+    w = logs.new_tensor(weights).view(-1, *[1] * (logs.ndim - 1))
+    return (w * (logs - top).exp()).sum(0).log() + top
+
+
+def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """A parameter (*batch, 1, k) as (*batch, 1, ..., 1, k), to broadcast with the product of x and y, batch dimensions first."""
+    pair_dims = max(x.ndim, y.ndim) - 1
+    batch = param.shape[:-2]
+    return param.reshape(*batch, *[1] * (pair_dims - len(batch)), param.shape[-1])
+
+
+def log_expm1(t: Tensor) -> Tensor:
+    """log(exp(t) - 1) for t >= 0 without loss at either end; -inf where rounding made t <= 0."""
+    t = t.clamp(min=0)
+    small = t.clamp(max=20.0)
+    return torch.where(t > 20, t + torch.log1p(-torch.exp(-t)), torch.log(torch.expm1(small)))
+
+
+def log_cosh(t: Tensor) -> Tensor:
+    """log cosh t, to full relative accuracy near 0."""
+    t = t.abs()
+    near = t.clamp(max=1.0)
+    return torch.where(t > 1, t - LOG2 + torch.log1p(torch.exp(-2 * t)), torch.log1p(2 * torch.sinh(near / 2).square()))
+
+
+def check_finite(value: Tensor, name: str) -> Tensor:
+    """Raises where a fitted parameter is not finite: the statistics held an infinity or a NaN."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(value.isfinite().all(), f"{name} is not finite")
+        return value
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
+    return value

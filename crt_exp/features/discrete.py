@@ -1,0 +1,251 @@
+"""Discretely induced random features: Poisson, geometric, their positive variants, and per-coordinate Poisson rates.
+
+f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! p(omega_l)) with omega_l = 0, 1, ... of law p (CRT (9), (10));
+the softmax kernel drops e^(-|x|^2/2). Legend as in base.py; k counts.
+
+Gaussian rows become counts through u = Phi(g) and the quantile function of the law, so every sampler with exactly Gaussian
+rows serves, and new parameters need no new draw. log|f| is a product of the counts with log|x|: where |x_l| falls below
+1e-30 (float64: 1e-300) it is clamped, which is exact in the value (it underflows) and sets the gradient there to zero.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.features.base import FeatureMap, Features, Statistics, align, check_finite
+from crt_exp.features.exponential import sq_norm
+from crt_exp.samplers import Noise, at_least_float32
+
+MAX_COUNT = 10_000
+MIN_RATE = 1e-8
+P_RANGE = (1e-6, 1 - 1e-9)
+
+
+class DiscreteParams(NamedTuple):
+    """`rate`: lambda of Poisson or p of the geometric law, (..., 1, 1) or (..., 1, d); `shift`: c (..., 1, d) or None."""
+
+    rate: Tensor
+    shift: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DiscreteRF(FeatureMap):
+    """Base of the discrete maps; signed: value = prod_l sgn(x_l)^omega_l."""
+
+    def phi_q(self, x, noise: Noise, params: DiscreteParams) -> Features:
+        x = at_least_float32(x)
+        shifted = x if params.shift is None else x - params.shift.to(x)
+        counts = self.counts(noise, params)                       # (..., m, d)
+        weight, bias = self._log_weights(counts, params)          # (..., 1|m, 1|d) added to log|x|, (..., 1, 1|m)
+        logs = shifted.abs().clamp(min=_tiny(x)).log()            # (..., L, d)
+        k = counts.to(x.dtype)
+        log_scale = logs @ k.mT + (weight.to(x.dtype) + bias.to(x.dtype) - math.log(noise.m) / 2)
+        if self.kernel == "gaussian":
+            log_scale = log_scale - sq_norm(shifted) / 2
+        elif params.shift is not None:  # f of the shifted Gaussian kernel, back to softmax by the unshifted norm
+            log_scale = log_scale + (sq_norm(x) - sq_norm(shifted)) / 2
+        odd = (counts % 2).to(x.dtype)
+        flips = (shifted < 0).to(x.dtype) @ odd.mT                # whole numbers, exact in float32
+        return Features(1 - 2 * (flips % 2), log_scale)
+
+    def counts(self, noise: Noise, params: DiscreteParams) -> Tensor:
+        """omega (..., m, d), whole numbers in float64, from the Gaussian rows of the noise."""
+        if not noise.gaussian:
+            raise ValueError(f"{type(self).__name__} needs noise with exactly Gaussian rows (iid, orthogonal, simplex, "
+                             "scrambled halton or sobol): counts made of approximate rows are badly biased")
+        return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
+
+    def _quantile(self, g: Tensor, rate: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _log_weights(self, counts: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
+        """Two terms of sum_l log(1 / sqrt(omega_l! p(omega_l))): of the counts (..., 1, m), and constant (..., 1, 1)."""
+        raise NotImplementedError
+
+    def _shifted(self, x: Tensor, y: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
+        x, y = x.double(), y.double()
+        if params.shift is None:
+            return x, y
+        c = align(params.shift.double(), x, y)
+        return x - c, y - c
+
+
+def _tiny(x: Tensor) -> float:
+    return 1e-300 if x.dtype == torch.float64 else 1e-30
+
+
+@dataclass(frozen=True)
+class PoisRF(DiscreteRF):
+    """Poisson features with one rate lambda for all coordinates (CRT (11), (12), Theorem 3.4). `rate` fixes lambda."""
+
+    rate: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rate is not None and not self.rate > 0:
+            raise ValueError(f"rate = {self.rate}: the Poisson rate must be positive")
+
+    def fit(self, stats: Statistics) -> DiscreteParams:
+        if self.rate is not None:
+            return DiscreteParams(torch.tensor([[float(self.rate)]], dtype=torch.float64))
+        products = _mean_sq_products(stats)
+        rate = products.mean(-1, keepdim=True).sqrt().clamp(min=MIN_RATE)
+        return DiscreteParams(check_finite(rate, "Poisson rate").unsqueeze(-2))
+
+    def _quantile(self, g, rate):
+        return poisson_quantile(g, rate.expand(*rate.shape[:-1], g.shape[-1]).squeeze(-2))
+
+    def _log_weights(self, counts, params):
+        rate = params.rate.double().to(counts.device).expand(*params.rate.shape[:-1], counts.shape[-1])
+        return -(rate.log() / 2 @ counts.mT), rate.sum(-1, keepdim=True) / 2
+
+    def log_relative_second_moment(self, x, y, params):
+        """sum_l (lambda_l - x_l y_l)^2 / lambda_l: the printed formula without its cancellation."""
+        x, y = self._shifted(x, y, params)
+        rate = align(params.rate.double(), x, y)
+        return ((rate - x * y).square() / rate).sum(-1)
+
+
+@dataclass(frozen=True)
+class PoisCoordRF(PoisRF):
+    """Poisson features with a rate per coordinate: the least variance of all discrete features for a given pair."""
+
+    def fit(self, stats: Statistics) -> DiscreteParams:
+        if self.rate is not None:
+            return super().fit(stats)
+        rate = _mean_sq_products(stats).sqrt().clamp(min=MIN_RATE)
+        return DiscreteParams(check_finite(rate, "Poisson rate").unsqueeze(-2))
+
+
+@dataclass(frozen=True)
+class GeomRF(DiscreteRF):
+    """Geometric features (CRT (13), (14), Theorem 3.5): bounded, p found numerically. `p` fixes it."""
+
+    p: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.p is not None and not 0 < self.p < 1:
+            raise ValueError(f"p = {self.p}: the geometric law needs 0 < p < 1")
+
+    def fit(self, stats: Statistics) -> DiscreteParams:
+        if self.p is not None:
+            return DiscreteParams(torch.tensor([[float(self.p)]], dtype=torch.float64))
+        p = optimal_p(stats.x.mean_abs.double() * stats.y.mean_abs.double())
+        return DiscreteParams(check_finite(p, "p")[..., None, None])
+
+    def _quantile(self, g, rate):
+        """P(omega >= k) = (1 - p)^k, so omega = floor(log(1 - u) / log(1 - p)) with 1 - u = Phi(-g)."""
+        return torch.floor(torch.special.log_ndtr(-g) / torch.log1p(-rate)).clamp(max=MAX_COUNT)
+
+    def _log_weights(self, counts, params):
+        p = params.rate.double().to(counts.device)
+        of_counts = -(counts * torch.log1p(-p) + torch.lgamma(counts + 1)).sum(-1) / 2
+        return of_counts.unsqueeze(-2), -counts.shape[-1] / 2 * p.log()
+
+    def log_relative_second_moment(self, x, y, params):
+        x, y = self._shifted(x, y, params)
+        p = align(params.rate.double(), x, y)[..., 0]
+        q = 2 * (x * y).abs() / torch.sqrt(1 - p).unsqueeze(-1)
+        moment = -x.shape[-1] * p.log() + (torch.special.i0e(q).log() + q).sum(-1)
+        return (moment - 2 * (x * y).sum(-1)).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class _Shifted(DiscreteRF):
+    """x - c and y - c with c below every coordinate seen, which makes all features positive (CRT 3.2.3).
+
+    `margin` sets how far below, in standard deviations of the coordinate. A later point below c gets a signed feature: still
+    unbiased, no longer positive.
+    """
+
+    margin: float = 1e-2
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.margin > 0:
+            raise ValueError(f"margin = {self.margin}: it must be positive")
+
+    def _shift(self, stats: Statistics) -> Tensor:
+        low = torch.minimum(stats.x.minimum, stats.y.minimum).double()
+        variance = sum((s.mean_sq.double() - s.mean.double().square()).clamp(min=0) for s in (stats.x, stats.y)) / 2
+        spread = torch.where(variance > 0, variance.sqrt(), 1.0)
+        return check_finite(low - self.margin * spread, "shift").unsqueeze(-2)
+
+
+@dataclass(frozen=True)
+class PoisRFPlus(_Shifted, PoisRF):
+    """PoisRF on shifted vectors: positive features (CRT 3.2.3)."""
+
+    def fit(self, stats):
+        c = self._shift(stats)
+        if self.rate is not None:
+            return DiscreteParams(PoisRF.fit(self, stats).rate, c)
+        products = _mean_sq_products(stats, c.squeeze(-2))
+        rate = products.mean(-1, keepdim=True).sqrt().clamp(min=MIN_RATE)
+        return DiscreteParams(check_finite(rate, "Poisson rate").unsqueeze(-2), c)
+
+
+@dataclass(frozen=True)
+class GeomRFPlus(_Shifted, GeomRF):
+    """GeomRF on shifted vectors: positive, bounded features (CRT 3.2.3)."""
+
+    def fit(self, stats):
+        c = self._shift(stats)
+        if self.p is not None:
+            return DiscreteParams(GeomRF.fit(self, stats).rate, c)
+        shift = c.squeeze(-2)  # all shifted entries are positive, so the mean of |x - c| is mean(x) - c
+        p = optimal_p((stats.x.mean.double() - shift) * (stats.y.mean.double() - shift))
+        return DiscreteParams(check_finite(p, "p")[..., None, None], c)
+
+
+def _mean_sq_products(stats: Statistics, shift: Tensor | float = 0.0) -> Tensor:
+    """Mean of (x_l - c_l)^2 times mean of (y_l - c_l)^2, (..., d), float64."""
+    return math.prod((s.mean_sq.double() - 2 * shift * s.mean.double() + shift * shift).clamp(min=0)
+                     if isinstance(shift, Tensor) else s.mean_sq.double() for s in (stats.x, stats.y))
+
+
+def optimal_p(t: Tensor, steps: int = 60) -> Tensor:
+    """The p of least variance for t_l = |x_l y_l| or its average (..., d); shape (...), clamped to [1e-6, 1 - 1e-9].
+
+    In v = (1 - p)^(-1/2) the objective is strictly convex: bisection of its derivative in log(v - 1).
+    """
+    lo, hi = (torch.full_like(t[..., 0], math.log(_v_minus_1(p))) for p in P_RANGE)
+    for _ in range(steps):
+        mid = (lo + hi) / 2
+        e = mid.exp()
+        v = 1 + e
+        q = 2 * t * v.unsqueeze(-1)
+        slope = (2 * t * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1) - 2 * t.shape[-1] / (v * e * (2 + e))
+        lo, hi = torch.where(slope < 0, mid, lo), torch.where(slope < 0, hi, mid)
+    v = 1 + ((lo + hi) / 2).exp()
+    return ((v - 1) * (v + 1) / (v * v)).clamp(*P_RANGE)
+
+
+def _v_minus_1(p: float) -> float:
+    root = math.sqrt(1 - p)
+    return p / (root * (1 + root))
+
+
+def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
+    """Poisson counts at u = Phi(g): g (..., m, d) float64, rate (..., d) -> (..., m, d).
+
+    The cumulative law is tabulated once per rate; upper tails use 1 - u, so that no count is lost to rounding near u = 1.
+    """
+    top = float(rate.max())
+    size = int(top + 12 * math.sqrt(top) + 40)
+    if size > MAX_COUNT:
+        raise ValueError(f"the Poisson rate {top:.3g} is too large: scale the vectors down or use another map")
+    k = torch.arange(size, dtype=torch.float64, device=g.device)
+    log_pmf = k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)  # (..., d, size)
+    survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)                              # P(omega >= k), exact in the tail
+    batch = torch.broadcast_shapes(rate.shape[:-1], g.shape[:-2])
+    g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()                                # (..., d, m)
+    survival = survival.expand(*batch, *survival.shape[-2:])
+    tail = torch.special.ndtr(-g)                                                      # 1 - u
+    # omega is the number of k >= 1 with P(omega >= k) > 1 - u
+    below = torch.searchsorted(-survival[..., 1:].contiguous(), -tail)
+    return below.to(torch.float64).mT

@@ -1,0 +1,332 @@
+"""Exponential random features: trigonometric, positive, hyperbolic, SMREG, GERF and OPRF.
+
+Legend: f(omega, x) = D exp(A |omega|^2 + B omega.x + C |x|^2) with s = +-1, B = sqrt(s (1 - 4A)), log D = d/4 log(1 - 4A),
+C = -(s + 1)/2 for the Gaussian kernel and -s/2 for the softmax kernel (CRT (4), (5)). S_s = |x + s y|^2;
+w = 1 - 8A = e^(a + ib), |b| < pi/2, is the domain where the variance is finite.
+
+Variances are given relative to the squared kernel, which makes them the same for both kernels and free of cancellation.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.features.base import LOG2, ONE, FeatureMap, Features, Statistics, align, check_finite, log_cosh
+from crt_exp.kernels import log_0f1
+from crt_exp.samplers import Noise, at_least_float32
+
+
+class OPRFParams(NamedTuple):
+    A: Tensor  # real, (..., 1, 1)
+
+
+class GERFParams(NamedTuple):
+    A: Tensor  # real or complex, (..., 1, 1)
+    s: Tensor  # +-1, (..., 1, 1)
+
+
+def sq_norm(x: Tensor) -> Tensor:
+    """|x|^2, (..., L, 1)."""
+    return x.square().sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class TrigRF(FeatureMap):
+    """Random Fourier features: bounded, indefinite, exact at x = y (CRT 2.2, Performers 2.3). M = 2m: cos, then sin."""
+
+    def width(self, m: int) -> int:
+        return 2 * m
+
+    def phi_q(self, x, noise, params=()) -> Features:
+        phase = noise.project(x)
+        log_scale = torch.full_like(phase[..., :1], -math.log(noise.m) / 2)
+        if self.kernel == "softmax":
+            log_scale = log_scale + sq_norm(at_least_float32(x)) / 2
+        return Features(torch.cat([phase.cos(), phase.sin()], -1), log_scale)
+
+    def log_relative_second_moment(self, x, y, params=()) -> Tensor:
+        return log_cosh((x.double() - y.double()).square().sum(-1))  # Performers Lemma 2
+
+
+@dataclass(frozen=True)
+class PositiveExponential(FeatureMap):
+    """Positive features log phi = scale omega.x + bias - c |x|^2; c = 1/2 for the softmax kernel, 1 for the Gaussian one.
+
+    `antithetic` uses omega and -omega: M = 2m features for m projections, with less variance than 2m independent ones.
+    """
+
+    antithetic: bool = False
+
+    @property
+    def norm_weight(self) -> float:
+        return 0.5 if self.kernel == "softmax" else 1.0
+
+    def width(self, m: int) -> int:
+        return 2 * m if self.antithetic else m
+
+    def affine(self, noise: Noise, params) -> tuple[Tensor | None, Tensor | float]:
+        """scale (..., 1, 1) and bias (..., 1, m), which hold log D + A |omega|^2 - log(M)/2; None stands for 1."""
+        return None, -math.log(self.width(noise.m)) / 2
+
+    def directions(self, noise: Noise) -> Noise:
+        return noise
+
+    def phi_q(self, x, noise, params=()) -> Features:
+        x, noise = at_least_float32(x), self.directions(noise)
+        scale, bias = self.affine(noise, params)
+        offset = bias - self.norm_weight * sq_norm(x)
+        projected = noise.project(x if scale is None else x * scale.to(x.dtype))
+        if self.antithetic:
+            return Features(ONE, torch.cat([offset + projected, offset - projected], -1).to(x.dtype))
+        return Features(ONE, (offset + projected).to(x.dtype))
+
+    def log_relative_second_moment(self, x, y, params=()) -> Tensor:
+        s_plus = (x.double() + y.double()).square().sum(-1)
+        log_rho = self._log_rho(params, x, y)
+        log_alpha = x.shape[-1] * log_cosh(log_rho / 2)
+        hi = log_alpha + torch.exp(log_rho) * s_plus
+        return log_mean_exp2(hi, log_alpha - s_plus) if self.antithetic else hi
+
+    def _log_rho(self, params, x: Tensor, y: Tensor) -> Tensor:
+        """log rho, rho = 1 / (1 - 8A), to broadcast with the pairs."""
+        return torch.zeros((), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class PosRF(PositiveExponential):
+    """Positive random features of FAVOR+ (Performers Lemma 1): exact at x = -y, log-normal tails."""
+
+
+@dataclass(frozen=True)
+class HypRF(PositiveExponential):
+    """Hyperbolic positive features (Performers Lemma 1, HRF (3)): PosRF with antithetic pairs."""
+
+    antithetic: bool = True
+
+
+@dataclass(frozen=True)
+class SMREG(PositiveExponential):
+    """Positive features with rows of length sqrt(d): unbiased for the regularised softmax kernel SMREG <= SM, not for SM.
+
+    SMREG(x, y) = e^(-N/2) 0F1(; d/2; d |x+y|^2 / 4) (Performers Theorem 1; closed form checked numerically). Bounded.
+    `kernel="gaussian"` gives SMREG e^(-N/2). Any noise serves: its rows are put on the sphere.
+    """
+
+    def directions(self, noise: Noise) -> Noise:
+        return noise.on_sphere()
+
+    def log_kernel(self, x, y) -> Tensor:
+        n, s_plus = _norms(x, y)
+        return log_0f1(x.shape[-1] / 2, x.shape[-1] * s_plus / 4) - self.norm_weight * n
+
+    def log_relative_second_moment(self, x, y, params=()) -> Tensor:
+        d = x.shape[-1]
+        _, s_plus = _norms(x, y)
+        first = 2 * log_0f1(d / 2, d * s_plus / 4)
+        second = log_0f1(d / 2, d * s_plus)
+        return log_mean_exp2(second - first, -first) if self.antithetic else second - first
+
+
+@dataclass(frozen=True)
+class OPRF(PositiveExponential):
+    """Optimal positive random features (FAVOR++): least-variance positive features, for a real A <= 0 (CRT Theorem 3.3).
+
+    A is fitted to the mean of |x_i + y_j|^2 over all pairs; A = 0 is FAVOR+. Features are bounded where A < 0. Unbiased for
+    every A < 1/8 that does not depend on omega. `A` fixes it instead. `antithetic` adds omega -> -omega pairs.
+    """
+
+    A: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.A is not None:
+            check_a(self.A)
+
+    def fit(self, stats: Statistics) -> OPRFParams:
+        if self.A is not None:
+            return OPRFParams(torch.tensor([[float(self.A)]], dtype=torch.float64))
+        return OPRFParams(check_finite(optimal_a(stats.mean_sq_sum / stats.d), "A")[..., None, None])
+
+    def affine(self, noise, params):
+        A = params.A.to(noise.sq_norm.device)
+        log_d = noise.d / 4 * torch.log1p(-4 * A) - math.log(self.width(noise.m)) / 2
+        bias = log_d.to(noise.sq_norm.dtype) + A.to(noise.sq_norm.dtype) * noise.sq_norm
+        return torch.sqrt(1 - 4 * A), bias
+
+    def _log_rho(self, params, x, y) -> Tensor:
+        check_a(params.A)
+        return -torch.log1p(-8 * align(params.A.double(), x, y)[..., 0])
+
+
+@dataclass(frozen=True)
+class GERF(FeatureMap):
+    """Generalised exponential random features (CRT 3.1): s = +-1, A real or complex, least mean log variance of all.
+
+    M = 2m: Re, then Im (zero where s = +1 and A is real). Indefinite. `s` "auto" takes the sign with the smaller mean log
+    second moment; the optimum over complex A was at real A in every numerical search, so `search="real"` is the default,
+    and `search="complex"` runs the two-dimensional search and keeps it where it gains more than 1e-9. `A` (with s) fixes A.
+    Real A > 0 (s = -1) is unbounded: its sample variance needs A < 1/16 to be finite.
+    """
+
+    s: int | str = "auto"
+    A: complex | None = None
+    search: str = "real"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.s not in ("auto", 1, -1):
+            raise ValueError(f"s = {self.s!r}: choose 1, -1 or auto")
+        if self.search not in ("real", "complex"):
+            raise ValueError(f"search = {self.search!r}: choose real or complex")
+        if self.A is not None:
+            object.__setattr__(self, "A", complex(self.A))
+            check_a(self.A)
+            if self.s == "auto":
+                raise ValueError("a fixed A needs a fixed s: set s to 1 or -1")
+
+    def width(self, m: int) -> int:
+        return 2 * m
+
+    def fit(self, stats: Statistics) -> GERFParams:
+        if self.A is not None:
+            A = torch.tensor([[self.A]], dtype=torch.complex128)
+            return GERFParams(A if self.A.imag else A.real, torch.tensor([[self.s]]))
+        candidates = [self._best(stats, s) for s in ([1, -1] if self.s == "auto" else [self.s])]
+        A, moment, s = candidates[0]
+        for other_a, other_moment, other_s in candidates[1:]:
+            better = other_moment < moment
+            A, s = torch.where(better, other_a, A), torch.where(better, other_s, s)
+        return GERFParams(check_finite(A, "A")[..., None, None], s[..., None, None])
+
+    def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A, log second moment and s, each of the batch shape."""
+        mean_s, mean_n = (stats.mean_sq_sum if s == 1 else stats.mean_sq_diff), stats.mean_norms
+        A = optimal_a(mean_s / stats.d) if s == 1 else optimal_a_trig(mean_s, stats.d)
+        if self.search == "complex":
+            A = search_complex_a(A, mean_s, s, stats.d)
+        ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
+        log_kernel_sq = mean_s - 2 * mean_n if s == 1 else -mean_s  # of the Gaussian kernel at the mean statistics
+        return A, ratio + log_kernel_sq, torch.full_like(mean_s, s, dtype=torch.long)
+
+    def phi_q(self, x, noise, params) -> Features:
+        return self._phi(x, noise, params, key=False)
+
+    def phi_k(self, y, noise, params) -> Features:
+        return self._phi(y, noise, params, key=True)
+
+    def _phi(self, x, noise, params, key: bool) -> Features:
+        """Re(u v) = Re u Re v - Im u Im v: the key side carries s B and the minus."""
+        x = at_least_float32(x)
+        A, s = (t.to(noise.sq_norm.device) for t in (params.A.to(torch.complex128), params.s))
+        B = torch.sqrt(s * (1 - 4 * A)) * (s if key else 1)
+        log_d = noise.d / 4 * torch.log(1 - 4 * A)
+        C = -s / 2 if self.kernel == "softmax" else -(s + 1) / 2
+        projected = noise.project(x)
+        cast = lambda t: t.to(x.dtype)
+        log_scale = (cast(log_d.real - math.log(noise.m) / 2) + cast(A.real) * noise.sq_norm
+                     + cast(B.real) * projected + cast(C) * sq_norm(x))
+        turn = torch.remainder(log_d.imag, 2 * math.pi)
+        phase = cast(turn) + cast(A.imag) * noise.sq_norm + cast(B.imag) * projected
+        value = torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1)
+        return Features(value, torch.cat([log_scale, log_scale], -1))
+
+    def log_relative_second_moment(self, x, y, params) -> Tensor:
+        x, y = x.double(), y.double()
+        A, s = (align(t, x, y)[..., 0] for t in params)
+        s_s = torch.where(s > 0, (x + y).square().sum(-1), (x - y).square().sum(-1))
+        return gerf_log_relative_second_moment(A, s, s_s, x.shape[-1])
+
+
+def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: int) -> Tensor:
+    """log E (Re Z)^2 / K^2 of one GERF feature, A of either type, at S_s = |x + s y|^2 (CRT (6) in a stable form)."""
+    check_a(A)
+    a = torch.log1p(-8 * A.double()) if not A.is_complex() else torch.log(1 - 8 * A)
+    if not a.is_complex():
+        lcosh = d * log_cosh(a / 2)
+        low, high = lcosh + s * torch.exp(-a) * s_s, lcosh + torch.where(torch.as_tensor(s) > 0, torch.exp(-a), 1.0) * s_s
+        return log_mean_exp2(high, low)
+    re, im = a.real, a.imag
+    low = d * torch.log(torch.cosh(a / 2)) + s * torch.exp(-a) * s_s
+    double = 2 * (torch.cosh(re) + im.cos())  # |1 + w|^2 e^-a
+    slope = (s * (1 + re.exp() * im.cos()) + torch.sqrt(re.exp() * double)) / (2 * re.exp() * im.cos()) - s
+    high = d / 2 * torch.log(double / (4 * im.cos())) + slope * s_s
+    return log_mean_exp2(high, low.real, low.imag)
+
+
+def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Tensor:
+    """log of (e^high + e^low cos(phase)) / 2 for low <= high, accurate also where both are near 0."""
+    low = torch.minimum(low, high)
+    mid, half = (high + low) / 2, (high - low) / 2
+    phase = torch.as_tensor(phase, dtype=high.dtype)
+    near = half.clamp(max=1.0)
+    small = mid + torch.log1p(2 * torch.sinh(near / 2).square() - torch.exp(-near) * torch.sin(phase / 2).square())
+    large = high - LOG2 + torch.log1p(torch.exp(-2 * half) * phase.cos())
+    return torch.where(half > 1, large, small)
+
+
+def optimal_a(u: Tensor) -> Tensor:
+    """The A of OPRF for u = |x+y|^2 / d >= 0 (CRT (7), in a form exact as u -> 0): A <= 0, float64."""
+    u = u.double()
+    root = torch.sqrt(1 + 12 * u + 4 * u * u)
+    return torch.where(u < 0.5, -u / (1 - 2 * u + root), (1 - 2 * u - root) / 16)
+
+
+def optimal_a_trig(s_minus: Tensor, d: int, steps: int = 60) -> Tensor:
+    """The real A of least variance for s = -1 (Gaussian-reweighted TrigRF), by golden section in a = log(1 - 8A).
+
+    The second moment d log cosh(a/2) + log1p(exp(-(1 + e^-a) S_-)) has one minimum, in [-0.82, 0].
+    """
+    s_minus = s_minus.double()
+    moment = lambda a: d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus))
+    lo, hi = torch.full_like(s_minus, -1.5), torch.zeros_like(s_minus)
+    ratio = (math.sqrt(5) - 1) / 2
+    left, right = hi - ratio * (hi - lo), lo + ratio * (hi - lo)
+    for _ in range(steps):
+        keep_left = moment(left) < moment(right)
+        lo, hi = torch.where(keep_left, lo, left), torch.where(keep_left, right, hi)
+        left, right = hi - ratio * (hi - lo), lo + ratio * (hi - lo)
+    a = (lo + hi) / 2
+    a = torch.where(moment(torch.zeros_like(a)) <= moment(a), 0.0, a)
+    return -torch.expm1(a) / 8
+
+
+def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:
+    """The complex A of least second moment, by Nelder-Mead in (a, beta), b = pi/2 tanh(beta), from the real optimum.
+
+    Each batch entry is searched by itself; the real A stays unless the gain in log second moment is above 1e-9.
+    """
+    found = [_search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())]
+    return torch.tensor(found, dtype=torch.complex128, device=start.device).view(start.shape)
+
+
+def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
+    import cmath
+
+    from scipy.optimize import minimize
+
+    to_a = lambda v: (1 - cmath.exp(complex(v[0], math.pi / 2 * math.tanh(v[1])))) / 8
+    target = torch.tensor(s_s, dtype=torch.float64)
+    moment = lambda A: float(gerf_log_relative_second_moment(torch.tensor(A, dtype=torch.complex128), s, target, d))
+    begin = cmath.log(1 - 8 * start).real
+    best, best_moment = start, moment(start)
+    for v0 in ([begin, 0.0], [begin, 0.1], [0.0, 0.1]):
+        found = minimize(lambda v: moment(to_a(v)), v0, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-13})
+        if found.fun < best_moment - 1e-9:
+            best, best_moment = to_a(found.x), found.fun
+    return best
+
+
+def check_a(A: Tensor | complex) -> None:
+    """Raises where Re(1 - 8A) <= 0: the second moment is infinite there."""
+    w = 1 - 8 * torch.as_tensor(A)
+    if not bool(((w.real if w.is_complex() else w) > 0).all()):
+        raise ValueError(f"A = {A}: Re(1 - 8A) must be positive (A < 1/8 for real A), or the variance is infinite")
+
+
+def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """N and |x + y|^2, float64."""
+    x, y = x.double(), y.double()
+    return x.square().sum(-1) + y.square().sum(-1), (x + y).square().sum(-1)

@@ -1,0 +1,318 @@
+"""Laws of the feature maps: unbiased, variance as in closed form, fitted no worse than unfitted, stable."""
+
+import math
+
+import pytest
+import torch
+
+from crt_exp import samplers
+from crt_exp.features import (GERF, OPRF, SMREG, GeomRF, GeomRFPlus, HypRF, Moments, PoisCoordRF, PoisRF, PoisRFPlus, PosRF,
+                              Product, Statistics, Sum, TrigRF)
+from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig
+from maps import COMPOSITE, KERNELS, MAPS, POSITIVE, SIMPLE, independent
+
+EXACT_SAMPLERS = [samplers.iid, samplers.orthogonal]
+
+
+def pairs(d, n=3, scale=0.5, seed=0):
+    """x (n, d), y (n + 1, d) with entries of both signs, float64."""
+    g = torch.Generator().manual_seed(seed)
+    x, y = (scale * torch.randn(k, d, generator=g, dtype=torch.float64) for k in (n, n + 1))
+    return (v / v.norm(dim=-1, keepdim=True).clamp(min=1) for v in (x, y))
+
+
+def estimates(phi, x, y, params, m, draws, sampler, seed=0):
+    """(draws, L, S) kernel estimates, float64."""
+    g = torch.Generator().manual_seed(seed)
+    noise = independent(phi, lambda: sampler(m, x.shape[-1], g, batch=(draws,), dtype=torch.float64))
+    return phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+
+
+def exact_matrix(phi, x, y):
+    return phi.log_kernel(x[:, None], y[None]).exp()
+
+
+@pytest.mark.parametrize("sampler", EXACT_SAMPLERS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("d", [1, 2, 4])  # sign and norm errors fade at d = 64
+@pytest.mark.parametrize("phi", MAPS, ids=repr)
+def test_unbiased(phi, d, sampler):
+    x, y = pairs(d)
+    params = phi.fit(Statistics.of(x, y))
+    estimate, exact = estimates(phi, x, y, params, 4, 20_000, sampler), exact_matrix(phi, x, y)
+    sem = estimate.std(0) / len(estimate) ** 0.5
+    assert (sem < 0.03 * exact.clamp(min=0.6)).all()  # the test has power
+    assert ((estimate.mean(0) - exact).abs() < 5 * sem + 1e-12).all()
+
+
+@pytest.mark.parametrize("d", [1, 3])
+@pytest.mark.parametrize("phi", MAPS, ids=repr)
+def test_variance_is_the_closed_form(phi, d):
+    x, y = (0.6 * v for v in pairs(d, seed=1))
+    params = phi.fit(Statistics.of(x, y))
+    estimate = estimates(phi, x, y, params, 1, 400_000 if phi in SIMPLE else 100_000, samplers.iid, seed=3)
+    square = (estimate - exact_matrix(phi, x, y)).square()
+    closed = phi.log_variance(x[:, None], y[None], params).exp()
+    sem = square.std(0) / len(square) ** 0.5
+    assert ((square.mean(0) - closed).abs() < 5 * sem + 1e-12).all()
+    assert (sem < 0.25 * closed + 1e-12).float().mean() > 0.7  # power; the rest have heavy tails
+
+
+@pytest.mark.parametrize("phi", MAPS, ids=repr)
+def test_shapes_and_batches(phi):
+    """Any leading dimensions; the width that was promised; log_variance of vectors, rows and all pairs."""
+    x, y = torch.randn(2, 3, 5, 4) / 2, torch.randn(2, 3, 6, 4) / 2
+    g = torch.Generator().manual_seed(0)
+    for batch in [(), (3,), (2, 3)]:
+        noise = independent(phi, lambda batch=batch: samplers.iid(7, 4, g, batch))
+        params = phi.fit(Statistics.of(x, y))
+        fx, fy = phi.phi_q(x, noise, params).exp(), phi.phi_k(y, noise, params).exp()
+        assert fx.shape == (2, 3, 5, _width(phi, 7)) and fy.shape == (2, 3, 6, _width(phi, 7))
+        assert fx.dtype == torch.float32
+    assert phi.log_variance(x, y[..., :5, :], params).shape == (2, 3, 5)
+    assert phi.log_variance(x[..., :, None, :], y[..., None, :, :], params).shape == (2, 3, 5, 6)
+    single = phi.fit(Statistics.of(x[0, 0], y[0, 0]))
+    assert phi.log_variance(x[0, 0, 0], y[0, 0, 0], single).shape == ()
+
+
+def _width(phi, m):
+    return phi.width(m)
+
+
+@pytest.mark.parametrize("phi", MAPS, ids=repr)
+def test_batched_equals_one_by_one(phi):
+    x, y = torch.randn(2, 3, 5, 4).double() / 2, torch.randn(2, 3, 6, 4).double() / 2
+    g = torch.Generator().manual_seed(0)
+    noise = independent(phi, lambda: samplers.iid(7, 4, g, dtype=torch.float64))
+    whole = phi.phi_q(x, noise, phi.fit(Statistics.of(x, y))).exp()
+    for i in range(2):
+        for j in range(3):
+            one = phi.phi_q(x[i, j], noise, phi.fit(Statistics.of(x[i, j], y[i, j]))).exp()
+            torch.testing.assert_close(whole[i, j], one)
+
+
+@pytest.mark.parametrize("phi", MAPS, ids=repr)
+def test_dtypes_and_gradients(phi):
+    g = torch.Generator().manual_seed(0)
+    noise = independent(phi, lambda: samplers.orthogonal(8, 4, g))
+    x64 = torch.randn(5, 4, dtype=torch.float64, generator=g).clamp(-1, 1) / 2
+    params = phi.fit(Statistics.of(x64, x64))
+    reference = phi.phi_q(x64, noise, params).exp()
+    assert reference.dtype == torch.float64
+    for dtype, tolerance in [(torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 0.05)]:
+        out = phi.phi_q(x64.to(dtype), noise, params).exp()
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), reference, rtol=tolerance, atol=tolerance * 0.1)
+    small = x64[:2].clone().requires_grad_()
+    for side in (phi.phi_q, phi.phi_k):
+        assert torch.autograd.gradcheck(lambda t, side=side: side(t, noise, params).exp(), (small,))
+
+
+@pytest.mark.parametrize("phi", POSITIVE, ids=repr)
+def test_positive(phi):
+    x, y = torch.randn(50, 3), torch.randn(40, 3)
+    noise = samplers.iid(64, 3, torch.Generator().manual_seed(0))
+    params = phi.fit(Statistics.of(x, y))
+    for f in (phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)):
+        assert (f.value == 1).all()
+
+
+@pytest.mark.parametrize("phi", SIMPLE, ids=repr)
+def test_large_inputs_stay_finite(phi):
+    """log features hold where phi overflows: |x| of 1e3 (counts: 30, which is |x|^2 of thousands)."""
+    scale = 30.0 if isinstance(phi, (PoisRF, GeomRF)) else 1e3
+    for dtype in (torch.float32, torch.bfloat16):
+        x, y = scale * torch.randn(6, 4).to(dtype), scale * torch.randn(5, 4).to(dtype)
+        params = phi.fit(Statistics.of(x, y))
+        noise = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0))
+        f = phi.phi_q(x, noise, params)
+        assert f.log_scale.isfinite().all() and f.value.isfinite().all()
+        assert not phi.log_variance(x[:5], y, params).isnan().any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("cls", [OPRF, GERF, PoisRF, GeomRF, PoisCoordRF], ids=lambda c: c.__name__)
+def test_fit_is_optimal(cls, kernel):
+    """Perturbing a fitted parameter never lowers the variance of the pair that it was fitted to."""
+    phi = cls(kernel=kernel)
+    for scale in (0.1, 0.5, 2.0):
+        x, y = torch.randn(2, 20, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale
+        params = phi.fit(Statistics.of(x, y))
+        fitted = phi.log_variance(x, y, params)
+        for factor in (0.9, 0.99, 1.01, 1.1):
+            if cls is GeomRF:
+                other = params._replace(rate=1 - (1 - params.rate) * factor)
+                other = other._replace(rate=other.rate.clamp(1e-6, 1 - 1e-9))
+            else:
+                other = params._replace(**{params._fields[0]: params[0] * factor})
+            assert (phi.log_variance(x, y, other) >= fitted - 1e-9).all()
+
+
+def test_fitted_order():
+    """GERF <= min(OPRF, Trig), OPRF <= Pos, per-coordinate Poisson <= Poisson and geometric, antithetic <= half."""
+    x, y = torch.randn(2, 200, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.7
+    stats = Statistics.of(x, y)
+    v = {phi: phi.log_variance(x, y, phi.fit(stats)) for phi in
+         (GERF(), OPRF(), TrigRF(), PosRF(), HypRF(), PoisRF(), GeomRF(), PoisCoordRF(), OPRF(antithetic=True))}
+    assert (v[GERF()] <= torch.minimum(v[OPRF()], v[TrigRF()]) + 1e-9).all()
+    assert (v[OPRF()] <= v[PosRF()] + 1e-12).all()
+    assert (v[PoisCoordRF()] <= torch.minimum(v[PoisRF()], v[GeomRF()]) + 1e-12).all()
+    assert (v[HypRF()] <= v[PosRF()] - math.log(2) + 1e-12).all()
+    assert (v[OPRF(antithetic=True)] <= v[OPRF()] - math.log(2) + 1e-12).all()
+
+
+def test_special_cases():
+    g = torch.Generator().manual_seed(0)
+    x, y = pairs(4)
+    noise = samplers.iid(9, 4, g, dtype=torch.float64)
+    product = lambda phi, params: phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+    for kernel in KERNELS:
+        for s, twin in ((1, PosRF(kernel)), (-1, TrigRF(kernel))):
+            phi = GERF(kernel, s=s, A=0)
+            torch.testing.assert_close(product(phi, phi.fit(None)), product(twin, ()))
+        zero = OPRF(kernel, A=0, antithetic=True)
+        torch.testing.assert_close(product(zero, zero.fit(None)), product(HypRF(kernel), ()))
+        assert (TrigRF(kernel).log_variance(x, x) == -torch.inf).all()
+        for phi in (PosRF(kernel), HypRF(kernel), OPRF(kernel), SMREG(kernel)):
+            own = phi.fit(Statistics.of(x[:1], -x[:1]))
+            assert phi.log_variance(x[:1], -x[:1], own) == -torch.inf
+        apart = torch.eye(4).double()
+        assert PoisRF(kernel).log_variance(apart[:1], apart[1:2], PoisRF(kernel).fit(
+            Statistics.of(apart[:1], apart[1:2]))) < -15
+
+
+def test_oprf_check_value():
+    """CRT Figure 1: the gain over PosRF at d = 64, |x+y|^2 = 100 is e^61.22."""
+    x = torch.zeros(1, 64, dtype=torch.float64)
+    x[0, 0] = 5
+    gain = PosRF().log_relative_second_moment(x, x) - OPRF().log_relative_second_moment(x, x, OPRF().fit(Statistics.of(x, x)))
+    assert gain.item() == pytest.approx(61.22, abs=5e-3)
+
+
+@pytest.mark.parametrize("u", [0.0, 1e-300, 1e-15, 1e-8, 1e-3, 0.499, 0.5, 1.0, 1e4])
+def test_optimal_a_is_exact(u):
+    """Against 60 digits of the stationarity condition 2 S rho^2 + (d + 2S) rho - d = 0."""
+    from decimal import Decimal, getcontext
+
+    getcontext().prec = 400
+    big = Decimal(u)
+    rho = Decimal(2) / (1 + 2 * big + (1 + 12 * big + 4 * big * big).sqrt())
+    exact = (1 - 1 / rho) / 8
+    ours = Decimal(optimal_a(torch.tensor(u, dtype=torch.float64)).item())
+    assert abs(ours - exact) <= Decimal("1e-12") * abs(exact)
+
+
+def test_gerf_optimum_is_real_and_found():
+    for d, s_minus in [(1, 0.3), (8, 2.0), (64, 10.0), (64, 50.0)]:
+        target = torch.tensor(s_minus, dtype=torch.float64)
+        A = optimal_a_trig(target, d)
+        assert 0 <= A < 0.08
+        grid = torch.linspace(-0.3, 0.12, 2001, dtype=torch.float64)
+        moments = gerf_log_relative_second_moment(grid, -1, target, d)
+        assert gerf_log_relative_second_moment(A, -1, target, d) <= moments.min() + 1e-9
+    x, y = torch.randn(2, 3, 1, 6, dtype=torch.float64)
+    stats = Statistics.of(x, y)
+    found = GERF(search="complex").fit(stats)
+    torch.testing.assert_close(found.A.real, GERF().fit(stats).A, atol=1e-6, rtol=1e-5)
+    assert found.A.imag.abs().max() < 1e-6
+
+
+def test_complex_gerf_equals_real_on_the_axis():
+    A = torch.linspace(-2, 0.1, 50, dtype=torch.float64)
+    for s in (1, -1):
+        for s_s in (0.0, 1e-4, 3.0, 300.0):
+            t = torch.tensor(s_s, dtype=torch.float64)
+            real = gerf_log_relative_second_moment(A, s, t, 16)
+            torch.testing.assert_close(gerf_log_relative_second_moment(A.to(torch.complex128), s, t, 16), real,
+                                       rtol=1e-9, atol=1e-11)
+
+
+def test_statistics_equal_all_pairs_and_skip_masked():
+    x, y = torch.randn(3, 7, 4), torch.randn(3, 5, 4)
+    x_mask, y_mask = torch.rand(3, 7) > 0.3, torch.rand(3, 5) > 0.3
+    x_mask[:, 0] = y_mask[:, 0] = True
+    x, y = x.masked_fill(~x_mask[..., None], torch.nan), y.masked_fill(~y_mask[..., None], torch.nan)
+    stats = Statistics.of(x, y, x_mask, y_mask)
+    for b in range(3):
+        a, c = x[b][x_mask[b]].double(), y[b][y_mask[b]].double()
+        for sign, value in ((1, stats.mean_sq_sum), (-1, stats.mean_sq_diff)):
+            whole = (a[:, None] + sign * c[None]).square().sum(-1).mean()
+            torch.testing.assert_close(value[b], whole, rtol=1e-5, atol=1e-6)
+        for phi in SIMPLE:
+            one = phi.fit(Statistics.of(a.float()[None], c.float()[None]))
+            for ours, alone in zip(phi.fit(stats), one):
+                if ours is not None and ours.shape[0] == 3:
+                    torch.testing.assert_close(ours[b], alone[0], rtol=1e-3, atol=1e-6)
+
+
+def test_empty_set_gives_defaults():
+    x, none = torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.bool)
+    stats = Statistics.of(x, x, none, none)
+    assert (OPRF().fit(stats).A == 0).all()
+    assert (PoisRF().fit(stats).rate == 1e-8).all()
+    torch.testing.assert_close(GeomRF().fit(stats).rate, torch.full((2, 1, 1), 1 - 1e-9, dtype=torch.float64))
+
+
+def test_known_moments():
+    x = torch.randn(9, 4)
+    own = Moments.of(x)
+    kept = Moments.known(mean=own.mean, mean_sq=own.mean_sq)
+    assert torch.equal(OPRF().fit(Statistics(kept, kept)).A, OPRF().fit(Statistics.of(x, x)).A)
+    with pytest.raises(AttributeError, match="do not hold 'mean_abs'"):
+        GeomRF().fit(Statistics(kept, kept))
+
+
+def test_plus_maps_sign_points_below_the_shift():
+    """A point below the shift gets signed features: the estimate stays unbiased."""
+    x, y = pairs(2)
+    low = x - 0.4
+    for phi in (PoisRFPlus("gaussian"), GeomRFPlus("gaussian")):
+        params = phi.fit(Statistics.of(x, y))
+        estimate, exact = estimates(phi, low, y, params, 4, 100_000, samplers.iid), exact_matrix(phi, low, y)
+        assert ((estimate.mean(0) - exact).abs() < 5 * estimate.std(0) / len(estimate) ** 0.5).all()
+
+
+def test_smreg_is_below_softmax():
+    x, y = torch.randn(2, 100, 16, dtype=torch.float64)
+    assert (SMREG().log_kernel(x, y) <= (x * y).sum(-1) + 1e-12).all()
+
+
+BAD = {
+    "unknown kernel 'laplace'": lambda: OPRF(kernel="laplace"),
+    r"Re\(1 - 8A\)": lambda: OPRF(A=0.125),
+    r"Re\(1 - 8A\) ": lambda: GERF(A=0.2 + 1j, s=-1),
+    "needs a fixed s": lambda: GERF(A=0.1),
+    "s = 2": lambda: GERF(s=2),
+    "search = ": lambda: GERF(search="grid"),
+    "0 < p < 1": lambda: GeomRF(p=1.0),
+    "0 < p < 1 ?": lambda: GeomRFPlus(p=0.0),
+    "rate must be positive": lambda: PoisRF(rate=0),
+    "margin = 0": lambda: PoisRFPlus(margin=0),
+    "m = 0": lambda: samplers.iid(0, 4),
+    "m = -3": lambda: samplers.orthogonal(-3, 4),
+    "d = 0": lambda: samplers.orthogonal(3, 0),
+    "unknown lengths": lambda: samplers.orthogonal(3, 4, lengths="one"),
+    "has 5 dimensions but the noise has d = 4": lambda: PosRF().phi_q(torch.zeros(3, 5), samplers.iid(2, 4)),
+    "5 dimensions and y has 4": lambda: Statistics.of(torch.zeros(3, 5), torch.zeros(3, 4)),
+    "empty": lambda: Statistics.of(torch.zeros(0, 5), torch.zeros(3, 5)),
+    "not a tensor of shape": lambda: Statistics.of(torch.zeros(5), torch.zeros(5)),
+    "mask has 4": lambda: Statistics.of(torch.zeros(3, 5), torch.zeros(3, 5), torch.ones(4) > 0),
+    "A is not finite": lambda: OPRF().fit(Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2))),
+    "p is not finite|shift is not finite": lambda: GeomRFPlus().fit(
+        Statistics.of(torch.full((3, 2), torch.nan), torch.zeros(3, 2))),
+    "exactly Gaussian rows": lambda: PoisRF().phi_q(torch.ones(3, 4), samplers.orthogonal(4, 4, lengths="sqrt_d"),
+                                                   PoisRF(rate=1.0).fit(None)),
+    "independent noises": lambda: Product(PosRF(), PosRF()).phi_q(torch.ones(3, 4), samplers.iid(2, 4), ((), ())),
+    "at least one part": lambda: Sum(),
+    "weights for": lambda: Sum(PosRF(), weights=(1, 2)),
+    "too large": lambda: PoisRF(rate=1e5).phi_q(torch.ones(3, 4), samplers.iid(2, 4), PoisRF(rate=1e5).fit(None)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    with pytest.raises(ValueError, match=message.strip()):
+        BAD[message]()
+
+
+def test_composites_are_in_the_list():
+    assert {type(c) for c in COMPOSITE} == {Sum, Product}
