@@ -1,0 +1,42 @@
+"""The configuration tree: where it lies, how names become objects, and what a mistyped name was meant to be.
+
+The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`, for the library as for the command line.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+_PACKAGED = Path(__file__).with_name("conf")
+CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message says what to change."""
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
+
+
+def unknown(what: str, name: str, known: list[str]) -> ConfigError:
+    """The error for a name that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known)}")
+
+
+def build(group: str, name: str, **options: Any) -> Any:
+    """The object that `conf/<group>/<name>.yaml` describes, with options added or replaced; `m` is left out."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    if name not in choices(group):
+        raise unknown(group, name, choices(group))
+    node = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
+    node.pop("m", None)
+    return instantiate(node | options)
