@@ -1,0 +1,9 @@
+"""Readers of data sets, data that comes along, and the command `python -m crt_exp.data` that lists, fetches, verifies.
+
+Light on purpose: importing it pulls in no heavy library, so that an error about data costs no waiting.
+"""
+
+
+class DataError(Exception):
+    """A data set that cannot be used. The message is for the user, in one to three lines: what is wrong, where (file
+    and line), and what to do (which file to get from where, where to put it, which option to set)."""

@@ -1,0 +1,122 @@
+"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get the data and check it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from crt_exp.data import DataError, sources
+from crt_exp.data.fetch import fetch, inspect
+from crt_exp.data.sources import Source, data_root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0; 1 after an error or where a file that is present is bad; 130 when interrupted."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted. What came is kept; the same command continues.", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="python -m crt_exp.data", description="The data sets of crt_exp.")
+    root.set_defaults(run=run_list, dir=None)
+    commands = root.add_subparsers(title="commands")
+    add(commands, run_list, "list", "what each task needs, where it comes from, what is there (the default)")
+    add(commands, run_fetch, "fetch", "download from the official server; continues, checks, replaces bad files",
+        name="a folder such as uci, or one set such as uci/abalone")
+    add(commands, run_verify, "verify", "compare the files that are there with the published ones",
+        name="a folder or one set; all, if left out", nargs="?")
+    return root
+
+
+def add(commands, run: Callable[[argparse.Namespace], int], title: str, text: str, name: str = "",
+        nargs: str | None = None) -> None:
+    command = commands.add_parser(title, help=text, description=text)
+    command.set_defaults(run=run)
+    command.add_argument("--dir", help="the folder that holds uci/, glue/ and so on (default: $CRT_DATA)")
+    if name:
+        command.add_argument("name", metavar="NAME", help=name, nargs=nargs)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    root = data_root(options.dir)
+    print(f"Data folder: {root}" if root else "Data folder: none. Set CRT_DATA=DIR or give --dir DIR.")
+    rows = [(source.name, source.tasks, presence(source, root), size(source), files(source), source.page)
+            for source in sources.TABLE]
+    print_table([("set", "tasks", "here", "size", "files below the data folder", "official source"), *rows])
+    print("\nembedded: needs no file. by hand: `fetch` cannot get it. Other images: images/<name>/{train,val}/<class>/.")
+    return 0
+
+
+def presence(source: Source, root: Path | None) -> str:
+    """present, partly, embedded, missing, or "by hand": missing, and nothing that fetch could get."""
+    there = sum(root is not None and (root / file.path).exists() for file in source.files)
+    if source.embedded:
+        return "embedded, present" if there else "embedded"
+    if there:
+        return "present" if there == len(source.files) else f"{there} of {len(source.files)}"
+    return "missing" if all(file.url for file in source.files) else "by hand"
+
+
+def size(source: Source) -> str:
+    return source.size or (f"{sum(file.rows for file in source.files)} rows" if source.files[0].rows else "")
+
+
+def files(source: Source) -> str:
+    """The paths, those of one folder folded as in ptb/ptb.{train,valid,test}.txt."""
+    paths = [Path(file.path) for file in source.files]
+    if len(paths) < 2:
+        return str(paths[0]) if paths else "-"
+    names = [path.name for path in paths]
+    start, end = shared_start(names), shared_start([name[::-1] for name in names])[::-1]
+    middles = ",".join(name[len(start):len(name) - len(end)] for name in names)
+    return f"{paths[0].parent}/{start}{{{middles}}}{end}"
+
+
+def shared_start(names: Sequence[str]) -> str:
+    """What all names begin with, up to and including a dot or a hyphen."""
+    start = os.path.commonprefix(names)
+    return start[:max(start.rfind("."), start.rfind("-")) + 1]
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def run_fetch(options: argparse.Namespace) -> int:
+    root = data_root(options.dir)
+    if root is None:
+        raise DataError("Nobody said where the data go: give --dir DIR, or set CRT_DATA=DIR.")
+    for source in fetchable_first(sources.select(options.name)):
+        if not source.files:
+            print(f"{source.name}: embedded, nothing to fetch")
+        fetch(source, root)
+    return 0
+
+
+def fetchable_first(chosen: Iterable[Source]) -> list[Source]:
+    """What must be got by hand stops the command, so it comes last."""
+    return sorted(chosen, key=lambda source: not all(file.url for file in source.files))
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    root = data_root(options.dir)
+    if root is None:
+        raise DataError("Nobody said where the data are: give --dir DIR, or set CRT_DATA=DIR.")
+    chosen = sources.select(options.name) if options.name else sources.TABLE
+    findings = [(file.path, inspect(file, root / file.path)) for source in chosen for file in source.files]
+    print_table([(path, finding.state, finding.detail) for path, finding in findings])
+    return int(any(finding.bad for _, finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
