@@ -1,3 +1,24 @@
-"""Random features for softmax and Gaussian kernels, and linear-time attention."""
+"""Random features for softmax and Gaussian kernels, and linear-time attention.
+
+The names below are imported when first used, so that `import crt_exp` itself costs nothing.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "crt_exp.estimators": ("RandomFeatures", "KernelRegressionClassifier", "KernelRegressionRegressor"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name):
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    raise AttributeError(f"module 'crt_exp' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,3 @@
+from crt_exp.train import main
+
+main()

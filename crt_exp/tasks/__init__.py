@@ -1,0 +1,1 @@
+"""One file for each task; `base.py` says what they share."""

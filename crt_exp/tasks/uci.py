@@ -1,0 +1,113 @@
+"""Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables.
+
+For each random split the bandwidth sigma is tuned on the validation part; the test part is read once, with the best one.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+from tqdm import tqdm
+
+from crt_exp.data.tabular import load
+from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
+from crt_exp.tasks.base import EXACT, Mechanism
+
+SCALINGS = ("standard", "minmax", "none")
+
+
+@dataclass(frozen=True)
+class Split:
+    """One random split, encoded and scaled by the training part."""
+
+    x: tuple[np.ndarray, np.ndarray, np.ndarray]  # training, validation, test: (n, d) float32
+    y: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class UCI:
+    """Kernel regression on one table.
+
+    coding, scaling: see `conf/task/uci.yaml`; split: fractions of training, validation and test rows; sigmas: the bandwidths
+    tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number (boston).
+    """
+
+    def __init__(self, dataset: str, coding: str, scaling: str, split: Sequence[float], repeats: int, sigmas: Sequence[float],
+                 data_dir: str | None = None):
+        if scaling not in SCALINGS:
+            raise ValueError(f"task.scaling = {scaling!r}: choose one of {', '.join(SCALINGS)}")
+        if len(split) != 3 or min(split) <= 0 or abs(sum(split) - 1) > 1e-9:
+            raise ValueError(f"task.split = {list(split)}: it takes three positive fractions that sum to 1")
+        if not sigmas or not all(math.isfinite(s) and s > 0 for s in sigmas):
+            raise ValueError(f"task.sigmas = {list(sigmas)}: every sigma must be a positive number")
+        if repeats < 1:
+            raise ValueError(f"task.repeats = {repeats}: at least 1")
+        self.table = load(dataset, data_dir)
+        self.features = self.table.encode(coding).astype(np.float32)
+        self.scaling, self.split, self.repeats, self.sigmas = scaling, tuple(split), repeats, list(sigmas)
+        self.metric = "accuracy" if self.table.classes is not None else "r2"
+        if len(self.table) < 20:
+            raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        """One record a split, then the mean over splits with its 95% interval."""
+        tests = [r for r in done if r["split"] == "split"]
+        for repeat in tqdm(range(len(tests), self.repeats), desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
+            found = self.evaluate(mechanism, self.draw(seed, repeat), seed + repeat)
+            record = {"step": repeat, "epoch": 0, "split": "split", **found}
+            tests.append(record)
+            yield record
+        yield {"step": self.repeats, "epoch": 0, "split": "test", **interval([r[self.metric] for r in tests], self.metric),
+               "rows": len(self.table), "columns": self.features.shape[1], "final": True}
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        width = last[f"{self.metric}_ci95"]
+        spread = "" if width is None else f" +- {width:.4f}"
+        return f"{self.table.name}: {self.metric} {last[self.metric]:.4f}{spread} (mean of {self.repeats} splits, 95% interval)"
+
+    def draw(self, seed: int, repeat: int) -> Split:
+        """Random split number `repeat`: the same for every mechanism."""
+        order = np.random.default_rng([seed, repeat]).permutation(len(self.table))
+        first = round(self.split[0] * len(order))
+        second = first + max(1, round(self.split[1] * len(order)))
+        parts = np.split(order, [first, min(second, len(order) - 1)])
+        scale = scaler(self.features[parts[0]], self.scaling)
+        return Split(tuple(scale(self.features[p]) for p in parts), tuple(self.table.target[p] for p in parts))
+
+    def evaluate(self, mechanism: Mechanism, split: Split, seed: int) -> dict[str, float]:
+        """Tunes sigma on validation and scores the test part once; ties go to the smaller sigma."""
+        fitted = [self.estimator(mechanism, sigma, seed).fit(split.x[0], split.y[0]) for sigma in self.sigmas]
+        validation = [model.score(split.x[1], split.y[1]) for model in fitted]
+        best = int(np.argmax(validation))
+        return {"sigma": self.sigmas[best], f"validation_{self.metric}": validation[best],
+                self.metric: fitted[best].score(split.x[2], split.y[2])}
+
+    def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
+        kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
+        gamma = sigma**2 / 2
+        if mechanism == EXACT:
+            return kind("exact", gamma=gamma)
+        return kind(mechanism.map("gaussian"), mechanism.sampler, mechanism.m, gamma=gamma, random_state=seed)
+
+
+def scaler(train: np.ndarray, kind: str):
+    """A function that scales columns by their training statistics; a constant column becomes 0."""
+    if kind == "none":
+        return lambda x: x
+    if kind == "standard":
+        centre, width = train.mean(0, dtype=np.float64), train.std(0, dtype=np.float64)
+    else:
+        centre, width = train.min(0), np.ptp(train, axis=0)
+    width = np.where(width > 0, width, 1)
+    return lambda x: ((x - centre) / width).astype(np.float32)
+
+
+def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
+    """Mean, standard deviation and half-width of the 95% Student interval (None for one value)."""
+    n = len(values)
+    std = float(np.std(values, ddof=1)) if n > 1 else None
+    half = float(student.ppf(0.975, n - 1)) * std / math.sqrt(n) if n > 1 else None
+    return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}

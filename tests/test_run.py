@@ -1,0 +1,181 @@
+"""The command line as a user types it: real run directories; real processes where that matters."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crt_exp.train import main
+
+ROOT = Path(__file__).parent.parent
+MISSING = "CRT_DATA is not set: the official files are needed"
+
+
+def crt_exp(*args, cwd=ROOT, **env):
+    return subprocess.run([sys.executable, "-m", "crt_exp", *args], capture_output=True, text=True, cwd=cwd,
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | env)
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys, tmp_path):
+    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr)."""
+    def run(*args):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+    return run
+
+
+def records(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(lines):
+    return [{k: v for k, v in line.items() if k != "time_s"} for line in lines]
+
+
+def test_uci_run(tmp_path):
+    out = crt_exp("task=uci", "features=oprf", "sampler=orthogonal", "features.m=128", "seed=0", "logger=none",
+                  f"hydra.run.dir={tmp_path}/a")
+    assert out.returncode == 0, out.stderr
+    assert "wine: accuracy 0." in out.stdout and out.stderr == ""
+    lines = records(tmp_path / "a")
+    assert [r["split"] for r in lines] == ["split"] * 5 + ["test"] and lines[-1]["final"] is True
+    assert lines[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in lines[:5]) / 5)
+    versions = json.loads((tmp_path / "a" / "versions.json").read_text())
+    assert versions["seed"] == 0 and versions["packages"]["torch"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["config.yaml", "metrics.jsonl", "versions.json"]
+
+
+def test_same_seed_same_numbers_and_resume(typed, tmp_path):
+    args = ["features=geom", "seed=3", "logger=none"]
+    assert typed(*args, f"hydra.run.dir={tmp_path}/a")[0] == 0
+    whole = records(tmp_path / "a")
+    # a run cut off in the middle of its third line continues to the same numbers
+    (tmp_path / "b").mkdir()
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b" / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
+    (tmp_path / "b" / "config.yaml").write_text((tmp_path / "a" / "config.yaml").read_text())
+    code, _, err = typed(*args, f"hydra.run.dir={tmp_path}/b")
+    assert code == 2 and "resume=auto" in err
+    code, _, err = typed(*args, f"hydra.run.dir={tmp_path}/b", "resume=auto", "features.m=64")
+    assert code == 2 and "these keys differ: features.m" in err
+    for _ in range(2):  # the second time there is nothing left to do
+        assert typed(*args, f"hydra.run.dir={tmp_path}/b", "resume=auto")[0] == 0
+        assert untimed(records(tmp_path / "b")) == untimed(whole)
+
+
+def test_sweep(typed, tmp_path):
+    code, out, err = typed("-m", "features=trig,oprf", "task.repeats=1", "logger=none", f"hydra.sweep.dir={tmp_path}/s")
+    assert code == 0, err
+    assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2 and out.count("wine: accuracy") == 2
+
+
+def test_exact_kernel_and_presets(typed, tmp_path):
+    assert typed("attention=exact", "logger=none", f"hydra.run.dir={tmp_path}/a")[0] == 0
+    assert records(tmp_path / "a")[-1]["accuracy"] > 0.9
+    _, preset, _ = typed("attention=favorpp", "--cfg", "job")
+    assert "OPRF" in preset and "samplers.orthogonal" in preset
+    assert "GeomRF" in typed("attention=favorpp", "features=geom", "--cfg", "job")[1]
+
+
+def test_wandb_offline(tmp_path):
+    out = crt_exp("logger=wandb", "task.repeats=2", f"hydra.run.dir={tmp_path}/a", WANDB_MODE="offline")
+    assert out.returncode == 0, out.stderr
+    assert list((tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb"))
+    assert (tmp_path / "a" / "wandb_id").read_text().strip()
+
+
+def test_help_teaches(typed):
+    code, out, _ = typed("--help")
+    assert code == 0
+    for part in ("usage:", "features: ", "oprf", "Examples:", "resume=auto", "crt_exp.data"):
+        assert part in out
+
+
+def test_help_and_import_stay_light():
+    """Neither imports torch: that alone takes seconds."""
+    code = "import sys; sys.argv = ['crt_exp', '--help']; import crt_exp, crt_exp.train as t\ntry: t.main()\n" \
+           "except SystemExit: pass\nprint('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.stdout.splitlines()[-1] == "False"
+
+
+BAD = [
+    ("task=ucii", "unknown task 'ucii'; did you mean uci?"),
+    ("features=opfr", "unknown features 'opfr'; did you mean oprf?"),
+    ("sampler=ortho", "unknown sampler 'ortho'; did you mean orthogonal?"),
+    ("attention=favorp+", "unknown attention 'favorp+'; did you mean favorp"),
+    ("features.mm=3", "unknown key 'features.mm'; did you mean features.m?"),
+    ("task.datset=wine", "did you mean task.dataset?"),
+    ("sed=1", "did you mean seed?"),
+    ("foo", "not of the form key=value"),
+    ("features.m=0", "features.m = 0"),
+    ("features.m=many", "it takes a number, such as 128"),
+    ("features.m=1,2", "add -m"),
+    ("features.A=0.125", "Re(1 - 8A)"),
+    ("features=geom features.p=1", "0 < p < 1"),
+    ("features=pois features.rate=-1", "rate must be positive"),
+    ("task.sigmas=[0.0,1.0]", "every sigma must be a positive number"),
+    ("task.sigmas=[]", "every sigma"),
+    ("task.split=[0.9,0.2,0.1]", "sum to 1"),
+    ("task.repeats=0", "at least 1"),
+    ("task.scaling=log", "choose one of standard"),
+    ("task.coding=binary", "use ordinal or onehot"),
+    ("task.dataset=wein", "Did you mean wine?"),
+    ("task.dataset=abalone", "archive.ics.uci.edu"),
+    ("task.dataset=car task.data_dir=/nonexistent", "/nonexistent/car.data is not there"),
+    ("attention=exact features.m=64", "uses no random features"),
+    ("attention=exact sampler=iid", "uses no random features"),
+    ("hydra.run.dir=/proc/nowhere", "cannot write to /proc/nowhere"),
+    ("+task.extra=1", "unexpected keyword argument 'extra'"),
+    ("features=pois sampler=orthogonal sampler.lengths=sqrt_d", "exactly Gaussian rows"),
+    ("sampler.lengths=two", "unknown lengths"),
+]
+
+
+@pytest.mark.parametrize("args, message", BAD, ids=[a for a, _ in BAD])
+def test_bad_input(args, message, typed, tmp_path, monkeypatch):
+    """One clear message of a few lines, a non-zero exit, no traceback, nothing half-written."""
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    code, _, err = typed(*args.split(), "logger=none")
+    assert code == 2 and message in err
+    assert "Traceback" not in err and len(err.splitlines()) <= 5
+    assert not list(tmp_path.rglob("*.*")) and not list(tmp_path.rglob("uci/*"))
+
+
+def test_bad_input_in_a_process(tmp_path):
+    out = crt_exp("task.scaling=log", cwd=tmp_path)
+    assert out.returncode == 2 and out.stderr.startswith("crt_exp: error: task.scaling = 'log'") and "Traceback" not in out.stderr
+
+
+def test_malformed_file_writes_nothing(typed, tmp_path):
+    (tmp_path / "car.data").write_text("vhigh,vhigh,2,2,small,low,unacc\nvhigh,vhigh,2,2,small,unacc\n")
+    code, _, err = typed("task.dataset=car", f"task.data_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run", "logger=none")
+    assert code == 2 and "line 2" in err and "7 expected" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_sweep_inside_torchrun_is_refused(typed, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    code, _, err = typed("-m", "seed=0,1")
+    assert code == 2 and "cannot run inside torchrun" in err
+
+
+@pytest.mark.skipif("CRT_DATA" not in os.environ, reason=MISSING)
+@pytest.mark.parametrize("name", ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "wine", "boston"])
+def test_official_sets(name, typed, tmp_path):
+    """Every official file classifies (boston: regresses)."""
+    code, _, err = typed(f"task.dataset={name}", f"task.data_dir={os.environ['CRT_DATA']}/uci", "logger=none", "task.repeats=1",
+                  "task.sigmas=[0.1,0.3]", f"hydra.run.dir={tmp_path}/a")
+    assert code == 0, err
+    last = records(tmp_path / "a")[-1]
+    assert last["final"] and (last.get("accuracy", 0) > 0.1 or last.get("r2", 0) > 0.1)
