@@ -44,15 +44,19 @@ class _RandomFeatureEstimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self.noise_ = self._sampler()(m, self.n_features_in_, torch.Generator().manual_seed(seed), dtype=dtype)
 
-    def _set_gamma(self, X: np.ndarray) -> None:
-        """gamma_: as given, or 1 / (d variance of X) for 'scale', as in RBFSampler."""
+    def _set_scale(self, X: np.ndarray) -> None:
+        """gamma_: as given, or 1 / (d variance of X) for 'scale', as in RBFSampler; center_: the mean of X.
+
+        The Gaussian kernel does not see a common shift, but positive features do: their variance grows with |x + y|^2.
+        """
         spread = float(X.var()) if self.gamma == "scale" else 0.0
         self.gamma_ = 1 / (X.shape[1] * (spread or 1.0)) if self.gamma == "scale" else float(self.gamma)
+        mean = X.mean(0, dtype=np.float64).astype(X.dtype)
+        self.center_ = mean if self.kernel == "gaussian" else np.zeros_like(mean)
 
     def _scaled(self, X: np.ndarray) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
-            return torch.from_numpy(np.ascontiguousarray(X)) * (2 * self.gamma_) ** 0.5
+        """sqrt(2 gamma) (X - center)."""
+        return torch.from_numpy(X - self.center_.astype(X.dtype)).mul_((2 * self.gamma_) ** 0.5)
 
     def _fit_map(self, X: np.ndarray, m: int) -> None:
         x = self._scaled(X)
@@ -79,7 +83,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
     gamma: as in RBFSampler, sigma^2 / 2 or 'scale'. gerf has different maps for the two sides and raises in `transform`: use
     KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k of crt_exp.features.
 
-    Attributes: map_, params_, noise_, gamma_, n_features_in_.
+    Attributes: map_, params_, noise_, gamma_, center_, n_features_in_.
     """
 
     def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=1.0, random_state=None):
@@ -94,7 +98,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         """X (n, d): fits the parameters to its statistics and draws the projections."""
         X = validate_data(self, X, dtype=(np.float64, np.float32))
         self._check_options()
-        self._set_gamma(X)
+        self._set_scale(X)
         self._fit_map(X, self._projections())
         self._n_features_out = self.n_components
         return self
@@ -147,7 +151,7 @@ class _KernelRegression(_RandomFeatureEstimator):
 
     def _begin(self, X: np.ndarray) -> None:
         self._check_options()
-        self._set_gamma(X)
+        self._set_scale(X)
         if self._exact:
             self.x_, self.targets_ = X[:0], None
             return
@@ -191,12 +195,11 @@ class _KernelRegression(_RandomFeatureEstimator):
         return (weights @ self.state_).numpy()
 
     def _exact_sums(self, X: np.ndarray) -> np.ndarray:
-        """Distances of centred rows in float64 by one matrix product; the row's largest exponent cancels."""
-        centre = self.x_.mean(0, dtype=np.float64)
-        x, y = (torch.from_numpy(np.asarray(v, dtype=np.float64) - centre * (self.kernel == "gaussian")) for v in (X, self.x_))
-        logits = 2 * self.gamma_ * (x @ y.mT)
+        """Exponents of centred rows in float64 by one matrix product; the row's largest one cancels."""
+        x, y = (self._scaled(v.astype(np.float64)) for v in (X, self.x_))
+        logits = x @ y.mT
         if self.kernel == "gaussian":
-            logits -= self.gamma_ * y.square().sum(-1)
+            logits -= y.square().sum(-1) / 2
         weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
         return torch.column_stack([weights @ torch.from_numpy(self.targets_.astype(np.float64)), weights.sum(-1)]).numpy()
 

@@ -8,6 +8,7 @@ from sklearn.datasets import load_iris, make_regression
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor, RandomFeatures
+from crt_exp.features import OPRF
 
 MECHANISMS = ["trig", "pos", "hyp", "smreg", "gerf", "oprf", "pois", "geom", "pois_plus", "geom_plus", "pois_coord"]
 
@@ -36,22 +37,28 @@ def test_classifier_approaches_exact(mechanism):
     assert np.abs(ours - exact).mean() < 0.03
 
 
-@pytest.mark.parametrize("mechanism", ["exact", "oprf", "trig"])
+@pytest.mark.parametrize("mechanism", ["exact", "trig", OPRF("softmax", A=-0.05)], ids=str)
 def test_partial_fit_equals_fit(mechanism):
-    """Later batches keep the parameters and the noise of the first: with fixed parameters the sums are the same."""
-    from crt_exp.features import OPRF
-
+    """Parameters, noise and centre stay as the first batch made them; where they do not depend on it, the sums are equal."""
+    kernel = "gaussian" if isinstance(mechanism, str) else "softmax"
     X, y = load_iris(return_X_y=True)
-    m = OPRF("gaussian", A=-0.05) if mechanism == "oprf" else mechanism
-    whole = KernelRegressionClassifier(m, gamma=0.1, random_state=1).fit(X, y)
-    parts = KernelRegressionClassifier(m, gamma=0.1, random_state=1)
+    whole = KernelRegressionClassifier(mechanism, gamma=0.1, kernel=kernel, random_state=1).fit(X, y)
+    parts = KernelRegressionClassifier(mechanism, gamma=0.1, kernel=kernel, random_state=1)
     for rows in np.array_split(np.random.default_rng(0).permutation(len(X)), 4):
         parts.partial_fit(X[rows], y[rows], classes=[0, 1, 2])
     np.testing.assert_allclose(parts.predict_proba(X), whole.predict_proba(X), atol=1e-9)
     X, y = make_regression(200, 4, noise=0.1, random_state=0)
-    whole = KernelRegressionRegressor(m, gamma=0.01, random_state=1).fit(X, y)
-    parts = KernelRegressionRegressor(m, gamma=0.01, random_state=1).partial_fit(X[:70], y[:70]).partial_fit(X[70:], y[70:])
-    np.testing.assert_allclose(parts.predict(X), whole.predict(X), rtol=1e-7)
+    whole = KernelRegressionRegressor(mechanism, gamma=0.01, kernel=kernel, random_state=1).fit(X, y)
+    parts = KernelRegressionRegressor(mechanism, gamma=0.01, kernel=kernel, random_state=1)
+    parts.partial_fit(X[:70], y[:70]).partial_fit(X[70:], y[70:])
+    np.testing.assert_allclose(parts.predict(X), whole.predict(X), rtol=1e-6)
+
+
+def test_common_shift_changes_nothing():
+    """Positive features of uncentred data would have e^|x+y|^2 more variance; the Gaussian kernel does not see the shift."""
+    X, y = load_iris(return_X_y=True)
+    near, far = (KernelRegressionClassifier("oprf", gamma=0.1, random_state=0).fit(X + c, y).predict_proba(X + c) for c in (0, 50))
+    np.testing.assert_allclose(near, far, atol=1e-6)
 
 
 def test_pickles_and_repeats():

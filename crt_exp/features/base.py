@@ -6,9 +6,9 @@ N = |x|^2 + |y|^2. phi is held as value * exp(log_scale); nothing is exponentiat
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,13 @@ class Features(NamedTuple):
     def exp(self) -> Tensor:
         """phi itself, (..., L, M), with 1/sqrt(m) inside; overflows where |x| is large."""
         return self.value * self.log_scale.exp()
+
+
+class Bound(NamedTuple):
+    """A feature map with its noise and parameters filled in, and what depends on these alone already computed."""
+
+    phi_q: Callable[[Tensor], Features]
+    phi_k: Callable[[Tensor], Features]
 
 
 class Moments:
@@ -166,6 +173,10 @@ class FeatureMap(ABC):
         """Key features; the same map unless said otherwise."""
         return self.phi_q(y, noise, params)
 
+    def bind(self, noise: Noise, params: Params = ()) -> Bound:
+        """Both maps as functions of the vectors alone, for callers that go through a set in chunks."""
+        return Bound(partial(self.phi_q, noise=noise, params=params), partial(self.phi_k, noise=noise, params=params))
+
     @abstractmethod
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
         """log(E Z^2 / (E Z)^2) of one projection's estimate Z; the same for both kernels."""
@@ -210,12 +221,15 @@ class Sum(FeatureMap):
         return tuple(p.fit(stats) for p in self.parts)
 
     def phi_q(self, x, noise, params) -> Features:
-        fs = [p.phi_q(x, n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
-        return _concatenate(fs, self.weights, signed=True)
+        return self.bind(noise, params).phi_q(x)
 
     def phi_k(self, y, noise, params) -> Features:
-        fs = [p.phi_k(y, n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
-        return _concatenate(fs, self.weights, signed=False)
+        return self.bind(noise, params).phi_k(y)
+
+    def bind(self, noise, params) -> Bound:
+        bound = [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
+        return Bound(lambda x: _concatenate([b.phi_q(x) for b in bound], self.weights, signed=True),
+                     lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False))
 
     def log_kernel(self, x, y) -> Tensor:
         """log of the weighted sum, where that is positive."""
@@ -250,12 +264,15 @@ class Product(FeatureMap):
         return tuple(p.fit(stats) for p in self.parts)
 
     def phi_q(self, x, noise, params) -> Features:
-        self._check(noise)
-        return _outer(*(p.phi_q(x, n, q) for p, n, q in zip(self.parts, noise, params)))
+        return self.bind(noise, params).phi_q(x)
 
     def phi_k(self, y, noise, params) -> Features:
+        return self.bind(noise, params).phi_k(y)
+
+    def bind(self, noise, params) -> Bound:
         self._check(noise)
-        return _outer(*(p.phi_k(y, n, q) for p, n, q in zip(self.parts, noise, params)))
+        bound = [p.bind(n, q) for p, n, q in zip(self.parts, noise, params)]
+        return Bound(lambda x: _outer(*(b.phi_q(x) for b in bound)), lambda y: _outer(*(b.phi_k(y) for b in bound)))
 
     def log_kernel(self, x, y) -> Tensor:
         return self.parts[0].log_kernel(x, y) + self.parts[1].log_kernel(x, y)

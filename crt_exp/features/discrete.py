@@ -10,12 +10,14 @@ rows serves, and new parameters need no new draw. log|f| is a product of the cou
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import FeatureMap, Features, Statistics, align, check_finite
+from crt_exp.features.base import Bound, FeatureMap, Features, Statistics, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.samplers import Noise, at_least_float32
 
@@ -36,19 +38,26 @@ class DiscreteRF(FeatureMap):
     """Base of the discrete maps; signed: value = prod_l sgn(x_l)^omega_l."""
 
     def phi_q(self, x, noise: Noise, params: DiscreteParams) -> Features:
-        x = at_least_float32(x)
-        shifted = x if params.shift is None else x - params.shift.to(x)
+        return self.bind(noise, params).phi_q(x)
+
+    def bind(self, noise: Noise, params: DiscreteParams) -> Bound:
         counts = self.counts(noise, params)                       # (..., m, d)
-        weight, bias = self._log_weights(counts, params)          # (..., 1|m, 1|d) added to log|x|, (..., 1, 1|m)
+        of_counts, constant = self._log_weights(counts, params)
+        bias = of_counts + constant - math.log(noise.m) / 2       # (..., 1, m)
+        phi = partial(self._phi, k=counts.to(noise.sq_norm.dtype), bias=bias, shift=params.shift)
+        return Bound(phi, phi)
+
+    def _phi(self, x: Tensor, k: Tensor, bias: Tensor, shift: Tensor | None) -> Features:
+        x = at_least_float32(x)
+        shifted = x if shift is None else x - shift.to(x)
+        k = k.to(x.dtype)
         logs = shifted.abs().clamp(min=_tiny(x)).log()            # (..., L, d)
-        k = counts.to(x.dtype)
-        log_scale = logs @ k.mT + (weight.to(x.dtype) + bias.to(x.dtype) - math.log(noise.m) / 2)
+        log_scale = logs @ k.mT + bias.to(x.dtype)
         if self.kernel == "gaussian":
             log_scale = log_scale - sq_norm(shifted) / 2
-        elif params.shift is not None:  # f of the shifted Gaussian kernel, back to softmax by the unshifted norm
+        elif shift is not None:  # f of the shifted Gaussian kernel, back to softmax by the unshifted norm
             log_scale = log_scale + (sq_norm(x) - sq_norm(shifted)) / 2
-        odd = (counts % 2).to(x.dtype)
-        flips = (shifted < 0).to(x.dtype) @ odd.mT                # whole numbers, exact in float32
+        flips = (shifted < 0).to(x.dtype) @ (k % 2).mT               # whole numbers, exact in float32
         return Features(1 - 2 * (flips % 2), log_scale)
 
     def counts(self, noise: Noise, params: DiscreteParams) -> Tensor:
@@ -208,19 +217,19 @@ def _mean_sq_products(stats: Statistics, shift: Tensor | float = 0.0) -> Tensor:
                      if isinstance(shift, Tensor) else s.mean_sq.double() for s in (stats.x, stats.y))
 
 
-def optimal_p(t: Tensor, steps: int = 60) -> Tensor:
+def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
     """The p of least variance for t_l = |x_l y_l| or its average (..., d); shape (...), clamped to [1e-6, 1 - 1e-9].
 
-    In v = (1 - p)^(-1/2) the objective is strictly convex: bisection of its derivative in log(v - 1).
+    In v = (1 - p)^(-1/2) the objective is strictly convex: bisection of its derivative in log(v - 1), to 1e-12.
     """
     lo, hi = (torch.full_like(t[..., 0], math.log(_v_minus_1(p))) for p in P_RANGE)
+    double, pole = 2 * t, 2 * t.shape[-1]
     for _ in range(steps):
         mid = (lo + hi) / 2
         e = mid.exp()
-        v = 1 + e
-        q = 2 * t * v.unsqueeze(-1)
-        slope = (2 * t * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1) - 2 * t.shape[-1] / (v * e * (2 + e))
-        lo, hi = torch.where(slope < 0, mid, lo), torch.where(slope < 0, hi, mid)
+        q = double * (1 + e).unsqueeze(-1)
+        rising = (double * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1) > pole / ((1 + e) * e * (2 + e))
+        lo, hi = torch.where(rising, lo, mid), torch.where(rising, mid, hi)
     v = 1 + ((lo + hi) / 2).exp()
     return ((v - 1) * (v + 1) / (v * v)).clamp(*P_RANGE)
 
@@ -242,7 +251,7 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     k = torch.arange(size, dtype=torch.float64, device=g.device)
     log_pmf = k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)  # (..., d, size)
     survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)                              # P(omega >= k), exact in the tail
-    batch = torch.broadcast_shapes(rate.shape[:-1], g.shape[:-2])
+    batch = np.broadcast_shapes(rate.shape[:-1], g.shape[:-2])  # torch's own imports sympy, 0.8 s
     g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()                                # (..., d, m)
     survival = survival.expand(*batch, *survival.shape[-2:])
     tail = torch.special.ndtr(-g)                                                      # 1 - u

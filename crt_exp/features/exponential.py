@@ -9,12 +9,13 @@ Variances are given relative to the squared kernel, which makes them the same fo
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import LOG2, ONE, FeatureMap, Features, Statistics, align, check_finite, log_cosh
+from crt_exp.features.base import LOG2, ONE, Bound, FeatureMap, Features, Statistics, align, check_finite, log_cosh
 from crt_exp.kernels import log_0f1
 from crt_exp.samplers import Noise, at_least_float32
 
@@ -75,8 +76,29 @@ class PositiveExponential(FeatureMap):
         return noise
 
     def phi_q(self, x, noise, params=()) -> Features:
-        x, noise = at_least_float32(x), self.directions(noise)
+        return self.bind(noise, params).phi_q(x)
+
+    def bind(self, noise, params=()) -> Bound:
+        noise = self.directions(noise)
+        phi = partial(self._phi, noise=noise, affine=self.affine(noise, params))
+        return Bound(phi, phi)
+
+    def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
+        """rows (..., M, d), scale (..., 1, 1) or None and bias (..., 1, M): log phi = scale rows.x + bias - norm_weight |x|^2.
+
+        What an engine needs to make the M features by itself: antithetic maps have both signs of each row.
+        """
+        noise = self.directions(noise)
         scale, bias = self.affine(noise, params)
+        rows = noise.rows()
+        bias = torch.as_tensor(bias, dtype=rows.dtype, device=rows.device)
+        bias = bias.expand(*bias.shape[:-1] or (1,), noise.m)
+        if self.antithetic:
+            rows, bias = torch.cat([rows, -rows], -2), torch.cat([bias, bias], -1)
+        return rows, scale, bias
+
+    def _phi(self, x: Tensor, noise: Noise, affine: tuple) -> Features:
+        x, (scale, bias) = at_least_float32(x), affine
         offset = bias - self.norm_weight * sq_norm(x)
         projected = noise.project(x if scale is None else x * scale.to(x.dtype))
         if self.antithetic:
@@ -274,23 +296,32 @@ def optimal_a(u: Tensor) -> Tensor:
     return torch.where(u < 0.5, -u / (1 - 2 * u + root), (1 - 2 * u - root) / 16)
 
 
-def optimal_a_trig(s_minus: Tensor, d: int, steps: int = 60) -> Tensor:
-    """The real A of least variance for s = -1 (Gaussian-reweighted TrigRF), by golden section in a = log(1 - 8A).
+def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
+    """The real A of least variance for s = -1 (Gaussian-reweighted TrigRF), by a search in a = log(1 - 8A).
 
     The second moment d log cosh(a/2) + log1p(exp(-(1 + e^-a) S_-)) has one minimum, in [-0.82, 0].
     """
     s_minus = s_minus.double()
-    moment = lambda a: d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus))
-    lo, hi = torch.full_like(s_minus, -1.5), torch.zeros_like(s_minus)
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = hi - ratio * (hi - lo), lo + ratio * (hi - lo)
-    for _ in range(steps):
-        keep_left = moment(left) < moment(right)
-        lo, hi = torch.where(keep_left, lo, left), torch.where(keep_left, right, hi)
-        left, right = hi - ratio * (hi - lo), lo + ratio * (hi - lo)
-    a = (lo + hi) / 2
-    a = torch.where(moment(torch.zeros_like(a)) <= moment(a), 0.0, a)
+    moment = lambda a: d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)))
+    a = zoom(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
+    candidates = torch.stack([a, torch.zeros_like(a)], -1)  # 0 is TrigRF itself, exact where it is the optimum
+    a = candidates.gather(-1, moment(candidates).argmin(-1, keepdim=True)).squeeze(-1)
     return -torch.expm1(a) / 8
+
+
+def zoom(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
+    """A point of [low, high] for each entry of `like` (...), to (high - low) 24^-rounds.
+
+    Each round lays a grid (..., points) over the interval and goes on between the neighbours of the one that `pick` chooses.
+    A few calls on wide tensors take the place of many calls on narrow ones.
+    """
+    lo, hi = torch.full_like(like, low).unsqueeze(-1), torch.full_like(like, high).unsqueeze(-1)
+    steps = torch.linspace(0, 1, points, dtype=like.dtype, device=like.device)
+    for _ in range(rounds):
+        grid = lo + (hi - lo) * steps
+        best = pick(grid)
+        lo, hi = grid.gather(-1, (best - 1).clamp(min=0)), grid.gather(-1, (best + 1).clamp(max=points - 1))
+    return ((lo + hi) / 2).squeeze(-1)
 
 
 def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:

@@ -1,0 +1,31 @@
+"""python -m crt_exp.report NAME: writes outputs/report/NAME.md, .csv and .png."""
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+
+import crt_exp.report
+from crt_exp.data import DataError
+
+SIZES = ("small", "gpu", "full")
+
+
+def main() -> None:
+    names = sorted(m.name for m in pkgutil.iter_modules(crt_exp.report.__path__) if not m.name.startswith("_")
+                   and m.name not in ("writing",))
+    parser = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__)
+    parser.add_argument("name", choices=names)
+    parser.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"))
+    args = parser.parse_args()
+    try:
+        importlib.import_module(f"crt_exp.report.{args.name}").main(args.size)
+    except (ValueError, OSError, DataError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"crt_exp.report: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How every report is written: cells that survive an interruption, a Markdown table, a CSV and a picture."""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import joblib
+from tqdm import tqdm
+
+from crt_exp.run import machine, read_records, write_atomic
+
+REPORT = Path("outputs/report")
+# the one palette of all pictures: exact black, positive maps warm, indefinite ones cold (Okabe-Ito, safe for colour blindness)
+COLOURS = {"exact": "#000000", "trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#117733", "pos": "#E69F00",
+           "hyp": "#F0A860", "smreg": "#999999", "oprf": "#D55E00", "pois_plus": "#CC79A7", "geom_plus": "#882255",
+           "pois_coord": "#44AA99"}
+
+
+class Cells:
+    """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
+
+    `sources` are the files whose code decides the values: when one changes, all cells are computed anew.
+    """
+
+    def __init__(self, name: str, sources: Sequence[str]):
+        self.path = Path("outputs") / name / "cells.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.code = fingerprint(sources)
+        self.known = {json.dumps(r["key"]): r for r in read_records(self.path) if r["code"] == self.code}
+
+    def __getitem__(self, key: dict[str, Any]) -> Any:
+        return self.known[json.dumps(key)]["value"]
+
+    def fill(self, keys: Sequence[dict[str, Any]], compute: Callable[..., Any], label: str) -> "Cells":
+        """compute(**key) for every key that is not known, one process for each core; kept as soon as each is there."""
+        missing = [key for key in keys if json.dumps(key) not in self.known]
+        jobs = joblib.Parallel(n_jobs=min(os.cpu_count(), max(len(missing), 1)), return_as="generator_unordered")(
+            joblib.delayed(_timed)(compute, key) for key in missing)
+        for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
+            self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code})
+        return self
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.known[json.dumps(record["key"])] = record
+
+    def seconds(self) -> float:
+        """The time that all known cells took, also in earlier calls."""
+        return sum(r["seconds"] for r in self.known.values())
+
+
+def _timed(compute: Callable[..., Any], key: dict[str, Any]) -> tuple[dict[str, Any], Any, float]:
+    start = time.perf_counter()
+    return key, compute(**key), time.perf_counter() - start
+
+
+def fingerprint(sources: Sequence[str]) -> str:
+    """A digest of source files or folders of the package."""
+    digest, package = hashlib.sha256(), Path(__file__).parent.parent
+    for source in sources:
+        path = package / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def write_report(name: str, title: str, body: str, rows: Sequence[dict[str, Any]], figure=None, facts: str = "",
+                 seconds: float = 0.0, command: str = "") -> Path:
+    """outputs/report/<name>.md, .csv and .png, each written atomically. `facts`: data, subsampling, sizes, seeds."""
+    REPORT.mkdir(parents=True, exist_ok=True)
+    picture = f"\n![{title}]({name}.png)\n" if figure is not None else ""
+    write_atomic(REPORT / f"{name}.md", f"# {title}\n\n{body.rstrip()}\n{picture}\n{caption(facts, seconds, command or name)}\n")
+    write_atomic(REPORT / f"{name}.csv", csv_text(rows))
+    if figure is not None:
+        save_figure(figure, REPORT / f"{name}.png")
+    return REPORT / f"{name}.md"
+
+
+def caption(facts: str, seconds: float, command: str) -> str:
+    found = ", ".join(f"{p} {metadata.version(p)}" for p in ("crt_exp", "torch", "scikit-learn", "numpy"))
+    return f"{facts} Versions: {found}. Machine: {machine()}. {date.today()}, {seconds:.0f} s of computing. Command: `make {command}`."
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def csv_text(rows: Sequence[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def save_figure(figure, path: Path) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
+    os.replace(temporary, path)
+
+
+def new_figure(*args, **kwargs):
+    """matplotlib subplots without a display, in the reports' style."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                         "grid.alpha": 0.25, "legend.frameon": False})
+    return plt.subplots(*args, **kwargs)

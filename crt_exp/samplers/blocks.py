@@ -1,0 +1,130 @@
+"""Samplers whose rows come in blocks of coupled directions: orthogonal, simplex, Hadamard and Givens.
+
+Blocks are independent; the last one is cut to make m rows.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform
+from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
+from crt_exp.samplers.points import iid
+
+QR_FALLBACK = 1e-10  # squared Frobenius error in orthogonality: the Newton-Schulz step leaves 3/4 of it
+
+
+def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
+               lengths: str = "chi", dtype: torch.dtype = torch.float32) -> DenseNoise:
+    """Blocks of d mutually orthogonal rows with Haar directions (Performers 2.4). Exact with chi lengths.
+
+    `lengths`: "chi" draws row lengths from chi(d), so rows are exactly Gaussian; "sqrt_d" fixes them (SMREG noise).
+    """
+    check(m, d)
+    directions = haar((*batch, -(-m // d), d, d), generator)
+    return _rows_of(directions, m, lengths, generator, dtype, gaussian=lengths == "chi")
+
+
+def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
+            dtype: torch.dtype = torch.float32) -> DenseNoise:
+    """Blocks of d rows with pairwise cosines -1/(d - 1), randomly rotated, chi(d) lengths (Reid et al. 2023). Exact.
+
+    Less variance than orthogonal rows for positive features, usually more for trigonometric ones. At d = 1: iid.
+    """
+    check(m, d)
+    if d == 1:
+        return iid(m, d, generator, batch, dtype)
+    rotation = haar((*batch, -(-m // d), d, d), generator)
+    directions = (rotation - rotation.mean(-2, keepdim=True)) * (d / (d - 1)) ** 0.5
+    return _rows_of(directions, m, "chi", generator, dtype, gaussian=True)
+
+
+def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (), blocks: int = 3,
+             lengths: str = "chi", dtype: torch.dtype = torch.float32) -> Noise:
+    """Rows of sqrt(n) H D_k ... H D_1: k = `blocks` products of a Hadamard matrix and random signs (Performers B.2).
+
+    Approximate: not Gaussian. With k = 1 rows are sign vectors, and e_1 sees a kernel of cosh whatever d; k = 3 is within one
+    percent or two at d = 64. Any d, by zero padding to n = 2^ceil(log2 d): rows are orthogonal where d = n, else the columns
+    of a stack are. Stacks of n rows are independent. `lengths`: "chi" draws chi(n), as Gaussian rows have in n dimensions;
+    "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG noise).
+    """
+    check(m, d)
+    if not (isinstance(blocks, int) and blocks >= 1):
+        raise ValueError(f"blocks = {blocks}: a Hadamard sampler needs at least one product of Hadamard matrix and signs")
+    n = 2 ** (d - 1).bit_length()
+    flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5
+    scale = row_lengths((*batch, m), n, "sqrt_d" if lengths == "fixed" else lengths, generator)
+    noise = HadamardNoise(flips.to(dtype), scale.to(dtype), d)
+    return noise.on_sphere() if lengths == "sqrt_d" else noise
+
+
+def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
+           rotations: int | None = None, dtype: torch.dtype = torch.float32) -> DenseNoise:
+    """Blocks of d orthogonal rows from Kac's walk: `rotations` Givens rotations in random planes (Performers B.2).
+
+    Approximate: Haar only as rotations grow; default 4 ceil(d log d). Lengths chi(d). Random signs of the rows make the mean
+    zero however short the walk (which alone never leaves the rotations: at d = 1 it would stay at +1). Projections are
+    dense: the walk visits two coordinates at a time, in thousands of steps, and was 30 times slower or more at every d
+    measured (python -m crt_exp.report.bench_samplers).
+    """
+    check(m, d)
+    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else rotations
+    start = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
+    directions = kac_walk(start.flatten(0, -3), steps, generator).view_as(start)
+    return _rows_of(directions, m, "chi", generator, dtype, gaussian=False)
+
+
+def _rows_of(directions: Tensor, m: int, lengths: str, generator, dtype: torch.dtype, gaussian: bool) -> DenseNoise:
+    """Blocks of unit rows (*batch, stacks, d, d) -> m rows with independent lengths."""
+    rows = directions.flatten(-3, -2)[..., :m, :]
+    return DenseNoise((rows * row_lengths(rows.shape[:-1], rows.shape[-1], lengths, generator)).to(dtype), gaussian)
+
+
+def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """Haar-distributed orthogonal matrices, float64, shape (..., d, d).
+
+    The Q of G = QR, G Gaussian, with a positive diagonal of R. Without that sign LAPACK's Q is not Haar (the mean of Q_00 is
+    about -0.3 at d = 4), and exponential features, which are not even in omega, are biased. One batched call: Householder
+    on CPU, where it beats a loop of single ones on any number of cores and the Cholesky way on one core
+    (python -m crt_exp.report.bench_samplers); Cholesky on GPUs, whose batched Householder works matrix by matrix.
+    """
+    g = normal(shape, generator)
+    return cholesky_qr(g) if g.is_cuda else householder_qr(g)
+
+
+def householder_qr(g: Tensor) -> Tensor:
+    """The Q of the QR factorisation with a positive diagonal of R."""
+    q, r = torch.linalg.qr(g)
+    return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q).unsqueeze(-2)
+
+
+def cholesky_qr(g: Tensor) -> Tensor:
+    """The same Q, from the Cholesky factor of G^T G; one Newton-Schulz step squares its error in orthogonality.
+
+    The few ill-conditioned G, where that is not enough for 1e-10, go through Householder.
+    """
+    factor, _ = torch.linalg.cholesky_ex(g.mT @ g)
+    q = torch.linalg.solve_triangular(factor, g.mT, upper=False).mT
+    error = q.mT @ q - torch.eye(g.shape[-1], dtype=q.dtype, device=q.device)
+    bad = ~(error.square().sum((-2, -1)) < QR_FALLBACK)  # true also for NaN, where the factorisation failed
+    q = q - q @ error / 2
+    if bad.any():
+        q[bad] = householder_qr(g[bad])
+    return q
+
+
+def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor:
+    """x (B, d, L) turned by `steps` rotations of the d coordinates, each in its own random plane by a uniform angle."""
+    count, d, _ = x.shape
+    if d == 1 or steps == 0:
+        return x
+    first = randint(0, d, (steps, count), generator)
+    second = (first + randint(1, d, (steps, count), generator)) % d
+    angle = 2 * math.pi * uniform((steps, count, 1), generator).to(x.dtype)
+    offset = d * torch.arange(count, device=x.device)
+    flat = x.flatten(0, 1).clone()
+    for i, j, c, s in zip(first + offset, second + offset, angle.cos(), angle.sin()):
+        a, b = flat.index_select(0, i), flat.index_select(0, j)
+        flat.index_copy_(0, i, c * a - s * b).index_copy_(0, j, s * a + c * b)
+    return flat.view_as(x)

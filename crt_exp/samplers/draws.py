@@ -1,0 +1,48 @@
+"""Seeded float64 numbers, the raw material of every sampler; `generator=None` is torch's default generator."""
+
+import torch
+from torch import Tensor
+
+U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=device_of(generator))
+
+
+def uniform(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device=device_of(generator))
+
+
+def randint(low: int, high: int, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.randint(low, high, shape, generator=generator, device=device_of(generator))
+
+
+def signs(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return 2.0 * randint(0, 2, shape, generator).double() - 1
+
+
+def row_lengths(shape: tuple[int, ...], d: int, kind: str, generator: torch.Generator | None) -> Tensor:
+    """Row lengths (*shape, 1)."""
+    if kind == "chi":  # chi^2_d is twice a gamma variable of shape d/2: one number a row instead of d
+        half = torch.full((*shape, 1), d / 2, dtype=torch.float64, device=device_of(generator))
+        return (2 * torch._standard_gamma(half, generator=generator)).sqrt()
+    if kind == "sqrt_d":
+        return torch.full((*shape, 1), d**0.5, dtype=torch.float64, device=device_of(generator))
+    raise ValueError(f"unknown lengths {kind!r}: choose chi (Gaussian rows), sqrt_d (rows on the sphere) or, for "
+                     "hadamard, fixed")
+
+
+def gaussian_quantile(u: Tensor) -> Tensor:
+    return torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN))
+
+
+def device_of(generator: torch.Generator | None) -> torch.device:
+    return generator.device if generator is not None else torch.device("cpu")
+
+
+def check(m: int, d: int) -> None:
+    if not (isinstance(m, int) and m >= 1):
+        raise ValueError(f"m = {m}: the number of projections must be a whole number of at least 1 (features.m)")
+    if not (isinstance(d, int) and d >= 1):
+        raise ValueError(f"d = {d}: the dimension must be a whole number of at least 1")

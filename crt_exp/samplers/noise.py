@@ -1,0 +1,168 @@
+"""Noise: random rows and products with them, dense or by a fast Hadamard transform."""
+
+from abc import ABC, abstractmethod
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+# Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that is
+# transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024, 37 at
+# 2048; by transforms 14.3, 9.1, 10.3, 11.2 (python -m crt_exp.report.bench_samplers 1). Not measured on GPUs.
+MATRIX_FREE_FROM = 768
+RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
+
+
+class Noise(ABC):
+    """m random rows in d dimensions, shape (*batch, m, d).
+
+    Attributes: m, d, batch; `gaussian` says whether rows are exactly N(0, I_d) marginally, which the discrete maps need.
+    """
+
+    m: int
+    d: int
+    batch: tuple[int, ...]
+    gaussian: bool
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """The matrix W, (*batch, m, d)."""
+
+    @abstractmethod
+    def _project(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def to(self, *args, **kwargs) -> "Noise":
+        """As `Tensor.to`."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """x (..., L, d) -> x W^T (..., L, m), in float32 at least: an error in a log feature is a relative error."""
+        if x.shape[-1] != self.d:
+            raise ValueError(f"the input has {x.shape[-1]} dimensions but the noise has d = {self.d}: draw it with "
+                             f"d = {x.shape[-1]}, or check the order of the axes (..., L, d)")
+        with torch.autocast(x.device.type, enabled=False):
+            return self._project(at_least_float32(x))
+
+    @cached_property
+    def sq_norm(self) -> Tensor:
+        """|omega_m|^2, (*batch, 1, m)."""
+        with torch.inference_mode(False):  # it is kept, and must serve later backward passes
+            return self.rows().square().sum(-1).unsqueeze(-2)
+
+    def on_sphere(self) -> "Noise":
+        """The same directions with every row of length sqrt(d) (the noise of SMREG)."""
+        return DenseNoise(_directions(self.rows()) * self.d**0.5, gaussian=False)
+
+    def __repr__(self):
+        return f"{type(self).__name__}(m={self.m}, d={self.d}, batch={self.batch})"
+
+
+class DenseNoise(Noise):
+    """Rows held as a matrix W (*batch, m, d)."""
+
+    def __init__(self, weight: Tensor, gaussian: bool):
+        self.weight, self.gaussian = weight, gaussian
+        *batch, self.m, self.d = weight.shape
+        self.batch = tuple(batch)
+
+    def rows(self) -> Tensor:
+        return self.weight
+
+    def _project(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype).mT
+
+    def to(self, *args, **kwargs) -> "DenseNoise":
+        return DenseNoise(self.weight.to(*args, **kwargs), self.gaussian)
+
+
+class HadamardNoise(Noise):
+    """Rows diag(lengths) [H D_k ... H D_1]_(m, d): stacks of products of orthonormal Hadamard matrices and random signs.
+
+    Holds signs / sqrt(n) (*batch, stacks, k, n) and lengths (*batch, m, 1) only. A projection takes O(m log d) a vector; below
+    MATRIX_FREE_FROM, where that is slower, it multiplies by the rows, kept from the first use.
+    """
+
+    gaussian = False
+
+    def __init__(self, signs: Tensor, lengths: Tensor, d: int):
+        self.signs, self.lengths, self.d = signs, lengths, d
+        *batch, self.m, _ = lengths.shape
+        self.batch, self.n = tuple(batch), signs.shape[-1]
+        self.matrix_free = self.m * self.d >= MATRIX_FREE_FROM * self.n * signs.shape[-3]
+
+    def rows(self) -> Tensor:
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        with torch.no_grad(), torch.inference_mode(False):  # what is kept must serve later backward passes
+            columns = self._transform(torch.eye(self.d, dtype=torch.float64, device=self.signs.device))  # (*batch, d, m)
+            return columns.mT.to(self.lengths.dtype).contiguous()
+
+    def _project(self, x: Tensor) -> Tensor:
+        return self._transform(x) if self.matrix_free else x @ self._rows.to(x.dtype).mT
+
+    def _transform(self, x: Tensor) -> Tensor:
+        """(..., L, d) -> (..., L, m) without the matrix."""
+        x = torch.nn.functional.pad(x, (0, self.n - self.d)).unsqueeze(-2)          # (..., L, 1, n)
+        for signs in self.signs.to(x.dtype).unsqueeze(-4).unbind(-2):               # (*batch, 1, stacks, n)
+            x = fwht(x * signs)                                                     # (..., L, stacks, n)
+        return x.flatten(-2)[..., :self.m] * self.lengths.to(x.dtype).mT
+
+    @cached_property
+    def sq_norm(self) -> Tensor:
+        rows = self.rows() if self.d < self.n else self.lengths  # the cut to d columns changes the lengths
+        with torch.inference_mode(False):
+            return rows.square().sum(-1).unsqueeze(-2)
+
+    def on_sphere(self) -> Noise:
+        if self.d < self.n:
+            return super().on_sphere()
+        return HadamardNoise(self.signs, torch.full_like(self.lengths, self.d**0.5), self.d)
+
+    def to(self, *args, **kwargs) -> "HadamardNoise":
+        return HadamardNoise(self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d)
+
+
+def fwht(x: Tensor) -> Tensor:
+    """Fast Walsh-Hadamard transform x H^T of the last axis, entries +-1 (not normalised), of a power of two.
+
+    Applies H_n = H_r x ... x H_r factor by factor with r <= 64: O(n log n), in few passes over the memory. Differentiable.
+    """
+    n, h = x.shape[-1], 1
+    if n & (n - 1):
+        raise ValueError(f"the transform needs a power of two, not {n} entries")
+    for r in _radices(n):
+        matrix = _hadamard_matrix(r, x.dtype, x.device)
+        x = x.unflatten(-1, (-1, r, h) if h > 1 else (-1, r))
+        x = (matrix @ x).flatten(-3) if h > 1 else (x @ matrix).flatten(-2)
+        h *= r
+    return x
+
+
+def _radices(n: int) -> list[int]:
+    """Powers of two up to RADIX with product n, as even as possible."""
+    bits, most = n.bit_length() - 1, RADIX.bit_length() - 1
+    steps = max(1, -(-bits // most))
+    return [2 ** (bits // steps + (i < bits % steps)) for i in range(steps)]
+
+
+@lru_cache
+def _hadamard_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a tensor made in inference mode could not serve a later backward pass
+        matrix = torch.ones(1, 1, dtype=dtype, device=device)
+        while len(matrix) < n:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        return matrix
+
+
+def _directions(rows: Tensor) -> Tensor:
+    """Rows of length 1; a zero row (a Hadamard row can be cut to one) becomes +- a coordinate axis."""
+    length = rows.norm(dim=-1, keepdim=True)
+    axis = torch.zeros_like(rows)
+    axis[..., 0::2, 0], axis[..., 1::2, 0] = 1, -1
+    return torch.where(length > 1e-6, rows / length.clamp(min=1e-6), axis)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
