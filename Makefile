@@ -8,7 +8,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint
+.PHONY: help setup demo test test-all lint table1 fig1 fig2 performers-fig2 hadamard
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -38,3 +38,18 @@ test-all: $(STAMP)  ## every test
 
 lint: $(STAMP)  ## ruff
 	@$(PY) -m ruff check crt_exp tests
+
+table1: $(STAMP)  ## CRT Table 1: kernel regression on eight UCI sets, all mechanisms (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+fig1: $(STAMP)  ## CRT Figure 1: the gain of OPRF over PosRF
+	@$(PY) -m crt_exp.report $@
+
+fig2: $(STAMP)  ## CRT Figure 2: log variance of every mechanism in four regimes
+	@$(PY) -m crt_exp.report $@
+
+performers-fig2: $(STAMP)  ## Performers Figure 2: where positive features beat trigonometric ones
+	@$(PY) -m crt_exp.report performers_fig2
+
+hadamard: $(STAMP)  ## structured projections: MSE, bias and time of iid, orthogonal, Hadamard k = 1, 2, 3, Givens
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)

@@ -13,8 +13,8 @@ SIZES = ("small", "gpu", "full")
 
 
 def main() -> None:
-    names = sorted(m.name for m in pkgutil.iter_modules(crt_exp.report.__path__) if not m.name.startswith("_")
-                   and m.name not in ("writing",))
+    modules = {m.name for m in pkgutil.iter_modules(crt_exp.report.__path__)}
+    names = sorted(modules - {"__main__", "writing"})
     parser = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__)
     parser.add_argument("name", choices=names)
     parser.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"))

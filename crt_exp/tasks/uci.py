@@ -35,31 +35,35 @@ class UCI:
     """
 
     def __init__(self, dataset: str, coding: str, scaling: str, split: Sequence[float], repeats: int, sigmas: Sequence[float],
-                 data_dir: str | None = None):
+                 draws: int = 1, data_dir: str | None = None):
         if scaling not in SCALINGS:
             raise ValueError(f"task.scaling = {scaling!r}: choose one of {', '.join(SCALINGS)}")
         if len(split) != 3 or min(split) <= 0 or abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split = {list(split)}: it takes three positive fractions that sum to 1")
         if not sigmas or not all(math.isfinite(s) and s > 0 for s in sigmas):
             raise ValueError(f"task.sigmas = {list(sigmas)}: every sigma must be a positive number")
-        if repeats < 1:
-            raise ValueError(f"task.repeats = {repeats}: at least 1")
+        if min(repeats, draws) < 1:
+            raise ValueError(f"task.repeats = {repeats}, task.draws = {draws}: at least 1 each")
         self.table = load(dataset, data_dir)
         self.features = self.table.encode(coding).astype(np.float32)
-        self.scaling, self.split, self.repeats, self.sigmas = scaling, tuple(split), repeats, list(sigmas)
+        self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, tuple(split), repeats, draws, list(sigmas)
         self.metric = "accuracy" if self.table.classes is not None else "r2"
         if len(self.table) < 20:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        """One record a split, then the mean over splits with its 95% interval."""
+        """One record a split and draw, then the mean with its 95% interval over splits."""
         tests = [r for r in done if r["split"] == "split"]
-        for repeat in tqdm(range(len(tests), self.repeats), desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
-            found = self.evaluate(mechanism, self.draw(seed, repeat), seed + repeat)
-            record = {"step": repeat, "epoch": 0, "split": "split", **found}
-            tests.append(record)
-            yield record
-        yield {"step": self.repeats, "epoch": 0, "split": "test", **interval([r[self.metric] for r in tests], self.metric),
+        draws = 1 if mechanism == EXACT else self.draws
+        steps = range(len(tests), self.repeats * draws)
+        for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
+            repeat, draw = divmod(step, draws)
+            noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
+            found = self.evaluate(mechanism, self.divide(seed, repeat), noise_seed)
+            tests.append({"step": step, "epoch": 0, "split": "split", "repeat": repeat, "draw": draw, **found})
+            yield tests[-1]
+        by_split = np.reshape([r[self.metric] for r in tests], (self.repeats, draws)).mean(1)
+        yield {"step": len(tests), "epoch": 0, "split": "test", **interval(by_split, self.metric), "draws": draws,
                "rows": len(self.table), "columns": self.features.shape[1], "final": True}
 
     def summary(self, records: list[dict]) -> str:
@@ -68,7 +72,7 @@ class UCI:
         spread = "" if width is None else f" +- {width:.4f}"
         return f"{self.table.name}: {self.metric} {last[self.metric]:.4f}{spread} (mean of {self.repeats} splits, 95% interval)"
 
-    def draw(self, seed: int, repeat: int) -> Split:
+    def divide(self, seed: int, repeat: int) -> Split:
         """Random split number `repeat`: the same for every mechanism."""
         order = np.random.default_rng([seed, repeat]).permutation(len(self.table))
         first = round(self.split[0] * len(order))

@@ -1,0 +1,125 @@
+"""make hadamard: how structured projections compare, after the report of Adda and Allen (2021), with its open question k = 3."""
+
+import functools
+import statistics
+import time
+
+import torch
+
+from crt_exp import samplers
+from crt_exp.features import OPRF, PosRF, TrigRF
+from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.tasks.base import Mechanism
+from crt_exp.tasks.projections import Projections
+
+MAPS = {"trig": TrigRF(), "pos": PosRF(), "oprf": OPRF()}
+KINDS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex, "givens": samplers.givens,
+         **{f"hadamard k={k}": functools.partial(samplers.hadamard, blocks=k) for k in (1, 2, 3)}}
+STYLE = {"iid": ("#999999", "-"), "orthogonal": ("#D55E00", "-"), "simplex": ("#CC79A7", "-"), "givens": ("#009E73", "-"),
+         "hadamard k=1": ("#0072B2", ":"), "hadamard k=2": ("#0072B2", "--"), "hadamard k=3": ("#0072B2", "-")}
+MS, L, D = (16, 32, 64, 128, 256, 512), 1024, 16
+SAMPLES = {"small": 15, "gpu": 15, "full": 100}
+LENGTHS, TIMED_M, ROUNDS = (256, 1024, 4096, 16384), 300, 7
+BIAS_D = (16, 64)
+
+
+def main(size: str) -> None:
+    samples = SAMPLES[size]
+    sources = ("features", "samplers", "tasks/projections.py", "attention/reference.py", "report/hadamard.py")
+    keys = [{"features": f, "kind": k, "samples": samples} for f in MAPS for k in KINDS]
+    cells = Cells("hadamard", sources).fill(keys, errors, "MSE")
+    found = {(key["features"], key["kind"]): cells[key] for key in keys}
+    time_key, bias_keys = {"times": TIMED_M}, [{"kind": k, "d": d} for k in KINDS for d in BIAS_D]
+    biases = Cells("hadamard-bias", sources).fill(bias_keys, bias, "bias")
+    times = Cells("hadamard-times", sources).fill([time_key], projection_times, "times", workers=1)[time_key]
+    rows = [{"features": f, "sampler": k, "m": m, "mse": r["mse"], "log_mse_std": r["log_mse_std"]}
+            for (f, k), records in found.items() for m, r in zip(MS, records)]
+    body = "\n".join([answer(found), mse_tables(found), bias_table(bias_keys, biases), time_table(times)])
+    facts = (f"MSE of the attention output against exact softmax, q, k, v ~ N(0, 1), L = {L}, d = {D}, {samples} samples (the same for every "
+             f"sampler), shaded: standard deviation of log MSE. Times: x W^T for m = {TIMED_M}, d = {D}, float32, median of {ROUNDS} "
+             "interleaved rounds, one draw each, the draw itself apart.")
+    path = write_report("hadamard", "Structured projections: MSE, bias and time", body, rows, figure(found, times), facts,
+                        cells.seconds(), "hadamard")
+    print(f"{answer(found)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+
+
+def errors(features: str, kind: str, samples: int) -> list[dict]:
+    target = type(MAPS[features])
+    mechanism = Mechanism(features, {"_target_": f"{target.__module__}.{target.__qualname__}"}, kind, KINDS[kind], 1)
+    return list(Projections(L, D, MS, samples).records(mechanism, seed=0))
+
+
+def bias(kind: str, d: int) -> list[float]:
+    """Mean estimate over exact kernel and its standard error, PosRF, at x = y = e_1 and at a spread x = y of the same length."""
+    x = torch.zeros(2, d, dtype=torch.float64)
+    x[0, 0], x[1] = 1, d**-0.5
+    found = samplers.measured_bias(PosRF(), KINDS[kind], x, x, draws=20_000, generator=torch.Generator().manual_seed(0))
+    return [found.ratio[0].item(), found.error[0].item(), found.ratio[1].item(), found.error[1].item()]
+
+
+def projection_times(times: int) -> dict[str, list[float]]:
+    """Seconds of x W^T for each sampler and length, medians of interleaved rounds; the first entry is the draw."""
+    g = torch.Generator().manual_seed(0)
+    seconds = {k: [[] for _ in range(len(LENGTHS) + 1)] for k in KINDS}
+    inputs = [torch.randn(length, D, generator=g) for length in LENGTHS]
+    for _ in range(ROUNDS):
+        for kind, sampler in KINDS.items():
+            noise = timed(lambda s=sampler: s(times, D, g), seconds[kind][0])
+            noise.project(inputs[0])  # what is made once per noise is not counted
+            for x, into in zip(inputs, seconds[kind][1:]):
+                timed(lambda n=noise, x=x: n.project(x), into)
+    return {k: [statistics.median(s) for s in lists] for k, lists in seconds.items()}
+
+
+def timed(call, into: list[float]):
+    start = time.perf_counter()
+    result = call()
+    into.append(time.perf_counter() - start)
+    return result
+
+
+def answer(found) -> str:
+    """The report's open question: does k = 3 gain over k = 1? Geometric means of the MSE over m."""
+    mean = lambda f, k: torch.tensor([r["log_mse_mean"] for r in found[f, k]]).mean().exp().item()
+    parts = [f"{f}: k = 3 has {mean(f, 'hadamard k=3') / mean(f, 'hadamard k=1'):.2f} of the MSE of k = 1, and "
+             f"{mean(f, 'hadamard k=3') / mean(f, 'orthogonal'):.2f} of that of orthogonal Gaussian rows (iid: "
+             f"{mean(f, 'iid') / mean(f, 'orthogonal'):.2f})" for f in MAPS]
+    return "Three blocks against one (geometric mean over m; the report's open question):\n\n- " + "\n- ".join(parts) + "\n"
+
+
+def mse_tables(found) -> str:
+    return "\n".join(f"## MSE, {f}\n\n" + markdown(["sampler", *(f"m = {m}" for m in MS)],
+                                                 [[k, *(f"{r['mse']:.2e}" for r in found[f, k])] for k in KINDS]) for f in MAPS)
+
+
+def bias_table(keys, cells) -> str:
+    rows = []
+    for kind in KINDS:
+        values = [cells[k] for k in keys if k["kind"] == kind]
+        rows.append([kind, *(f"{v[i]:.3f} ± {v[i + 1]:.3f}" for v in values for i in (0, 2))])
+    header = ["sampler", *(f"d = {d}, x = y = {x}" for d in BIAS_D for x in ("e_1", "(1, ..., 1)/sqrt(d)"))]
+    return "## Mean estimate over exact kernel, pos (1 is no bias)\n\n" + markdown(header, rows)
+
+
+def time_table(times) -> str:
+    return "## Time, ms\n\n" + markdown(["sampler", "draw", *(f"L = {length}" for length in LENGTHS)],
+                                        [[k, *(f"{1000 * t:.2f}" for t in times[k])] for k in KINDS])
+
+
+def figure(found, times):
+    fig, axes = new_figure(1, 4, figsize=(14, 3.6))
+    for ax, f in zip(axes, MAPS):
+        for kind, (colour, style) in STYLE.items():
+            log = torch.tensor([r["log_mse_mean"] for r in found[f, kind]])
+            std = torch.tensor([r["log_mse_std"] for r in found[f, kind]])
+            ax.plot(MS, log.exp(), color=colour, ls=style, label=kind, lw=1.5)
+            ax.fill_between(MS, (log - std).exp(), (log + std).exp(), color=colour, alpha=0.06, lw=0)
+        ax.set(xscale="log", yscale="log", title=f"{f}: MSE of attention", xlabel="m")
+        ax.set_xticks(MS, MS)
+        ax.minorticks_off()
+    for kind, (colour, style) in STYLE.items():
+        axes[3].plot(LENGTHS, [1000 * t for t in times[kind][1:]], color=colour, ls=style, lw=1.5, label=kind)
+    axes[3].set(xscale="log", yscale="log", title=f"time of {TIMED_M} projections, ms", xlabel="L")
+    axes[3].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    fig.tight_layout()
+    return fig

@@ -1,0 +1,52 @@
+"""make performers-fig2: Figure 2 of Performers, MSE of trigonometric over that of positive features, by angle and length."""
+
+import math
+
+import torch
+
+from crt_exp.features import OPRF, HypRF, PosRF, TrigRF
+from crt_exp.report.writing import COLOURS, markdown, new_figure, write_report
+from crt_exp.tasks.variance import log_variances
+
+ANGLES = torch.linspace(-math.pi, math.pi, 181, dtype=torch.float64)
+LENGTHS = torch.linspace(-2, 2, 161, dtype=torch.float64)
+MAPS = {"pos": PosRF(), "hyp": HypRF(), "oprf": OPRF()}
+LIMIT = 12.0  # nats: beyond, the colour saturates (the ratio has poles at x = y and x = -y)
+
+
+def main(size: str) -> None:
+    angle, length = torch.meshgrid(ANGLES, LENGTHS, indexing="ij")
+    ratios = {name: log_ratio(phi, angle, length) for name, phi in MAPS.items()}
+    slices = {name: log_ratio(phi, ANGLES, torch.ones_like(ANGLES)) for name, phi in MAPS.items()}
+    rows = [{"map": n, "angle": a.item(), "length": 1.0, "log_mse_ratio": v.item()} for n, s in slices.items() for a, v in zip(ANGLES, s)]
+    body = ("log of MSE(trig) / MSE(map) at length 1: positive where the positive map is better.\n\n"
+            + markdown(["angle", *MAPS], [[f"{ANGLES[i]:.2f}", *(f"{slices[n][i]:.2f}" for n in MAPS)] for i in range(90, 181, 15)]))
+    path = write_report("performers-fig2", "Performers Figure 2: where positive features beat trigonometric ones", body, rows,
+                        figure(ratios, slices), "Softmax kernel, equal numbers of projections, closed forms; x and y of equal length; OPRF "
+                        "fitted to each pair; no data, no sampling.")
+    print(f"{body}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+
+
+def log_ratio(phi, angle: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """log (MSE trig / MSE phi); infinite where either vanishes."""
+    x = torch.stack([length, torch.zeros_like(length)], -1).flatten(0, -2)
+    y = torch.stack([length * angle.cos(), length * angle.sin()], -1).flatten(0, -2)
+    return (log_variances(TrigRF(), x, y) - log_variances(phi, x, y)).view(angle.shape)
+
+
+def figure(ratios, slices):
+    fig, axes = new_figure(1, 3, figsize=(12, 3.4))
+    for ax, name in zip(axes, ("pos", "oprf")):
+        shown = ratios[name].nan_to_num(nan=0.0).clamp(-LIMIT, LIMIT)
+        image = ax.imshow(shown.T, origin="lower", extent=(-math.pi, math.pi, -2, 2), aspect="auto", cmap="RdBu_r", vmin=-LIMIT,
+                          vmax=LIMIT)
+        ax.set(title=f"log MSE(trig) / MSE({name})", xlabel="angle", ylabel="length")
+        ax.grid(False)
+        fig.colorbar(image, ax=ax)
+    for name, values in slices.items():
+        axes[2].plot(ANGLES, values, color=COLOURS[name], label=name)
+    axes[2].axhline(0, color="#444444", lw=0.8, ls=":")
+    axes[2].set(title="slice at length 1", xlabel="angle", ylabel="log ratio, nats", ylim=(-LIMIT, LIMIT))
+    axes[2].legend()
+    fig.tight_layout()
+    return fig

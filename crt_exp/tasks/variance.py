@@ -1,0 +1,92 @@
+"""Log variance of one projection on synthetic pairs, each with its own best parameters (CRT 5.1, Figure 2).
+
+Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d-1); `heterogen` x ~ N(0, sigma^2 I),
+y ~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` the same with scikit-learn's.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crt_exp.features import FeatureMap, Statistics
+from crt_exp.tasks.base import EXACT, Mechanism
+
+
+def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, n, d, generator=g, dtype=torch.float64)
+    return x, y
+
+
+def sphere(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = normal(n, d, g)
+    return x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
+
+
+def heterogen(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = normal(n, d, g)
+    return x, y + 1
+
+
+def pairs_of(images: Tensor, n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    i, j = torch.randint(len(images), (2, n), generator=g)
+    return images[i], images[j]
+
+
+def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    return pairs_of(torch.from_numpy(load_digits().data) / 16, n, g)
+
+
+def mnist(n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize) -> tuple[Tensor, Tensor]:
+    """`resize`: options of torch's interpolate, by default the antialiased bilinear one."""
+    from crt_exp.data.mnist import images
+
+    chosen = torch.from_numpy(images("test", data_dir).astype(np.float64)) / 255
+    options = resize or {"mode": "bilinear", "antialias": True}
+    return pairs_of(torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g)
+
+
+REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]] = {
+    "normal": normal, "sphere": sphere, "heterogen": heterogen, "mnist": mnist, "digits": digits}
+
+
+def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """log variance of one projection for pairs x, y (n, d), each with its own fitted parameters: (n,) float64, nats."""
+    x, y = x.unsqueeze(-2), y.unsqueeze(-2)  # n sets of one vector
+    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y))).squeeze(-1)
+
+
+class Variance:
+    """task=variance: mean and standard deviation of the log variance over pairs, for each sigma."""
+
+    metric = "log_variance"
+
+    def __init__(self, regime: str, pairs: int, sigmas: Sequence[float], kernel: str):
+        if regime not in REGIMES:
+            raise ValueError(f"task.regime = {regime!r}: choose one of {', '.join(REGIMES)}")
+        if pairs < 2:
+            raise ValueError(f"task.pairs = {pairs}: at least 2")
+        if not sigmas or min(sigmas) <= 0:
+            raise ValueError(f"task.sigmas = {list(sigmas)}: every sigma must be positive")
+        self.regime, self.pairs, self.sigmas, self.kernel = regime, pairs, list(sigmas), kernel
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        if mechanism == EXACT:
+            raise ValueError("attention=exact has no variance: choose features=...")
+        x, y = REGIMES[self.regime](self.pairs, 64, torch.Generator().manual_seed(seed))
+        phi = mechanism.map(self.kernel)
+        for step, sigma in list(enumerate(self.sigmas))[len(done):]:
+            found = log_variances(phi, sigma * x, sigma * y)
+            last = {"split": "test", "final": True} if step == len(self.sigmas) - 1 else {"split": "sigma"}
+            yield {"step": step, "epoch": 0, "sigma": sigma, "log_variance": found.mean().item(),
+                   "log_variance_std": found.std().item(), **last}
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (f"{self.regime}: log variance {last['log_variance']:.2f} +- {last['log_variance_std']:.2f} nats at sigma = "
+                f"{last['sigma']} (mean and standard deviation of {self.pairs} pairs)")

@@ -1,0 +1,122 @@
+"""Reports: cells resume, files are complete, and the studies under them hold their numbers."""
+
+import gzip
+import math
+import os
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from crt_exp.data import DataError, mnist
+from crt_exp.features import GERF, OPRF, PosRF, TrigRF
+from crt_exp.report import table1, writing
+from crt_exp.samplers import orthogonal
+from crt_exp.tasks.base import EXACT, Mechanism
+from crt_exp.tasks.projections import Projections
+from crt_exp.tasks.uci import UCI, interval
+from crt_exp.tasks.variance import REGIMES, Variance, log_variances
+
+PEER = Mechanism("RBFSampler", m=64)
+OPRF_64 = Mechanism("oprf", {"_target_": "crt_exp.features.OPRF"}, "orthogonal", orthogonal, 64)
+
+
+def square(x):
+    with open("calls", "a") as file:
+        file.write(f"{x}\n")
+    return x * x
+
+
+def test_cells_resume(tmp_path, monkeypatch):
+    """What is known is not computed again, also after a crash that cut the last line off."""
+    monkeypatch.chdir(tmp_path)
+    keys = [{"x": x} for x in range(3)]
+    cells = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
+    assert [cells[k] for k in keys] == [0, 1, 4]
+    text = cells.path.read_text()
+    cells.path.write_text(text[:-10])
+    again = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
+    assert [again[k] for k in keys] == [0, 1, 4] and len((tmp_path / "calls").read_text().split()) == 4
+    assert not writing.Cells("demo", ("run.py",)).known  # other code: all anew
+
+
+def test_write_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fig, _ = writing.new_figure()
+    path = writing.write_report("x", "Title", "body", [{"a": 1}, {"a": 2, "b": 3}], fig, "Data: none.", 1.0)
+    plt.close(fig)
+    assert "Command: `make x`" in path.read_text() and "![Title](x.png)" in path.read_text()
+    assert path.with_suffix(".csv").read_text() == "a,b\n1,\n2,3\n"
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_interval():
+    found = interval([0.5, 0.7, 0.9], "a")
+    assert found["a"] == pytest.approx(0.7) and found["a_ci95"] == pytest.approx(4.302652 * 0.2 / math.sqrt(3), rel=1e-5)
+    assert interval([1.0], "a")["a_ci95"] is None
+
+
+def test_figure1_statement():
+    x = torch.zeros(1, 64, dtype=torch.float64)
+    x[0, 0] = 5
+    assert (log_variances(PosRF(), x, x) - log_variances(OPRF(), x, x)).item() == pytest.approx(61.22, abs=0.01)
+
+
+def test_figure2_statements():
+    """CRT 5.1 at sigma = 1: normal e^80 (gerf) and e^75 (oprf), heterogen e^125 both."""
+    for regime, least in (("normal", (80, 75)), ("heterogen", (125, 125))):
+        x, y = REGIMES[regime](300, 64, torch.Generator().manual_seed(0))
+        mean = [log_variances(phi, x, y).mean() for phi in (TrigRF(), GERF(), PosRF(), OPRF())]
+        assert mean[0] - mean[1] > least[0] and mean[2] - mean[3] > least[1]
+
+
+def test_variance_task_resumes():
+    task = Variance("digits", 50, [0.1, 0.5, 1.0], "gaussian")
+    whole = list(task.records(OPRF_64, 0))
+    assert list(task.records(OPRF_64, 0, whole[:1])) == whole[1:] and whole[-1]["final"]
+    with pytest.raises(ValueError, match="no variance"):
+        next(task.records(EXACT, 0))
+    with pytest.raises(ValueError, match="task.regime"):
+        Variance("gauss", 50, [1.0], "gaussian")
+
+
+def test_projections_error_falls_with_m():
+    records = list(Projections(64, 8, [16, 256], 6).records(OPRF_64, 0))
+    assert records[1]["mse"] < records[0]["mse"] / 4 and records[1]["final"]
+
+
+def test_table1_keys_and_peers():
+    """Every cell that the tables print is among those computed; scikit-learn's peer classifies."""
+    computed = set(table1.columns_of(128))
+    for basis in ("projections", "columns"):
+        assert set(table1.line(basis).items()) <= computed
+    task = table1.PeerUCI("wine", "ordinal", "standard", (0.8, 0.1, 0.1), 2, [0.2], 1)
+    assert list(task.records(PEER, 0))[-1]["accuracy"] > 0.7
+
+
+def test_splits_do_not_depend_on_the_mechanism():
+    task = UCI("wine", "ordinal", "standard", (0.8, 0.1, 0.1), 2, [0.2])
+    one, two = task.divide(3, 1), task.divide(3, 1)
+    assert all((a == b).all() for a, b in zip(one.x + one.y, two.x + two.y))
+    assert len(np.concatenate(one.x)) == 178
+
+
+def test_mnist_reader(tmp_path):
+    with pytest.raises(DataError, match="t10k-images-idx3-ubyte.gz"):
+        mnist.images("test", tmp_path)
+    header = (2051).to_bytes(4, "big") + (2).to_bytes(4, "big") + (28).to_bytes(4, "big") * 2
+    (tmp_path / mnist.FILES["test"]).write_bytes(gzip.compress(header + bytes(2 * 784)))
+    assert mnist.images("test", tmp_path).shape == (2, 28, 28)
+    (tmp_path / mnist.FILES["test"]).write_bytes(gzip.compress(header + bytes(784)))
+    with pytest.raises(DataError, match="truncated"):
+        mnist.images("test", tmp_path)
+    (tmp_path / mnist.FILES["test"]).write_bytes(b"not gzip")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        mnist.images("test", tmp_path)
+
+
+@pytest.mark.skipif("CRT_DATA" not in os.environ, reason="CRT_DATA is not set: the official files are needed")
+def test_mnist_official():
+    assert mnist.images("test").shape == (10_000, 28, 28)
