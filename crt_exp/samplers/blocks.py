@@ -30,7 +30,8 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
             dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Blocks of d rows with pairwise cosines -1/(d - 1), randomly rotated, chi(d) lengths (Reid et al. 2023). Exact.
 
-    Less variance than orthogonal rows for positive features, usually more for trigonometric ones. At d = 1: iid.
+    Less variance than orthogonal rows for positive features; more for antithetic ones (HypRF), whose rows also meet at the
+    opposite cosine, and mostly for trigonometric ones. At d = 1: iid.
     """
     check(m, d)
     if d == 1:
@@ -86,8 +87,8 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
 
     The Q of G = QR, G Gaussian, with a positive diagonal of R. Without that sign LAPACK's Q is not Haar (the mean of Q_00 is
     about -0.3 at d = 4), and exponential features, which are not even in omega, are biased. One batched call: Householder
-    on CPU, where it beats a loop of single ones on any number of cores and the Cholesky way on one core
-    (python -m crt_exp.report.bench_samplers); Cholesky on GPUs, whose batched Householder works matrix by matrix.
+    on CPU, which was faster than a loop of single ones and, on one core, than the Cholesky way
+    (python -m crt_exp.report.bench_samplers); Cholesky on GPUs, where all its steps are batched kernels (not yet measured).
     """
     g = normal(shape, generator)
     return cholesky_qr(g) if g.is_cuda else householder_qr(g)

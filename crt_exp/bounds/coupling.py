@@ -1,0 +1,134 @@
+"""The exact effect of coupled rows, orthogonal or simplex, on the variance of an estimate."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from scipy.special import hyp1f1
+from torch import Tensor
+
+from crt_exp.features import GERF, SMREG, FeatureMap, TrigRF
+from crt_exp.features.base import align, log_expm1
+from crt_exp.features.exponential import PositiveExponential
+from crt_exp.kernels import Kernel, check_kernel, log_0f1
+
+ENSEMBLES = ("iid", "orthogonal", "simplex")
+NODES = 200    # Gauss-Legendre nodes of the simplex average: 1e-13 up to d = 1024
+TERMS = 2**22  # of Poisson sums held at a time
+
+
+def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1, ensemble: str = "iid") -> Tensor:
+    """log Var(hat K) with m rows that are iid, orthogonal or simplex, blocks of d with the last one cut.
+
+    Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2. Exact for the exponential maps (own: one pair moment
+    serves every GERF, whatever A); the discrete maps raise. -inf where the variance is zero.
+    """
+    x, y = x.double(), y.double()
+    log_one = log_expm1(phi.log_relative_second_moment(x, y, params))
+    covariance, log_unit = relative_covariance(phi, x, y, params, ensemble)
+    top = torch.maximum(log_one, log_unit)
+    total = (log_one - top).exp() + covariance * (log_unit - top).exp() * _pairs_per_row(m, x.shape[-1])
+    return 2 * phi.log_kernel(x, y) + total.clamp(min=0).log() + top - math.log(m)
+
+
+def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str) -> tuple[Tensor, Tensor]:
+    """Cov(Z_1, Z_2) / K^2 of two rows of one block, as (value, log unit): value * exp(log unit)."""
+    if ensemble not in ENSEMBLES:
+        raise ValueError(f"unknown ensemble {ensemble!r}: choose one of {', '.join(ENSEMBLES)}")
+    s_plus, s_minus = ((x + s * y).square().sum(-1) for s in (1, -1))
+    zero, d = torch.zeros_like(s_plus), x.shape[-1]
+    if ensemble == "iid":
+        return zero, zero
+    if not isinstance(phi, (TrigRF, PositiveExponential, GERF)):
+        raise ValueError(f"no exact covariance of coupled rows is known for {type(phi).__name__}, only for exponential maps")
+    if isinstance(phi, PositiveExponential):
+        covariance = smreg_covariance if isinstance(phi, SMREG) else positive_covariance
+        cosines = [c * _cosine(ensemble, d) for c in ((1, -1) if phi.antithetic else (1,))]
+        return sum(covariance(s_plus, d, c) for c in cosines) / len(cosines), zero
+    trig = trig_covariance(s_minus, d, _cosine(ensemble, d))
+    if isinstance(phi, TrigRF):
+        return trig, s_minus
+    positive = align(params.s, x, y)[..., 0] > 0
+    value = torch.where(positive, positive_covariance(s_plus, d, _cosine(ensemble, d)), trig)
+    return value, torch.where(positive, zero, s_minus)
+
+
+def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
+    """Cov(Z_1, Z_2) / K^2 for s = +1, every A, rows with this cosine (own); between -1 and 0 for orthogonal rows.
+
+    The moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) of orthogonal rows is K^2 E r_k with k ~ Poisson(S) and
+    r_k = prod_(i<k) (d + i) / (d + 2i): sums of one sign, no cancellation. A cosine c makes S into S (1 + c w), averaged over
+    w = 2 r_1 r_2 / (r_1^2 + r_2^2), which is independent of r_1^2 + r_2^2.
+    """
+    if cosine == 0:
+        return _poisson_mean(s_plus, lambda k: torch.expm1(_log_direction_ratio(k, d)))
+    w, weight = _length_products(d)
+    tilt = cosine * w * s_plus.unsqueeze(-1)
+    covariance = positive_covariance(s_plus.unsqueeze(-1) + tilt, d)
+    return (weight * (torch.expm1(tilt) * (1 + covariance) + covariance)).sum(-1)
+
+
+def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
+    """Cov(Z_1, Z_2) of the Gaussian kernel for s = -1, every A: 1F1(d; d/2; -S_-/2) - e^(-S_-), of either sign (own).
+
+    Estimates are real parts, and cos a cos b is the mean of cos(a + b) and cos(a - b): a cosine counts with both signs.
+    """
+    w, weight = _length_products(d) if cosine else (torch.zeros(1), torch.ones(1))
+    moments = (hyp1f1(d, d / 2, (-s_minus.unsqueeze(-1) * (1 + c * w) / 2).numpy()) for c in (cosine, -cosine))
+    return (weight * torch.from_numpy(sum(moments)) / 2).sum(-1) - torch.exp(-s_minus)
+
+
+def smreg_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
+    """Cov(Z_1, Z_2) / SMREG^2, rows of length sqrt(d) with this cosine (own)."""
+    return torch.expm1(log_0f1(d / 2, d * s_plus * (1 + cosine) / 2) - 2 * log_0f1(d / 2, d * s_plus / 4))
+
+
+def _cosine(ensemble: str, d: int) -> float:
+    return -1 / (d - 1) if ensemble == "simplex" and d > 1 else 0.0
+
+
+def _length_products(d: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of w = 2 r_1 r_2 / (r_1^2 + r_2^2), r ~ chi_d: w = cos t, density proportional to cos^(d-1) t."""
+    node, weight = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(NODES))
+    t = math.pi / 4 * (node + 1)
+    weight = weight * t.cos() ** (d - 1)
+    return t.cos(), weight / weight.sum()
+
+
+def _poisson_mean(rate: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """E f(k), k ~ Poisson(rate), elementwise, by the terms up to 12 standard deviations above the largest rate."""
+    top = float(rate.max()) if rate.numel() else 0.0
+    k = torch.arange(int(top + 12 * math.sqrt(top) + 40), dtype=torch.float64)
+    values, log_factorial = f(k), torch.lgamma(k + 1)
+    parts = rate.reshape(-1, 1).split(max(1, TERMS // len(k)))
+    means = [(torch.xlogy(k, r) - r - log_factorial).exp() @ values for r in parts]
+    return torch.cat(means).view(rate.shape)
+
+
+def _log_direction_ratio(k: Tensor, d: int) -> Tensor:
+    """log prod_(i<k) (d + i) / (d + 2i) for k = 0, 1, ..."""
+    steps = torch.log1p(-k / (d + 2 * k))
+    return steps.cumsum(-1) - steps
+
+
+def _pairs_per_row(m: int, d: int) -> float:
+    """sum over blocks of b (b - 1) / m."""
+    full, rest = divmod(m, d)
+    return (full * d * (d - 1) + rest * (rest - 1)) / m
+
+
+def log_orthogonality_gap(kernel: Kernel, x: Tensor, y: Tensor, m: int) -> Tensor:
+    """log of a lower bound on Var_iid - Var_ort for m <= d rows, s = +1, every A (CRT Theorem 4.1, Performers Theorem 2).
+
+    (1 - 1/m) 2/(d + 2) C with C = (K - e^-N)^2, for the softmax kernel (SM - e^(-N/2))^2. CRT leaves C open, as a function of
+    |x + y|; it depends on N as well. `ensemble_log_variance` has the exact gap.
+    """
+    check_kernel(kernel)
+    x, y = x.double(), y.double()
+    d, weight = x.shape[-1], 0.5 if kernel == "softmax" else 1.0
+    if m > d:
+        raise ValueError(f"m = {m}: the bound is for one block, m <= d = {d}")
+    norms, s_plus = x.square().sum(-1) + y.square().sum(-1), (x + y).square().sum(-1)
+    share = (1 - 1 / m) * 2 / (d + 2)
+    return (math.log(share) if share else -math.inf) + 2 * (log_expm1(s_plus / 2) - weight * norms)

@@ -1,0 +1,297 @@
+"""Laws of the samplers: Gaussian rows where promised, orthogonal blocks, Haar directions, one projection for every path."""
+
+import math
+from functools import partial
+
+import pytest
+import scipy.linalg
+import torch
+from scipy.stats import kstest
+
+from crt_exp import samplers
+from crt_exp.features import OPRF, SMREG, GeomRF, PoisRF, PosRF, Statistics
+from crt_exp.samplers import (givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol, stratified)
+from crt_exp.samplers.blocks import cholesky_qr, householder_qr
+from crt_exp.samplers.noise import fwht
+
+EXACT = [iid, orthogonal, simplex, stratified, halton, sobol]
+APPROXIMATE = [hadamard, partial(hadamard, blocks=1), partial(hadamard, lengths="fixed"), partial(hadamard, lengths="sqrt_d"),
+               givens, partial(orthogonal, lengths="sqrt_d")]
+POINTS = [partial(halton, scramble=False), partial(sobol, scramble=False)]
+ALL = EXACT + APPROXIMATE + POINTS
+SHAPES = [(1, 1), (5, 1), (3, 4), (4, 4), (11, 4), (7, 6)]  # m < d, m = d, m no multiple of d, d no power of two
+
+
+def name(sampler):
+    if isinstance(sampler, partial):
+        return sampler.func.__name__ + "-" + "-".join(map(str, sampler.keywords.values()))
+    return sampler.__name__
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def rows(sampler, m, d, draws, seed=0):
+    """(draws, m, d), float64."""
+    return sampler(m, d, seeded(seed), batch=(draws,), dtype=torch.float64).rows()
+
+
+def within(values, target, errors=5.0):
+    """The mean over draws lies within so many standard errors of its target."""
+    sem = values.std(0) / len(values) ** 0.5
+    return bool(((values.mean(0) - target).abs() <= errors * sem + 1e-12).all())
+
+
+@pytest.mark.parametrize("m, d", SHAPES)
+@pytest.mark.parametrize("sampler", ALL, ids=name)
+def test_shapes_seeds_and_batches(sampler, m, d):
+    for batch in [(), (3,), (2, 3)]:
+        one, same, other = (sampler(m, d, seeded(s), batch=batch) for s in (1, 1, 2))
+        assert (one.m, one.d, one.batch) == (m, d, batch)
+        assert one.rows().shape == (*batch, m, d) and one.sq_norm.shape == (*batch, 1, m)
+        assert one.rows().dtype == torch.float32 and one.rows().isfinite().all()
+        assert torch.equal(one.rows(), same.rows())
+        torch.testing.assert_close(one.sq_norm, one.rows().square().sum(-1).unsqueeze(-2), rtol=1e-5, atol=1e-6)
+        if batch and sampler not in POINTS and one.rows()[0].numel() > 3:  # one sign may repeat
+            assert not torch.equal(one.rows()[0], one.rows()[1]) and not torch.equal(one.rows(), other.rows())
+
+
+@pytest.mark.parametrize("sampler", ALL, ids=name)
+def test_default_generator_is_torchs(sampler):
+    torch.manual_seed(5)
+    first = sampler(6, 4).rows()
+    torch.manual_seed(5)
+    assert torch.equal(sampler(6, 4).rows(), first)
+
+
+@pytest.mark.parametrize("sampler", ALL, ids=name)
+def test_gaussian_flag(sampler):
+    exact = sampler(6, 4, seeded())
+    assert exact.gaussian == (sampler in EXACT)
+    for phi in (PoisRF(rate=0.5), GeomRF(p=0.5)):
+        if exact.gaussian:
+            assert phi.phi_q(torch.ones(2, 4), exact, phi.fit(None)).log_scale.isfinite().all()
+        else:
+            with pytest.raises(ValueError, match="exactly Gaussian rows"):
+                phi.phi_q(torch.ones(2, 4), exact, phi.fit(None))
+
+
+@pytest.mark.parametrize("d", [1, 3, 4])
+@pytest.mark.parametrize("sampler", EXACT + [hadamard, givens], ids=name)
+def test_mean_zero_and_identity_covariance(sampler, d):
+    """Of each row, also those of the cut last block."""
+    w = rows(sampler, d + 2, d, 1500)
+    assert within(w, 0)
+    assert within(w.unsqueeze(-1) * w.unsqueeze(-2), torch.eye(d))
+
+
+@pytest.mark.parametrize("m, d", [(5, 1), (6, 4)])
+@pytest.mark.parametrize("sampler", EXACT, ids=name)
+def test_every_entry_is_standard_normal(sampler, m, d):
+    """Kolmogorov-Smirnov over draws, and along a direction that mixes coordinates; m no power of two."""
+    w = rows(sampler, m, d, 1500, seed=1)
+    direction = torch.ones(d, dtype=torch.float64) / d**0.5
+    columns = torch.cat([w.flatten(1), w @ direction], -1)
+    pvalues = [kstest(column.numpy(), "norm").pvalue for column in columns.T]
+    assert min(pvalues) > 0.01 / len(pvalues)
+
+
+@pytest.mark.parametrize("m, d", SHAPES)
+@pytest.mark.parametrize("sampler", [orthogonal, partial(orthogonal, lengths="sqrt_d"), givens], ids=name)
+def test_blocks_are_orthogonal(sampler, m, d):
+    w = rows(sampler, m, d, 20)
+    for block in w.split(d, dim=-2):
+        gram = block @ block.mT
+        assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10 * d
+
+
+@pytest.mark.parametrize("lengths", ["chi", "fixed", "sqrt_d"])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_hadamard_blocks_are_orthogonal(blocks, lengths):
+    """Products of H D are orthogonal; sums of them are not. Where d is padded, the columns of a whole stack are."""
+    w = rows(partial(hadamard, blocks=blocks, lengths=lengths), 11, 8, 20)
+    for block in w.split(8, dim=-2):
+        gram = block @ block.mT
+        assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10
+    padded = rows(partial(hadamard, blocks=blocks, lengths="fixed"), 8, 6, 20)
+    torch.testing.assert_close(padded.mT @ padded, 8 * torch.eye(6).double().expand(20, 6, 6))
+
+
+def test_hadamard_is_the_product():
+    draw = hadamard(8, 8, seeded(), blocks=3, lengths="fixed", dtype=torch.float64)
+    h = torch.from_numpy(scipy.linalg.hadamard(8)).double() / 8**0.5
+    product = torch.eye(8).double()
+    for signs in draw.signs[0]:
+        product = h @ torch.diag(signs * 8**0.5) @ product
+    torch.testing.assert_close(draw.rows(), 8**0.5 * product)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 64, 128, 1024])
+def test_fwht_is_the_hadamard_product(n):
+    x = torch.randn(3, n, generator=seeded(), dtype=torch.float64)
+    torch.testing.assert_close(fwht(x), x @ torch.from_numpy(scipy.linalg.hadamard(n)).double())
+
+
+def test_fwht_of_three_factors():
+    x = torch.randn(128, 64, generator=seeded(), dtype=torch.float64)
+    left, right = (torch.from_numpy(scipy.linalg.hadamard(n)).double() for n in x.shape)
+    torch.testing.assert_close(fwht(x.flatten()), (left @ x @ right).flatten())
+
+
+def test_fwht_refuses_other_lengths():
+    with pytest.raises(ValueError, match="power of two"):
+        fwht(torch.ones(6))
+
+
+@pytest.mark.parametrize("d", [1, 2, 4, 6])
+def test_simplex_cosines(d):
+    w = rows(simplex, 2 * d, d, 20)
+    for block in w.split(d, dim=-2):
+        unit = block / block.norm(dim=-1, keepdim=True)
+        expected = torch.eye(d).double() * (1 + 1 / max(d - 1, 1)) - 1 / max(d - 1, 1)
+        if d > 1:
+            torch.testing.assert_close(unit @ unit.mT, expected.expand(20, d, d))
+
+
+@pytest.mark.parametrize("factor", [householder_qr, cholesky_qr], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("d", [1, 2, 4])
+def test_haar(d, factor):
+    """Signs fixed: without that the mean of Q_00 is -0.28 at d = 4, and never positive at all."""
+    q = factor(torch.randn(20_000, d, d, generator=seeded(), dtype=torch.float64))
+    assert (q @ q.mT - torch.eye(d)).abs().max() < 1e-10
+    assert within(q, 0)
+    assert within(q.square(), 1 / d)
+    assert within(q.unsqueeze(-1).unsqueeze(-1)[:, 0, 0] ** 4, 3 / (d * (d + 2)))
+
+
+def test_cholesky_is_householder():
+    g = torch.randn(50, 6, 6, generator=seeded(), dtype=torch.float64)
+    g[0, :, 0] = g[0, :, 1] * (1 + 1e-13)  # ill conditioned
+    g[1, 0] = 0
+    g[2] *= 1e-6
+    ours, theirs = cholesky_qr(g), householder_qr(g)
+    torch.testing.assert_close(ours[2:], theirs[2:], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours @ ours.mT, torch.eye(6).double().expand(50, 6, 6), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("d", [3, 8])
+def test_row_lengths(d):
+    """chi(d) has E r^2 = d and E r^4 = d (d + 2); the others are fixed. Independent of each other within a block."""
+    n = 2 ** math.ceil(math.log2(d))
+    for sampler in (orthogonal, simplex, givens):
+        sq = rows(sampler, d, d, 4000).square().sum(-1)
+        assert within(sq, d) and within(sq**2, d * (d + 2)) and within(sq[:, 0] * sq[:, 1], d * d)
+    for sampler in (partial(orthogonal, lengths="sqrt_d"), partial(hadamard, lengths="sqrt_d")):
+        torch.testing.assert_close(rows(sampler, d + 2, d, 50).square().sum(-1), torch.full((50, d + 2), float(d)).double())
+    fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50).square().sum((-2, -1))
+    torch.testing.assert_close(fixed, torch.full((50,), float(n * d)).double())
+    chi = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64).lengths.squeeze(-1).square()
+    assert within(chi, n) and within(chi**2, n * (n + 2))
+
+
+def test_stratified_visits_every_stratum():
+    u = torch.special.ndtr(rows(stratified, 10, 3, 20))
+    assert torch.equal((10 * u).floor().sort(-2).values, torch.arange(10.0).double()[:, None].expand(20, 10, 3))
+
+
+def test_unscrambled_points_are_the_sequences():
+    u = torch.special.ndtr(halton(4, 2, scramble=False, dtype=torch.float64).rows())
+    torch.testing.assert_close(u, torch.tensor([[1 / 2, 1 / 3], [1 / 4, 2 / 3], [3 / 4, 1 / 9], [1 / 8, 4 / 9]]).double(),
+                               rtol=0, atol=1e-7)
+    first = torch.special.ndtr(sobol(1, 2, scramble=False, dtype=torch.float64).rows())
+    torch.testing.assert_close(first, torch.full((1, 2), 0.5).double())
+
+
+def test_sobol_limit():
+    with pytest.raises(ValueError, match="Sobol points exist up to d = 21201"):
+        sobol(4, 21202)
+    with pytest.raises(ValueError, match="blocks = 0"):
+        hadamard(4, 4, blocks=0)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("sampler", ALL, ids=name)
+def test_project_is_the_product(sampler, dtype, tolerance):
+    """Also against the matrix-free path, with batched noise, broadcast heads and gradients."""
+    x = torch.randn(2, 3, 5, 6, generator=seeded(1), dtype=dtype)
+    for batch in [(), (3,), (2, 1), (2, 3)]:
+        draw = sampler(11, 6, seeded(), batch=batch, dtype=torch.float64).to(dtype)
+        expected = x @ draw.rows().mT
+        paths = [draw.project] + ([draw._transform] if isinstance(draw, samplers.HadamardNoise) else [])
+        for project in paths:
+            leaf = x.clone().requires_grad_()
+            out = project(leaf)
+            torch.testing.assert_close(out, expected, rtol=tolerance, atol=10 * tolerance)
+            weight = torch.randn(out.shape, generator=seeded(2), dtype=dtype)
+            gradient, = torch.autograd.grad((out * weight).sum(), leaf)
+            torch.testing.assert_close(gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance)
+
+
+@pytest.mark.parametrize("m, d, free", [(1024, 1024, True), (2048, 600, False), (1600, 1024, True), (64, 64, False)])
+def test_hadamard_path_switches(m, d, free):
+    draw = hadamard(m, d, seeded())
+    assert draw.matrix_free == free
+    x = torch.randn(4, d, generator=seeded())
+    torch.testing.assert_close(draw.project(x), x @ draw.rows().mT, rtol=1e-3, atol=1e-2)
+    assert draw.to(torch.float64).project(x.double()).dtype == torch.float64
+
+
+def test_projection_is_float32_at_least():
+    draw = hadamard(8, 8, seeded())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert draw.project(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_inference_first_then_training():
+    """What a first pass in inference mode keeps must serve a later backward pass."""
+    noise._hadamard_matrix.cache_clear()
+    for draw in (hadamard(8, 8, seeded()), hadamard(1024, 1024, seeded())):
+        x = torch.ones(2, draw.d)
+        with torch.inference_mode():
+            draw.project(x), draw.sq_norm
+        x.requires_grad_()
+        a = torch.ones((), requires_grad=True)
+        (draw.project(x).sum() + (a * draw.sq_norm).sum()).backward()
+        assert x.grad.isfinite().all() and a.grad.isfinite()
+
+
+def test_on_sphere():
+    for draw in (iid(9, 3, seeded()), hadamard(9, 8, seeded()), hadamard(64, 3, seeded(), batch=(50,), blocks=3)):
+        sphere = draw.on_sphere()
+        lengths = sphere.rows().square().sum(-1)
+        assert not sphere.gaussian
+        torch.testing.assert_close(lengths, torch.full_like(lengths, draw.d), rtol=1e-4, atol=0)  # zero rows included
+
+
+@pytest.mark.parametrize("sampler", EXACT, ids=name)
+@pytest.mark.parametrize("phi", [PosRF(), OPRF()], ids=repr)
+def test_exact_samplers_are_unbiased(phi, sampler):
+    for d in (2, 4):
+        x, y = torch.randn(2, 1, d, generator=seeded(3), dtype=torch.float64) * 0.4
+        bias = measured_bias(phi, sampler, x, y, phi.fit(Statistics.of(x, y)), m=16, draws=1500, generator=seeded())
+        assert (bias.error < 0.01).all() and ((bias.ratio - 1).abs() < 5 * bias.error).all()
+
+
+RATIOS = {(1, "fixed"): 0.50, (2, "fixed"): 0.97, (3, "fixed"): 0.93, (1, "chi"): 0.52, (2, "chi"): 1.07, (3, "chi"): 0.99}
+
+
+@pytest.mark.parametrize("blocks, lengths", RATIOS)
+def test_measured_bias_of_hadamard(blocks, lengths):
+    """PosRF at x = y = e_1, d = 64: one block sees a cosh, more blocks come near; the printed values have errors of 0.02."""
+    x = torch.eye(64)[:1]
+    sampler = partial(hadamard, blocks=blocks, lengths=lengths)
+    bias = measured_bias(PosRF(), sampler, x, x, draws=1500, generator=seeded())
+    assert bias.error < 0.025
+    assert abs(bias.ratio - RATIOS[blocks, lengths]) < 5 * math.hypot(bias.error, 0.02)
+    if blocks == 1 and lengths == "fixed":
+        assert abs(bias.ratio - math.cosh(2) * math.exp(-2)) < 5 * bias.error
+
+
+def test_measured_bias_shows():
+    """Lengths sqrt(d) estimate SMREG, not the softmax kernel: the ratio is known."""
+    x = torch.tensor([[0.9, 0.3, 0.0, 0.0], [0.1, 0.0, 0.2, 0.0]])
+    bias = measured_bias(PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded())
+    known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
+    assert ((bias.ratio - known).abs() < 5 * bias.error).all() and bias.ratio[0] + 5 * bias.error[0] < 1
+    assert str(bias).count("+-") == 2
