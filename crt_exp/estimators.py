@@ -16,9 +16,10 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.config import build
 from crt_exp.features import FeatureMap, Features, GeomRFPlus, PoisRFPlus, Statistics
+from crt_exp.features.base import ONE
 from crt_exp.kernels import check_kernel
 
-ROWS = 4096  # rows handled at a time: keeps the M columns of a block in cache
+ROWS = 2048  # rows handled at a time: keeps the columns of a block in cache
 
 
 class _RandomFeatureEstimator(BaseEstimator):
@@ -112,10 +113,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
                              "transform cannot give: use KernelRegressionClassifier or KernelRegressionRegressor, or "
                              "map_.phi_q and map_.phi_k")
         out = np.empty((len(X), self.n_components), dtype=X.dtype)
+        phi = self.map_.bind(self.noise_, self.params_).phi_q
         for rows in _blocks(len(X)):
             x = self._scaled(X[rows])
             self._check_shift(x)
-            out[rows] = self.map_.phi_q(x, self.noise_, self.params_).exp().numpy()
+            _write(phi(x), torch.from_numpy(out[rows]))
         return out
 
     def _projections(self) -> int:
@@ -315,6 +317,14 @@ def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Phi^T r (M, C) over exp(log_scale), and log_scale (1, M): the largest log feature of each column."""
     log_scale = f.log_scale.amax(-2, keepdim=True)
     return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale
+
+
+def _write(f: Features, out: torch.Tensor) -> None:
+    """phi into `out` (n, M), with no pass over memory that is not needed."""
+    if f.value is ONE:
+        torch.exp(f.log_scale, out=out)
+    else:
+        torch.mul(f.value, f.log_scale.exp(), out=out)
 
 
 def _blocks(n: int, size: int = ROWS) -> list[slice]:

@@ -1,5 +1,13 @@
 import os
 
+import pytest
+import torch
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, alone or among others."""
+    torch.manual_seed(0)

@@ -8,14 +8,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from crt_exp.kernels import Kernel, check_kernel, log_kernel
-from crt_exp.samplers import Noise, at_least_float32
+from crt_exp.samplers.noise import Noise, at_least_float32, cached
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
@@ -31,7 +31,8 @@ class Features(NamedTuple):
 
     def exp(self) -> Tensor:
         """phi itself, (..., L, M), with 1/sqrt(m) inside; overflows where |x| is large."""
-        return self.value * self.log_scale.exp()
+        phi = self.log_scale.exp()
+        return phi if self.value is ONE else self.value * phi
 
 
 class Bound(NamedTuple):
@@ -73,27 +74,27 @@ class Moments:
     def __getattr__(self, name):  # reached only for moments that are neither known nor computable
         raise AttributeError(f"these statistics do not hold {name!r}; they hold {sorted(self.__dict__)}")
 
-    @cached_property
+    @cached
     def count(self) -> Tensor:
         """Number of vectors, (..., 1), at least 1 so that an empty set has zero moments."""
         if self._mask is None:
             return self._x.new_full((1,), self._x.shape[-2])
         return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._x.dtype)
 
-    @cached_property
+    @cached
     def mean(self) -> Tensor:
         return self._average(self._x)
 
-    @cached_property
+    @cached
     def mean_sq(self) -> Tensor:
         """Mean of x_l^2 per coordinate, (..., d)."""
         return self._average(self._x.square())
 
-    @cached_property
+    @cached
     def mean_abs(self) -> Tensor:
         return self._average(self._x.abs())
 
-    @cached_property
+    @cached
     def minimum(self) -> Tensor:
         if self._mask is None:
             return self._x.amin(-2)
@@ -125,17 +126,17 @@ class Statistics:
     def d(self) -> int:
         return self.x.d
 
-    @cached_property
+    @cached
     def mean_norms(self) -> Tensor:
         """Mean of N = |x|^2 + |y|^2."""
         return self.x.mean_sq.double().sum(-1) + self.y.mean_sq.double().sum(-1)
 
-    @cached_property
+    @cached
     def mean_sq_sum(self) -> Tensor:
         """Mean of |x + y|^2 over all pairs."""
         return self._mean_s(1)
 
-    @cached_property
+    @cached
     def mean_sq_diff(self) -> Tensor:
         """Mean of |x - y|^2 over all pairs."""
         return self._mean_s(-1)

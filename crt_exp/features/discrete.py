@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import Bound, FeatureMap, Features, Statistics, align, check_finite
+from crt_exp.features.base import ONE, Bound, FeatureMap, Features, Statistics, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.samplers import Noise, at_least_float32
 
@@ -41,24 +41,30 @@ class DiscreteRF(FeatureMap):
         return self.bind(noise, params).phi_q(x)
 
     def bind(self, noise: Noise, params: DiscreteParams) -> Bound:
-        counts = self.counts(noise, params)                       # (..., m, d)
+        counts = self.counts(noise, params)                          # (..., m, d)
         of_counts, constant = self._log_weights(counts, params)
-        bias = of_counts + constant - math.log(noise.m) / 2       # (..., 1, m)
-        phi = partial(self._phi, k=counts.to(noise.sq_norm.dtype), bias=bias, shift=params.shift)
+        bias = (of_counts + constant - math.log(noise.m) / 2).mT     # (..., m, 1)
+        counts = counts.expand(*bias.shape[:-2], *counts.shape[-2:])
+        weight = torch.cat([counts, bias, torch.ones_like(bias)], -1).to(noise.sq_norm.dtype)
+        phi = partial(self._phi, noise=noise, weight=weight, half_odd=(counts % 2 / 2).to(weight.dtype), shift=params.shift)
         return Bound(phi, phi)
 
-    def _phi(self, x: Tensor, k: Tensor, bias: Tensor, shift: Tensor | None) -> Features:
+    def _phi(self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None) -> Features:
+        """log|phi| is the product of [log|x|, 1, norm term] with [counts, bias, 1]; the sign is a parity of halved whole numbers."""
+        noise.check(x)
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
-        k = k.to(x.dtype)
-        logs = shifted.abs().clamp(min=_tiny(x)).log()            # (..., L, d)
-        log_scale = logs @ k.mT + bias.to(x.dtype)
+        logs = shifted.abs().clamp(min=_tiny(x)).log()               # (..., L, d)
+        with torch.autocast(x.device.type, enabled=False):
+            inputs = torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1)
+            log_scale = inputs @ weight.to(x.dtype).mT
+            return Features(_parity_sign(shifted < 0, half_odd.to(x.dtype)), log_scale)
+
+    def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
+        """-|x|^2/2 of the Gaussian kernel, at the shifted point, and +|x|^2/2 back to the softmax kernel at the point itself."""
         if self.kernel == "gaussian":
-            log_scale = log_scale - sq_norm(shifted) / 2
-        elif shift is not None:  # f of the shifted Gaussian kernel, back to softmax by the unshifted norm
-            log_scale = log_scale + (sq_norm(x) - sq_norm(shifted)) / 2
-        flips = (shifted < 0).to(x.dtype) @ (k % 2).mT               # whole numbers, exact in float32
-        return Features(1 - 2 * (flips % 2), log_scale)
+            return -sq_norm(shifted) / 2
+        return torch.zeros_like(x[..., :1]) if shifted is x else (sq_norm(x) - sq_norm(shifted)) / 2
 
     def counts(self, noise: Noise, params: DiscreteParams) -> Tensor:
         """omega (..., m, d), whole numbers in float64, from the Gaussian rows of the noise."""
@@ -80,6 +86,13 @@ class DiscreteRF(FeatureMap):
             return x, y
         c = align(params.shift.double(), x, y)
         return x - c, y - c
+
+
+def _parity_sign(negative: Tensor, half_odd: Tensor) -> Tensor:
+    """prod_l (-1)^omega_l over negative entries (..., L, d): (..., L, m), or 1 where none is negative (seen on the CPU only)."""
+    if negative.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(negative.any()):
+        return ONE
+    return (negative.to(half_odd.dtype) @ half_odd.mT).frac_().mul_(-4).add_(1)
 
 
 def _tiny(x: Tensor) -> float:

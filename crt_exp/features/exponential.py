@@ -79,9 +79,32 @@ class PositiveExponential(FeatureMap):
         return self.bind(noise, params).phi_q(x)
 
     def bind(self, noise, params=()) -> Bound:
-        noise = self.directions(noise)
-        phi = partial(self._phi, noise=noise, affine=self.affine(noise, params))
+        if noise.matrix_free:
+            noise = self.directions(noise)
+            phi = partial(self._phi_matrix_free, noise=noise, affine=self.affine(noise, params))
+        else:
+            phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
         return Bound(phi, phi)
+
+    def _weight(self, noise: Noise, params) -> Tensor:
+        """[scale rows, bias, -norm_weight] (..., M, d + 2): log phi is its product with [x, 1, |x|^2], in one pass."""
+        rows, scale, bias = self.exponent(noise, params)
+        rows = rows if scale is None else rows * scale.to(rows.dtype)
+        bias = bias.mT.expand(*rows.shape[:-1], 1)
+        return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
+
+    def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
+        noise.check(x)
+        x = at_least_float32(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return Features(ONE, torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1) @ weight.to(x.dtype).mT)
+
+    def _phi_matrix_free(self, x: Tensor, noise: Noise, affine: tuple) -> Features:
+        x, (scale, bias) = at_least_float32(x), affine
+        offset = bias - self.norm_weight * sq_norm(x)
+        projected = noise.project(x if scale is None else x * scale.to(x.dtype))
+        signed = [offset + projected, offset - projected] if self.antithetic else [offset + projected]
+        return Features(ONE, torch.cat(signed, -1).to(x.dtype))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """rows (..., M, d), scale (..., 1, 1) or None and bias (..., 1, M): log phi = scale rows.x + bias - norm_weight |x|^2.
@@ -96,14 +119,6 @@ class PositiveExponential(FeatureMap):
         if self.antithetic:
             rows, bias = torch.cat([rows, -rows], -2), torch.cat([bias, bias], -1)
         return rows, scale, bias
-
-    def _phi(self, x: Tensor, noise: Noise, affine: tuple) -> Features:
-        x, (scale, bias) = at_least_float32(x), affine
-        offset = bias - self.norm_weight * sq_norm(x)
-        projected = noise.project(x if scale is None else x * scale.to(x.dtype))
-        if self.antithetic:
-            return Features(ONE, torch.cat([offset + projected, offset - projected], -1).to(x.dtype))
-        return Features(ONE, (offset + projected).to(x.dtype))
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         s_plus = (x.double() + y.double()).square().sum(-1)

@@ -1,7 +1,7 @@
 """Noise: random rows and products with them, dense or by a fast Hadamard transform."""
 
 from abc import ABC, abstractmethod
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,12 +13,31 @@ MATRIX_FREE_FROM = 768
 RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
 
 
+class cached:  # noqa: N801 (used as a decorator)
+    """A property that is computed when first asked for and kept: functools.cached_property without its lock, which
+    torch.compile cannot enter."""
+
+    def __init__(self, function):
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        value = instance.__dict__[self.name] = self.function(instance)
+        return value
+
+
 class Noise(ABC):
     """m random rows in d dimensions, shape (*batch, m, d).
 
-    Attributes: m, d, batch; `gaussian` says whether rows are exactly N(0, I_d) marginally, which the discrete maps need.
+    Attributes: m, d, batch; `gaussian` says whether rows are exactly N(0, I_d) marginally, which the discrete maps need;
+    `matrix_free` whether `project` is faster than a product with `rows()`.
     """
 
+    matrix_free = False
     m: int
     d: int
     batch: tuple[int, ...]
@@ -37,13 +56,17 @@ class Noise(ABC):
 
     def project(self, x: Tensor) -> Tensor:
         """x (..., L, d) -> x W^T (..., L, m), in float32 at least: an error in a log feature is a relative error."""
-        if x.shape[-1] != self.d:
-            raise ValueError(f"the input has {x.shape[-1]} dimensions but the noise has d = {self.d}: draw it with "
-                             f"d = {x.shape[-1]}, or check the order of the axes (..., L, d)")
+        self.check(x)
         with torch.autocast(x.device.type, enabled=False):
             return self._project(at_least_float32(x))
 
-    @cached_property
+    def check(self, x: Tensor) -> None:
+        """Raises ValueError where x (..., L, d) has another d."""
+        if x.shape[-1] != self.d:
+            raise ValueError(f"the input has {x.shape[-1]} dimensions but the noise has d = {self.d}: draw it with "
+                             f"d = {x.shape[-1]}, or check the order of the axes (..., L, d)")
+
+    @cached
     def sq_norm(self) -> Tensor:
         """|omega_m|^2, (*batch, 1, m)."""
         with torch.inference_mode(False):  # it is kept, and must serve later backward passes
@@ -93,7 +116,7 @@ class HadamardNoise(Noise):
     def rows(self) -> Tensor:
         return self._rows
 
-    @cached_property
+    @cached
     def _rows(self) -> Tensor:
         with torch.no_grad(), torch.inference_mode(False):  # what is kept must serve later backward passes
             columns = self._transform(torch.eye(self.d, dtype=torch.float64, device=self.signs.device))  # (*batch, d, m)
@@ -109,7 +132,7 @@ class HadamardNoise(Noise):
             x = fwht(x * signs)                                                     # (..., L, stacks, n)
         return x.flatten(-2)[..., :self.m] * self.lengths.to(x.dtype).mT
 
-    @cached_property
+    @cached
     def sq_norm(self) -> Tensor:
         rows = self.rows() if self.d < self.n else self.lengths  # the cut to d columns changes the lengths
         with torch.inference_mode(False):

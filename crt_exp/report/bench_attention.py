@@ -1,0 +1,160 @@
+"""Speed and memory of attention: `python -m crt_exp.report.bench_attention [time|memory] [--lengths 1024 4096 ...]`.
+
+Batch 1, 8 heads, d = 64, m = 256, float32 on the CPU. All methods take turns, so that load from outside hits them alike;
+a cell is the median of milliseconds, and in brackets the median of its ratio to the eager floor exp(Q W^T) (exp(K W^T)^T V) of the
+same turn. `memory` runs each case in a process of its own and prints the peak of resident memory beyond inputs, incoming
+gradient, output and gradients, in MiB.
+"""
+
+import argparse
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from crt_exp import samplers
+from crt_exp.attention import attention, exact_attention, identity_attention
+from crt_exp.features import OPRF, PosRF, Statistics
+
+HEADS, D, M = 8, 64, 256
+QUADRATIC = 4096       # longest sequence for the methods that are quadratic in time
+PEER_CAUSAL = 2048     # performer-pytorch's causal form without its extension keeps L m d numbers
+Method = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def methods(length: int) -> dict[str, Method]:
+    """Attention of queries, keys and values (1, HEADS, length, D), all of them already scaled by d^(-1/4)."""
+    noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+    weight = noise.rows()
+
+    def floor(q, k, v):
+        return torch.exp(q @ weight.mT) @ (torch.exp(k @ weight.mT).mT @ v)
+
+    def ours(phi, causal):
+        def run(q, k, v):  # the fit is part of what FAVOR++ costs
+            return attention(q, k, v, phi, noise, phi.fit(Statistics.of(q, k)), causal=causal)
+        return run
+
+    found = {"floor": floor, "favor+": ours(PosRF(), False), "favor++": ours(OPRF(), False), "favor+ causal": ours(PosRF(), True),
+             "favor++ causal": ours(OPRF(), True), "identity": identity_attention}
+    if length <= QUADRATIC:
+        found["sdpa"] = exact_attention
+        found["sdpa causal"] = lambda q, k, v: exact_attention(q, k, v, causal=True)
+    return found | peers(length)
+
+
+def peers(length: int) -> dict[str, Method]:
+    """performer-pytorch, where it is installed (a dev dependency)."""
+    try:
+        from performer_pytorch.performer_pytorch import FastAttention
+    except ImportError:
+        return {}
+    found = {"performer-pytorch": FastAttention(D, M)}
+    if length <= PEER_CAUSAL:
+        found["performer-pytorch causal"] = FastAttention(D, M, causal=True)
+    return found
+
+
+def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries and keys with |x + y|^2 of 10 or so, as pretrained models have; values and an incoming gradient."""
+    g = torch.Generator().manual_seed(1)
+    draw = lambda scale: (scale * torch.randn(1, HEADS, length, D, generator=g))
+    return *(draw(s).requires_grad_() for s in (0.28, 0.28, 1.0)), draw(1.0)
+
+
+def forward(method: Method, tensors) -> None:
+    with torch.no_grad():
+        method(*(t.detach() for t in tensors[:3]))
+
+
+def forward_backward(method: Method, tensors) -> None:
+    out = method(*tensors[:3])
+    out.backward(tensors[3])
+    for t in tensors[:3]:
+        t.grad = None
+
+
+def timed(run: Callable, all_methods: dict[str, Method], tensors, turns: int) -> dict[str, list[float]]:
+    """Milliseconds of every turn after a warm-up."""
+    times = {name: [] for name in all_methods}
+    for turn in range(turns + 1):
+        for name, method in all_methods.items():
+            start = time.perf_counter()
+            run(method, tensors)
+            if turn:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def print_times(lengths: list[int], turns: int, only: list[str]) -> None:
+    for title, run in (("forward + backward", forward_backward), ("forward", forward)):
+        for length in lengths:
+            chosen = {n: f for n, f in methods(length).items() if not only or n in only or n == "floor"}
+            times = timed(run, chosen, inputs(length), max(3, math.ceil(turns * min(1, 4096 / length))))
+            print(f"\n{title}, L = {length}; load {os.getloadavg()[0]:.1f}")
+            for name, t in times.items():
+                ratio = statistics.median(a / b for a, b in zip(t, times["floor"]))
+                print(f"  {name:<26}{statistics.median(t):10.1f} ms  ({ratio:6.3f}, fastest {min(t) / min(times['floor']):6.3f})",
+                      flush=True)
+
+
+def print_memory(lengths: list[int], only: list[str]) -> None:
+    """Each case in a new process: the allocator would keep what an earlier one freed."""
+    for length in lengths:
+        print(f"\npeak memory beyond inputs, output and gradients, L = {length}")
+        for name in only or ("favor+", "favor++", "favor+ causal", "favor++ causal", "floor", "performer-pytorch"):
+            command = [sys.executable, "-m", "crt_exp.report.bench_attention", "peak", "--lengths", str(length), "--only", name]
+            done = subprocess.run(command, capture_output=True, text=True)
+            print(f"  {name:<26}{done.stdout.strip() or done.stderr.strip().splitlines()[-1]:>10}", flush=True)
+
+
+def print_peak(length: int, name: str) -> None:
+    method, tensors = methods(length)[name], inputs(length)
+    forward_backward(method, inputs(256))  # libraries and threads
+    theirs = 4 * tensors[0].numel() * 4    # output and three gradients, float32
+    before = _reset_peak()
+    out = method(*tensors[:3])
+    out.backward(tensors[3])
+    print(f"{(_peak() - before - theirs) / 2**20:.0f} MiB")
+
+
+def _reset_peak() -> int:
+    """Sets the process's peak to what it holds now (Linux) and returns that, in bytes."""
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
+    return _peak()
+
+
+def _peak() -> int:
+    with open("/proc/self/status") as f:
+        lines = dict(line.split(":", 1) for line in f)
+    return int(lines["VmHWM"].split()[0]) * 1024 if "VmHWM" in lines else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory", "peak"])
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--threads", type=int, default=0)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.what == "time":
+        print_times(args.lengths or [1024, 4096, 16384], args.turns, args.only)
+    elif args.what == "memory":
+        print_memory(args.lengths or [65536], args.only)
+    else:
+        print_peak(args.lengths[0], args.only[0])
+
+
+if __name__ == "__main__":
+    main()
