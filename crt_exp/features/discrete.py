@@ -50,7 +50,7 @@ class DiscreteRF(FeatureMap):
         return Bound(phi, phi)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None) -> Features:
-        """log|phi| is the product of [log|x|, 1, norm term] with [counts, bias, 1]; the sign is a parity of halved whole numbers."""
+        """log|phi| is the product of [log|x|, 1, norm term] with [counts, bias, 1]; the sign is a parity of halves."""
         noise.check(x)
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
