@@ -91,6 +91,13 @@ class Moments:
         return self._average(self._x.square())
 
     @cached
+    def mean_norm(self) -> Tensor:
+        """Mean of |x|^2, (...) float64; one pass that writes nothing where `mean_sq` is not there yet."""
+        if "mean_sq" in self.__dict__:
+            return self.mean_sq.double().sum(-1)
+        return torch.linalg.vector_norm(self._x, dim=(-2, -1)).double().square() / self.count.squeeze(-1)
+
+    @cached
     def mean_abs(self) -> Tensor:
         return self._average(self._x.abs())
 
@@ -129,7 +136,7 @@ class Statistics:
     @cached
     def mean_norms(self) -> Tensor:
         """Mean of N = |x|^2 + |y|^2."""
-        return self.x.mean_sq.double().sum(-1) + self.y.mean_sq.double().sum(-1)
+        return self.x.mean_norm + self.y.mean_norm
 
     @cached
     def mean_sq_sum(self) -> Tensor:
