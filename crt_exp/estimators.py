@@ -65,10 +65,11 @@ class _RandomFeatureEstimator(BaseEstimator):
         self.map_ = self._map()
         self.params_ = self.map_.fit(Statistics.of(x, x))
 
-    def _check_shift(self, x: torch.Tensor) -> None:
-        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.squeeze(0)).any()):
+    def _check_positive(self, f: Features) -> Features:
+        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and f.value is not ONE:
             raise ValueError(f"{type(self.map_).__name__} was fitted on other data: some entries lie below its shift, where its "
                              "features are no longer positive. Fit it on data that covers the range, or use pois, geom or oprf")
+        return f
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -115,9 +116,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         out = np.empty((len(X), self.n_components), dtype=X.dtype)
         phi = self.map_.bind(self.noise_, self.params_).phi_q
         for rows in _blocks(len(X)):
-            x = self._scaled(X[rows])
-            self._check_shift(x)
-            _write(phi(x), torch.from_numpy(out[rows]))
+            _write(self._check_positive(phi(self._scaled(X[rows]))), torch.from_numpy(out[rows]))
         return out
 
     def _projections(self) -> int:

@@ -54,11 +54,12 @@ class DiscreteRF(FeatureMap):
         noise.check(x)
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
-        logs = shifted.abs().clamp(min=_tiny(x)).log()               # (..., L, d)
+        positive = _all_positive(shifted)
+        logs = (shifted if positive else shifted.abs()).clamp(min=_tiny(x)).log()   # (..., L, d)
         with torch.autocast(x.device.type, enabled=False):
             inputs = torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1)
             log_scale = inputs @ weight.to(x.dtype).mT
-            return Features(_parity_sign(shifted < 0, half_odd.to(x.dtype)), log_scale)
+            return Features(ONE if positive else _parity_sign(shifted < 0, half_odd.to(x.dtype)), log_scale)
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
         """-|x|^2/2 of the Gaussian kernel, at the shifted point, and +|x|^2/2 back to the softmax kernel at the point itself."""
@@ -88,10 +89,13 @@ class DiscreteRF(FeatureMap):
         return x - c, y - c
 
 
+def _all_positive(x: Tensor) -> bool:
+    """Whether no entry is negative, where that is cheap to know: not on a device, whose answer would have to be waited for."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or bool(x.detach().amin() >= 0))
+
+
 def _parity_sign(negative: Tensor, half_odd: Tensor) -> Tensor:
-    """prod_l (-1)^omega_l over negative entries (..., L, d): (..., L, m), or 1 where none is negative (seen on the CPU only)."""
-    if negative.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(negative.any()):
-        return ONE
+    """prod_l (-1)^omega_l over the negative entries (..., L, d): (..., L, m)."""
     return (negative.to(half_odd.dtype) @ half_odd.mT).frac_().mul_(-4).add_(1)
 
 
