@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)  ## every mechanism on real embedded data: a table and a picture, in under a minute
-	@$(PY) -m crt_exp.report demo
+	@$(PY) -m crt_exp.report demo --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
 	@$(PY) -m pytest -m "not slow"

@@ -1,0 +1,94 @@
+"""What the attention functions accept: shapes, masks, noise and parameters, each refused with one sentence that says why.
+
+Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv.
+"""
+
+import torch
+from torch import Tensor
+
+
+def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool, key_mask: Tensor | None) -> None:
+    """Raises ValueError unless x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) and the rest fit together."""
+    for name, t in (("x", x), ("y", y), ("v", v)):
+        if t.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}: attention needs (batch, heads, length, dimension)")
+        if not t.is_floating_point():
+            raise ValueError(f"{name} holds {t.dtype}: attention needs floating-point vectors")
+    _check_sizes(x, y, v)
+    if causal and x.shape[2] > y.shape[2]:
+        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last ones of "
+                         "the sequence, so there cannot be more of them than keys")
+    check_key_mask(key_mask, y)
+    _check_noise(noise, x)
+    _check_params(params, x)
+
+
+def _check_sizes(x: Tensor, y: Tensor, v: Tensor) -> None:
+    if not x.shape[0] == y.shape[0] == v.shape[0]:
+        raise ValueError(f"x, y and v have batch sizes {x.shape[0]}, {y.shape[0]} and {v.shape[0]}: they must agree")
+    if x.shape[3] != y.shape[3]:
+        raise ValueError(f"x has d = {x.shape[3]} and y has d = {y.shape[3]}: they must agree")
+    if y.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"y has (heads, length) {tuple(y.shape[1:3])} and v has {tuple(v.shape[1:3])}: they must agree")
+    if y.shape[1] == 0 or x.shape[1] % y.shape[1]:
+        raise ValueError(f"{x.shape[1]} query heads cannot share {y.shape[1]} key heads: give a multiple")
+    if 0 in (x.shape[2], y.shape[2]):
+        raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: neither may be empty")
+
+
+def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
+    if key_mask is None:
+        return
+    if key_mask.ndim != 2:
+        raise ValueError(f"the mask has shape {tuple(key_mask.shape)}: linear attention takes causal=True and a key padding "
+                         "mask (batch, keys); an arbitrary (batch, heads, queries, keys) mask cannot be linearised")
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"the key mask holds {key_mask.dtype}: it must be boolean, True = keep")
+    if key_mask.shape != (y.shape[0], y.shape[2]):
+        raise ValueError(f"the key mask has shape {tuple(key_mask.shape)} but there are {y.shape[0]} sequences of "
+                         f"{y.shape[2]} keys")
+
+
+def _check_noise(noise, x: Tensor) -> None:
+    if isinstance(noise, tuple):
+        for part in noise:
+            _check_noise(part, x)
+    elif noise is not None:
+        if noise.d != x.shape[3]:
+            raise ValueError(f"the noise has d = {noise.d} but the vectors have d = {x.shape[3]}")
+        if not _broadcasts(noise.batch, x.shape[:2]):
+            raise ValueError(f"the noise has batch {noise.batch}: it must broadcast to (batch, heads) = {tuple(x.shape[:2])}")
+
+
+def _check_params(params, x: Tensor) -> None:
+    if isinstance(params, Tensor):
+        if params.ndim > 2 and not _broadcasts(params.shape[:-2], x.shape[:2]):
+            raise ValueError(f"a parameter has shape {tuple(params.shape)}: it must broadcast to (batch, heads, 1, ...) = "
+                             f"{(*x.shape[:2], 1)}")
+    elif isinstance(params, tuple):
+        for part in params:
+            _check_params(part, x)
+
+
+def _broadcasts(shape, batch) -> bool:
+    return len(shape) <= 2 and all(a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(tuple(batch))))
+
+
+def repeat_heads(t: Tensor, heads: int) -> Tensor:
+    """(B, Hkv, S, k) -> (B, H, S, k): query heads h * H / Hkv ... share key head h."""
+    if t.shape[1] == heads:
+        return t
+    return t[:, :, None].expand(-1, -1, heads // t.shape[1], -1, -1).flatten(1, 2)
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 where one of them is, else float32: sums of many terms are not left to half precision."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def check_result(logs: Tensor) -> None:
+    """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only: elsewhere the
+    answer would have to be waited for."""
+    if logs.device.type == "cpu" and not bool((logs < torch.inf).all()):
+        raise ValueError("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
+                         "65504; scale the vectors down, or use bfloat16 or float32")

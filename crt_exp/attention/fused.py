@@ -1,0 +1,75 @@
+"""The closed-form engines as operators of torch: opaque to torch.compile, so that nothing breaks its graphs."""
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention import causal as causal_engine
+from crt_exp.attention import positive as bidirectional_engine
+from crt_exp.attention.checks import check_result, compute_dtype
+from crt_exp.attention.tiles import Form
+from crt_exp.features.exponential import PositiveExponential
+
+
+def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
+                       keep: Tensor | None) -> Tensor:
+    """Attention of checked arguments with a map of the positive exponential family; as many key heads as query heads."""
+    rows, scale, bias = phi.exponent(noise, params)
+    dtype = compute_dtype(x, y, v)
+    cast = lambda t: t.detach().to(x.device, dtype)
+    scale = rows.new_ones(1, 1) if scale is None else scale
+    rows, scale, bias = _four(cast(rows)), _four(cast(scale)), _four(cast(bias)).squeeze(-2)
+    return _forward(x, y, v, rows, scale, bias, keep, phi.norm_weight, causal)[0]
+
+
+def _four(t: Tensor) -> Tensor:
+    return t[(None,) * (4 - t.ndim)]
+
+
+def _engine(causal: bool):
+    return causal_engine if causal else bidirectional_engine
+
+
+@torch.library.custom_op("crt_exp::positive_attention", mutates_args=())
+def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None,
+             norm_weight: float, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with torch.autocast(x.device.type, enabled=False):
+        results = _engine(causal).forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
+    check_result(results[1])
+    return results if causal else (*results, torch.empty(0, dtype=torch.uint8))
+
+
+@_forward.register_fake
+def _(x, y, v, rows, scale, bias, keep, norm_weight, causal):
+    B, H, L, _ = x.shape
+    width, M = v.shape[-1] + 1, rows.shape[-2]
+    parts = (len(causal_engine.segments(L)) + 1,) if causal else ()
+    return (v.new_empty(B, H, L, v.shape[-1]), rows.new_empty(B, H, L), rows.new_empty(B, H, *parts, width, M),
+            rows.new_empty(B, H, *parts, M), torch.empty((B, H, *parts) if causal else 0, dtype=torch.uint8, device="cpu"))
+
+
+@torch.library.custom_op("crt_exp::positive_attention_backward", mutates_args=())
+def _backward(grad: Tensor, x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None,
+              norm_weight: float, causal: bool, out: Tensor, logsum: Tensor, states: Tensor, tops: Tensor,
+              levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    saved = (out, logsum, states, tops) + ((levels,) if causal else ())
+    with torch.autocast(x.device.type, enabled=False):
+        return _engine(causal).backward(x, y, v, Form(rows, scale, bias, norm_weight, keep), saved, grad)
+
+
+@_backward.register_fake
+def _(grad, x, y, v, *rest):
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, y, v))
+
+
+def _keep_for_backward(ctx, inputs, output):
+    x, y, v, rows, scale, bias, keep, ctx.norm_weight, ctx.causal = inputs
+    ctx.save_for_backward(x, y, v, rows, scale, bias, keep, *output)
+
+
+def _gradients(ctx, grad, *_):
+    x, y, v, rows, scale, bias, keep, *output = ctx.saved_tensors
+    grads = _backward(grad, x, y, v, rows, scale, bias, keep, ctx.norm_weight, ctx.causal, *output)
+    return *grads, *(None,) * 6
+
+
+_forward.register_autograd(_gradients, setup_context=_keep_for_backward)

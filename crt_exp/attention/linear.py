@@ -1,0 +1,60 @@
+"""Attention in linear time and memory with any feature map: Y = diag(A 1)^-1 A V with A = phi_q(x) phi_k(y)^T.
+
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M features.
+"""
+
+from torch import Tensor
+
+from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.attention.chunked import Call, chunked_attention
+from crt_exp.attention.fused import positive_attention
+from crt_exp.attention.partials import DenominatorCount, check_policy
+from crt_exp.features.base import FeatureMap
+from crt_exp.features.exponential import PositiveExponential
+
+
+def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
+              key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
+              counter: DenominatorCount | None = None) -> Tensor:
+    """Estimates softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d) with values v (B,Hkv,S,dv): (B,H,L,dv).
+
+    The logit is x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k. Hkv divides H, and consecutive query heads
+    share a key head. `noise` is a Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from
+    `phi.fit` with leading dimensions that broadcast to (B, H). Differentiable once in x, y and v; noise and parameters are
+    constants. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the backward pass too.
+
+    `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query that sees
+    no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
+
+    Signed maps can have denominators that are not positive: `denominator` leaves them ("none"), keeps them off zero
+    ("clamp", at 1e-6 of the sum of absolute values) or takes their absolute value ("abs"); `counter` counts them, and without one
+    a warning says how many there were (on the CPU). `normalize=False` gives the numerator phi_q(x) phi_k(y)^T v alone.
+
+    Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU only: on
+    other devices the check would wait for the result).
+    """
+    check_policy(denominator)
+    check_inputs(x, y, v, noise, params, causal, key_mask)
+    heads, key_heads = x.shape[1], y.shape[1]
+    if heads != key_heads and not causal and _shared_by_heads(noise, params):
+        x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)  # heads with the same keys and features are one longer set of queries
+    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+    if isinstance(phi, PositiveExponential) and normalize:
+        out = positive_attention(x, y, v, phi, noise, params, causal, key_mask)
+    else:
+        count = counter or DenominatorCount()
+        out = chunked_attention(x, y, v, Call(phi, noise, params, causal, key_mask, denominator, normalize, count))
+        if counter is None and normalize:
+            count.warn()
+    return out if x.shape[1] == heads else out.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
+
+
+def _shared_by_heads(noise, params) -> bool:
+    """Whether all heads have the same noise and parameters."""
+    if isinstance(noise, tuple):
+        return all(_shared_by_heads(n, ()) for n in noise) and _shared_by_heads(None, params)
+    if noise is not None and noise.batch and noise.batch[-1] != 1:
+        return False
+    if isinstance(params, Tensor):
+        return params.ndim < 3 or params.shape[-3] == 1
+    return not isinstance(params, tuple) or all(_shared_by_heads(None, p) for p in params)

@@ -1,0 +1,160 @@
+"""Partials: what has been gathered from a set of keys, and how two gatherings are added.
+
+Legend: L queries x, S keys y, values v (..., S, dv), M features; a partial has R rows. a, b are the log features of queries
+and keys. Rows are queries (what each has gathered) or features (the state: what keys have left in each feature).
+
+Every way to attend to a set of keys (features, an exact block, earlier chunks) gives a Partial, and `merge` adds them as
+online softmax does. All log scales are maxima of logs, without gradient: they cancel in numerator / denominator.
+"""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.features.base import Features
+
+POLICIES = ("none", "clamp", "abs")
+CLAMP = 1e-6  # floor of a clamped denominator, as a part of the sum of its terms' absolute values
+
+
+class Partial(NamedTuple):
+    """Sums (numerator, denominator) * exp(log_scale), row by row; log_scale is -inf where no key was seen."""
+
+    numerator: Tensor                # (..., R, dv)
+    denominator: Tensor              # (..., R, 1)
+    log_scale: Tensor                # (..., R, 1), or (..., 1, 1) where one scale serves all rows
+    modulus: Tensor | None = None    # (..., R, 1): the denominator of absolute values, where a clamp needs it
+
+
+class ScaledKeys(NamedTuple):
+    phi: Tensor  # (..., S, M): features of the keys times exp(-top)
+    top: Tensor  # (..., M or 1, 1): per feature, the maximum of b over the keys that are kept
+
+
+def finite(top: Tensor) -> Tensor:
+    """A maximum that may be subtracted: 0 for the empty set, so that exp(-inf - 0) = 0 and not NaN."""
+    return torch.where(top == -torch.inf, 0.0, top)
+
+
+def scale_keys(f: Features, keep: Tensor | None = None, top: Tensor | None = None) -> ScaledKeys:
+    """Key features over their own maxima, or over a given `top`. keep (..., S), True = keep."""
+    log = f.log_scale if keep is None else torch.where(keep[..., None], f.log_scale, -torch.inf)
+    if top is None:
+        top = log.detach().amax(-2, keepdim=True).mT
+    return ScaledKeys(f.value * torch.exp(log - finite(top).mT), top)
+
+
+def summarise(keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
+    """What the keys leave in each feature: sum_j phi_k(y_j) [v_j, 1]. Rows are features."""
+    sums = keys.phi.mT @ _with_ones(v)
+    return _partial(sums, keys.top, keys.phi.abs().sum(-2).unsqueeze(-1) if modulus else None)
+
+
+def read(f: Features, state: Partial) -> Partial:
+    """What queries with features f gather from a state. Rows are queries."""
+    phi, top = _scale_queries(f, state.log_scale)
+    sums = phi @ torch.cat([state.numerator, state.denominator], -1)
+    return _partial(sums, top, None if state.modulus is None else phi.abs() @ state.modulus)
+
+
+def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
+    """What query i gathers from keys j <= i of the same chunk.
+
+    The scale looks at the whole chunk, later keys too. That is exact unless a later key is so large that the terms of an
+    earlier row underflow: `underflowed` finds those rows, and the caller takes shorter chunks.
+    """
+    phi, top = _scale_queries(f, keys.top)
+    kernel = (phi @ keys.phi.mT).tril()
+    mod = (phi.abs() @ keys.phi.abs().mT).tril().sum(-1, keepdim=True) if modulus else None
+    return _partial(kernel @ _with_ones(v), top, mod)
+
+
+def merge(a: Partial | None, b: Partial) -> Partial:
+    """The sum of two partials with the same rows; None stands for nothing gathered."""
+    if a is None:
+        return b
+    top = torch.maximum(a.log_scale, b.log_scale)
+    wa, wb = torch.exp(a.log_scale - finite(top)), torch.exp(b.log_scale - finite(top))
+    add = lambda p, q: wa * p + wb * q
+    modulus = None if a.modulus is None else add(a.modulus, b.modulus)
+    return Partial(add(a.numerator, b.numerator), add(a.denominator, b.denominator), top, modulus)
+
+
+UNDERFLOW = 1e-25  # below it, terms that float32 rounds to 0 could be missed
+
+
+def underflowed(p: Partial, seen: Tensor | None) -> bool:
+    """Whether some row that has seen a key has a denominator too small to be trusted. seen (..., R)."""
+    small = p.denominator.detach().abs() < UNDERFLOW
+    return bool((small if seen is None else small & seen[..., None]).any())
+
+
+def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
+    """The attention output of every row, (..., R, dv); 0 where nothing was gathered.
+
+    `policy` says what becomes of denominators of signed features: "none" leaves them, "clamp" takes
+    sgn(delta) max(|delta|, CLAMP * modulus) with sgn(0) = 1, "abs" takes |delta|.
+    """
+    if not normalize:
+        return p.numerator * torch.exp(p.log_scale)
+    den = p.denominator
+    if policy == "abs":
+        den = den.abs()
+    elif policy == "clamp":
+        floor = CLAMP * p.modulus.detach()
+        den = torch.where(den.abs() < floor, torch.where(den < 0, -floor, floor), den)
+    empty = den == 0
+    return torch.where(empty, 0.0, p.numerator / torch.where(empty, 1.0, den))
+
+
+class DenominatorCount:
+    """How many denominators were not positive; counted on the device, read when asked (which waits for the device)."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self._bad = 0, {}
+
+    def add(self, p: Partial) -> None:
+        zero = (p.denominator == 0) & (p.numerator != 0).any(-1, keepdim=True)  # a row without keys is no failure
+        bad = ((p.denominator < 0) | zero).sum()
+        self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
+        self.total += p.denominator.numel()
+
+    @property
+    def nonpositive(self) -> int:
+        return sum(int(b) for b in self._bad.values())
+
+    @property
+    def fraction(self) -> float:
+        return self.nonpositive / max(self.total, 1)
+
+    def warn(self) -> None:
+        """Says it once per call site, unless that would wait for a device."""
+        if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
+            warnings.warn(f"{self.nonpositive} of {self.total} attention denominators are not positive: these rows are "
+                          "noise. Take more features or a positive map, set denominator='clamp' or 'abs', or pass "
+                          "counter=DenominatorCount() to count them without this warning", RuntimeWarning, stacklevel=3)
+
+
+def check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise ValueError(f"denominator = {policy!r}: choose one of {', '.join(POLICIES)}")
+
+
+def _scale_queries(f: Features, key_top: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(a + c - r) with c the scale of the features and r the maximum of a + c over them; and r (..., L, 1)."""
+    log = f.log_scale + key_top.mT
+    top = log.detach().amax(-1, keepdim=True)
+    return f.value * torch.exp(log - finite(top)), top
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
+
+
+def _partial(sums: Tensor, top: Tensor, modulus: Tensor | None) -> Partial:
+    return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
