@@ -87,6 +87,13 @@ def test_exact_kernel_and_presets(typed, tmp_path):
     assert "GeomRF" in typed("attention=favorpp", "features=geom", "--cfg", "job")[1]
 
 
+def test_bias_of_approximate_samplers_is_printed(typed, tmp_path):
+    code, out, _ = typed("sampler=hadamard", "logger=none", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
+    assert code == 0 and "the sampler is approximate: mean estimate / exact kernel" in out
+    assert 0.5 < records(tmp_path / "a")[-1]["sampler_bias"] < 1.5
+    assert "approximate" not in typed("sampler=simplex", "logger=none", "task.repeats=1", f"hydra.run.dir={tmp_path}/b")[1]
+
+
 def test_wandb_offline(tmp_path):
     out = crt_exp("logger=wandb", "task.repeats=2", f"hydra.run.dir={tmp_path}/a", WANDB_MODE="offline")
     assert out.returncode == 0, out.stderr

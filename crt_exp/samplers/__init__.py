@@ -8,10 +8,10 @@ Exactly Gaussian rows, which make estimates unbiased and serve the discrete maps
 scrambled halton and sobol. Approximate: hadamard, givens, lengths other than chi; `measured_bias` says by how much.
 """
 
-from crt_exp.samplers.bias import Bias, measured_bias
+from crt_exp.samplers.bias import Bias, bias_record, bias_sentence, measured_bias
 from crt_exp.samplers.blocks import givens, hadamard, haar, orthogonal, simplex
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise, at_least_float32
 from crt_exp.samplers.points import halton, iid, sobol, stratified
 
-__all__ = ["Bias", "DenseNoise", "HadamardNoise", "Noise", "at_least_float32", "givens", "haar", "hadamard", "halton", "iid",
+__all__ = ["Bias", "bias_record", "bias_sentence", "DenseNoise", "HadamardNoise", "Noise", "at_least_float32", "givens", "haar", "hadamard", "halton", "iid",
            "measured_bias", "orthogonal", "simplex", "sobol", "stratified"]

@@ -37,6 +37,24 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
     return Bias(ratios.mean(0), ratios.std(0) / draws**0.5)
 
 
+def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: int = 16) -> dict[str, float]:
+    """For metrics: mean bias over random pairs of x (n, d) and y (n, d), and its standard error; {} for exact samplers."""
+    g = torch.Generator().manual_seed(0)
+    if sampler(x.shape[-1], x.shape[-1], g).gaussian:
+        return {}
+    i, j = torch.randint(len(x), (pairs,), generator=g), torch.randint(len(y), (pairs,), generator=g)
+    found = measured_bias(phi, sampler, x[i], y[j], params, generator=g)
+    return {"sampler_bias": found.ratio.mean().item(), "sampler_bias_error": found.error.mean().item()}
+
+
+def bias_sentence(record: dict) -> str:
+    """What a run prints of `bias_record`; empty for exact samplers."""
+    if "sampler_bias" not in record:
+        return ""
+    return (f"\nthe sampler is approximate: mean estimate / exact kernel = {record['sampler_bias']:.3f} +- "
+            f"{record['sampler_bias_error']:.3f} over 16 random pairs (1 would be no bias)")
+
+
 def _estimate_ratios(phi, x: Tensor, y: Tensor, noise: Noise, params) -> Tensor:
     """Estimate / kernel of each pair and draw, (draws, pairs); in logs until the kernel is divided out."""
     fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
