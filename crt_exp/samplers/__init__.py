@@ -13,5 +13,5 @@ from crt_exp.samplers.blocks import givens, hadamard, haar, orthogonal, simplex
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise, at_least_float32
 from crt_exp.samplers.points import halton, iid, sobol, stratified
 
-__all__ = ["Bias", "bias_record", "bias_sentence", "DenseNoise", "HadamardNoise", "Noise", "at_least_float32", "givens", "haar", "hadamard", "halton", "iid",
-           "measured_bias", "orthogonal", "simplex", "sobol", "stratified"]
+__all__ = ["Bias", "DenseNoise", "HadamardNoise", "Noise", "at_least_float32", "bias_record", "bias_sentence", "givens", "haar",
+           "hadamard", "halton", "iid", "measured_bias", "orthogonal", "simplex", "sobol", "stratified"]
