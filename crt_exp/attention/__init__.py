@@ -2,9 +2,11 @@
 
 from crt_exp.attention.generalized import Generalized, Linformer, exact_attention, identity_attention
 from crt_exp.attention.linear import attention
+from crt_exp.attention.module import Baseline, RandomFeatureAttention, exact, identity, linformer
 from crt_exp.attention.partials import DenominatorCount, Partial, merge
 from crt_exp.attention.recurrent import DecodingState
 from crt_exp.attention.reference import attention_reference, softmax_attention
 
-__all__ = ["DecodingState", "DenominatorCount", "Generalized", "Linformer", "Partial", "attention", "attention_reference",
-           "exact_attention", "identity_attention", "merge", "softmax_attention"]
+__all__ = ["Baseline", "DecodingState", "DenominatorCount", "Generalized", "Linformer", "Partial", "RandomFeatureAttention",
+           "attention", "attention_reference", "exact", "exact_attention", "identity", "identity_attention", "linformer", "merge",
+           "softmax_attention"]

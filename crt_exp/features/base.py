@@ -165,6 +165,11 @@ class FeatureMap(ABC):
     def __post_init__(self):
         check_kernel(self.kernel)
 
+    @property
+    def fitted(self) -> bool:
+        """Whether `fit` looks at statistics; where not, `fit(None)` gives the parameters."""
+        return False
+
     def width(self, m: int) -> int:
         """M, the number of features made of m projections."""
         return m
@@ -222,6 +227,10 @@ class Sum(FeatureMap):
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "weights", tuple(weights) if weights is not None else (1.0,) * len(parts))
 
+    @property
+    def fitted(self) -> bool:
+        return any(p.fitted for p in self.parts)
+
     def width(self, m) -> int:
         return sum(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
 
@@ -264,6 +273,10 @@ class Product(FeatureMap):
     def __init__(self, first: FeatureMap, second: FeatureMap):
         object.__setattr__(self, "kernel", first.kernel)
         object.__setattr__(self, "parts", (first, second))
+
+    @property
+    def fitted(self) -> bool:
+        return any(p.fitted for p in self.parts)
 
     def width(self, m) -> int:
         return math.prod(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))

@@ -114,6 +114,10 @@ class PoisRF(DiscreteRF):
         if self.rate is not None and not self.rate > 0:
             raise ValueError(f"rate = {self.rate}: the Poisson rate must be positive")
 
+    @property
+    def fitted(self) -> bool:
+        return self.rate is None
+
     def fit(self, stats: Statistics) -> DiscreteParams:
         if self.rate is not None:
             return DiscreteParams(torch.tensor([[float(self.rate)]], dtype=torch.float64))
@@ -157,6 +161,10 @@ class GeomRF(DiscreteRF):
         if self.p is not None and not 0 < self.p < 1:
             raise ValueError(f"p = {self.p}: the geometric law needs 0 < p < 1")
 
+    @property
+    def fitted(self) -> bool:
+        return self.p is None
+
     def fit(self, stats: Statistics) -> DiscreteParams:
         if self.p is not None:
             return DiscreteParams(torch.tensor([[float(self.p)]], dtype=torch.float64))
@@ -194,6 +202,10 @@ class _Shifted(DiscreteRF):
         super().__post_init__()
         if not self.margin > 0:
             raise ValueError(f"margin = {self.margin}: it must be positive")
+
+    @property
+    def fitted(self) -> bool:
+        return True
 
     def _shift(self, stats: Statistics) -> Tensor:
         low = torch.minimum(stats.x.minimum, stats.y.minimum).double()

@@ -182,6 +182,10 @@ class OPRF(PositiveExponential):
         if self.A is not None:
             check_a(self.A)
 
+    @property
+    def fitted(self) -> bool:
+        return self.A is None
+
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
             return OPRFParams(torch.tensor([[float(self.A)]], dtype=torch.float64))
@@ -226,6 +230,10 @@ class GERF(FeatureMap):
 
     def width(self, m: int) -> int:
         return 2 * m
+
+    @property
+    def fitted(self) -> bool:
+        return self.A is None
 
     def fit(self, stats: Statistics) -> GERFParams:
         if self.A is not None:

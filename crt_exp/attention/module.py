@@ -1,0 +1,293 @@
+"""`RandomFeatureAttention`: a feature map with its state, as a module. The only place where noise and statistics live.
+
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = sqrt(scaling) q.
+
+The state changes in one place and at one moment: at the start of a forward pass in training. What the pass itself saw is only
+noted there and folded in at the start of the next one, so that the second run of a checkpointed layer, which happens inside the
+backward pass and changes nothing, sees the noise and the parameters of the first.
+"""
+
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.attention.generalized import Linformer, exact_attention, identity_attention
+from crt_exp.attention.linear import attention
+from crt_exp.attention.partials import DenominatorCount
+from crt_exp.attention.recurrent import DecodingState
+from crt_exp.features.base import FeatureMap, Moments, Statistics
+from crt_exp.samplers import DenseNoise, Noise
+
+MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
+
+
+class RandomFeatureAttention(nn.Module):
+    """Linear attention with one feature map; noise for each head.
+
+    phi: the map, for the softmax kernel. sampler: a sampler. redraw_every: 0 keeps the noise, n draws anew after n training
+    passes, 1 after every one; never in eval mode, in a backward pass or while decoding. normalize_qk: puts queries and keys on
+    the sphere of radius d^(1/4), the mean length of x for entries of unit variance. scaling: the logit is scaling q.k, by default
+    d^(-1/2). denominator: see `attention`; non-positive ones are counted in `denominators`.
+
+    Parameters of the map are fitted to each (batch, head) in bidirectional use. In causal use, where the sequence's own
+    statistics would show it the future, they are fitted to running averages of earlier batches (decay 0.99, corrected for the
+    start); before the first training pass or calibration they are those of zero vectors (A = 0).
+
+    Buffers: omega (H, m, d); steps and draws; running and pending statistics where the map is fitted and causal. Saved and
+    restored exactly; the same on every rank, being drawn from (seed, layer, draw).
+    """
+
+    def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: int, heads: int, d: int, *, kv_heads: int | None = None,
+                 causal: bool = False, scaling: float | None = None, redraw_every: int = 0, normalize_qk: bool = False,
+                 denominator: str = "none", decay: float = 0.99, seed: int = 0, layer: int = 0):
+        super().__init__()
+        if redraw_every < 0:
+            raise ValueError(f"redraw_every = {redraw_every}: 0 (never) or a number of training passes")
+        if phi.kernel != "softmax":
+            raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
+        self.phi, self.sampler, self.m, self.heads, self.d = phi, sampler, m, heads, d
+        self.kv_heads, self.causal = kv_heads or heads, causal
+        self.scaling = d**-0.5 if scaling is None else scaling
+        self.redraw_every, self.normalize_qk, self.denominator, self.decay = redraw_every, normalize_qk, denominator, decay
+        self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
+        noise = self._draw(0) if getattr(phi, "projection", True) else None
+        self.gaussian = noise is not None and noise.gaussian
+        self.register_buffer("omega", None if noise is None else noise.rows().contiguous())
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+        self.running = bool(causal and phi.fitted)
+        if self.running:
+            self._register_statistics()
+        _MODULES[id(self)] = self
+
+    def __setstate__(self, state) -> None:  # of a copy or a pickle
+        super().__setstate__(state)
+        _MODULES[id(self)] = self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
+        x, y = self._scaled(q), self._scaled(k)
+        changing = self.training and not in_backward()
+        if changing:
+            self._advance()
+        out = attention(x, y, v, self.phi, self.noise, self._params(x, y, key_mask), causal=self.causal, key_mask=key_mask,
+                        denominator=self.denominator, counter=self.denominators)
+        if self.running and (changing or self.calibrated is not None):
+            self._note(x, y, key_mask)
+        return out
+
+    @property
+    def noise(self) -> DenseNoise | None:
+        return None if self.omega is None else DenseNoise(self.omega, self.gaussian)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with every redraw and every refit: a decoding state is valid for one version."""
+        return int(self.draws), int(self.folds) if self.running else 0
+
+    def decoding(self) -> DecodingState:
+        """A fresh state for token-by-token use of x = `scaled(q)`; causal attention only."""
+        if not self.causal:
+            raise ValueError("decoding needs causal attention")
+        return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
+                             counter=self.denominators, version=self.version)
+
+    def redraw(self) -> None:
+        """Draws the next noise now: the one after `draws` draws of (seed, layer)."""
+        self.draws = self.draws + 1
+        self.omega = self._draw(int(self.draws)).rows().to(self.omega).contiguous()
+
+    def extra_repr(self) -> str:
+        return (f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, d={self.d}, "
+                f"causal={self.causal}, redraw_every={self.redraw_every}")
+
+    # ---- noise and parameters
+
+    def _draw(self, draw: int) -> Noise:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{self.layer}/{draw}".encode()))
+        return self.sampler(self.m, self.d, generator, batch=(self.heads,))
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        if self.normalize_qk:
+            return F.normalize(q.float(), dim=-1).to(q.dtype) * self.d**0.25
+        return q * self.scaling**0.5
+
+    def _params(self, x: Tensor, y: Tensor, key_mask: Tensor | None):
+        if not self.phi.fitted:
+            return self.phi.fit(None)
+        if self.causal:
+            return self._running_params()
+        return self._for_query_heads(self.phi.fit(self._statistics(x, y, key_mask)))
+
+    def _statistics(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> Statistics:
+        """Of each (batch, key head), the query heads of a group together; a query at a padded place does not count."""
+        groups = self.heads // self.kv_heads
+        y_mask = None if key_mask is None else key_mask[:, None]
+        x_mask = y_mask if key_mask is not None and x.shape[2] == y.shape[2] else None
+        if groups > 1:
+            x = x.unflatten(1, (self.kv_heads, groups)).flatten(2, 3)
+            x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
+        return Statistics.of(x, y, x_mask, y_mask)
+
+    def _for_query_heads(self, params):
+        """Parameters of key heads, repeated for their query heads."""
+        groups = self.heads // self.kv_heads
+        if groups == 1 or params is None:
+            return params
+        if isinstance(params, Tensor):
+            return params if params.ndim < 3 else params.repeat_interleave(groups, -3)
+        parts = [self._for_query_heads(p) for p in params]
+        return type(params)(*parts) if hasattr(params, "_fields") else tuple(parts)
+
+    # ---- redraws and running statistics
+
+    def _register_statistics(self) -> None:
+        for stage in ("running", "pending"):
+            for side in "xy":
+                for name in MOMENTS:
+                    self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d))
+                self.register_buffer(f"{stage}_{side}_minimum", torch.full((self.kv_heads, self.d), torch.inf))
+            self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: whether there is one
+        self.register_buffer("folds", torch.zeros((), dtype=torch.long))
+        self._said = False
+
+    def _advance(self) -> None:
+        """The moment of change: folds in what the last pass noted, and draws anew where it is time."""
+        if self.running:
+            self._fold((1 - self.decay) * self.pending_weight)
+        if not self.redraw_every or self.omega is None:
+            return
+        if torch.compiler.is_compiling():
+            _count_pass(self.omega, self.steps, self.draws, self.redraw_every, id(self))
+            return
+        if int(self.steps) and int(self.steps) % self.redraw_every == 0:
+            self.redraw()  # new tensors: a graph that is still to be differentiated keeps its own
+        self.steps = self.steps + 1
+
+    def _running_params(self):
+        if not self.phi.fitted:
+            return self.phi.fit(None)
+        self._say_uncalibrated()
+        seen = self.running_weight > 0
+        weight = torch.where(seen, self.running_weight, 1.0)
+        moments = [{name: getattr(self, f"running_{side}_{name}") / weight for name in MOMENTS} | {"minimum": torch.where(
+            seen, getattr(self, f"running_{side}_minimum"), 0.0)} for side in "xy"]
+        params = self.phi.fit(Statistics(*(Moments.known(**m) for m in moments)))
+        return self._for_query_heads(params)
+
+    def _say_uncalibrated(self) -> None:
+        if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
+            return
+        self._said = True
+        if not float(self.running_weight) > 0:
+            warnings.warn(f"causal {type(self.phi).__name__} attention has no statistics yet, so it uses those of zero vectors "
+                          "(A = 0): train it, or call calibrate_attention(model, batches)", stacklevel=4)
+
+    @torch.no_grad()
+    def _note(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> None:
+        """Keeps the statistics of this batch for `_fold`, pooled over batch entries and ranks."""
+        stats = self._statistics(x, y, key_mask)
+        for side, moments in (("x", stats.x), ("y", stats.y)):
+            count = moments.count.expand(x.shape[0], self.kv_heads, 1).to(torch.float32)
+            sums = torch.stack([(getattr(moments, name) * count).sum(0) for name in MOMENTS] + [count.sum(0).expand(-1, self.d)])
+            sums, low = _over_ranks(sums, moments.minimum.amin(0))
+            for i, name in enumerate(MOMENTS):
+                getattr(self, f"pending_{side}_{name}").copy_(sums[i] / sums[-1])
+            getattr(self, f"pending_{side}_minimum").copy_(low)
+        self.pending_weight.fill_(1)
+        if self.calibrated is not None:
+            self.calibrated += 1
+            self._fold(torch.full_like(self.pending_weight, 1 / self.calibrated))
+
+    @torch.no_grad()
+    def _fold(self, rate: Tensor) -> None:
+        """running <- (1 - rate) running + rate pending; the weight tells how much of running is data."""
+        for side in "xy":
+            for name in MOMENTS:
+                getattr(self, f"running_{side}_{name}").lerp_(getattr(self, f"pending_{side}_{name}"), rate)
+            low = getattr(self, f"running_{side}_minimum")
+            low.copy_(torch.minimum(low, getattr(self, f"pending_{side}_minimum")))
+        self.running_weight.lerp_(torch.ones_like(rate), rate)
+        self.folds.add_(self.pending_weight.long())
+        self.pending_weight.zero_()
+
+    @contextmanager
+    def calibration(self):
+        """In this context passes in eval mode fill the running statistics anew: the mean over passes, all counting alike."""
+        self.calibrated = 0 if self.running else None
+        try:
+            yield
+        finally:
+            self.calibrated = None
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        saved = state_dict.get(prefix + "omega")
+        if saved is not None and saved.shape != self.omega.shape:
+            raise ValueError(f"{prefix}omega was saved with (heads, m, d) = {tuple(saved.shape)}, but this model has "
+                             f"{tuple(self.omega.shape)}: build it with m={saved.shape[1]}, or leave these buffers out")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("crt_exp::count_pass", mutates_args=("omega", "steps", "draws"))
+def _count_pass(omega: Tensor, steps: Tensor, draws: Tensor, every: int, module: int) -> None:
+    """What `_advance` does about redraws, in place, as an operator that torch.compile does not look into."""
+    if int(steps) and int(steps) % every == 0:
+        draws.add_(1)
+        omega.copy_(_MODULES[module]._draw(int(draws)).rows())
+    steps.add_(1)
+
+
+@_count_pass.register_fake
+def _(omega, steps, draws, every, module):
+    return None
+
+
+_MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
+
+
+def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and minima over all processes of a distributed run."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        sums, low = sums.contiguous(), low.contiguous()
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN)
+    return sums, low
+
+
+class Baseline(nn.Module):
+    """exact, identity or linformer attention with the interface of RandomFeatureAttention."""
+
+    def __init__(self, function: Callable[..., Tensor], d: int, *, causal: bool = False, scaling: float | None = None):
+        super().__init__()
+        self.function, self.causal = function, causal
+        self.scaling = d**-0.5 if scaling is None else scaling
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        root = self.scaling**0.5
+        return self.function(q * root, k * root, v, causal=self.causal, key_mask=key_mask)
+
+
+def exact(heads: int, d: int, **options) -> Baseline:
+    """Softmax attention by torch's fused kernels."""
+    return Baseline(exact_attention, d, **options)
+
+
+def identity(heads: int, d: int, **options) -> Baseline:
+    """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
+    return Baseline(identity_attention, d, **options)
+
+
+def linformer(heads: int, d: int, *, length: int = 512, rank: int = 128, **options) -> Baseline:
+    """Linformer with `rank` mixtures of up to `length` keys; bidirectional."""
+    return Baseline(Linformer(length, rank), d, **options)

@@ -1,0 +1,251 @@
+"""RandomFeatureAttention: its state changes when it should, and only then."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from crt_exp import samplers
+from crt_exp.attention import (Generalized, RandomFeatureAttention, attention, exact, identity, linformer, softmax_attention)
+from crt_exp.features import OPRF, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
+from maps import SIMPLE
+
+B, H, L, D = 2, 4, 12, 8
+
+
+def qkv(seed=0, heads=H, kv_heads=H, length=L, batch=B):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda h: torch.randn(batch, h, length, D, generator=g)
+    return draw(heads), draw(kv_heads), draw(kv_heads)
+
+
+def make(phi=None, m=16, **options):
+    return RandomFeatureAttention(phi or OPRF(), samplers.orthogonal, m, H, D, **options)
+
+
+def state(module):
+    return {k: v.clone() for k, v in module.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("phi", [p for p in SIMPLE if p.kernel == "softmax"], ids=repr)
+def test_is_attention_with_its_own_noise_and_fit(phi):
+    module, (q, k, v) = make(phi).eval(), qkv()
+    x, y = q * D**-0.25, k * D**-0.25
+    params = phi.fit(Statistics.of(x, y)) if phi.fitted else phi.fit(None)
+    torch.testing.assert_close(module(q, k, v), attention(x, y, v, phi, module.noise, params))
+
+
+def test_approaches_softmax():
+    q, k, v = (t / 2 for t in qkv())
+    out = make(m=8000).eval()(q, k, v)
+    assert (out - softmax_attention(q * D**-0.25, k * D**-0.25, v)).abs().max() < 0.02
+
+
+def test_scaling_and_normalisation():
+    q, k, v = qkv()
+    module = make(scaling=1.0).eval()
+    torch.testing.assert_close(module(q * D**-0.25, k * D**-0.25, v), make().eval()(q, k, v))
+    module = make(normalize_qk=True).eval()
+    torch.testing.assert_close(module(3 * q, 0.1 * k, v), module(q, k, v))
+
+
+def test_heads_and_layers_differ_and_seeds_repeat():
+    one = make(seed=1, layer=0)
+    assert torch.equal(one.omega, make(seed=1, layer=0).omega)
+    assert not torch.equal(one.omega, make(seed=1, layer=1).omega) and not torch.equal(one.omega, make(seed=2).omega)
+    assert not torch.equal(one.omega[0], one.omega[1]) and one.omega.shape == (H, 16, D)
+
+
+@pytest.mark.parametrize("every, redraws", [(0, 0), (1, 6), (3, 2)])
+def test_redraws_after_every_n_training_passes(every, redraws):
+    module, inputs = make(PosRF(), redraw_every=every), qkv()
+    for _ in range(7):
+        module(*inputs)
+    assert int(module.draws) == redraws
+    frozen = state(module)
+    module.eval()
+    for _ in range(5):
+        module(*inputs)
+    assert same(state(module), frozen)
+
+
+def test_restored_module_draws_what_the_original_would():
+    module, inputs = make(causal=True, redraw_every=2), qkv()
+    for _ in range(3):
+        module(*inputs)
+    other = make(causal=True, redraw_every=2)
+    other.load_state_dict(module.state_dict())
+    for seed in range(4):
+        torch.testing.assert_close(other(*qkv(seed)), module(*qkv(seed)), rtol=0, atol=0)
+    assert same(state(module), state(other))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_checkpointed_layer_sees_the_same_state_twice(causal, reentrant):
+    plain, saved = (make(causal=causal, redraw_every=1) for _ in range(2))
+    for step in range(4):
+        grads = []
+        for module, wrap in ((plain, False), (saved, True)):
+            q, k, v = (t.requires_grad_() for t in qkv(step))
+            out = checkpoint(module, q, k, v, use_reentrant=reentrant) if wrap else module(q, k, v)
+            out.square().sum().backward()
+            grads.append((out.detach(), q.grad, k.grad, v.grad))
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert same(state(plain), state(saved))
+
+
+def test_two_passes_before_one_backward_with_redraws():
+    """A redraw between the two must not touch the graph of the first."""
+    module = make(PosRF(), redraw_every=1)
+    q, k, v = (t.requires_grad_() for t in qkv())
+    (module(q, k, v).sum() + module(q, k, v).sum()).backward()
+    assert q.grad.isfinite().all() and int(module.draws) == 1
+
+
+def test_causal_statistics_come_from_earlier_batches_only():
+    module = make(causal=True)
+    first = module(*qkv(0))
+    zero = make(PosRF(), causal=True)
+    torch.testing.assert_close(first, zero(*qkv(0)))  # nothing seen yet: A = 0 is FAVOR+
+    module(*qkv(1))
+    q, k, _ = qkv(0)
+    x, y = (t.transpose(0, 1).flatten(1, 2) * D**-0.25 for t in (q, k))
+    expected = OPRF().fit(Statistics.of(x, y)).A  # one batch folded in, corrected for the start
+    torch.testing.assert_close(module._running_params().A, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("phi", [OPRF(), GeomRF(), GeomRFPlus()], ids=repr)
+def test_no_future_in_causal_training(phi):
+    module = make(phi, causal=True)
+    module(*qkv(0))
+    other = copy.deepcopy(module)
+    q, k, v = qkv(1)
+    k2, v2, q2 = k.clone(), v.clone(), q.clone()
+    for t in (q2, k2, v2):
+        t[:, :, 7:] = 5.0
+    torch.testing.assert_close(module(q, k, v)[:, :, :7], other(q2, k2, v2)[:, :, :7], rtol=1e-4, atol=1e-4)
+
+
+def test_running_average_is_bias_corrected():
+    module = make(causal=True, decay=0.9)
+    for seed in range(30):
+        module(*qkv(seed))
+    module._fold((1 - module.decay) * module.pending_weight)
+    means = [(qkv(s)[0] * D**-0.25).square().mean((0, 2)) for s in range(30)]
+    weights = torch.tensor([0.9 ** (29 - s) for s in range(30)])
+    expected = (torch.stack(means) * (weights / weights.sum())[:, None, None]).sum(0)
+    torch.testing.assert_close(module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_calibration_takes_the_mean_of_all_passes_and_silences_the_warning():
+    module = make(causal=True).eval()
+    with pytest.warns(UserWarning, match="calibrate_attention"):
+        module(*qkv(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(*qkv(0))  # said once
+        with module.calibration():
+            for seed in range(3):
+                module(*qkv(seed))
+        module(*qkv(5))
+    expected = torch.stack([(qkv(s)[0] * D**-0.25).square().mean((0, 2)) for s in range(3)]).mean(0)
+    torch.testing.assert_close(module.running_x_mean_sq, expected)
+    assert int(module.folds) == 3
+
+
+def test_padding_enters_no_statistics():
+    q, k, v = qkv()
+    mask = torch.ones(B, L, dtype=torch.bool)
+    mask[:, 9:] = False
+    for causal in (False, True):
+        module, short = make(causal=causal), make(causal=causal)
+        for t in (q, k, v):
+            t[:, :, 9:] = 1e3
+        for _ in range(2):
+            padded, cut = module(q, k, v, mask), short(*(t[:, :, :9] for t in (q, k, v)))
+        torch.testing.assert_close(padded[:, :, :9], cut, rtol=1e-4, atol=1e-5)
+
+
+def test_grouped_heads_share_their_parameters():
+    module = make(kv_heads=2).eval()
+    q, k, v = qkv(kv_heads=2)
+    q[:, 0] *= 3
+    x, y = q * D**-0.25, k * D**-0.25
+    A = module._params(x, y, None).A
+    assert A.shape == (B, H, 1, 1) and torch.equal(A[:, 0], A[:, 1]) and not torch.equal(A[:, 1], A[:, 2])
+    expected = OPRF().fit(Statistics.of(x[:, :2].flatten(1, 2), y[:, 0])).A
+    torch.testing.assert_close(A[:, 0], expected)
+    assert module(q, k, v).shape == (B, H, L, D)
+    causal = make(kv_heads=2, causal=True)
+    causal(q, k, v)
+    assert causal(q, k, v).isfinite().all()
+
+
+def test_decoding_equals_the_whole_sequence():
+    module = make(causal=True)
+    module(*qkv(3))
+    module.eval()
+    q, k, v = qkv()
+    decoder, root = module.decoding(), D**-0.25
+    steps = [decoder.step(*((q * root)[:, :, i:i + 1], (k * root)[:, :, i:i + 1], v[:, :, i:i + 1]), version=module.version)
+             for i in range(L)]
+    torch.testing.assert_close(torch.cat(steps, 2), module(q, k, v), rtol=1e-4, atol=1e-5)
+    module.redraw()
+    with pytest.raises(ValueError, match="version"):
+        decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], version=module.version)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"redraw_every": 2}], ids=str)
+def test_compiles_without_graph_breaks(options):
+    torch._dynamo.reset()
+    module = make(**options)
+    compiled = torch.compile(copy.deepcopy(module), backend="aot_eager", fullgraph=True)
+    for seed in range(4):
+        torch.testing.assert_close(compiled(*qkv(seed)), module(*qkv(seed)), rtol=1e-4, atol=1e-5)
+
+
+def test_generalised_kernels_and_baselines():
+    q, k, v = qkv()
+    for f in ("relu", "elu+1"):
+        for projection in (True, False):
+            module = make(Generalized(f=f, projection=projection), causal=True)
+            assert module(q, k, v).isfinite().all()
+    torch.testing.assert_close(exact(H, D)(q, k, v), softmax_attention(q * D**-0.25, k * D**-0.25, v))
+    assert torch.equal(identity(H, D, causal=True)(q, k, v), v)
+    assert linformer(H, D, length=L, rank=4)(q, k, v).shape == v.shape
+
+
+def test_signed_denominators_are_counted():
+    module = make(TrigRF(), m=2).eval()
+    q, k, v = (3 * t for t in qkv())
+    module(q, k, v)
+    assert module.denominators.fraction > 0
+
+
+def test_state_of_another_m_is_refused():
+    with pytest.raises(ValueError, match="build it with m=16"):
+        make(m=32).load_state_dict(make(m=16).state_dict())
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="redraw_every"):
+        make(redraw_every=-1)
+    with pytest.raises(ValueError, match="needs kernel='softmax'"):
+        make(OPRF("gaussian"))
+    with pytest.raises(ValueError, match="needs causal"):
+        make().decoding()
+
+
+def test_moves_and_halves():
+    module = make().to(torch.bfloat16).eval()
+    out = module(*(t.bfloat16() for t in qkv()))
+    assert out.dtype == torch.bfloat16 and math.isfinite(out.float().sum())
