@@ -1,0 +1,77 @@
+"""From a name of `conf/attention` to the attention modules of a model's layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from crt_exp.config import CONF, ConfigError, choices, unknown
+
+DEFAULT_M = 256
+WITHOUT_FEATURES = ("exact", "identity", "linformer")
+LayerMaker = Callable[..., nn.Module]  # (heads, d, *, kv_heads, causal, scaling, layer) -> module of (q, k, v, key_mask)
+
+
+def layer_maker(name: str, *, m: int | None = None, sampler: str | Callable | None = None, features: str | None = None,
+                seed: int = 0, **options: Any) -> LayerMaker:
+    """What `conf/attention/<name>.yaml` describes: call it with the sizes of a layer.
+
+    m: projections (default 256); sampler, features: other choices of those groups; options: keys of the file, such as
+    redraw_every. Raises ConfigError for an unknown name or option, and where m is given to an attention without features.
+    """
+    if name not in choices("attention"):
+        raise unknown("attention", name, choices("attention"))
+    node = OmegaConf.load(CONF / "attention" / f"{name}.yaml")
+    named = _overrides(node)
+    for key in options:
+        if key not in node:
+            raise unknown(f"option of attention {name}", key, [str(k) for k in node if not str(k).startswith("_")])
+    node = OmegaConf.merge(node, options)
+    groups = {"features": features or named.get("features"), "sampler": sampler or named.get("sampler")}
+    return maker_of(name, node, _group("features", groups["features"]), _group("sampler", groups["sampler"]), m, seed)
+
+
+def maker_of(name: str, node: DictConfig, features: Any, sampler: Any, m: int | None, seed: int) -> LayerMaker:
+    """The same from composed parts: `node` of the attention group, configurations of features and sampler (or a sampler)."""
+    from hydra.utils import instantiate
+
+    options = {k: v for k, v in OmegaConf.to_container(_resolved(node)).items() if k not in ("defaults", "kernel")}
+    partial = instantiate(options)
+    if name in WITHOUT_FEATURES:
+        if m is not None:
+            raise ConfigError(f"attention {name} has no random features: leave m out")
+        return lambda heads, d, *, kv_heads=None, layer=0, **sizes: partial(heads, d, **sizes)
+    if m is not None and not (isinstance(m, int) and m >= 1):
+        raise ConfigError(f"m = {m}: the number of projections must be a whole number of at least 1")
+    phi = partial.keywords.pop("phi", None) or instantiate(_without_m(features), kernel="softmax")
+    draw = sampler if callable(sampler) else instantiate(sampler)
+    count = DEFAULT_M if m is None else m
+    return lambda heads, d, **sizes: partial(phi, draw, count, heads, d, seed=seed, **sizes)
+
+
+def _resolved(node: DictConfig) -> DictConfig:
+    node = OmegaConf.create(OmegaConf.to_container(node))
+    OmegaConf.resolve(node)
+    return node
+
+
+def _overrides(node: DictConfig) -> dict[str, str]:
+    """The choices of other groups that the file's defaults list makes."""
+    found = {}
+    for entry in node.get("defaults", []):
+        for key, value in entry.items():
+            found[key.removeprefix("override /").split("@")[0]] = value
+    return found
+
+
+def _group(group: str, choice: Any) -> Any:
+    if choice is None or not isinstance(choice, str):
+        return choice
+    if choice not in choices(group):
+        raise unknown(group, choice, choices(group))
+    return OmegaConf.load(CONF / group / f"{choice}.yaml")
+
+
+def _without_m(features: Any) -> dict:
+    return {k: v for k, v in OmegaConf.to_container(features).items() if k != "m"}
