@@ -8,7 +8,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint table1 fig1 fig2 performers-fig2 hadamard
+.PHONY: help setup demo test test-all lint table1 fig1 fig2 performers-fig2 hadamard bench-estimators speed
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -53,3 +53,9 @@ performers-fig2: $(STAMP)  ## Performers Figure 2: where positive features beat 
 
 hadamard: $(STAMP)  ## structured projections: MSE, bias and time of iid, orthogonal, Hadamard k = 1, 2, 3, Givens
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+bench-estimators: $(STAMP)  ## RandomFeatures beside scikit-learn's RBFSampler
+	@$(PY) -m crt_exp.report bench_estimators
+
+speed: $(STAMP)  ## time and memory of attention against length, alone and in whole models, beside the peers
+	@$(PY) -m crt_exp.report $@

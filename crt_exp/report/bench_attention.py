@@ -110,9 +110,16 @@ def print_memory(lengths: list[int], only: list[str]) -> None:
     for length in lengths:
         print(f"\npeak memory beyond inputs, output and gradients, L = {length}")
         for name in only or ("favor+", "favor++", "favor+ causal", "favor++ causal", "floor", "performer-pytorch"):
-            command = [sys.executable, "-m", "crt_exp.report.bench_attention", "peak", "--lengths", str(length), "--only", name]
-            done = subprocess.run(command, capture_output=True, text=True)
-            print(f"  {name:<26}{done.stdout.strip() or done.stderr.strip().splitlines()[-1]:>10}", flush=True)
+            print(f"  {name:<26}{peak_memory(length, name):7.0f} MiB", flush=True)
+
+
+def peak_memory(length: int, name: str) -> float:
+    """MiB beyond inputs, output and gradients of one forward and backward pass, measured in a process of its own."""
+    command = [sys.executable, "-m", "crt_exp.report.bench_attention", "peak", "--lengths", str(length), "--only", name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"measuring {name} at L = {length} failed: {(done.stderr.strip() or 'killed').splitlines()[-1]}")
+    return float(done.stdout.split()[-2])
 
 
 def print_peak(length: int, name: str) -> None:

@@ -1,0 +1,81 @@
+"""make speed: time and memory of attention against length, alone and in whole models, beside the peers."""
+
+import math
+
+from crt_exp.report import bench_attention as alone
+from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.tasks.speed import measure
+
+LENGTHS = {"attention": (256, 512, 1024, 2048, 4096, 8192, 16384), "large": (256, 1024, 4096), "small": (256, 1024, 4096, 16384),
+           "vit": (196, 784, 3136)}
+MEMORY_LENGTHS = (4096, 65536)
+MEASURED = ("favor+", "favor++", "favor+ causal", "favor++ causal")
+COLOUR = {"floor": "#444444", "favor+": "#E69F00", "favor++": "#D55E00", "favor+ causal": "#E69F00", "favor++ causal": "#D55E00",
+          "sdpa": "#000000", "exact": "#000000", "favorp": "#E69F00", "favorpp": "#D55E00", "identity": "#999999",
+          "performer-pytorch": "#0072B2", "performer-pytorch causal": "#0072B2", "sdpa causal": "#000000"}
+
+
+def main(size: str) -> None:
+    keys = [{"what": w, "length": n, "rounds": max(3, math.ceil(9 * min(1, 2048 / n))), "backward": b}
+            for w, lengths in LENGTHS.items() for n in lengths for b in ((True, False) if w == "attention" else (True,))]
+    cells = Cells("speed", ("attention", "features", "tasks/speed.py", "models")).fill(keys, measure, "speed", workers=1)
+    memory_keys = [{"length": n, "name": m} for n in MEMORY_LENGTHS for m in MEASURED]
+    memory = Cells("speed-memory", ("attention", "features")).fill(memory_keys, alone.peak_memory, "memory", workers=1)
+    rows = [{**key, "method": name, "ms": ms, "ratio": ratio} for key in keys for name, (ms, ratio) in cells[key].items()]
+    body = "\n".join([targets(keys, cells), crossover(keys, cells), *(table(keys, cells, w, b) for w, b in (
+        ("attention", True), ("attention", False), ("large", True), ("small", True), ("vit", True))), memory_table(memory_keys, memory)])
+    facts = ("Batch 1, float32. Attention: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, the fit of FAVOR++ included; large: (heads, "
+             "layers, ffn, dim) = (8, 6, 2048, 512); small: (1, 6, 64, 64); vit: timm's ViT-Ti/16, m = 256. Medians over interleaved "
+             "rounds; a ratio is the median of the ratios within a round, to the eager floor exp(Q W^T) (exp(K W^T)^T V) for attention, to "
+             "exact attention for models.")
+    path = write_report("speed", "Speed and memory of attention", body, rows, figure(keys, cells), facts, cells.seconds(), "speed")
+    print(f"{targets(keys, cells)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+
+
+def of(keys, cells, what: str, backward: bool = True) -> dict[int, dict]:
+    return {k["length"]: cells[k] for k in keys if k["what"] == what and k["backward"] == backward}
+
+
+def targets(keys, cells) -> str:
+    """The project's own bars, met or not."""
+    found = of(keys, cells, "attention")
+    rows = [[f"FAVOR+ over the floor, L = {n}", bar, found[n]["favor+"][1]] for n, bar in ((1024, 0.70), (4096, 0.53), (16384, 0.53))]
+    rows += [[f"FAVOR++ over FAVOR+, L = {n}", 1.05, found[n]["favor++"][0] / found[n]["favor+"][0]] for n in (4096, 16384)]
+    rows += [[f"causal over bidirectional, L = {n}", 1.5, found[n]["favor+ causal"][0] / found[n]["favor+"][0]] for n in (4096, 16384)]
+    peer = found[1024].get("performer-pytorch causal")
+    if peer is not None:
+        rows.append(["our causal over performer-pytorch's, L = 1024", 1 / 30, found[1024]["favor+ causal"][0] / peer[0]])
+    return "Forward and backward against the bars set for this engine:\n\n" + markdown(
+        ["ratio", "at most", "here", ""], [[t, f"{bar:.3f}", f"{v:.3f}", "met" if v <= bar else "not met"] for t, bar, v in rows])
+
+
+def crossover(keys, cells) -> str:
+    lengths = [n for n, found in of(keys, cells, "attention").items() if "sdpa" in found and found["favor++"][0] < found["sdpa"][0]]
+    return f"FAVOR++ (m = 256) is faster than exact attention from L = {min(lengths) if lengths else '(none measured)'} on, forward and backward.\n"
+
+
+def table(keys, cells, what: str, backward: bool) -> str:
+    found = of(keys, cells, what, backward)
+    names = list(dict.fromkeys(n for f in found.values() for n in f))
+    cell = lambda f, n: "" if n not in f else f"{f[n][0]:.1f} ({f[n][1]:.2f})"
+    title = f"## {what}, {'forward and backward' if backward else 'forward'}, ms (ratio)\n\n"
+    return title + markdown(["method", *(f"L = {n}" for n in found)], [[n, *(cell(f, n) for f in found.values())] for n in names])
+
+
+def memory_table(keys, cells) -> str:
+    rows = [[m, *(f"{cells[{'length': n, 'name': m}]:.0f}" for n in MEMORY_LENGTHS)] for m in MEASURED]
+    return "## Peak memory beyond inputs, output and gradients, MiB\n\n" + markdown(["method", *(f"L = {n}" for n in MEMORY_LENGTHS)], rows)
+
+
+def figure(keys, cells):
+    fig, axes = new_figure(1, 4, figsize=(15, 3.8))
+    for ax, what in zip(axes, LENGTHS):
+        found = of(keys, cells, what)
+        for name in dict.fromkeys(n for f in found.values() for n in f):
+            points = [(n, f[name][0]) for n, f in found.items() if name in f]
+            ax.plot(*zip(*points), marker="o", ms=3, lw=1.4, color=COLOUR[name], ls="--" if "causal" in name else "-", label=name)
+        ax.set(xscale="log", yscale="log", title=f"{what}: ms a step", xlabel="L")
+    axes[0].legend(fontsize=6.5)
+    axes[1].legend(fontsize=7)
+    fig.tight_layout()
+    return fig

@@ -1,0 +1,103 @@
+"""Time of one training step or pass, interleaved: attention alone, whole Transformers, ViTs (Performers Fig. 3, CRT Fig. 4).
+
+Every method takes its turn in every round, so that load from outside hits all alike; a result is the median over rounds, and a
+ratio the median of the ratios within a round.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from crt_exp.attention.choices import layer_maker
+from crt_exp.models.transformer import Transformer
+from crt_exp.report import bench_attention as alone
+from crt_exp.tasks.base import Mechanism
+
+MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
+QUADRATIC = 4096  # longest sequence for exact attention in whole models
+Step = Callable[[], None]
+
+
+class Speed:
+    """task=speed: milliseconds of each method at each length. `what`: attention, large, small or vit."""
+
+    metric = "ratio"
+
+    def __init__(self, what: str, lengths: Sequence[int], rounds: int, backward: bool):
+        if what not in ("attention", "vit", *MODELS):
+            raise ValueError(f"task.what = {what!r}: choose attention, {', '.join(MODELS)} or vit")
+        if rounds < 1 or not lengths or min(lengths) < 1:
+            raise ValueError("task.rounds and every entry of task.lengths must be at least 1")
+        self.what, self.lengths, self.rounds, self.backward = what, list(lengths), rounds, backward
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        """One record a length: <method>_ms, and `ratio`, FAVOR++ over the floor (attention) or over exact (models)."""
+        for step, length in list(enumerate(self.lengths))[len(done):]:
+            found = measure(self.what, length, self.rounds, self.backward)
+            last = {"split": "test", "final": True} if step == len(self.lengths) - 1 else {"split": "length"}
+            yield {"step": step, "epoch": 0, "length": length, **{f"{n}_ms": ms for n, (ms, _) in found.items()},
+                   "ratio": found["favor++" if self.what == "attention" else "favorpp"][1], **last}
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        times = ", ".join(f"{k.removesuffix('_ms')} {v:.1f}" for k, v in last.items() if k.endswith("_ms"))
+        return f"ms at length {last['length']}: {times}"
+
+
+def measure(what: str, length: int, rounds: int, backward: bool) -> dict[str, tuple[float, float | None]]:
+    """method -> median milliseconds, and the median ratio to the first method of the kind."""
+    steps = {"attention": attention_steps, "vit": vit_steps}.get(what, model_steps)(what, length, backward)
+    return interleaved(steps, rounds)
+
+
+def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if turn:  # the first round warms up
+                times[name].append(1e3 * (time.perf_counter() - start))
+    base = times[next(iter(steps))]
+    return {n: (statistics.median(t), statistics.median(a / b for a, b in zip(t, base))) for n, t in times.items()}
+
+
+def attention_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
+    """The eager floor, FAVOR+ and FAVOR++ both ways, SDPA, performer-pytorch and identity, 8 heads, d = 64, m = 256."""
+    run, tensors = (alone.forward_backward if backward else alone.forward), alone.inputs(length)
+    return {name: lambda method=method: run(method, tensors) for name, method in alone.methods(length).items()}
+
+
+def model_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
+    """A Transformer of one of `MODELS` with each attention, batch 1; exact first, while it is not too long."""
+    heads, layers, ffn, dim = MODELS[what]
+    x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
+    names = [n for n in ("exact", "identity", "favorp", "favorpp") if n != "exact" or length <= QUADRATIC]
+    return {name: _step(Transformer(heads, layers, ffn, dim, layer_maker(name)), x, backward) for name in names}
+
+
+def vit_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
+    """timm's ViT-Ti/16 at the image size that gives about `length` tokens, batch 1, attention swapped."""
+    import timm
+
+    from crt_exp import swap_attention
+
+    side = max(1, round(length**0.5))
+    image = torch.randn(1, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(0))
+    names = [n for n in ("exact", "favorp", "favorpp") if n != "exact" or length <= QUADRATIC]
+    make = lambda: timm.create_model("vit_tiny_patch16_224", img_size=16 * side, num_classes=10)
+    return {name: _step(make() if name == "exact" else swap_attention(make(), name), image, backward) for name in names}
+
+
+def _step(model: torch.nn.Module, x: torch.Tensor, backward: bool) -> Step:
+    def step():
+        if not backward:
+            with torch.no_grad():
+                model(x)
+            return
+        model(x).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+    return step
