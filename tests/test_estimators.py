@@ -57,7 +57,8 @@ def test_partial_fit_equals_fit(mechanism):
 def test_common_shift_changes_nothing():
     """Positive features of uncentred data would have e^|x+y|^2 more variance; the Gaussian kernel does not see the shift."""
     X, y = load_iris(return_X_y=True)
-    near, far = (KernelRegressionClassifier("oprf", gamma=0.1, random_state=0).fit(X + c, y).predict_proba(X + c) for c in (0, 50))
+    model = KernelRegressionClassifier("oprf", gamma=0.1, random_state=0)
+    near, far = (model.fit(X + c, y).predict_proba(X + c) for c in (0, 50))
     np.testing.assert_allclose(near, far, atol=1e-6)
 
 

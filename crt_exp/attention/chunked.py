@@ -52,6 +52,25 @@ def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
     return _Chunked.apply(x, y, v, call)
 
 
+def traced_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
+    """The same for torch.compile, which cannot look into a loop that depends on its numbers: autograd through all chunks, whose
+    features it may keep, without the check of inputs and without shorter pieces where a row underflows."""
+    part = Part(call, call.phi.bind(call.noise, call.params), call.keep)
+    offset = y.shape[2] - x.shape[2]
+    state = part.state(y, v, offset if call.causal else y.shape[2])
+    rows = []
+    for t in chunks(x.shape[2]):
+        keys = shifted(t, offset)
+        if call.causal:
+            gathered, state = part.step(x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
+        else:
+            gathered = part.read(x[:, :, t], state)
+        if call.counter is not None:
+            call.counter.add(gathered)
+        rows.append(part.finish(gathered))
+    return torch.cat(rows, 2).to(v.dtype)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, v, call):

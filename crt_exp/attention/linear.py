@@ -3,10 +3,11 @@
 Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M features.
 """
 
+import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, repeat_heads
-from crt_exp.attention.chunked import Call, chunked_attention
+from crt_exp.attention.chunked import Call, chunked_attention, traced_attention
 from crt_exp.attention.fused import positive_attention
 from crt_exp.attention.partials import DenominatorCount, check_policy
 from crt_exp.features.base import FeatureMap
@@ -42,9 +43,11 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     if isinstance(phi, PositiveExponential) and normalize:
         out = positive_attention(x, y, v, phi, noise, params, causal, key_mask)
     else:
+        compiling = torch.compiler.is_compiling()
         count = counter or DenominatorCount()
-        out = chunked_attention(x, y, v, Call(phi, noise, params, causal, key_mask, denominator, normalize, count))
-        if counter is None and normalize:
+        call = Call(phi, noise, params, causal, key_mask, denominator, normalize, count)
+        out = (traced_attention if compiling else chunked_attention)(x, y, v, call)
+        if counter is None and normalize and not compiling:
             count.warn()
     return out if x.shape[1] == heads else out.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
 

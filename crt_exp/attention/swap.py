@@ -1,0 +1,268 @@
+"""Any pretrained model with linear attention, by one call, and back.
+
+Every swapped attention module gets one submodule, `swapped`, that holds noise and statistics: checkpoint keys stay, and these
+buffers are added to them. Families: Hugging Face models on the attention interface, timm's Attention, torch.nn.MultiheadAttention
+(with it TransformerEncoder, and torchaudio's Conformer).
+"""
+
+import copy
+from collections.abc import Iterable
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.attention import swap_families as families
+from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, layer_maker
+from crt_exp.attention.module import RandomFeatureAttention
+from crt_exp.attention.swap_call import keeps_statistics
+
+SWAPPED = {"torch": families.SwappedMultiheadAttention, "timm": families.SwappedTimmAttention}
+
+
+def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layers: Iterable[int] | int | None = None,
+                   sampler=None, redraw_every: int = 0, normalize_qk: bool = False, seed: int | None = None, *,
+                   causal: bool | None = None, saved: bool = True, **options) -> nn.Module:
+    """Puts attention `name` (a file of conf/attention) in place of the model's own, in place, and returns the model.
+
+    m: projections (exact, identity and linformer have none: ignored). layers: which attention modules, counted from 0 (negative:
+    from the end) in the order of `describe_attention`; default all. sampler: another one, by name or itself. seed: of the noise;
+    None is 0, so that the same call gives the same noise. causal: for modules whose class does not say it (default: what it
+    says; nn.MultiheadAttention: call by call). saved: a Hugging Face model loaded by from_pretrained from a folder that a swapped
+    model was saved to gets its noise and statistics from there, whatever the seed. options: further keys of the file.
+
+    Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training, loses keys:
+    each with its probability for all queries of a head at once, since the matrix is never formed. `output_attentions=True` (and
+    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training.
+
+    Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention with position
+    biases, for saved noise of another m; when called, for masks that are neither key padding nor causal. Each names the layer.
+    """
+    found = _found(model)
+    chosen = _choose(found, layers)
+    options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
+    maker = layer_maker(name, m=None if name in WITHOUT_FEATURES else m, sampler=sampler, seed=seed or 0, **options)
+    with _one_thread():
+        states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
+    if saved:
+        _restore(model, states.values())
+    for i, state in states.items():
+        _attach(found[i][1], state)
+    _tell_libraries(model)
+    return model
+
+
+def unswap_attention(model: nn.Module) -> nn.Module:
+    """Gives the model its own attention back, bit for bit, in place. Raises ValueError where nothing is swapped."""
+    swapped = [module for _, module in _found(model) if "swapped" in module._modules]
+    if not swapped:
+        raise ValueError(f"no attention of this {type(model).__name__} is swapped")
+    for module in swapped:
+        del module.swapped
+        if "unswapped_class" in module.__dict__:
+            module.__class__ = module.__dict__.pop("unswapped_class")
+    for part in model.modules():
+        if "unswapped_nested" in part.__dict__:
+            part.use_nested_tensor = part.__dict__.pop("unswapped_nested")
+        for config, implementation in part.__dict__.pop("unswapped_configs", ()):
+            config._attn_implementation_internal = implementation
+    return model
+
+
+@torch.no_grad()
+def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
+    """Runs the model over batches, in eval mode and without gradient, to fill the statistics that causal layers are fitted to.
+
+    A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one tensor;
+    tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Bidirectional layers fit
+    each sequence by itself and change nothing, but remember what they saw for `describe_attention`. Returns the model. Raises
+    ValueError where no layer has random features, and for no batches.
+    """
+    states = [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
+    if not states:
+        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate: call swap_attention first")
+    count = 0
+    with _eval_mode(model), ExitStack() as stack:
+        for state in states:
+            _begin(state, stack)
+        for batch in batches:
+            _call(model, batch)
+            count += 1
+    if not count:
+        raise ValueError("no batches to calibrate with")
+    return model
+
+
+def describe_attention(model: nn.Module):
+    """Prints, and returns as a DataFrame, one row for each attention module: see `swap_table.COLUMNS`."""
+    from crt_exp.attention.swap_table import table
+
+    rows = table(_found(model))
+    print(rows.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3g}"))
+    return rows
+
+
+# ---- finding and choosing
+
+def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All attention modules with their paths, in the order of the model's modules."""
+    found = [(path or type(module).__name__, module) for path, module in model.named_modules() if families.family(module)]
+    if found:
+        return found
+    others = [f"{path} ({type(part).__name__})" for path, part in model.named_modules()
+              if type(part).__name__.endswith("Attention")]
+    hint = f"; what it has is of other kinds: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
+    raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on the "
+                     f"attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
+
+
+def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
+    if layers is None:
+        return list(range(len(found)))
+    layers = [layers] if isinstance(layers, int) else list(layers)
+    for i in layers:
+        if not isinstance(i, int) or not -len(found) <= i < len(found):
+            raise ValueError(f"layers holds {i!r}: this model has {len(found)} attention layers, 0 to {len(found) - 1}")
+    if not layers:
+        raise ValueError("layers is empty: nothing to swap")
+    return sorted({i % len(found) for i in layers})
+
+
+# ---- making and attaching
+
+@contextmanager
+def _one_thread():
+    """Hundreds of small QR factorisations take 0.2 s in one thread, and seconds in two that wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool | None) -> nn.Module:
+    """The attention of one layer, on its device."""
+    size = families.sizes(module, path)
+    state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=size.causal if causal is None else causal,
+                  scaling=size.scaling, layer=i)
+    state.path, state.mechanism = path, name
+    device = next((p.device for p in module.parameters()), None)
+    return state.to(device).train(module.training)
+
+
+def _attach(module: nn.Module, state: nn.Module) -> None:
+    kind = families.family(module)
+    module.swapped = state
+    if kind in SWAPPED and type(module) is not SWAPPED[kind]:
+        module.__dict__["unswapped_class"] = type(module)
+        module.__class__ = SWAPPED[kind]
+
+
+def _tell_libraries(model: nn.Module) -> None:
+    swapped = {id(module) for _, module in _found(model) if "swapped" in module._modules}
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoder) and any(id(inner) in swapped for inner in part.modules()):
+            part.__dict__.setdefault("unswapped_nested", part.use_nested_tensor)
+            part.use_nested_tensor = False  # it hands nested tensors to the layers in eval mode
+    if any(families.family(module) == "hf" for module in model.modules() if id(module) in swapped):
+        _use_interface(model, swapped)
+
+
+def _use_interface(model: nn.Module, swapped: set[int]) -> None:
+    """Names our attention in the configurations of the swapped modules and of all that contain them.
+
+    Two models made from one configuration share it: this one gets copies, so that the other stays what it is.
+    """
+    from transformers import PreTrainedConfig
+
+    families.register()
+    memo: dict = {}
+    holders = [part for part in model.modules() if any(id(inner) in swapped for inner in part.modules())]
+    ours = {id(config) for part in model.modules() for config, _ in part.__dict__.get("unswapped_configs", ())}
+    for part in model.modules():
+        for key, value in list(vars(part).items()):
+            if isinstance(value, PreTrainedConfig) and id(value) not in ours:
+                vars(part)[key] = copy.deepcopy(value, memo)
+    changed = {id(config): config for part in holders for config in vars(part).values() if isinstance(config, PreTrainedConfig)}
+    before = [(config, config._attn_implementation) for config in changed.values() if id(config) not in ours]
+    for config, _ in before:
+        config._attn_implementation_internal = families.INTERFACE
+    model.__dict__.setdefault("unswapped_configs", []).extend(before)
+
+
+# ---- noise and statistics saved with a Hugging Face model
+
+def _restore(model: nn.Module, states: Iterable[nn.Module]) -> None:
+    """from_pretrained leaves the buffers of `swapped` aside, which its class does not know: takes them from the same files."""
+    folder = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+    files = sorted(folder.glob("*.safetensors")) if folder.name and folder.is_dir() else []
+    saved = _saved_buffers(files)
+    for state in states:
+        own = _buffers_at(state.path, saved)
+        if own is not None and own.keys() == state.state_dict().keys():
+            try:
+                state.load_state_dict(own)
+            except ValueError as error:
+                raise ValueError(f"{state.path} in {folder}: {error}; saved=False makes new noise") from None
+
+
+def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
+    """Path of the layer -> buffers of its `swapped`, without reading other tensors."""
+    from safetensors import safe_open
+
+    saved: dict[str, dict[str, Tensor]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a dictionary)
+                path, _, buffer = key.partition(".swapped.")
+                if buffer:
+                    saved.setdefault(path, {})[buffer] = tensors.get_tensor(key)
+    return saved
+
+
+def _buffers_at(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor] | None:
+    """Those saved for this layer. Paths in a bare model and in one with a head differ by a prefix, and save_pretrained gives some
+    models the names of older versions: then the numbers in the path tell, where no two saved layers have the same."""
+    for other, buffers in saved.items():
+        if path == other or path.endswith("." + other) or other.endswith("." + path):
+            return buffers
+    numbers = lambda name: tuple(part for part in name.split(".") if part.isdigit())
+    alike = [buffers for other, buffers in saved.items() if numbers(other) == numbers(path)]
+    return alike[0] if len(alike) == 1 else None
+
+
+# ---- calibration
+
+@contextmanager
+def _eval_mode(model: nn.Module):
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _begin(state: RandomFeatureAttention, stack: ExitStack) -> None:
+    if keeps_statistics(state):
+        state.causal = state.running = True  # until a call says otherwise
+        stack.enter_context(state.calibration())
+        return
+    if state.phi.fitted or hasattr(state.phi, "log_relative_second_moment"):
+        from crt_exp.attention.swap_table import Watcher
+
+        stack.callback(state.register_forward_pre_hook(Watcher(state)).remove)
+
+
+def _call(model: nn.Module, batch) -> None:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    move = lambda t: t.to(device) if isinstance(t, Tensor) else t
+    if hasattr(batch, "keys"):
+        model(**{key: move(batch[key]) for key in batch.keys()})  # noqa: SIM118 (tokenizers give other mappings)
+    elif isinstance(batch, (tuple, list)):
+        model(*map(move, batch))
+    else:
+        model(move(batch))

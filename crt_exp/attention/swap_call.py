@@ -1,0 +1,129 @@
+"""One call of a swapped attention layer: which keys count, whether it is causal, dropout, and the matrix where it is asked for.
+
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. A linear attention knows two masks, key padding (B, S)
+and causal; a mask of pairs is read as one of these, or both, or refused.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.attention.module import RandomFeatureAttention
+
+REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually the lowest number) for removed ones
+
+
+def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None,
+           causal: bool = False, scaling: float | None = None, dropout: float = 0.0,
+           matrix: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Attention of q (B,H,L,d) to k (B,Hkv,S,d), v (B,Hkv,S,dv) by `state`: (B,H,L,dv), and its matrix (B,H,L,S) or None.
+
+    keep (B, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B,1 or H,L,S), boolean with True = keep or additive; it decides
+    over `causal`, unless there is one query. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask that is
+    not padding, causal or both, and for sizes other than those of the swap.
+    """
+    _check_sizes(state, q, k)
+    if mask is not None:
+        keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
+        k, v = k[:, :, :used], v[:, :, :used]
+    _set_causal(state, causal)
+    if scaling is not None and scaling != state.scaling:
+        q = q * (scaling / state.scaling)
+    dv = v.shape[-1]
+    if matrix:  # attention to the unit vectors
+        S = v.shape[2]
+        v = torch.cat([v, torch.eye(S, dtype=v.dtype, device=v.device).expand(*v.shape[:2], S, S)], -1)
+    if dropout > 0:
+        v = drop_keys(v, dropout)
+    out = state(q, k, v, keep)
+    return (out[..., :dv], out[..., dv:]) if matrix else (out, None)
+
+
+def drop_keys(v: Tensor, p: float) -> Tensor:
+    """Dropout of an attention matrix that is never formed: each value (B,H,S,dv) is lost with probability p, else / (1 - p).
+
+    Every entry of the matrix then has the law that ordinary dropout gives it (kept with 1 - p, mean unchanged, denominators as
+    they were), but all queries of a head lose the same keys.
+    """
+    return v * nn.functional.dropout(torch.ones_like(v[..., :1]), p)
+
+
+def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int, path: str) -> tuple[Tensor | None, bool, int]:
+    """A mask of pairs as (keep (B, S) or None, causal, number of keys in use)."""
+    allowed = _allowed(mask)
+    if allowed is None:
+        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear attention can "
+                         "only keep or remove keys")
+    while allowed.ndim < 4:
+        allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
+    found = _pattern(allowed)
+    if found is None:
+        raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal nor both "
+                         "(a sliding window, packed sequences, a mask of one's own?), which linear attention cannot represent: "
+                         "leave this layer out with layers=[...], or change the mask")
+    seen, is_causal, used = found
+    seen = seen if keep is None else seen & keep[:, :used]
+    return (None if _known_true(seen) else seen), (causal if queries == 1 else is_causal), used
+
+
+def as_keep(mask: Tensor | None, path: str) -> Tensor | None:
+    """A key padding mask in torch's manner, True or -inf = padding, as True = keep."""
+    if mask is None:
+        return None
+    keep = ~mask if mask.dtype == torch.bool else _allowed(mask)
+    if keep is None:
+        raise ValueError(f"{path}: key_padding_mask adds finite values to the logits: linear attention can only keep or remove "
+                         "keys")
+    return keep
+
+
+def _allowed(mask: Tensor) -> Tensor | None:
+    if mask.dtype == torch.bool:
+        return mask
+    kept = mask == 0
+    return kept if bool((kept | (mask <= REMOVED)).all()) else None
+
+
+def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
+    """keep, causal and the number of keys of a mask (B,h,L,S), if it has such a form."""
+    if not bool((allowed == allowed[:, :1]).all()):
+        return None
+    pairs, S = allowed[:, 0], allowed.shape[-1]
+    last = pairs[:, -1]
+    if bool((pairs == last[:, None]).all()):
+        return last, False, S
+    used = int(last.any(0).nonzero().max()) + 1 if bool(last.any()) else S  # a static cache has room after the last key
+    for end in {S, used}:
+        past = torch.ones(pairs.shape[1], end, dtype=torch.bool, device=pairs.device).tril(end - pairs.shape[1])
+        if pairs.shape[1] <= end and bool((pairs[..., :end] == (last[:, None, :end] & past)).all()):
+            return last[:, :end], True, end
+    return None
+
+
+def _known_true(keep: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and bool(keep.all())
+
+
+def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
+    if not isinstance(state, RandomFeatureAttention):
+        return
+    came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
+    if came != made:
+        raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, but the layer was swapped for {made}")
+
+
+def _set_causal(state: nn.Module, causal: bool) -> None:
+    """Some modules are causal in one call and not in the next; the running statistics serve the causal ones only."""
+    if state.causal == causal:
+        return
+    fitted = isinstance(state, RandomFeatureAttention) and state.phi.fitted
+    if causal and fitted and not keeps_statistics(state):
+        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
+                         "swap_attention(..., causal=True)")
+    state.causal = causal
+    if fitted:
+        state.running = causal
+
+
+def keeps_statistics(state: nn.Module) -> bool:
+    """Whether the layer has running statistics, for causal use."""
+    return "running_weight" in state._buffers
