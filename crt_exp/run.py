@@ -3,6 +3,7 @@
 metrics.jsonl is the record: one JSON object a line, appended and flushed to disk; W&B only mirrors it.
 """
 
+import errno
 import json
 import os
 import platform
@@ -19,32 +20,35 @@ from omegaconf import DictConfig, OmegaConf
 
 from crt_exp.config import ConfigError
 
-FREE_KEYS = ("resume", "logger")  # may differ between a run and its continuation
+# may differ between a run and its continuation
+FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu")
 
 
 class Run:
     """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
 
-    Attributes: `records`, the lines already there when an earlier run is continued (else empty).
+    Of several processes only the one with `main` reads and writes; the others' `records` stay empty.
+
+    Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued, then those of this one.
     """
 
-    def __init__(self, cfg: DictConfig, directory: str | Path):
-        self.directory = Path(directory)
+    def __init__(self, cfg: DictConfig, directory: str | Path, main: bool = True):
+        self.directory, self.main, self.cfg, self.mirror = Path(directory), main, cfg, None
         self.metrics = self.directory / "metrics.jsonl"
-        self.existed = self._refuse_used(cfg)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.records = read_records(self.metrics)
+        self.existed, self.records = True, []
+        if main:
+            self.existed = self._refuse_used(cfg)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.records = read_records(self.metrics)
+            write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+            write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
         self.started = time.monotonic() - (self.records[-1].get("time_s", 0.0) if self.records else 0.0)
-        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
         seed_everything(cfg.seed)
-        self.mirror = None
-        self.cfg = cfg
 
     def _refuse_used(self, cfg: DictConfig) -> bool:
         """True if an earlier run lies there and may be continued."""
-        if not self.directory.is_dir() or not any(self.directory.iterdir()):
-            return False
+        if not self.directory.is_dir() or all(path.suffix == ".tmp" for path in self.directory.iterdir()):
+            return False  # a run killed in its first moments leaves a .tmp
         if cfg.resume != "auto":
             raise ConfigError(f"{self.directory} is not empty: add resume=auto to continue what lies there, or choose another "
                               "hydra.run.dir")
@@ -52,32 +56,55 @@ class Run:
         if not old.is_file():
             raise ConfigError(f"{self.directory} holds files but no config.yaml: it is no run of crt_exp; choose another "
                               "hydra.run.dir")
-        changed = [key for key in differences(OmegaConf.load(old), cfg) if key.split(".")[0] not in FREE_KEYS]
+        changed = {key: pair for key, pair in differences(OmegaConf.load(old), cfg).items() if not free(key)}
         if changed:
-            raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {', '.join(changed)}")
+            pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
+            raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {pairs}")
         return True
 
     def __enter__(self) -> "Run":
         from hydra.utils import instantiate
 
-        self.mirror = instantiate(self.cfg.logger)
+        self.mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
         self.mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
         return self
 
     def log(self, **record: Any) -> None:
-        """Appends a line: step, epoch, split and metrics as fractions; time_s is added."""
+        """Appends a line: step, epoch, split and metrics as fractions; time_s is added. Raises OSError where it cannot."""
+        if not self.main:
+            return
         record["time_s"] = round(time.monotonic() - self.started, 3)
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.metrics, json.dumps(record))
+        self.records.append(record)
         self.mirror.log(record)
+
+    def rewind(self, count: int) -> None:
+        """Takes back all but the first `count` records: what an interrupted run wrote after the checkpoint that is continued."""
+        if not self.main or count >= len(self.records):
+            return
+        del self.records[count:]
+        write_atomic(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
 
     def __exit__(self, kind, error, trace) -> None:
         if self.mirror is not None:
             self.mirror.finish(failed=kind is not None)
-        if kind is not None and not self.existed and not self.metrics.exists():
+        used = self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
+        if kind is not None and not used:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends and syncs a line; where the disk refuses it, takes back the part that was written."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        content = line.encode() + b"\n"
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError as error:
+            os.truncate(path, size)
+            raise OSError(f"cannot write to {path}: {error.strerror}; free space and continue with resume=auto") from None
 
 
 def read_records(path: Path) -> list[dict]:
@@ -101,10 +128,16 @@ def write_atomic(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def differences(old: DictConfig, new: DictConfig) -> list[str]:
-    """Dotted names of the leaves that differ."""
+def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted names of the leaves that differ, with both values ("absent" where there is none)."""
     a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=True))} for c in (old, new))
-    return sorted(k for k in a.keys() | b.keys() if a.get(k, ...) != b.get(k, ...))
+    pairs = {k: (a.get(k, "absent"), b.get(k, "absent")) for k in sorted(a.keys() | b.keys())}
+    return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def free(key: str) -> bool:
+    """Whether a continued run may have another value of it."""
+    return any(key == name or key.startswith(name + ".") for name in FREE_KEYS)
 
 
 def _leaves(node: Any, prefix: str = ""):
@@ -116,7 +149,7 @@ def _leaves(node: Any, prefix: str = ""):
 
 
 def versions(seed: int) -> dict[str, Any]:
-    names = ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "datasets", "timm")
+    names = ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate", "datasets", "timm")
     found = {}
     for name in names:
         try:
@@ -154,6 +187,57 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def stream_seed(seed: int, rank: int) -> int:
+    """A seed of its own for each process of a run."""
+    import numpy as np
+
+    return int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of python's, numpy's and torch's generators (GPU: the current device), as plain JSON."""
+    import numpy as np
+    import torch
+
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), position, has_gauss, gauss],
+             "torch": torch.get_rng_state().numpy().tobytes().hex()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """The reverse of rng_state, before or after a trip through JSON."""
+    import numpy as np
+    import torch
+
+    unhex = lambda text: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+    torch.set_rng_state(unhex(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(unhex(state["cuda"]))
+
+
+def generators(device: Any) -> list[Any]:
+    """The states of torch's generators alone, as tensors: quick enough for every step."""
+    import torch
+
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_generators(device: Any, states: list[Any]) -> None:
+    """The reverse of generators."""
+    import torch
+
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 class NoMirror:

@@ -3,22 +3,29 @@
 Everything that a user can get wrong in the configuration is found here, before anything is written, and said in a few lines.
 """
 
+import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from omegaconf import ListConfig
 
 from crt_exp.config import CONF, ConfigError, choices, groups, unknown
+from crt_exp.processes import Preempted, ProcessesFailed, agree_on_start, inside_torchrun, rank, torchrun, world_size
 
-ERROR_CODE = 2
+ERROR_CODE, DIVERGED_CODE = 2, 3  # and 128 + the signal where a run was told to stop and left a checkpoint
+PATIENCE = 10.0  # seconds: torchrun ends the other processes as soon as one has failed
+PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
+           "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
 
 
 def main() -> None:
-    """The console script `crt_exp` and `python -m crt_exp`."""
+    """The console script `crt_exp` and `python -m crt_exp`, alone or on every process of a torchrun."""
     import hydra
 
+    agree_on_start()
     try:
         check_command_line(sys.argv[1:])
     except ConfigError as error:
@@ -32,28 +39,114 @@ def guarded(cfg) -> Any:
 
     try:
         return run(cfg)
+    except Stopped as stopped:
+        end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         remove_empty(output_directory())
-        fail(error)
+        end_run(error, ERROR_CODE)
 
 
-def run(cfg) -> float:
-    """Builds the task, runs what is not yet in the run directory, and returns the task's metric for sweeps."""
-    from crt_exp.run import Run
+def end_run(error: Exception, code: int) -> None:
+    """Tells an error and exits; in a sweep only a signal ends the other runs too."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
+    if HydraConfig.get().mode != RunMode.MULTIRUN or code >= 128:
+        fail(error, code)
+    tell(error)
+    raise RunFailed(f"the run in {output_directory()} failed: its error stands above") from None
+
+
+class RunFailed(Exception):
+    """One run of a sweep failed, and what it failed of was told."""
+
+
+def run(cfg) -> float | None:
+    """Runs what is not yet in the run directory, and returns the task's metric for sweeps (None on processes but the first)."""
     check_attention(cfg)
+    if cfg.trainer.processes and not inside_torchrun():
+        return run_processes(cfg)
     task = instantiate(cfg.task)
     mechanism = build_mechanism(cfg)
-    with Run(cfg, output_directory()) as current:
-        records = list(current.records)
-        if not (records and records[-1].get("final")):
-            for record in task.records(mechanism, cfg.seed, done=records):
-                current.log(**record)
-                records.append(record)
-    print(f"{task.summary(records)}  [{current.directory}]")
+    records, directory = (study if is_study(task) else train)(cfg, task, mechanism)
+    if not records:
+        return None
+    print(f"{task.summary(records)}  [{directory}]")
     return records[-1][task.metric]
+
+
+def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
+    """The records of a task that only measures."""
+    from crt_exp.run import Run
+
+    if world_size() > 1 or cfg.trainer.processes:
+        raise ConfigError(f"task={choice('task')} does not train: start it on one process")
+    with Run(cfg, output_directory()) as current:
+        if not finished(current.records):
+            for record in task.records(mechanism, cfg.seed, done=list(current.records)):
+                current.log(**record)
+    return current.records, current.directory
+
+
+def train(cfg, task, mechanism) -> tuple[list[dict], Path]:
+    """The records of a task that trains; none on processes but the first. Raises Stopped after a signal or a divergence."""
+    from crt_exp.nonfinite import Diverged
+    from crt_exp.run import Run
+    from crt_exp.trainer import Trainer
+    from crt_exp.trainer_config import start_world
+
+    config = instantiate(cfg.trainer, _convert_="all")
+    world = start_world(config)
+    try:
+        with Run(cfg, output_directory(), world.main) as current:
+            if not world.broadcast(finished(current.records)):
+                Trainer(config, task, mechanism, current, world, cfg.seed).fit()
+    except (Preempted, Diverged) as error:
+        if isinstance(error, Preempted):
+            stopped = Stopped(f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}", error.code)
+        else:
+            stopped = Stopped(str(error), DIVERGED_CODE)
+        tell(stopped)
+        world.barrier()  # torchrun ends all processes when one has ended: the first must have spoken
+        raise stopped from None
+    finally:
+        if world.size == 1 or sys.exc_info()[0] is None:
+            world.close()
+    return current.records, current.directory
+
+
+def run_processes(cfg) -> float:
+    """The same run on `trainer.processes` processes, started by torchrun; returns the metric that it recorded."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from crt_exp.run import read_records
+
+    sources = [f"{s.schema}://{s.path}" for s in HydraConfig.get().runtime.config_sources if s.provider.endswith("command-line")]
+    try:
+        torchrun(cfg.trainer.processes, [*_task_overrides(), *with_folders(sources)], output_directory())
+    except (Preempted, ProcessesFailed) as error:
+        message = f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}"
+        raise Stopped(message if isinstance(error, Preempted) else str(error), error.code) from None
+    last = read_records(output_directory() / "metrics.jsonl")[-1]
+    return last[last["metric"]]
+
+
+class Stopped(Exception):
+    """A run that ended early with an exit code of its own: on all its processes, so that only the first one tells it."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code, self.told = code, rank() > 0
+
+
+def is_study(task: Any) -> bool:
+    return hasattr(task, "records")
+
+
+def finished(records: list[dict]) -> bool:
+    return bool(records and records[-1].get("final"))
 
 
 def build_mechanism(cfg):
@@ -114,13 +207,26 @@ def output_directory() -> Path:
 
 def remove_empty(directory: Path) -> None:
     """Takes away what Hydra made before a run that never began."""
-    if directory.is_dir() and not any(directory.iterdir()):
+    if rank() == 0 and directory.is_dir() and not any(directory.iterdir()):
         directory.rmdir()
 
 
-def fail(error: Exception) -> None:
-    print(f"crt_exp: error: {error}", file=sys.stderr)
-    sys.exit(ERROR_CODE)
+def fail(error: Exception, code: int = ERROR_CODE) -> None:
+    """Tells an error and exits."""
+    tell(error)
+    sys.exit(code)
+
+
+def tell(error: Exception) -> None:
+    """One message. Most errors are found by every process: the others give the first one time to tell it."""
+    if isinstance(error, Stopped):
+        if not error.told:
+            print(f"crt_exp: {error}", file=sys.stderr, flush=True)
+        error.told = True
+        return
+    if rank() > 0:
+        time.sleep(PATIENCE)
+    print(f"crt_exp: error{f' on process {rank()}' if rank() else ''}: {error}", file=sys.stderr, flush=True)
 
 
 # ---- the command line, checked before Hydra acts on it -------------------------------------------------------------------
@@ -133,20 +239,25 @@ def check_command_line(args: list[str]) -> None:
     flags = get_args_parser().parse_args(args)
     if flags.help or flags.hydra_help or flags.info or flags.shell_completion:
         return
-    if flags.multirun and "LOCAL_RANK" in os.environ:
-        raise ConfigError("a sweep (-m) cannot run inside torchrun: start one torchrun for each run instead")
+    if flags.multirun and inside_torchrun():
+        raise ConfigError("a sweep (-m) cannot run inside torchrun: leave torchrun out and add trainer.processes=N, which starts "
+                          "one for each run")
     overrides = parse_overrides(flags.overrides)
+    if any(o.key_or_group in ("hydra/launcher", "hydra/sweeper") for o in overrides):
+        adjust_plugins()
+    folders = search_path(flags.config_dir, overrides)
+    overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
     for override in overrides:
-        check_choice(override)
-    cfg = compose([first_value(o) for o in overrides if is_group(o)])
+        check_choice(override, folders)
+    cfg = compose([first_value(o) for o in overrides if is_group(o)], folders)
     for override in overrides:
         check_key(override, cfg)
         check_sweep(override, flags.multirun)
-    final = compose([first_value(o) for o in overrides])
+    final = compose([first_value(o) for o in overrides], folders)
     for override in overrides:
         if not is_group(override) and not override.is_delete() and not override.key_or_group.startswith("hydra"):
             check_type(override, cfg, final)
-    if not flags.cfg:
+    if not flags.cfg and rank() == 0:
         check_writable(planned_directory(final, flags.multirun))
 
 
@@ -167,7 +278,8 @@ def parse_overrides(args: list[str]) -> list:
 
 
 def is_group(override) -> bool:
-    return override.key_or_group.split("@")[0] in groups()
+    name = override.key_or_group.split("@")[0]
+    return name in groups() or "/" in name
 
 
 def values(override) -> list:
@@ -177,13 +289,52 @@ def values(override) -> list:
     return [override.get_value_element_as_str() if override.value() is not None else None]
 
 
-def check_choice(override) -> None:
+def check_choice(override, folders: list[str]) -> None:
+    """Raises for a choice that no file stands for, here or in `folders`, and for a plugin that is not installed."""
     group = override.key_or_group.split("@")[0]
     if not is_group(override) or override.is_delete():
         return
-    for value in values(override):
-        if value not in (None, "null") and str(value) not in choices(group):
-            raise unknown(group, str(value), choices(group))
+    for value in map(str, values(override)):
+        if group in ("hydra/launcher", "hydra/sweeper"):
+            check_plugin(group, value)
+        elif "/" not in group and value not in ("None", "null", *choices(group), *added(group, folders)):
+            raise unknown(group, value, choices(group) + added(group, folders))
+
+
+def search_path(config_dir: str | None, overrides: list) -> list[str]:
+    """Folders with further configuration files, from --config-dir and hydra.searchpath, as Hydra writes them: file://..."""
+    given = [str(getattr(path, "text", path)) for o in overrides if o.key_or_group == "hydra.searchpath" for path in o.value()]
+    return ([f"file://{Path(config_dir).absolute()}"] if config_dir else []) + given
+
+
+def added(group: str, folders: list[str]) -> list[str]:
+    """The choices of a group that such folders add."""
+    return sorted(path.stem for folder in folders for path in Path(folder.removeprefix("file://"), group).glob("*.yaml"))
+
+
+def adjust_plugins() -> None:
+    """Puts conf/sweeps.yaml over the plugins' own values: Hydra allows no file with the name of a plugin's configuration."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+    from omegaconf import OmegaConf
+
+    Plugins.instance()  # imports the plugins, which register themselves
+    store = ConfigStore.instance()
+    for group, presets in OmegaConf.load(CONF / "sweeps.yaml").items():
+        for name in set(presets) & {path.removesuffix(".yaml") for path in store.list(group)}:
+            own = store.load(f"{group}/{name}.yaml")
+            store.store(name, OmegaConf.merge(own.node, presets[name]), group=group, provider=own.provider)
+
+
+def check_plugin(group: str, value: str) -> None:
+    if value not in PLUGINS:
+        return
+    try:
+        found = importlib.util.find_spec(f"hydra_plugins.{PLUGINS[value]}")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError(f"{group}={value} needs {PLUGINS[value].replace('_', '-')}: pip install 'crt_exp[sweep]'")
 
 
 def check_key(override, cfg) -> None:
@@ -226,13 +377,14 @@ def first_value(override) -> str:
     if not override.is_sweep_override():
         return override.input_line
     first = values(override)[0] if override.is_discrete_sweep() else None
-    if first is None:  # a continuous sweep (interval): only a sweeper can take a value from it
-        return override.input_line
+    if first is None:  # a continuous sweep (interval): its lower end
+        first = override.value().start
     prefix = "+" if override.is_add() else "++" if override.is_force_add() else ""
     return f"{prefix}{override.key_or_group}={first}"
 
 
-def compose(overrides: list[str]):
+def compose(overrides: list[str], folders: list[str] = ()):
+    """The configuration, with files from `folders` (--config-dir) beside the product's own."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -240,9 +392,15 @@ def compose(overrides: list[str]):
 
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
-            return hydra_compose("config", overrides=overrides, return_hydra_config=True)
+            return hydra_compose("config", overrides=[*with_folders(folders), *overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error.__cause__ or error).splitlines()[0]) from None
+
+
+def with_folders(folders: list[str]) -> list[str]:
+    """The override that adds folders to Hydra's search path."""
+    paths = ",".join("'{}'".format(folder.replace("'", "\\'")) for folder in folders)
+    return [f"hydra.searchpath=[{paths}]"] if folders else []
 
 
 def planned_directory(cfg, multirun: bool) -> Path:

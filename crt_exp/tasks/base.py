@@ -1,8 +1,12 @@
-"""What a task gets from the runner and what it gives back."""
+"""What a task gets from the runner and what it gives back: studies that only measure, and tasks that train a model."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from crt_exp.features import FeatureMap
 
@@ -39,3 +43,128 @@ class Study(Protocol):
 
     def summary(self, records: list[dict]) -> str:
         """One line for the terminal."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows one process reads, in which order: a pure function of these numbers, so that a run can stop and go on anywhere.
+
+    batch: rows of an optimiser step over all processes and micro-batches (evaluation: rows a process reads at once);
+    micro: micro-batches a process makes of its share of a step; start: steps of this epoch that are already done.
+    """
+
+    batch: int
+    micro: int = 1
+    seed: int = 0
+    epoch: int = 0
+    start: int = 0
+    rank: int = 0
+    world: int = 1
+
+    def rows(self, n: int, split: str) -> Iterator[np.ndarray]:
+        """Row numbers of each micro-batch of this process: shuffled for "train", every row once and in order for other splits."""
+        return self.shuffled(n) if split == "train" else self.ordered(n)
+
+    def shuffled(self, n: int) -> Iterator[np.ndarray]:
+        """A new permutation each epoch, the same on every process; the last n mod batch rows of it are left out."""
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(n)
+        share = self.batch // self.world
+        for step in range(self.start, n // self.batch):
+            mine = order[step * self.batch + self.rank * share:][:share]
+            yield from mine.reshape(self.micro, -1)
+
+    def ordered(self, n: int) -> Iterator[np.ndarray]:
+        """Consecutive blocks: joined in the order of ranks, they are 0 .. n - 1."""
+        first, last = n * self.rank // self.world, n * (self.rank + 1) // self.world
+        for i in range(first, last, self.batch):
+            yield np.arange(i, min(i + self.batch, last))
+
+    def rng(self, row: int) -> np.random.Generator:
+        """For what is drawn anew each epoch (masks, crops): the same for a row on any process, in any batch, after any resume."""
+        return np.random.default_rng([self.seed, self.epoch, int(row), 1])
+
+
+Batch = Any  # tensors in dicts, lists or tuples; moved to the device by the trainer
+
+
+class Task(Protocol):
+    """Data, model, loss and metrics; subclass it for the defaults. It knows nothing of attention, devices and processes.
+
+    The trainer wraps the model for several processes, so `loss` may only call it: `model(**batch)`, never a part of it.
+    """
+
+    metric: str                        # key of `evaluate`'s answer by which the best weights are chosen and sweeps optimise
+    lower_is_better: bool = False
+    validation: str | None = "validation"   # the split evaluated while training; None: none, and the last weights are the result
+    test: str | None = "test"          # the split evaluated at the end; None: the validation split stands for it
+
+    def length(self, split: str) -> int | None:
+        """Rows of a split; None where it is streamed: then `trainer.steps` must say when training ends."""
+
+    def build(self, make_attention: Any) -> nn.Module:
+        """The model, its initial weights drawn from torch's global generator."""
+
+    def batches(self, split: str, plan: Plan) -> Iterable[Batch]:
+        """The micro-batches that `plan` names, as CPU tensors. Draw from `plan.rng`, never from global generators."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss of a micro-batch, a scalar."""
+
+    def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> dict[str, float]:
+        """Metrics as fractions. Each process reads its share by `reader.batches(split)`; `reader.sum` and `gather` join them."""
+
+    def weight(self, batch: Batch) -> Tensor | float | None:
+        """What the mean in `loss` runs over, such as the number of masked tokens; None: the same in every micro-batch.
+
+        Where it is 0 the loss must still be finite.
+        """
+        return None
+
+    def lr_scale(self, name: str) -> float:
+        """Factor on the learning rate of the parameter of that name: layer-wise decay, faster heads; 0 freezes it."""
+        return 1.0
+
+    def summary(self, records: list[dict]) -> str:
+        """One line for the terminal."""
+        last = records[-1]
+        return f"{type(self).__name__.lower()}: {self.metric} {_shown(last[self.metric])} ({last['split']}, step {last['step']})"
+
+
+def _shown(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.4f}"
+
+
+class Reader:
+    """What `Task.evaluate` reads: this process's share of a split on the device, and sums over all processes.
+
+    The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`.
+    """
+
+    def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
+                 world: int = 1):
+        self.task, self.device = task, torch.device(device)
+        self.plan = Plan(batch, seed=seed, rank=rank, world=world)
+
+    def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
+        """Micro-batches of at most `batch` rows (null: the trainer's choice), in the order of rows."""
+        from accelerate.utils import send_to_device
+
+        plan = self.plan if batch is None else replace(self.plan, batch=batch)
+        for item in self.task.batches(split, plan):
+            yield send_to_device(item, self.device, non_blocking=True)
+
+    def sum(self, *values: Any) -> list[float]:
+        """Each value (number or scalar tensor) summed over all processes, in float64."""
+        total = torch.stack([torch.as_tensor(v).detach().to("cpu", torch.float64) for v in values])
+        return torch.stack(self._all(total)).sum(0).tolist()
+
+    def gather(self, rows: list) -> list:
+        """The rows of all processes, joined in the order of the split."""
+        return [row for part in self._all(rows) for row in part]
+
+    def _all(self, mine: Any) -> list:
+        if self.plan.world == 1:
+            return [mine]
+        found = [None] * self.plan.world
+        torch.distributed.all_gather_object(found, mine)
+        return found

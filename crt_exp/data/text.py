@@ -1,0 +1,466 @@
+"""Text as token ids: tokenizers from a vocabulary file, masked blocks for masked language models, word-level corpora.
+
+Nothing here draws from a global generator: the masks of a block come from a generator that the caller names (such as
+`Plan.rng`), those of a stream from (seed, rank, step), so a run that resumes sees what the uninterrupted run would have seen.
+Legend: B sequences of a batch, L tokens of a sequence, V entries of a vocabulary.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from crt_exp.data import DataError
+from crt_exp.data.sources import SOURCES, missing, task_folder
+
+IGNORED = -100                                               # the label of a token that has no share in the loss
+SUFFIXES = (".txt", ".tokens", ".raw")
+GROUP = 256                                                  # texts that a tokenizer takes at once, in parallel
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
+    """A BERT WordPiece tokenizer from a vocab.txt (or the folder that holds one), without any network.
+
+    Raises DataError where the file is missing or is no BERT vocabulary.
+    """
+    from transformers import BertTokenizerFast
+
+    path = Path(vocabulary).expanduser()
+    path = path / "vocab.txt" if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"The vocabulary {path} is not there. Get vocab.txt of the model from its page on huggingface.co\n"
+                        "(bert-base-uncased: https://huggingface.co/google-bert/bert-base-uncased) and give its path.")
+    words = [line for _, line in numbered_lines(path)]
+    ids = {word: i for i, word in enumerate(words)}
+    for word in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"):
+        if word not in ids:
+            raise DataError(f"{path}: {word} is not among its {len(words)} lines, so this is no BERT vocabulary.")
+    if len(ids) != len(words):
+        raise DataError(f"{path}: {Counter(words).most_common(1)[0][0]!r} stands there twice; each line must be another token.")
+    return BertTokenizerFast(vocab=ids, do_lower_case=lowercase)
+
+
+def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None) -> None:
+    """Raise DataError where the tokenizer makes ids that the model has no embedding for, or pads with another token.
+
+    vocab_size, pad_token_id: those of the model's configuration; a model may have unused entries at the end.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise DataError(f"Tokenizer and model disagree: the tokenizer's ids go up to {largest} ({token!r}), the model's "
+                        f"vocabulary ends at {vocab_size - 1}.\nUse the tokenizer that the model was trained with, or give a "
+                        f"new model vocab_size={largest + 1}.")
+    if pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
+        raise DataError(f"Tokenizer and model disagree: the tokenizer pads with id {tokenizer.pad_token_id}, the model takes "
+                        f"id {pad_token_id} for padding.\nUse the tokenizer that the model was trained with.")
+
+
+def fingerprint(tokenizer) -> str:
+    """Equal for tokenizers that turn every text into the same ids, however they were used before: 64 hex digits."""
+    import tokenizers
+
+    if getattr(tokenizer, "is_fast", False):
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state = {key: value for key, value in state.items() if key not in ("truncation", "padding")}   # set by each call
+    else:
+        state = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
+    state = [state, getattr(tokenizer, "truncation_side", ""), tokenizers.__version__]
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------- cache
+def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """`make()`, kept as KEY.safetensors in `directory` (None: not kept). A file that is broken is made anew.
+
+    The key must hold all that the result depends on. Raises DataError where the directory cannot be written.
+    """
+    if directory is None:
+        return make()
+    path = Path(directory).expanduser() / f"{key}.safetensors"
+    arrays = stored(path)
+    if arrays is None:
+        arrays = make()
+        store(path, arrays)
+    return arrays
+
+
+def stored(path: Path) -> dict[str, np.ndarray] | None:
+    try:
+        return load(path.read_bytes())
+    except (OSError, SafetensorError):
+        return None
+
+
+def store(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")   # several ranks may write the same
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as out:
+            out.write(save(arrays))
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        raise DataError(f"The cache directory {path.parent} cannot be written ({error.strerror or error}).\n"
+                        "Free space there, or give another directory for the cache.") from None
+    finally:
+        with suppress(OSError):                              # gone where all went well
+            part.unlink()
+
+
+def key_of(*parts: Any) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+# ------------------------------------------------------------------------------------------------------- files
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line, without line ends and byte order mark. Raises DataError."""
+    try:
+        with open(path, "rb") as stream:
+            for number, raw in enumerate(stream, 1):
+                raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+                yield number, raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise DataError(f"{path}, line {number}: this is not UTF-8 text.") from None
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be read ({error.strerror or error}).") from None
+
+
+def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files meant by `paths`: files, and all .txt, .tokens and .raw files of folders, sorted. Raises DataError."""
+    found = []
+    for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        path = Path(path).expanduser()
+        if not path.exists():
+            raise DataError(f"The text {path} is not there. Give a text file (UTF-8), or a folder of {' '.join(SUFFIXES)} files.")
+        inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not inside:
+            raise DataError(f"{path}: no {' '.join(SUFFIXES)} file in this folder.")
+        found += inside
+    return found
+
+
+def lines_of(files: Iterable[Path], unknown: str = "[UNK]") -> Iterator[str]:
+    """Lines that are not blank; WikiText's own marks (in .tokens files) undone, its <unk> turned into `unknown`."""
+    for file in files:
+        for _, line in numbered_lines(file):
+            if line.strip():
+                yield untokenized(line, unknown) if file.suffix == ".tokens" else line
+
+
+def untokenized(line: str, unknown: str) -> str:
+    for mark in "-,.":
+        line = line.replace(f" @{mark}@ ", mark)
+    return line.replace("<unk>", unknown)
+
+
+def official_file(name: str, split: str, data_dir: str | Path | None = None) -> Path:
+    """The file of "ptb" or "wikitext2" for train, valid or test; data_dir: by default $CRT_DATA/NAME. Raises DataError."""
+    place = checked_split(name, split)
+    folder = task_folder(name, data_dir)
+    path = folder / Path(SOURCES[name].files[place].path).name if folder else None
+    if path is None or not path.is_file():
+        raise missing(name, path, place)
+    return path
+
+
+def checked_split(name: str, split: str) -> int:
+    splits = ("train", "valid", "test")
+    if split not in splits:
+        raise DataError(f"{name} has no split {split!r}; it has {', '.join(splits)}.")
+    return splits.index(split)
+
+
+# ------------------------------------------------------------------------------------------------- word corpora
+class Corpus(NamedTuple):
+    """A text as word ids, one <eos> at the end of each line."""
+
+    words: tuple[str, ...]                                   # (V,) from the most frequent in the training text down
+    train: np.ndarray                                        # (tokens,) int32
+    valid: np.ndarray
+    test: np.ndarray
+
+
+def corpus(name: str, data_dir: str | Path | None = None) -> Corpus:
+    """Word-level Penn Treebank ("ptb") or WikiText-2 ("wikitext2"), all three parts, from the official files.
+
+    Equal counts are ordered by the word, so that the ids do not depend on the order of the articles. A word that the
+    training text lacks counts as <unk>. Raises DataError.
+    """
+    train, valid, test = (words_of(official_file(name, split, data_dir)) for split in ("train", "valid", "test"))
+    counts = Counter(train)
+    words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
+    ids = {word: i for i, word in enumerate(words)}
+    return Corpus(words, *(word_ids(part, ids, name) for part in (train, valid, test)))
+
+
+def words_of(path: Path) -> list[str]:
+    words = [word for _, line in numbered_lines(path) for word in (*line.split(), "<eos>")]
+    if not words:
+        raise DataError(f"{path}: the file is empty. Get it again: `python -m crt_exp.data fetch {path.parent.name}`.")
+    return words
+
+
+def word_ids(words: Sequence[str], ids: dict[str, int], name: str) -> np.ndarray:
+    unknown = ids.get("<unk>", -1)
+    found = np.fromiter((ids.get(word, unknown) for word in words), np.int32, len(words))
+    if found.min() < 0:
+        raise DataError(f"{name}: {words[int(found.argmin())]!r} is not in the training text, which has no <unk> for it either.\n"
+                        f"The files do not belong together. Get them again: `python -m crt_exp.data fetch {name}`.")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- packing
+def token_lists(texts: Iterable[str], tokenizer) -> Iterator[list[int]]:
+    """The ids of each text, without special tokens."""
+    texts = iter(texts)
+    while group := list(islice(texts, GROUP)):
+        yield from tokenizer(group, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+                             verbose=False)["input_ids"]
+
+
+def pack(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:
+    """Join the texts and cut them into blocks [CLS] ... [SEP] of `length` tokens: (n, length) int32.
+
+    What does not fill the last block is left out. Raises DataError where not one block is filled.
+    """
+    body = body_length(tokenizer, length)
+    tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(ids, np.int32) for ids in token_lists(texts, tokenizer))])
+    if len(tokens) < body:
+        raise DataError(f"The text has {len(tokens)} tokens, and one block of length {length} needs {body}. "
+                        "Give more text, or a shorter length.")
+    return framed(tokens[:len(tokens) // body * body].reshape(-1, body), tokenizer)
+
+
+def body_length(tokenizer, length: int) -> int:
+    if None in (tokenizer.cls_token_id, tokenizer.sep_token_id):
+        raise DataError(f"{type(tokenizer).__name__} has no [CLS] or [SEP] token: a tokenizer of a BERT-type encoder is needed.")
+    if length < 3:
+        raise DataError(f"length={length} leaves no room for text between [CLS] and [SEP]; at least 3 is needed.")
+    return length - 2
+
+
+def framed(bodies: np.ndarray, tokenizer) -> np.ndarray:
+    """(n, length - 2) -> (n, length) int32."""
+    ends = ((0, 0), (1, 1))
+    return np.pad(bodies, ends, constant_values=((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id))).astype(np.int32)
+
+
+def local_blocks(paths: str | Path | Sequence[str | Path], tokenizer, length: int,
+                 cache_dir: str | Path | None = None) -> np.ndarray:
+    """`pack` of text files (see `text_files`), kept in `cache_dir` by their content: (n, length) int32. Raises DataError.
+
+    WikiText-2: `local_blocks(official_file("wikitext2", "train"), ...)`.
+    """
+    files = text_files(paths)
+    contents = [] if cache_dir is None else [f"{file.suffix}:{content(file)}" for file in files]
+    unknown = tokenizer.unk_token or "<unk>"
+    return cached(cache_dir, key_of("blocks 1", length, fingerprint(tokenizer), *contents),
+                  lambda: {"blocks": pack(lines_of(files, unknown), tokenizer, length)})["blocks"]
+
+
+def content(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------- masking
+@dataclass(frozen=True, eq=False)
+class Masking:
+    """BERT's corruption: `share` of the tokens are to be predicted; of these 80% become [MASK], 10% a random token,
+    10% stay. Special tokens (and unknown ones) are never chosen. Every row that has a token to choose gets at least one.
+
+    With whole words, a word and its "##" pieces are chosen together, with the same probability `share`.
+    Source: Devlin et al., 2019, section 3.1 and the authors' whole-word option.
+    """
+
+    mask_id: int
+    special: np.ndarray                                      # (V,) bool
+    continues: np.ndarray                                    # (V,) bool: belongs to the word of the token before
+    share: float = 0.15
+
+    @classmethod
+    def of(cls, tokenizer, share: float = 0.15, whole_words: bool = False) -> "Masking":
+        """Raises DataError for a tokenizer without mask token, or without "##" pieces where whole words are wanted."""
+        if tokenizer.mask_token_id is None:
+            raise DataError(f"{type(tokenizer).__name__} has no mask token: a tokenizer of a masked language model is needed.")
+        if not 0 < share < 1:
+            raise DataError(f"A share of {share} of the tokens cannot be masked; give a number between 0 and 1, such as 0.15.")
+        vocabulary = tokenizer.get_vocab()
+        pieces = [i for token, i in vocabulary.items() if token.startswith("##")] if whole_words else []
+        if whole_words and not pieces:
+            raise DataError(f"{type(tokenizer).__name__} has no '##' pieces: whole words can be masked with WordPiece only.")
+        size = max(vocabulary.values()) + 1
+        return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), table(size, pieces), share)
+
+    def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
+        """ids (B, L) -> {"input_ids", "labels"}, (B, L) int64 each; the label is -100 where nothing is to be predicted.
+
+        uniform: (3, B, L) numbers in [0, 1), see `uniforms`: which tokens are chosen, what becomes of them, and into which
+        random token they turn. NumPy throughout: on batches this small, torch's threads cost more than the work.
+        """
+        score, action, token = uniform
+        chosen = self.chosen(ids, score)
+        random = (token * float(len(self.special))).astype(np.int64)
+        inputs = np.where(chosen & (action < 0.8), self.mask_id, ids)
+        inputs = np.where(chosen & (action >= 0.9), random, inputs)
+        return {"input_ids": torch.from_numpy(inputs.astype(np.int64)),
+                "labels": torch.from_numpy(np.where(chosen, ids, IGNORED).astype(np.int64))}
+
+    def chosen(self, ids: np.ndarray, score: np.ndarray) -> np.ndarray:
+        """(B, L) bool: the tokens to predict."""
+        word = np.maximum(np.cumsum(~self.continues[ids], axis=1) - 1, 0)
+        score = np.where(self.special[ids], 2.0, np.take_along_axis(score, word, axis=1))   # one score for all pieces of a word
+        return score <= np.clip(score.min(axis=1, keepdims=True), self.share, 1.0)
+
+
+def table(size: int, members: Sequence[int]) -> np.ndarray:
+    flags = np.zeros(size, bool)
+    flags[np.array(members, np.int64)] = True
+    return flags
+
+
+def uniforms(generators: Iterable[np.random.Generator | torch.Generator], length: int) -> np.ndarray:
+    """What `Masking` draws, row by row from a generator of the row's own: (3, B, length) float64."""
+    return np.stack([torch.rand(3, length, generator=draw, dtype=torch.float64).numpy() if isinstance(draw, torch.Generator)
+                     else draw.random((3, length)) for draw in generators], axis=1)
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """Independent streams for different tuples of non-negative integers."""
+    state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+def masked_blocks(blocks: np.ndarray, rows: Sequence[int], masking: Masking,
+                  rng: Callable[[int], np.random.Generator | torch.Generator]) -> dict[str, Tensor]:
+    """The batch of the given rows of `blocks` (n, L): {"input_ids", "labels"}, (B, L) int64 each. No padding occurs.
+
+    rng(row): where the masks of that row come from; with `Plan.rng` they depend on seed, epoch and row alone.
+    """
+    return masking(blocks[rows], uniforms(map(rng, rows), blocks.shape[1]))
+
+
+# ----------------------------------------------------------------------------------------------------- streams
+class Piece(NamedTuple):
+    """The tokens of one document from one of them on."""
+
+    epoch: int
+    document: int
+    token: int
+    ids: np.ndarray                                          # (tokens,) int32
+
+    def split(self, count: int) -> tuple[np.ndarray, "Piece"]:
+        """The first `count` tokens, or all, and the rest."""
+        head = self.ids[:count]
+        return head, self._replace(token=self.token + len(head), ids=self.ids[count:])
+
+
+class Stream:
+    """Masked batches packed from a stream of documents, without end: after the last document the next pass begins.
+
+    documents(epoch, skip): this process's texts in the order of the pass `epoch`, without the first `skip`. Iterating
+    yields {"input_ids", "labels"}, (B, L) int64 each, B = `batch` rows of this process. The position, a document and a
+    token of it, counts what was handed out: `state_dict` after a batch is what a checkpoint after its step needs, and
+    loading it reads the pass again up to there without tokenizing it. Raises DataError where a whole pass yields no token.
+    """
+
+    def __init__(self, documents: Callable[[int, int], Iterable[str]], tokenizer, length: int, masking: Masking, batch: int,
+                 seed: int = 0, rank: int = 0):
+        self.documents, self.tokenizer, self.masking = documents, tokenizer, masking
+        self.batch, self.body, self.seed, self.rank = batch, body_length(tokenizer, length), seed, rank
+        self.load_state_dict({"epoch": 0, "step": 0, "document": 0, "token": 0})
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            ids = framed(self.blocks(), self.tokenizer)
+            uniform = uniforms([generator_of(self.seed, self.rank, self.step)], ids.size).reshape(3, *ids.shape)
+            self.step += 1
+            yield self.masking(ids, uniform)
+
+    def skip(self, batches: int) -> None:
+        """Go on as after so many more batches. It costs their tokenization, which `load_state_dict` does not."""
+        for _ in range(batches):
+            self.blocks()
+            self.step += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.rest.epoch, "step": self.step, "document": self.rest.document, "token": self.rest.token}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        place = state["epoch"], state["document"], state["token"]
+        self.step, self.rest, self.pieces = state["step"], Piece(*place, np.zeros(0, np.int32)), self.read(*place)
+
+    def read(self, epoch: int, document: int, token: int) -> Iterator[Piece]:
+        while True:
+            found = document + token > 0                     # the rest of a pass may be empty, not a whole one
+            for place, ids in enumerate(token_lists(self.documents(epoch, document), self.tokenizer), document):
+                if len(ids) > token:
+                    found = True
+                    yield Piece(epoch, place, token, np.array(ids[token:], np.int32))
+                token = 0
+            if not found:
+                raise DataError("The stream of text has no document with text in it for this process.")
+            epoch, document, token = epoch + 1, 0, 0
+
+    def blocks(self) -> np.ndarray:
+        """The next tokens of the stream: (batch, length - 2) int32."""
+        parts, wanted = [], self.batch * self.body
+        while wanted:
+            if not len(self.rest.ids):
+                self.rest = next(self.pieces)
+            head, self.rest = self.rest.split(wanted)
+            parts.append(head)
+            wanted -= len(head)
+        return np.concatenate(parts).reshape(self.batch, self.body)
+
+
+# --------------------------------------------------------------------------------------------------------- hub
+def hub_documents(name: str, config: str | None = None, split: str = "train", column: str = "text", rank: int = 0,
+                  world: int = 1, seed: int = 0, buffer: int = 10_000,
+                  data_files: Any = None) -> Callable[[int, int], Iterator[str]]:
+    """`documents` for `Stream`: a set of the Hugging Face hub, streamed, never stored whole.
+
+    name: as on the hub, such as "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or a format such as "text" or
+    "json" with `data_files`. The order of each pass is drawn in a window of `buffer` documents (0: as stored); ranks
+    take disjoint parts. Raises DataError where the set cannot be had or has no such column.
+    """
+    from datasets import load_dataset
+    from datasets.distributed import split_dataset_by_node
+
+    stream = from_hub(lambda: load_dataset(name, config, split=split, streaming=True, data_files=data_files), name)
+
+    def documents(epoch: int, skip: int) -> Iterator[str]:
+        shuffled = stream.shuffle(seed=int(generator_of(seed, 2, epoch).initial_seed()), buffer_size=buffer) if buffer else stream
+        for example in split_dataset_by_node(shuffled, rank=rank, world_size=world).skip(skip):
+            if column not in example:
+                raise DataError(f"{name} has no column {column!r}; it has {', '.join(example)}.")
+            yield example[column]
+
+    return documents
+
+
+def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text files of your own.") -> Any:
+    """`load()`, whose errors become one DataError: no connection, no such set, no such configuration or split."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return load()
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"{name} cannot be read from the Hugging Face hub: {reason}.\n"
+                        "Check the name and the network; without network, a set works that was loaded once (HF_HUB_OFFLINE=1).\n"
+                        + otherwise) from None

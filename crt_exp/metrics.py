@@ -1,0 +1,89 @@
+"""Metrics of classification and regression, each a fraction, defined for degenerate inputs too.
+
+`predictions` and `labels` are sequences, arrays or tensors of equal length n > 0. Constant predictions (or labels) carry
+no information, so a correlation with them counts as 0. Each function raises ValueError for lengths that differ, for no
+examples, and for values that are not finite: a model that diverged must not look like one that scored 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def accuracy(predictions: Any, labels: Any) -> float:
+    """Share of predictions equal to the label, in [0, 1]."""
+    predictions, labels = checked(predictions, labels)
+    return float((predictions == labels).mean())
+
+
+def f1(predictions: Any, labels: Any) -> float:
+    """Harmonic mean of precision and recall of class 1, in [0, 1]; 0 where class 1 is neither predicted nor there."""
+    from sklearn.metrics import f1_score
+
+    predictions, labels = checked(predictions, labels)
+    return float(f1_score(labels == 1, predictions == 1, zero_division=0.0))
+
+
+def mcc(predictions: Any, labels: Any) -> float:
+    """Matthews' correlation of the classes, in [-1, 1]."""
+    from sklearn.metrics import matthews_corrcoef
+
+    predictions, labels = checked(predictions, labels)
+    return 0.0 if constant(predictions, labels) else float(matthews_corrcoef(labels, predictions))
+
+
+def pearson(predictions: Any, labels: Any) -> float:
+    """Linear correlation, in [-1, 1]."""
+    from scipy.stats import pearsonr
+
+    predictions, labels = checked(predictions, labels)
+    return 0.0 if constant(predictions, labels) else float(pearsonr(unit(predictions), unit(labels)).statistic)
+
+
+def spearman(predictions: Any, labels: Any) -> float:
+    """Correlation of the ranks (ties share their mean rank), in [-1, 1]."""
+    from scipy.stats import spearmanr
+
+    predictions, labels = checked(predictions, labels)
+    return 0.0 if constant(predictions, labels) else float(spearmanr(predictions, labels).statistic)
+
+
+METRICS: dict[str, Callable[[Any, Any], float]] = {
+    "accuracy": accuracy, "f1": f1, "mcc": mcc, "spearman": spearman, "pearson": pearson}
+
+
+def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
+    """The metrics of a GLUE task, the one that the paper's table reports first.
+
+    predictions: classes (n,), or scores (n,) for STS-B. Raises DataError for an unknown task.
+    """
+    from crt_exp.data.glue import task_of
+
+    return {name: METRICS[name](predictions, labels) for name in task_of(task).metrics}
+
+
+def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    predictions, labels = vector(predictions), vector(labels)
+    if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
+        raise ValueError(f"predictions {predictions.shape} and labels {labels.shape} must be two vectors of one length n > 0")
+    for name, values in (("prediction", predictions), ("label", labels)):
+        if not np.isfinite(values).all():
+            place = int(np.argmin(np.isfinite(values)))
+            raise ValueError(f"{name} {place} is {values[place]}, not a finite number")
+    return predictions, labels
+
+
+def vector(values: Any) -> np.ndarray:
+    """Tensors of any device and precision too."""
+    values = values.detach().cpu().double() if hasattr(values, "detach") else values
+    return np.asarray(values, np.float64)
+
+
+def constant(*vectors: np.ndarray) -> bool:
+    return any((values == values[0]).all() for values in vectors)
+
+
+def unit(values: np.ndarray) -> np.ndarray:
+    """Shifted and scaled to [0, 1]: no correlation then drowns in a large offset."""
+    return (values - values.min()) / np.ptp(values)

@@ -1,0 +1,77 @@
+"""Where a number stopped being finite: the layer that a diverged run names."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient that is not finite; the message names step, loss and the first offending layer."""
+
+
+def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
+    """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed anew; None if all are.
+
+    Layers are looked at in the order in which they ran, inner ones before those around them, gradients in backward order.
+    Hooks do not run in compiled code: `model` must be the one that was not compiled. Leaves gradients behind.
+    """
+    for name, parameter in model.named_parameters():
+        if not finite(parameter):
+            return f"parameter {name}"
+    model.zero_grad()
+    for batch in batches:
+        found = first_in(model, batch, loss)
+        if found:
+            return found
+    late = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+    return f"gradient of {late[-1]}" if late else None
+
+
+def first_in(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
+    """Runs one micro-batch forward and backward with a hook on every module and parameter."""
+    found: list[str] = []
+    hooks = [module.register_forward_hook(output_hook(name, found)) for name, module in model.named_modules()]
+    hooks += [p.register_hook(gradient_hook(name, found)) for name, p in model.named_parameters() if p.requires_grad]
+    try:
+        value = loss(model, batch)
+        if not finite(value):
+            found.append("the loss itself")
+        if not found:
+            value.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def output_hook(name: str, found: list[str]):
+    def hook(module, args, output):
+        if not found and not all(finite(t) for t in tensors_in(output)):
+            found.append(f"output of {name or 'the model'} ({type(module).__name__})")
+    return hook
+
+
+def gradient_hook(name: str, found: list[str]):
+    def hook(gradient):
+        if not found and not finite(gradient):
+            found.append(f"gradient of {name}")
+    return hook
+
+
+def finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return not local.is_floating_point() or bool(torch.isfinite(local).all())
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors of nested tuples, lists and mappings (such as the outputs of transformers)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "values"):
+        for item in value.values():
+            yield from tensors_in(item)

@@ -1,0 +1,142 @@
+"""What a run shows while it trains: the progress line, and where its time goes."""
+
+import resource
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+IDLE = nullcontext()
+WORK = ("forward", "backward", "clip", "optimiser")
+
+
+class ProgressLine:
+    """Loss, metric, samples/s, time left and memory on one line; nothing where standard error is no terminal."""
+
+    def __init__(self, total: int, start: int, batch: int, device: torch.device, shown: bool):
+        self.batch, self.device, self.values = batch, device, {}
+        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None if shown else True, leave=False)
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.bar.close()
+
+    def step(self, loss: float) -> None:
+        if self.bar.disable:
+            return
+        self.values["loss"] = f"{loss:.4g}"
+        self.values["samples/s"] = f"{(self.bar.format_dict['rate'] or 0) * self.batch:.0f}"
+        self.values["memory"] = f"{peak_memory(self.device) / 2**30:.1f} GiB"
+        self.bar.set_postfix(self.values, refresh=False)
+        self.bar.update()
+
+    def metric(self, name: str, value: float | None) -> None:
+        self.values[name] = "nan" if value is None else f"{value:.4f}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most allocated on the GPU, or the most resident in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Stopwatch:
+    """Seconds in the parts of a step; on a GPU each part waits for the device, so a profiled run is slower."""
+
+    def __init__(self, on: bool, device: torch.device):
+        self.on, self.gpu = on, device.type == "cuda"
+        self.seconds: dict[str, float] = {}
+        self.steps = -1  # the first step is not counted: it also pays for what is done once
+
+    def __call__(self, part: str):
+        return self._measure(part) if self.on else IDLE
+
+    @contextmanager
+    def _measure(self, part: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self.gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def count(self) -> None:
+        """A step has ended."""
+        self.steps += 1
+        if self.steps == 0:
+            self.seconds = {}
+
+    def shares(self) -> dict[str, float]:
+        """Fractions of a step by part; "outside" is what is not forward, backward, clipping or optimiser, so data is in it."""
+        whole = self.seconds["step"]
+        parts = {part: self.seconds.get(part, 0.0) / whole for part in (*WORK, "data")}
+        return parts | {"outside": 1 - sum(parts[part] for part in WORK)}
+
+    def report(self) -> str:
+        if self.steps < 1:
+            return "profile: fewer than two steps, nothing measured"
+        share = self.shares()
+        parts = ", ".join(f"{part} {share[part]:.1%}" for part in WORK)
+        return (f"profile: {self.steps} steps of {self.seconds['step'] / self.steps * 1e3:.2f} ms: {parts}; loop overhead "
+                f"(outside these) {share['outside']:.1%}, of it waiting for data {share['data']:.1%}")
+
+
+def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
+    """The same items, up to `depth` of them made early by a thread; its exceptions are raised here. depth 0: no thread."""
+    if depth == 0:
+        yield from items
+        return
+    queue: Queue = Queue(depth)
+    ended, closed = object(), Event()
+    thread = Thread(target=_produce, args=(items, queue, ended, closed), daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = _take(queue, thread)
+            if error is not None:
+                raise error
+            if item is ended:
+                return
+            yield item
+    finally:
+        closed.set()
+
+
+def _take(queue: Queue, thread: Thread) -> tuple[Any, BaseException | None]:
+    while True:
+        try:
+            return queue.get(timeout=1.0)
+        except Empty:
+            if not thread.is_alive() and queue.empty():
+                return None, RuntimeError("the thread that reads data ended without a word")
+
+
+def _produce(items: Iterable[Any], queue: Queue, ended: object, closed: Event) -> None:
+    def put(entry: tuple[Any, BaseException | None]) -> bool:
+        while not closed.is_set():
+            try:
+                queue.put(entry, timeout=0.1)
+                return True
+            except Full:
+                continue
+        return False
+
+    try:
+        for item in items:
+            if not put((item, None)):
+                return
+        put((ended, None))
+    except BaseException as error:
+        put((None, error))

@@ -1,0 +1,383 @@
+"""The training loop, the only one: any `Task`, on one process or many, stopped anywhere and continued to the same numbers.
+
+A step is loss, backward, clip, optimiser. Between steps, in this order: checkpoint, stop if told to, evaluate. A checkpoint is
+written before the evaluation of its step, so a continued run repeats that evaluation and nothing else. All that a step depends on
+is in the checkpoint (weights, optimiser, generators, position in the epoch) or a pure function of the step (learning rate, data
+order).
+"""
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp import checkpoint
+from crt_exp.config import ConfigError
+from crt_exp.nonfinite import Diverged, first_nonfinite
+from crt_exp.optim import make_optimizer, schedule, set_rate
+from crt_exp.processes import Preempted, StopSignals, World
+from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
+from crt_exp.run import Run, generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
+from crt_exp.sharding import shard, whole
+from crt_exp.tasks.base import Plan, Reader, Task
+from crt_exp.trainer_config import TrainerConfig
+
+CHECKPOINTS = "checkpoints"  # within the run directory
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with each checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0                  # steps of this epoch that are done
+    evaluated: int = 0                 # the step of the last evaluation
+    worse: int = 0                     # evaluations since the best
+    best: dict[str, Any] | None = None      # step, and metrics of the validation split
+    loss: float = 0.0                  # summed since the last record of the training split
+    losses: int = 0
+
+
+class Trainer:
+    """Trains `task` as `config` says and writes the records and checkpoints of `run`.
+
+    make_attention goes to `task.build`. Raises Diverged, Preempted, CheckpointError; ConfigError where task and config disagree.
+    """
+
+    def __init__(self, config: TrainerConfig, task: Task, make_attention: Any, run: Run, world: World, seed: int):
+        self.config, self.task, self.run, self.world, self.seed = config, task, run, world, seed
+        self.root, self.scaler = run.directory / CHECKPOINTS, world.accelerator.scaler  # float16 alone has a scaler
+        self.per_epoch, self.total = self._lengths()
+        self._build(make_attention)
+        self.progress, self.saved, self.rate, self.stopping = Progress(), 0, 0.0, False
+        self.feed: Iterator[Any] | None = None
+        self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
+
+    def _lengths(self) -> tuple[int | None, int]:
+        """Steps of an epoch (None: streamed) and of the run."""
+        config, rows = self.config, self.task.length("train")
+        per_epoch = None if rows is None else rows // config.batch
+        if config.steps is not None:
+            total = config.steps
+        elif per_epoch is None:
+            raise ConfigError("this task streams its training data: set trainer.steps, the steps after which training ends")
+        else:
+            total = round(config.epochs * per_epoch)
+        if per_epoch == 0 and config.steps != 0:
+            raise ConfigError(f"trainer.batch = {config.batch} is more than the {rows} rows of the training split")
+        if not (self.task.test or self.task.validation):
+            raise ConfigError("this task names neither a validation nor a test split: there is nothing to report")
+        return per_epoch, total
+
+    def _build(self, make_attention: Any) -> None:
+        """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
+        config, accelerator = self.config, self.world.accelerator
+        self.module = self.task.build(make_attention)
+        self.sharded = config.strategy == "fsdp" and self.world.size > 1
+        self.module.to(self.world.device)
+        if self.sharded:
+            self.model = shard(self.module, config.precision)
+        self.optimizer = make_optimizer(self.module, config.optimizer, config.lr, config.betas, config.eps, config.weight_decay,
+                                        self.task.lr_scale) if self.total else None
+        if not self.sharded:
+            self.model = accelerator.prepare_model(self.module)
+        self.trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.scored = self.module
+        if config.compile:  # beside the plain module, in which a diverged run looks for the layer
+            self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
+        seed_everything(stream_seed(self.seed, self.world.rank))
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------------
+
+    def fit(self) -> list[dict[str, Any]]:
+        """Goes on from where the run directory stands, to the end; returns the records, the last of them final."""
+        self.restore()
+        line = ProgressLine(self.total, self.progress.step, self.config.batch, self.world.device, self.world.main)
+        with self.signals, line as self.line:
+            self.module.train()
+            while True:
+                self._between_steps()
+                if self._done():
+                    break
+                self._step()
+            self._finish()
+        if self.config.profile and self.world.main:
+            print(self.clock.report())
+        return self.run.records
+
+    def _between_steps(self) -> None:
+        due = self._evaluation_due()
+        if self.progress.step > self.saved and (due or self.stopping or self._save_due()):
+            self.save()
+        if self.stopping:
+            raise Preempted(self.signals.signum or signal.SIGTERM)
+        if due:
+            self._evaluate_validation()
+
+    def _evaluation_due(self) -> bool:
+        p, every = self.progress, self.config.eval_every
+        if self.task.validation is None or p.step == p.evaluated:
+            return False
+        return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
+
+    def _save_due(self) -> bool:
+        p, every = self.progress, self.config.save_every
+        return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
+
+    def _done(self) -> bool:
+        p, patience = self.progress, self.config.patience
+        return p.step >= self.total or (patience is not None and p.worse >= patience)
+
+    def _step(self) -> None:
+        """One optimiser step, or the discovery that the epoch is over."""
+        with self.clock("step"):
+            with self.clock("data"):
+                batches = self._next_batches()
+            if batches is None:
+                return
+            before = generators(self.world.device)
+            self.rate = schedule(self.config.schedule, self.progress.step, self.total, self.config.warmup)
+            set_rate(self.optimizer, self.rate)
+            loss = self._forward_backward(batches)
+            with self.clock("clip"):
+                norm = self._clip()
+            loss, norm = self._agree(loss, norm, batches, before)
+            with self.clock("optimiser"):
+                self._update()
+            self._advance(loss, norm)
+        self.clock.count()
+
+    def _next_batches(self) -> list[Any] | None:
+        """The micro-batches of the next step; None, once, at the end of an epoch of unknown length."""
+        if self.feed is None:
+            self.feed = self._open()
+        batches = [batch for _, batch in zip(range(self.config.accumulate), self.feed)]
+        if len(batches) == self.config.accumulate:
+            return batches
+        if self.progress.position == 0:
+            raise ValueError(f"epoch {self.progress.epoch} of the training split holds no batch of {self.config.batch} rows")
+        self._next_epoch()
+        return None
+
+    def _open(self) -> Iterator[Any]:
+        from accelerate.utils import send_to_device
+
+        p, config = self.progress, self.config
+        plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, self.world.rank, self.world.size)
+        batches = self.task.batches("train", plan)
+        return read_ahead((send_to_device(b, self.world.device, non_blocking=True) for b in batches), config.prefetch)
+
+    def _next_epoch(self) -> None:
+        self.progress.epoch, self.progress.position, self.feed = self.progress.epoch + 1, 0, None
+
+    def _forward_backward(self, batches: list[Any]) -> Tensor:
+        """Gradients of the mean loss over all rows of the step; returns this process's part of that mean."""
+        shares, total = self._shares(batches), 0.0
+        for i, (batch, share) in enumerate(zip(batches, shares)):
+            with self._synchronising(i == len(batches) - 1):
+                with self.clock("forward"):
+                    loss = self._loss(self.model, batch)
+                with self.clock("backward"):  # gradients are averaged over processes: times their number makes it a sum
+                    self.world.accelerator.backward(loss * (share * self.world.size))
+            total = total + loss.detach().float() * share
+        return total
+
+    def _shares(self, batches: list[Any]) -> list[Tensor | float]:
+        """What part of the step's mean loss each micro-batch is, over all processes 1."""
+        weights = [self.task.weight(batch) for batch in batches]
+        if weights[0] is None:
+            return [1 / (len(batches) * self.world.size)] * len(batches)
+        weights = [torch.as_tensor(w, dtype=torch.float32, device=self.world.device) for w in weights]
+        total = self.world.sum(torch.stack(weights).sum())
+        return [w / total for w in weights]
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with self._autocast():
+            return self.task.loss(model, batch)
+
+    def _autocast(self):
+        return nullcontext() if self.sharded else self.world.accelerator.autocast()  # sharded layers cast for themselves
+
+    @contextmanager
+    def _synchronising(self, last: bool) -> Iterator[None]:
+        """Gradients travel between processes only with the last micro-batch."""
+        if self.sharded:
+            self.model.set_requires_gradient_sync(last)
+            yield
+        else:
+            with nullcontext() if last else self.world.accelerator.no_sync(self.model):
+                yield
+
+    def _clip(self) -> Tensor:
+        """The norm of all gradients, before it is clipped."""
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None]))
+        if self.config.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.trained, self.config.clip, norm)
+        return norm
+
+    def _update(self) -> None:
+        if self.scaler:  # leaves out a step whose gradient overflowed, and lowers its scale
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
+        """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was told to stop.
+
+        Raises Diverged, on all processes, where one of them is not finite; float16 may lower its scale first.
+        """
+        stop = torch.tensor(float(self.signals.signum is not None), device=loss.device)
+        values = torch.cat([self.world.sum(torch.stack([loss, stop])), norm.detach().float().reshape(1)]).tolist()
+        self.stopping = values[1] > 0
+        if not math.isfinite(values[0]) or not (math.isfinite(values[2]) or (self.scaler and self.scaler.get_scale() > 1)):
+            raise self._diverged(values[0], values[2], batches, before)
+        return values[0], values[2]
+
+    def _diverged(self, loss: float, norm: float, batches: list[Any], before: Any) -> Diverged:
+        """Computes the step anew to find the first layer whose numbers are not finite."""
+        set_generators(self.world.device, before)
+        found = [f"{where}{f' on process {i}' if i and self.world.size > 1 else ''}"
+                 for i, where in enumerate(self.world.gather(first_nonfinite(self.module, batches, self._loss))) if where]
+        where = found[0] if found else "not found again when the step was repeated"
+        last = f"the checkpoint of step {self.saved} is the last good one" if self.saved else "there is no checkpoint before it"
+        step = self.progress.step + 1
+        return Diverged(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}; first not finite: {where}; {last}")
+
+    def _advance(self, loss: float, norm: float) -> None:
+        p = self.progress
+        p.step, p.position, p.loss, p.losses = p.step + 1, p.position + 1, p.loss + loss, p.losses + 1
+        if p.position == self.per_epoch:
+            self._next_epoch()
+        self.line.step(loss)
+        if p.step % self.config.log_every == 0:
+            self._record("train", loss=p.loss / p.losses, lr=self.config.lr * self.rate,
+                         grad_norm=norm if math.isfinite(norm) else None)
+            p.loss, p.losses = 0.0, 0
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------------
+
+    def _evaluate_validation(self) -> None:
+        p = self.progress
+        metrics = self.evaluate(self.task.validation)
+        p.evaluated, value = p.step, metrics[self.task.metric]
+        self._record(self.task.validation, **metrics)
+        self.line.metric(self.task.metric, value)
+        if self._better(value):
+            p.best, p.worse = {"step": p.step, "epoch": self._epoch(), "metrics": metrics}, 0
+        else:
+            p.worse += 1
+
+    def _better(self, value: float | None) -> bool:
+        old = self.progress.best and self.progress.best["metrics"][self.task.metric]
+        if value is None or old is None:
+            return value is not None or self.progress.best is None
+        return value < old if self.task.lower_is_better else value > old
+
+    def evaluate(self, split: str) -> dict[str, float | None]:
+        """The task's metrics of a split (null: not finite); leaves the generators as they were."""
+        config, kept = self.config, rng_state()
+        ranks = (0, 1) if self.sharded else (self.world.rank, self.world.size)  # sharded models must run in step
+        batch = config.eval_batch or config.batch // (self.world.size * config.accumulate)
+        self.module.eval()
+        with self._interruptible(), torch.no_grad(), self._autocast():
+            found = self.task.evaluate(self.scored, split, Reader(self.task, batch, self.seed, self.world.device, *ranks))
+        self.module.train()
+        set_rng_state(kept)
+        if self.task.metric not in found:
+            raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(found)}, not its metric {self.task.metric!r}")
+        numbers = {key: float(value) for key, value in found.items()}
+        return self.world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """A signal ends a long evaluation at once, for its step has a checkpoint. Several processes stop after it, together."""
+        if self.world.size == 1:
+            if self.signals.signum is not None:
+                raise Preempted(self.signals.signum)
+            self.signals.interruptible = True
+        try:
+            yield
+        finally:
+            self.signals.interruptible = False
+
+    def _finish(self) -> None:
+        """The final record: the test split with the best weights, or the last ones; without a test split the best validation."""
+        p, task = self.progress, self.task
+        best = p.best if self.config.select == "best" else None
+        if task.test is None and best:
+            metrics = best["metrics"]
+        else:
+            if best and best["step"] != p.step:
+                self._load_best(self.root / f"step-{best['step']}")
+            metrics = self.evaluate(task.test or task.validation)
+        chosen = {"best_step": best["step"]} if best else {}
+        self._record(task.test or task.validation, **metrics, **chosen, metric=task.metric, final=True)
+
+    def _load_best(self, path: Path) -> None:
+        reason = self.world.broadcast(checkpoint.damage(path) if self.world.main else None)
+        if reason:
+            self._say(f"the best checkpoint {path} is damaged ({reason}): the last weights are tested in its place")
+        else:
+            checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
+
+    # ---- records and checkpoints --------------------------------------------------------------------------------------------
+
+    def _record(self, split: str, **values: Any) -> None:
+        self.run.log(step=self.progress.step, epoch=self._epoch(), split=split, **values)
+
+    def _epoch(self) -> float:
+        part = self.progress.position / self.per_epoch if self.per_epoch else 0
+        return round(self.progress.epoch + part, 4)
+
+    def _say(self, text: str) -> None:
+        if self.world.main:
+            print(text)
+
+    def save(self) -> None:
+        """The first process writes a checkpoint and removes those kept no longer; where it fails, all raise CheckpointError."""
+        tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items()},
+                   "optimizer": checkpoint.optimizer_tensors(self.module, self.optimizer)}
+        state = asdict(self.progress) | {"rng": self.world.gather(rng_state()), "records": len(self.run.records),
+                                         "scaler": self.scaler.state_dict() if self.scaler else None}
+        problem = None
+        if self.world.main:
+            try:
+                checkpoint.save(self.root, self.progress.step, tensors, state)
+                checkpoint.prune(self.root, self.config.keep, (self.progress.best or {}).get("step"))
+            except checkpoint.CheckpointError as error:
+                problem = str(error)
+        problem = self.world.broadcast(problem)
+        if problem:
+            raise checkpoint.CheckpointError(problem)
+        self.saved = self.progress.step
+
+    def restore(self) -> None:
+        """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew."""
+        path = self.world.broadcast(checkpoint.newest(self.root, self._say) if self.world.main else None)
+        if path is None:
+            self.run.rewind(0)
+            return
+        state = checkpoint.load_state(path)
+        checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
+        checkpoint.load_optimizer(self.module, self.optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
+        self.saved = self.progress.step
+        self.run.rewind(state["records"])
+        self._say(f"continuing from {path} (epoch {self._epoch():g})")
+        if len(state["rng"]) == self.world.size:
+            set_rng_state(state["rng"][self.world.rank])
+        else:
+            self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators start afresh")

@@ -1,0 +1,159 @@
+"""Checkpoints are whole or absent, and say what is wrong with them."""
+
+import builtins
+import errno
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from crt_exp import checkpoint
+from crt_exp.checkpoint import CheckpointError
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a buffer, and a buffer that is not contiguous."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, 4, bias=False), nn.Linear(width, 4)
+        self.b.weight = self.a.weight
+        self.register_buffer("counts", torch.arange(6))
+        self.register_buffer("turned", torch.randn(3, 2).T)
+
+
+def write(root, step, best=None, model=None):
+    tensors = {"model": (model or Tied()).state_dict(), "optimizer": {"a.weight.step": torch.tensor(3.0)}}
+    return checkpoint.save(root, step, tensors, {"step": step, "best": {"step": best} if best else None})
+
+
+def test_round_trip_keeps_ties_and_layout(tmp_path):
+    model, other = Tied(), Tied()
+    path = write(tmp_path, 7, model=model)
+    checkpoint.load_model(other, checkpoint.load_tensors(path / "model.safetensors"), path)
+    assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
+    assert other.b.weight is other.a.weight
+    assert path.name == "step-7" and checkpoint.load_state(path)["step"] == 7 and checkpoint.damage(path) is None
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert (path / "model.safetensors").stat().st_size < 1000  # the shared weight is there once
+
+
+def test_low_precision_and_empty_tensors(tmp_path):
+    tensors = {"half": torch.randn(3).bfloat16(), "empty": torch.zeros(0, 2), "scalar": torch.tensor(1.5),
+               "part": torch.randn(4, 4)[1:3], "same_part": torch.ones(1).expand(3)}
+    path = checkpoint.save(tmp_path, 1, {"model": tensors}, {})
+    loaded = checkpoint.load_tensors(path / "model.safetensors")
+    assert all(torch.equal(loaded[k], v) and loaded[k].dtype == v.dtype for k, v in tensors.items())
+
+
+DAMAGE = [
+    (lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-9]), "bytes where"),
+    (lambda p: os.truncate(p / "state.json", 0), "state.json has 0 bytes"),
+    (lambda p: flip(p / "optimizer.safetensors"), "optimizer.safetensors differs from its checksum"),
+    (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
+    (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda p: (p / "manifest.json").write_text('{"files": '), "cannot be read"),
+    (lambda p: (p / "manifest.json").write_text("[]"), "cannot be read"),
+    (lambda p: (p / "manifest.json").write_text(json.dumps({"format": 99, "files": {}})), "its format is 99"),
+]
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm, reason", DAMAGE, ids=[reason for _, reason in DAMAGE])
+def test_damage_is_found_and_passed_over(harm, reason, tmp_path):
+    write(tmp_path, 5)
+    harm(write(tmp_path, 10))
+    said = []
+    assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step-5"
+    assert len(said) == 1 and "step-10 is damaged" in said[0] and reason in said[0]
+    write(tmp_path, 10)  # a new one takes the place of the damaged one
+    assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step-10" and len(said) == 1
+
+
+def test_nothing_to_continue_from(tmp_path):
+    assert checkpoint.newest(tmp_path / "absent") is None
+    (tmp_path / ".step-3.123").mkdir()  # left by a killed process
+    assert checkpoint.newest(tmp_path) is None and not list(tmp_path.iterdir())
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path):
+    for step, best in [(1, None), (2, 1), (3, 2), (4, 2), (5, 2)]:
+        write(tmp_path, step, best)
+        checkpoint.prune(tmp_path, keep=2, best=best)
+    assert checkpoint.steps(tmp_path) == [2, 4, 5]
+    checkpoint.prune(tmp_path, keep=2, best=5)  # the best of a checkpoint that may still be gone back to
+    assert checkpoint.steps(tmp_path) == [2, 4, 5]
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """From the given number of bytes on nothing more can be written."""
+    def limit(room):
+        class Full:
+            def __init__(self, file):
+                self.file = file
+
+            def write(self, view):
+                nonlocal room
+                if room <= 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written = self.file.write(view[:room])  # a short write, as a disk that fills up makes it
+                room -= written
+                return written
+
+            def __getattr__(self, name):
+                return getattr(self.file, name)
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                self.file.close()
+
+        real = builtins.open
+        monkeypatch.setattr(checkpoint, "open", lambda *a, **k: Full(real(*a, **k)), raising=False)
+    return limit
+
+
+@pytest.mark.parametrize("room", [0, 100, 700])
+def test_full_disk_leaves_no_half_checkpoint(room, full_disk, tmp_path):
+    write(tmp_path, 5)
+    full_disk(room)
+    with pytest.raises(CheckpointError, match="step 10 .*No space left on device; that of step 5 remains.*resume=auto"):
+        write(tmp_path, 10)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-5"]
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-5"
+
+
+def test_unwritable_directory(monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match="Read-only file system; there is none before it"):
+        write(tmp_path / "new", 10)
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    path = write(tmp_path, 1)
+    tensors = checkpoint.load_tensors(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"a.weight has shape \(4, 4\), the model's has \(4, 5\)"):
+        checkpoint.load_model(Tied(width=5), tensors, path)
+    with pytest.raises(CheckpointError, match="counts is missing"):
+        checkpoint.load_model(Tied(), {k: v for k, v in tensors.items() if k != "counts"}, path)
+    with pytest.raises(CheckpointError, match="more is not in this model"):
+        checkpoint.load_model(Tied(), tensors | {"more": torch.zeros(1)}, path)
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        checkpoint.load_tensors(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="state.json"):
+        checkpoint.load_state(tmp_path)

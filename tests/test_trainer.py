@@ -1,0 +1,566 @@
+"""Training as a user meets it: the command line on a small real task (toy.py), stopped, killed, damaged, and on two processes."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from torch import nn
+
+from crt_exp import checkpoint
+from crt_exp.config import ConfigError
+from crt_exp.optim import make_optimizer, schedule, set_rate
+from crt_exp.progress import Stopwatch, read_ahead
+from crt_exp.tasks.base import Plan, Reader
+from crt_exp.train import main
+from crt_exp.trainer_config import TrainerConfig, start_world
+
+HERE = Path(__file__).parent
+FILES = ["checkpoints", "config.yaml", "metrics.jsonl", "versions.json"]
+BASE = ("--config-dir", str(HERE / "toy_conf"), "task=toy", "logger=none")
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys, tmp_path):
+    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr)."""
+    def run(*args, directory="run"):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["crt_exp", *BASE, f"hydra.run.dir={tmp_path / directory}", *args])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+    return run
+
+
+def records(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+
+
+def checkpoints(directory):
+    return checkpoint.steps(directory / "checkpoints")
+
+
+def assert_same(a, b):
+    """Bit for bit: records, and weights, optimiser and generators of every checkpoint."""
+    assert records(a) == records(b)
+    assert checkpoints(a) == checkpoints(b) != []
+    for step in checkpoints(a):
+        one, two = (d / "checkpoints" / f"step-{step}" for d in (a, b))
+        for name in ("model", "optimizer"):
+            x, y = (checkpoint.load_tensors(p / f"{name}.safetensors") for p in (one, two))
+            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+        assert checkpoint.load_state(one) == checkpoint.load_state(two)
+
+
+def at_call(monkeypatch, count, action):
+    """Does something in the loss of training step `count`, counted from the start of the process."""
+    real, calls = toy.Toy.loss, []
+
+    def loss(self, model, batch):
+        calls.append(1)
+        if len(calls) == count:
+            action()
+        return real(self, model, batch)
+    monkeypatch.setattr(toy.Toy, "loss", loss)
+
+
+def send(signum):
+    return lambda: os.kill(os.getpid(), signum)
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------------
+
+
+def test_trains_and_records(typed, tmp_path):
+    code, out, err = typed("trainer.epochs=4", "trainer.keep=1", "trainer.profile=true")
+    assert code == 0 and err == "" and "toy: accuracy 0." in out and "profile: 47 steps of" in out
+    lines = records(tmp_path / "run")
+    assert [(r["step"], r["epoch"]) for r in lines if r["split"] == "validation"] == [(12, 1), (24, 2), (36, 3), (48, 4)]
+    assert [r["step"] for r in lines if r["split"] == "train"] == list(range(3, 49, 3))
+    assert lines[-1]["final"] is True and lines[-1]["split"] == "test" and lines[-1]["accuracy"] > 0.6
+    best = max((r for r in lines if r["split"] == "validation"), key=lambda r: r["accuracy"])  # the first of equals
+    assert lines[-1]["best_step"] == best["step"] and set(checkpoints(tmp_path / "run")) >= {best["step"], 48}
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == FILES
+    assert typed("trainer.epochs=4", "trainer.keep=1", "resume=auto")[0] == 0  # nothing left to do
+    assert records(tmp_path / "run") == lines
+
+
+# ends below its best
+OVERSHOT = ["trainer.steps=20", "trainer.eval_every=4", "trainer.lr=0.5", "trainer.schedule=constant", "seed=1"]
+
+
+def test_best_weights_are_tested(typed, tmp_path):
+    args = [*OVERSHOT, "trainer.keep=1"]
+    assert typed(*args)[0] == 0
+    assert typed(*args, "trainer.select=last", directory="last")[0] == 0
+    best, last = records(tmp_path / "run")[-1], records(tmp_path / "last")[-1]
+    assert best["best_step"] < 20 and "best_step" not in last and best["loss"] != last["loss"]
+    path = tmp_path / "run" / "checkpoints" / f"step-{best['best_step']}"
+    task = toy.Toy()
+    model = task.build(None).eval()
+    checkpoint.load_model(model, checkpoint.load_tensors(path / "model.safetensors"), path)
+    with torch.no_grad():
+        found = task.evaluate(model, "test", Reader(task, batch=8))
+    assert found["accuracy"] == best["accuracy"] and found["loss"] == pytest.approx(best["loss"], abs=1e-6)
+
+
+def test_without_test_split_and_with_patience(typed, tmp_path):
+    code, *_ = typed("task.test=false", "trainer.epochs=30", "trainer.eval_every=6", "trainer.patience=2", "trainer.lr=0.2")
+    lines = records(tmp_path / "run")
+    validations = [r["accuracy"] for r in lines if r["split"] == "validation" and "final" not in r]
+    assert code == 0 and lines[-1]["step"] < 360  # two evaluations in a row were no better than the best
+    assert max(validations[-2:]) <= max(validations[:-2]) == lines[-1]["accuracy"] and lines[-1]["split"] == "validation"
+
+
+def test_evaluation_only(typed, tmp_path):
+    assert typed("trainer.steps=0")[0] == 0
+    assert [r["split"] for r in records(tmp_path / "run")] == ["test"] and checkpoints(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("other", [["trainer.accumulate=4", "task.weighted=true"],
+                                   ["trainer.accumulate=2", "trainer.prefetch=0", "trainer.eval_batch=31"]], ids=" ".join)
+def test_micro_batches_and_read_ahead_change_nothing(other, typed, tmp_path):
+    """Also where the mean of the loss runs over parts of different size."""
+    base = ["trainer.epochs=1", "task.dropout=0", *[o for o in other if o.startswith("task")]]
+    assert typed(*base)[0] == 0
+    assert typed(*base, *other, directory="other")[0] == 0
+    assert_close(records(tmp_path / "run"), records(tmp_path / "other"))
+
+
+def assert_close(a, b, tolerance=2e-5):
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert x[key] == (pytest.approx(y[key], rel=tolerance, abs=tolerance) if isinstance(y[key], float) else y[key]), key
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("no", marks=pytest.mark.slow)])
+def test_precision_and_compile(precision, typed, tmp_path):
+    extra = ["trainer.compile=true"] if precision == "no" else ["trainer.schedule=cosine", "trainer.optimizer=adam"]
+    code, _, err = typed("trainer.epochs=3", f"trainer.precision={precision}", *extra)
+    assert code == 0, err
+    assert records(tmp_path / "run")[-1]["accuracy"] > 0.5
+    path = tmp_path / "run" / "checkpoints" / "step-36" / "model.safetensors"
+    assert {t.dtype for t in checkpoint.load_tensors(path).values()} == {torch.float32}
+
+
+# ---- stopped and continued -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of ARGS."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["crt_exp", *BASE, *ARGS, f"hydra.run.dir={directory}"])
+        main()
+    return directory
+
+
+ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
+
+
+def crt_exp(*args, start=(sys.executable, "-m", "crt_exp"), **options):
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*start, *BASE, *args], capture_output=True, text=True, env=env, timeout=280, **options)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch):
+    """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, send(signum))  # in the middle of the first epoch, between two records
+        found, _, err = typed(*ARGS)
+    assert found == code and "resume=auto" in err and signal.Signals(signum).name in err and len(err.splitlines()) == 1
+    assert checkpoints(tmp_path / "run") == [5, 7]
+    found, out, err = typed(*ARGS, "resume=auto")
+    assert found == 0 and "continuing from" in out and "step-7" in out
+    assert records(tmp_path / "run") == records(whole)
+    assert signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler)  # handlers are put back
+
+
+OPTIONS = [["trainer.accumulate=2", "task.weighted=true", "trainer.precision=bf16", "trainer.optimizer=adam"],
+           ["task.streamed=true", "trainer.steps=30"],
+           ["trainer.patience=1", "trainer.eval_every=4", "trainer.prefetch=0"]]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_resume_is_exact_whatever_the_options(options, typed, tmp_path, monkeypatch):
+    args = [*options, "trainer.keep=20"]
+    assert typed(*args)[0] == 0
+    with monkeypatch.context() as patch:
+        at_call(patch, 9, send(signal.SIGTERM))
+        assert typed(*args, directory="other")[0] == 143
+    assert typed(*args, "resume=auto", directory="other")[0] == 0
+    assert records(tmp_path / "run") == records(tmp_path / "other")
+    last = max(checkpoints(tmp_path / "run"))
+    for d in ("run", "other"):  # signals left checkpoints of their own: compare those that both have
+        for step in set(checkpoints(tmp_path / d)) - {last}:
+            checkpoint.shutil.rmtree(tmp_path / d / "checkpoints" / f"step-{step}")
+    assert_same(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_signal_ends_a_long_evaluation_at_once(typed, whole, tmp_path, monkeypatch):
+    real = toy.Toy.evaluate
+
+    def evaluate(self, model, split, reader):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    monkeypatch.setattr(toy.Toy, "evaluate", evaluate)
+    start = time.monotonic()
+    assert typed(*ARGS)[0] == 143 and time.monotonic() - start < 30
+    assert max(checkpoints(tmp_path / "run")) == 12  # the step that was to be evaluated
+    monkeypatch.setattr(toy.Toy, "evaluate", real)
+    assert typed(*ARGS, "resume=auto")[0] == 0
+    assert_same(tmp_path / "run", whole)
+
+
+LONG = ["trainer.epochs=10", "trainer.save_every=3", "trainer.log_every=2", "trainer.keep=3", "task.pause=0.01"]
+
+
+def started(context, directory):
+    process = context.Process(target=toy.run, args=([*BASE, *LONG, f"hydra.run.dir={directory}", "resume=auto"],))
+    process.start()
+    return process
+
+
+def written(directory):
+    """What tells that a run is alive: it wrote something."""
+    metrics = directory / "metrics.jsonl"
+    return checkpoints(directory), metrics.stat().st_mtime_ns if metrics.exists() else 0
+
+
+def kill_often(kills, seed, tmp_path):
+    """Runs LONG once undisturbed, and once killed `kills` times, a random time after it wrote something; both must be equal."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context, rng, steps = get_context("forkserver"), random.Random(seed), []
+    context.set_forkserver_preload(["toy", "crt_exp.trainer", "crt_exp.train", "accelerate", "hydra", "torch._dynamo"])
+    undisturbed, directory = started(context, tmp_path / "whole"), tmp_path / "killed"
+    while len(steps) < kills:
+        before, process = written(directory), started(context, directory)
+        while written(directory) == before and process.exitcode is None:
+            time.sleep(0.01)
+        process.join(rng.uniform(0, 0.3))
+        if process.exitcode == 0:  # it ended first: from the beginning
+            checkpoint.shutil.rmtree(directory)
+            continue
+        assert process.exitcode is None
+        process.kill()
+        process.join()
+        steps.append(max(checkpoints(directory), default=0))
+    last = started(context, directory)
+    for process in (last, undisturbed):
+        process.join()
+        assert process.exitcode == 0
+    assert_same(directory, tmp_path / "whole")
+    return steps
+
+
+def test_kill_and_resume(tmp_path):
+    kill_often(2, 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_kill_at_20_random_points(tmp_path):
+    """kill -9 leaves no trace: not in the weights, the optimiser, the generators or the records."""
+    steps = kill_often(20, 2, tmp_path)
+    assert len(set(steps)) > 7, steps  # it was hit at different points
+
+
+def test_damaged_newest_checkpoint(typed, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_call(patch, 13, send(signal.SIGTERM))
+        assert typed(*ARGS)[0] == 143
+    newest = tmp_path / "run" / "checkpoints" / "step-13"
+    os.truncate(newest / "optimizer.safetensors", 100)
+    code, out, _ = typed(*ARGS, "resume=auto")
+    assert code == 0 and "step-13 is damaged (optimizer.safetensors has 100 bytes" in out and "step-12" in out
+    assert records(tmp_path / "run") == records(whole)
+
+
+def test_all_checkpoints_damaged(typed, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, send(signal.SIGTERM))
+        assert typed(*ARGS)[0] == 143
+    for step in checkpoints(tmp_path / "run"):
+        (tmp_path / "run" / "checkpoints" / f"step-{step}" / "manifest.json").unlink()
+    code, out, _ = typed(*ARGS, "resume=auto")
+    assert code == 0 and out.count("is damaged (manifest.json is missing)") == 2
+    assert_same(tmp_path / "run", whole)
+
+
+def test_damaged_best_checkpoint(typed, tmp_path):
+    args = OVERSHOT
+    assert typed(*args)[0] == 0
+    best = records(tmp_path / "run")[-1]["best_step"]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
+    (tmp_path / "run" / "checkpoints" / f"step-{best}" / "model.safetensors").write_bytes(b"")
+    code, out, _ = typed(*args, "resume=auto")
+    assert code == 0 and "the best checkpoint" in out and "the last weights are tested" in out
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------------------------------
+
+
+def test_infinite_input_names_the_layer(typed, tmp_path):
+    row = list(Plan(8).rows(96, "train"))[7][0]  # read in step 8
+    code, _, err = typed(f"task.poison={row}", "trainer.save_every=3", "trainer.epochs=1")
+    assert code == 3 and len(err.splitlines()) == 1
+    assert "step 8: loss nan" in err and "first not finite: output of inner.0 (Linear)" in err
+    assert "the checkpoint of step 6 is the last good one" in err
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints").name == "step-6"
+    assert all(r["split"] == "train" and r["loss"] < 10 for r in records(tmp_path / "run"))
+
+
+def test_gradient_and_parameter_are_named(typed, monkeypatch, tmp_path):
+    forward = toy.Network.forward
+
+    def infinite_gradient(self, x):
+        return forward(self, x) + (self.inner[0].weight * 0).abs().sum().sqrt()  # d sqrt(0) = inf, times 0
+    with monkeypatch.context() as patch:
+        patch.setattr(toy.Network, "forward", infinite_gradient)
+        code, _, err = typed("trainer.epochs=1")
+    assert code == 3 and "gradient of inner.0.weight" in err and "there is no checkpoint before it" in err
+    build = toy.Toy.build
+
+    def broken(self, make_attention):
+        model = build(self, make_attention)
+        nn.init.constant_(model.outer.bias, float("nan"))
+        return model
+    monkeypatch.setattr(toy.Toy, "build", broken)
+    code, _, err = typed("trainer.epochs=1", directory="other")
+    assert code == 3 and "step 1: loss nan" in err and "parameter outer.bias" in err
+
+
+def test_full_disk(typed, whole, tmp_path, monkeypatch):
+    """A checkpoint, then a record, that the disk refuses: one message, nothing half-written, and resume goes on."""
+    def refuse(number):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for break_at in (7, 2):
+        with monkeypatch.context() as patch:
+            at_call(patch, break_at, lambda: patch.setattr(os, "fsync", refuse))
+            code, _, err = typed(*ARGS, "resume=auto")
+        assert code == 2 and "No space left on device" in err and "resume=auto" in err and len(err.splitlines()) == 1
+        assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert typed(*ARGS, "resume=auto")[0] == 0
+    assert_same(tmp_path / "run", whole)
+
+
+BAD = [
+    ("trainer.batch=0", "trainer.batch = 0: it takes a whole number of at least 1"),
+    ("trainer.batch=2.5", "whole number"),
+    ("trainer.batch=97", "more than the 96 rows of the training split"),
+    ("trainer.batch=6 trainer.accumulate=4", "trainer.batch = 6 does not divide over 1 processes x 4 micro-batches"),
+    ("trainer.lr=-1", "trainer.lr = -1: it takes a positive number"),
+    ("trainer.schedule=step", "choose one of linear, cosine, constant"),
+    ("trainer.optimizer=sgd", "choose one of adamw, adam"),
+    ("trainer.precision=fp8", "choose one of no, bf16, fp16"),
+    ("trainer.precision=fp16 trainer.cpu=true", "needs a GPU"),
+    ("trainer=fsdp trainer.precision=fp16", "use bf16"),
+    ("trainer.betas=[0.9,1.5]", "two numbers"),
+    ("trainer.warmup=-1", "at least 0"),
+    ("trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
+    ("trainer=slow", "unknown trainer 'slow'"),
+    ("task.streamed=true", "set trainer.steps"),
+    ("task=toyy", "unknown task 'toyy'; did you mean toy?"),
+    ("+trainer.momentum=0.9", "unexpected keyword argument 'momentum'"),
+    ("hydra/launcher=joblib", "pip install 'crt_exp[sweep]'"),
+]
+
+
+@pytest.mark.parametrize("args, message", BAD, ids=[a for a, _ in BAD])
+def test_bad_input(args, message, typed, tmp_path):
+    import importlib.util
+
+    if "launcher" in args and importlib.util.find_spec("hydra_plugins"):
+        pytest.skip("the plugin is installed")
+    code, _, err = typed(*args.split())
+    assert code == 2 and message in err, err
+    assert "Traceback" not in err and len(err.splitlines()) <= 3 and not (tmp_path / "run").exists()
+
+
+def test_another_configuration(typed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_call(patch, 3, send(signal.SIGTERM))
+        assert typed()[0] == 143
+    code, _, err = typed("resume=auto", "features.m=64", "trainer.lr=0.1")
+    assert code == 2 and "these keys differ: features.m (it was 128, now 64), trainer.lr (it was 0.01, now 0.1)" in err
+    code, _, err = typed()
+    assert code == 2 and "add resume=auto" in err
+    assert typed("resume=auto", "trainer.prefetch=0", "trainer.profile=true")[0] == 0  # these may differ
+
+
+def test_code_that_changed(typed, monkeypatch, tmp_path):
+    """The configuration is the same, the model is not."""
+    with monkeypatch.context() as patch:
+        at_call(patch, 3, send(signal.SIGTERM))
+        assert typed()[0] == 143
+    monkeypatch.setattr(toy.Toy, "build", lambda self, _: toy.Network(self.dim, self.width + 1, 0.0))
+    code, _, err = typed("resume=auto")
+    assert code == 2 and "does not fit this model: inner.0.weight has shape (16, 6), the model's has (17, 6)" in err
+    assert checkpoints(tmp_path / "run") == [3]
+
+
+# ---- several processes ---------------------------------------------------------------------------------------------------
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "crt_exp")
+
+
+def test_two_processes_are_one_with_twice_the_batch(typed, tmp_path):
+    """Under torchrun, in the default directory, which must be one; with micro-batches and a mean over parts of different size."""
+    args = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
+    assert typed(*args)[0] == 0
+    out = crt_exp(*args, "trainer.accumulate=2", start=TORCHRUN, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.count("toy: accuracy") == 1
+    directory, = (tmp_path / "outputs" / "toy").iterdir()
+    assert sorted(p.name for p in directory.iterdir()) == FILES
+    assert_close(records(directory), records(tmp_path / "run"))
+    state = checkpoint.load_state(directory / "checkpoints" / "step-12")
+    assert len(state["rng"]) == 2 and state["rng"][0] != state["rng"][1]
+
+
+def test_sharded_over_two_processes_from_one_command(typed, tmp_path):
+    """trainer.processes starts a torchrun; FSDP gives the same numbers."""
+    args = ["trainer.epochs=1", "task.dropout=0", "trainer.log_every=6"]
+    assert typed(*args)[0] == 0
+    out = crt_exp(*args, "trainer=fsdp", "trainer.precision=no", "trainer.processes=2", f"hydra.run.dir={tmp_path}/a b")
+    assert out.returncode == 0, out.stderr
+    assert_close(records(tmp_path / "a b"), records(tmp_path / "run"))
+    one, two = (checkpoint.load_tensors(tmp_path / d / "checkpoints/step-12/optimizer.safetensors") for d in ("run", "a b"))
+    assert one.keys() == two.keys()
+    for key in one:
+        torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["default", "fsdp"])
+def test_two_processes_stop_and_resume(strategy, tmp_path):
+    """A SIGTERM to one command: both processes stop at the same step, 143, and go on to the same numbers."""
+    args = [f"trainer={strategy}", "trainer.precision=no", "trainer.processes=2", "trainer.save_every=5", "trainer.keep=20",
+            "task.pause=0.05"]
+    assert crt_exp(*args, f"hydra.run.dir={tmp_path}/whole").returncode == 0
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "crt_exp", *BASE, *args, f"hydra.run.dir={tmp_path}/run"], env=env,
+                               stderr=subprocess.PIPE, text=True)
+    while not checkpoints(tmp_path / "run"):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    err = process.communicate()[1]
+    assert process.returncode == 143 and "stopped by SIGTERM" in err
+    assert crt_exp(*args, f"hydra.run.dir={tmp_path}/run", "resume=auto").returncode == 0
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_tell_an_error_once(tmp_path):
+    for args, message in [(["trainer.batch=7"], "trainer.batch = 7 does not divide over 2 processes"),
+                          (["trainer.lrr=1"], "unknown key 'trainer.lrr'"),
+                          (["task.poison=5", "trainer.epochs=1"], "first not finite: output of inner.0 (Linear)")]:
+        out = crt_exp(*args, start=TORCHRUN, cwd=tmp_path)
+        assert out.returncode == 1 and out.stderr.count(message) == 1, out.stderr
+
+
+def test_batch_that_does_not_divide(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="trainer.batch = 6 does not divide over 2 processes x 2 .* multiple of 4"):
+        start_world(config(batch=6, accumulate=2))
+
+
+def config(**changes):
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(OmegaConf.load(HERE.parent / "conf" / "trainer" / "default.yaml"))
+    del values["_target_"]
+    return TrainerConfig(**values | changes)
+
+
+# ---- the parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world, micro", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_plan_shares_out_the_same_steps(world, micro):
+    """Step by step the processes' rows are those of one process; a plan that starts later gives the rest of them."""
+    plans = [Plan(8, micro, seed=3, epoch=1, rank=r, world=world) for r in range(world)]
+    shares = [[list(rows) for rows in plan.rows(30, "train")] for plan in plans]
+    single = [list(rows) for rows in Plan(8, seed=3, epoch=1).rows(30, "train")]
+    for step, rows in enumerate(single):
+        assert sum((part for share in shares for part in share[step * micro:(step + 1) * micro]), []) == rows
+    assert len(set(sum(single, []))) == 24 and single != [list(rows) for rows in Plan(8, seed=3, epoch=2).rows(30, "train")]
+    later = [list(rows) for rows in Plan(8, micro, seed=3, epoch=1, start=2, world=world).rows(30, "train")]
+    assert later == shares[0][2 * micro:]
+
+
+def test_plan_reads_every_row_once_for_evaluation():
+    parts = [list(Plan(4, rank=r, world=3).rows(10, "test")) for r in range(3)]
+    assert [int(i) for part in parts for rows in part for i in rows] == list(range(10))
+    draws = [plan.rng(3).random() for plan in (Plan(8, seed=1), Plan(4, seed=1, rank=1, world=2), Plan(8, seed=1, epoch=1))]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_schedules():
+    rates = lambda kind, **k: [schedule(kind, step, 10, **k) for step in range(10)]
+    assert rates("linear", warmup=0)[0] == 1 and rates("linear", warmup=0)[-1] == pytest.approx(0.1)
+    assert rates("linear", warmup=0.3)[:4] == pytest.approx([0.25, 0.5, 0.75, 1]) == rates("cosine", warmup=3)[:4]
+    assert rates("cosine", warmup=0)[5] == pytest.approx(0.5) and rates("constant", warmup=2)[2:] == [1] * 8
+    assert all(b < a for kind in ("linear", "cosine") for a, b in zip(rates(kind, warmup=0), rates(kind, warmup=0)[1:]))
+
+
+def test_decay_and_layer_wise_rates():
+    model = toy.Network(6, 16, 0.0)
+    scale = lambda name: {"inner.0.weight": 0.0, "outer.weight": 0.5}.get(name, 1.0)
+    optimizer = make_optimizer(model, "adamw", 0.1, (0.9, 0.98), 1e-6, 0.01, scale)
+    set_rate(optimizer, 0.5)
+    names = {p: name for name, p in model.named_parameters()}
+    found = {names[p]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert found == {"inner.0.bias": (0.05, 0), "inner.1.weight": (0.05, 0), "inner.1.bias": (0.05, 0), "outer.bias": (0.05, 0),
+                     "outer.weight": (0.025, 0.01)}
+    assert not model.inner[0].weight.requires_grad
+    with pytest.raises(ValueError, match="no parameter to train"):
+        make_optimizer(model, "adam", 0.1, (0.9, 0.98), 1e-6, 0.01, lambda name: 0)
+
+
+def test_read_ahead_keeps_order_and_errors():
+    def items():
+        yield from range(5)
+        raise KeyError("the data")
+    for depth in (0, 1, 3):
+        found = []
+        with pytest.raises(KeyError, match="the data"):
+            found.extend(read_ahead(items(), depth))
+            for item in read_ahead(items(), depth):
+                found.append(item)
+    assert list(read_ahead(iter(range(100)), 2)) == list(range(100))
+    early = read_ahead(iter(range(10**9)), 2)
+    assert next(early) == 0
+    early.close()  # ends the thread too
+
+
+def test_stopwatch_shares():
+    clock = Stopwatch(True, torch.device("cpu"))
+    for _ in range(3):
+        with clock("step"):
+            for part in ("data", "forward", "backward", "optimiser"):
+                with clock(part):
+                    time.sleep(0.01)
+            time.sleep(0.01)
+        clock.count()
+    shares = clock.shares()
+    assert clock.steps == 2 and 0.3 < shares["outside"] < 0.5 and 0.1 < shares["data"] < 0.3
+    assert not Stopwatch(False, torch.device("cpu")).report().startswith("profile: 0")

@@ -1,0 +1,90 @@
+"""A real task, small: three classes of points, a two-layer network with dropout, noise that is drawn anew each epoch.
+
+Reached from the command line by `--config-dir tests/toy_conf task=toy` with this folder on PYTHONPATH.
+"""
+
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from crt_exp.tasks.base import Task
+
+
+class Network(nn.Module):
+    def __init__(self, dim, width, dropout, classes=3):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(dim, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout))
+        self.outer = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.outer(self.inner(x))
+
+
+class Toy(Task):
+    """poison: the row whose input is not finite; pause: seconds that a micro-batch takes; streamed: the length is not known."""
+
+    metric = "accuracy"
+
+    def __init__(self, rows=96, dim=6, width=16, dropout=0.1, noise=0.1, poison=None, pause=0.0, slow_evaluation=0.0,
+                 streamed=False, weighted=False, test=True):
+        rng = np.random.default_rng(0)
+        centres = rng.normal(size=(3, dim))
+        self.data = {}
+        for split, n in {"train": rows, "validation": 31, "test": 30}.items():
+            y = rng.integers(3, size=n)
+            self.data[split] = ((centres[y] + rng.normal(size=(n, dim))).astype(np.float32), y)
+        if poison is not None:
+            self.data["train"][0][poison] = np.inf
+        self.dim, self.width, self.dropout, self.noise, self.pause = dim, width, dropout, noise, pause
+        self.slow_evaluation, self.streamed, self.weighted = slow_evaluation, streamed, weighted
+        self.test = "test" if test else None
+
+    def length(self, split):
+        return None if self.streamed and split == "train" else len(self.data[split][1])
+
+    def build(self, make_attention):
+        return Network(self.dim, self.width, self.dropout)
+
+    def batches(self, split, plan):
+        x, y = self.data[split]
+        for rows in plan.rows(len(y), split):
+            if self.pause:
+                time.sleep(self.pause)
+            noise = np.stack([plan.rng(row).normal(size=self.dim) for row in rows]) if split == "train" else 0
+            keep = np.ones(len(rows), bool) if not self.weighted else rows % 3 > 0  # a mean over a part that differs in size
+            yield {"x": torch.from_numpy((x[rows] + self.noise * noise).astype(np.float32)), "y": torch.from_numpy(y[rows]),
+                   "keep": torch.from_numpy(keep)}
+
+    def weight(self, batch):
+        return batch["keep"].sum() if self.weighted else None
+
+    def loss(self, model, batch):
+        losses = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["keep"]).sum() / batch["keep"].sum().clamp(min=1)
+
+    def evaluate(self, model, split, reader):
+        time.sleep(self.slow_evaluation)
+        loss, predicted, truth = 0.0, [], []
+        for batch in reader.batches(split):
+            scores = model(batch["x"])
+            loss += nn.functional.cross_entropy(scores, batch["y"], reduction="sum").item()
+            predicted += scores.argmax(-1).tolist()
+            truth += batch["y"].tolist()
+        n, loss = reader.sum(len(truth), loss)
+        same = np.equal(reader.gather(predicted), reader.gather(truth))
+        return {"accuracy": float(same.mean()), "loss": loss / n}
+
+
+def run(args):
+    """A process of its own: `python -m crt_exp` with these arguments, silent."""
+    import os
+    import sys
+
+    from crt_exp.train import main
+
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    sys.argv = ["crt_exp", *args]
+    main()
