@@ -15,35 +15,31 @@ def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn
     """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed anew; None if all are.
 
     Layers are looked at in the order in which they ran, inner ones before those around them, gradients in backward order.
-    Hooks do not run in compiled code: `model` must be the one that was not compiled. Leaves gradients behind.
+    Hooks do not run in compiled code: `model` must be the one that was not compiled. Everything is computed to the end, because
+    the layers of a sharded model only work when all processes take part. Leaves gradients behind.
     """
-    for name, parameter in model.named_parameters():
-        if not finite(parameter):
-            return f"parameter {name}"
+    found = [f"parameter {name}" for name, parameter in model.named_parameters() if not finite(parameter)]
     model.zero_grad()
     for batch in batches:
-        found = first_in(model, batch, loss)
-        if found:
-            return found
-    late = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
-    return f"gradient of {late[-1]}" if late else None
+        replay(model, batch, loss, found)
+    if not found:  # a gradient that only the sum over micro-batches or processes made so; the last layer's came first
+        late = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+        found = [f"gradient of {name}" for name in reversed(late)]
+    return found[0] if found else None
 
 
-def first_in(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
-    """Runs one micro-batch forward and backward with a hook on every module and parameter."""
-    found: list[str] = []
+def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], found: list[str]) -> None:
+    """Runs one micro-batch forward and backward with a hook on every module and parameter; appends to an empty `found`."""
     hooks = [module.register_forward_hook(output_hook(name, found)) for name, module in model.named_modules()]
     hooks += [p.register_hook(gradient_hook(name, found)) for name, p in model.named_parameters() if p.requires_grad]
     try:
         value = loss(model, batch)
-        if not finite(value):
+        if not found and not finite(value):
             found.append("the loss itself")
-        if not found:
-            value.backward()
+        value.backward()
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
 
 
 def output_hook(name: str, found: list[str]):

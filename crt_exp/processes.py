@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+STEP_LIMIT = 120.0  # seconds that a step of one of several processes may take to end after a signal
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, agreed on by all processes
 
 
@@ -100,6 +101,11 @@ class World:
         GradientState._reset_state()
 
 
+def lost_process(error: RuntimeError) -> bool:
+    """Whether gloo or NCCL says that another process ended in the middle of an exchange."""
+    return any(words in str(error) for words in ("closed by peer", "Connection reset", "remote process exited"))
+
+
 class Preempted(Exception):
     """The run was told to stop, and left a checkpoint. `code` is 128 + the signal: 143 for SIGTERM, 130 for SIGINT."""
 
@@ -125,6 +131,8 @@ class StopSignals:
         self.signum: int | None = None
         self.interruptible = False
         self.first, self.on_stop = 0.0, on_stop
+        self.limit = threading.Timer(STEP_LIMIT, os._exit, [128 + signal.SIGTERM])
+        self.limit.daemon = True
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -136,13 +144,20 @@ class StopSignals:
         if self.signum is None:
             self.signum, self.first = signum, time.monotonic()
             self.on_stop()
+            if inside_torchrun():
+                self.limit.start()
         elif signum == signal.SIGINT and time.monotonic() > self.first + 1:
             raise KeyboardInterrupt
         if self.interruptible:
             self.interruptible = False
             raise Preempted(signum)
 
+    def step_ended(self) -> None:
+        """Takes away the time limit that a signal puts on the step under way: it cannot end where another process is gone."""
+        self.limit.cancel()
+
     def __exit__(self, kind, error, trace) -> None:
+        self.step_ended()
         ending = kind is not None and issubclass(kind, Preempted)
         for signum, handler in self.previous.items():  # torchrun's copy of the signal must not cut the last lines
             signal.signal(signum, signal.SIG_IGN if ending and inside_torchrun() else handler)

@@ -13,7 +13,8 @@ from typing import Any
 from omegaconf import ListConfig
 
 from crt_exp.config import CONF, ConfigError, choices, groups, unknown
-from crt_exp.processes import Preempted, ProcessesFailed, agree_on_start, inside_torchrun, rank, torchrun, world_size
+from crt_exp.processes import (Preempted, ProcessesFailed, agree_on_start, inside_torchrun, lost_process, rank, torchrun,
+                               world_size)
 
 ERROR_CODE, DIVERGED_CODE = 2, 3  # and 128 + the signal where a run was told to stop and left a checkpoint
 PATIENCE = 10.0  # seconds: torchrun ends the other processes as soon as one has failed
@@ -111,6 +112,10 @@ def train(cfg, task, mechanism) -> tuple[list[dict], Path]:
         tell(stopped)
         world.barrier()  # torchrun ends all processes when one has ended: the first must have spoken
         raise stopped from None
+    except RuntimeError as error:
+        if world.size > 1 and lost_process(error):
+            raise Stopped(f"process {rank()} cannot go on, for another is gone: {str(error).splitlines()[0]}", 1) from None
+        raise
     finally:
         if world.size == 1 or sys.exc_info()[0] is None:
             world.close()

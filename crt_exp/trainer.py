@@ -113,6 +113,8 @@ class Trainer:
         return self.run.records
 
     def _between_steps(self) -> None:
+        if self.stopping:
+            self.signals.step_ended()
         due = self._evaluation_due()
         if self.progress.step > self.saved and (due or self.stopping or self._save_due()):
             self.save()

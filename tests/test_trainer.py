@@ -1,6 +1,7 @@
 """Training as a user meets it: the command line on a small real task (toy.py), stopped, killed, damaged, and on two processes."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -19,7 +20,8 @@ from torch import nn
 from crt_exp import checkpoint
 from crt_exp.config import ConfigError
 from crt_exp.optim import make_optimizer, schedule, set_rate
-from crt_exp.progress import Stopwatch, read_ahead
+from crt_exp.processes import StopSignals
+from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.train import main
 from crt_exp.trainer_config import TrainerConfig, start_world
@@ -472,9 +474,21 @@ def test_two_processes_stop_and_resume(strategy, tmp_path):
 def test_two_processes_tell_an_error_once(tmp_path):
     for args, message in [(["trainer.batch=7"], "trainer.batch = 7 does not divide over 2 processes"),
                           (["trainer.lrr=1"], "unknown key 'trainer.lrr'"),
-                          (["task.poison=5", "trainer.epochs=1"], "first not finite: output of inner.0 (Linear)")]:
+                          (["task.poison=5", "trainer.epochs=1"], "first not finite: output of inner.0 (Linear)"),
+                          (["task.poison=5", "trainer=fsdp"], "first not finite: output of inner.0 (Linear)")]:
         out = crt_exp(*args, start=TORCHRUN, cwd=tmp_path)
         assert out.returncode == 1 and out.stderr.count(message) == 1, out.stderr
+
+
+@pytest.mark.slow
+def test_wandb_keeps_its_id(typed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, send(signal.SIGTERM))
+        assert typed("logger=wandb")[0] == 143
+    first = (tmp_path / "run" / "wandb_id").read_text()
+    assert typed("logger=wandb", "resume=auto")[0] == 0
+    names = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
+    assert (tmp_path / "run" / "wandb_id").read_text() == first and {name.rpartition("-")[2] for name in names} == {first.strip()}
 
 
 def test_batch_that_does_not_divide(monkeypatch):
@@ -550,6 +564,47 @@ def test_read_ahead_keeps_order_and_errors():
     early = read_ahead(iter(range(10**9)), 2)
     assert next(early) == 0
     early.close()  # ends the thread too
+
+
+def test_progress_line_of_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with ProgressLine(10, 4, 8, torch.device("cpu"), True) as line:
+        line.metric("accuracy", 0.5)
+        for _ in range(3):
+            time.sleep(0.11)
+            line.step(1.25)
+    shown = sys.stderr.getvalue()
+    assert "5/10" in shown
+    for part in ("loss=1.25", "accuracy=0.5000", "samples/s=", "memory=", "GiB", "<"):  # "<": time left
+        assert part in shown
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with ProgressLine(10, 0, 8, torch.device("cpu"), True) as line:
+        line.step(1.0)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_only_a_later_interrupt_stops_at_once():
+    with StopSignals() as signals:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as torchrun and a terminal send them together
+            os.kill(os.getpid(), signum)
+        assert signals.signum == signal.SIGTERM
+        signals.first -= 2
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+
+def test_plugins_get_their_presets():
+    from hydra.core.config_store import ConfigStore
+
+    from crt_exp.train import adjust_plugins
+
+    pytest.importorskip("hydra_plugins", reason="the extra `sweep` is not installed")
+    adjust_plugins()
+    assert ConfigStore.instance().load("hydra/launcher/joblib.yaml").node.n_jobs == 2
 
 
 def test_stopwatch_shares():
