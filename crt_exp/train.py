@@ -71,7 +71,7 @@ def run(cfg) -> float | None:
         return run_processes(cfg)
     task = instantiate(cfg.task)
     mechanism = build_mechanism(cfg)
-    records, directory = (study if is_study(task) else train)(cfg, task, mechanism)
+    records, directory = study(cfg, task, mechanism) if is_study(task) else train(cfg, task)
     if not records:
         return None
     print(f"{task.summary(records)}  [{directory}]")
@@ -91,19 +91,21 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
     return current.records, current.directory
 
 
-def train(cfg, task, mechanism) -> tuple[list[dict], Path]:
+def train(cfg, task) -> tuple[list[dict], Path]:
     """The records of a task that trains; none on processes but the first. Raises Stopped after a signal or a divergence."""
+    from crt_exp.attention.choices import attention_of
     from crt_exp.nonfinite import Diverged
     from crt_exp.run import Run
     from crt_exp.trainer import Trainer
     from crt_exp.trainer_config import start_world
 
     config = instantiate(cfg.trainer, _convert_="all")
+    attention = attention_of(choice("attention"), cfg.get("attention"), cfg.features, cfg.sampler, cfg.seed)
     world = start_world(config)
     try:
         with Run(cfg, output_directory(), world.main) as current:
             if not world.broadcast(finished(current.records)):
-                Trainer(config, task, mechanism, current, world, cfg.seed).fit()
+                Trainer(config, task, attention, current, world, cfg.seed).fit()
     except (Preempted, Diverged) as error:
         if isinstance(error, Preempted):
             stopped = Stopped(f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}", error.code)

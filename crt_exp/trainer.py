@@ -317,14 +317,18 @@ class Trainer:
         """The final record: the test split with the best weights, or the last ones; without a test split the best validation."""
         p, task = self.progress, self.task
         best = p.best if self.config.select == "best" else None
-        if task.test is None and best:
-            metrics = best["metrics"]
-        else:
-            if best and best["step"] != p.step:
-                self._load_best(self.root / f"step-{best['step']}")
-            metrics = self.evaluate(task.test or task.validation)
+        if best and best["step"] != p.step:
+            self._load_best(self.root / f"step-{best['step']}")
+        metrics = best["metrics"] if task.test is None and best else self.evaluate(task.test or task.validation)
+        self._export()
         chosen = {"best_step": best["step"]} if best else {}
         self._record(task.test or task.validation, **metrics, **chosen, metric=task.metric, final=True)
+
+    def _export(self) -> None:
+        """The weights that were tested, as the task keeps them."""
+        tensors = {name: whole(t) for name, t in self.module.state_dict().items()}
+        if self.world.main:
+            self.task.export(self.module, tensors, self.run.directory)
 
     def _load_best(self, path: Path) -> None:
         reason = self.world.broadcast(checkpoint.damage(path) if self.world.main else None)

@@ -1,6 +1,7 @@
 """From a name of `conf/attention` to the attention modules of a model's layers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,6 +12,43 @@ from crt_exp.config import CONF, ConfigError, choices, unknown
 DEFAULT_M = 256
 WITHOUT_FEATURES = ("exact", "identity", "linformer")
 LayerMaker = Callable[..., nn.Module]  # (heads, d, *, kv_heads, causal, scaling, layer) -> module of (q, k, v, key_mask)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a run: call it with the sizes of a layer (see LayerMaker), or `swap` it into a model that has its own.
+
+    features, sampler: contents of a file of these groups; options: keys of conf/attention/<name>.yaml.
+    """
+
+    name: str
+    m: int | None = None
+    features: dict[str, Any] | None = None
+    sampler: dict[str, Any] | None = None
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, heads: int, d: int, **sizes: Any) -> nn.Module:
+        return self.maker()(heads, d, **sizes)
+
+    def maker(self) -> LayerMaker:
+        return layer_maker(self.name, m=self.m, seed=self.seed, **self._parts())
+
+    def swap(self, model: nn.Module, saved: bool = True) -> nn.Module:
+        """In place; `exact` leaves the model as it is. saved: noise that lies beside the model's weights is taken over."""
+        from crt_exp.attention.swap import swap_attention
+
+        if self.name == "exact":
+            return model
+        return swap_attention(model, self.name, m=self.m, seed=self.seed, saved=saved, **self._parts())
+
+    def _parts(self) -> dict[str, Any]:
+        groups = {"features": self.features, "sampler": self.sampler}
+        return {k: OmegaConf.create(v) for k, v in groups.items() if v is not None} | self.options
+
+    def described(self) -> dict[str, Any]:
+        """Everything that decides its values but the seed, in plain numbers and strings: to compare with a saved model."""
+        return {"attention": self.options or self.name, "m": self.m, "features": self.features, "sampler": self.sampler}
 
 
 def layer_maker(name: str, *, m: int | None = None, sampler: str | Callable | None = None, features: str | None = None,
@@ -30,6 +68,22 @@ def layer_maker(name: str, *, m: int | None = None, sampler: str | Callable | No
     node = OmegaConf.merge(node, options)
     groups = {"features": features or named.get("features"), "sampler": sampler or named.get("sampler")}
     return maker_of(name, node, _group("features", groups["features"]), _group("sampler", groups["sampler"]), m, seed)
+
+
+def attention_of(name: str | None, node: DictConfig | None, features: DictConfig, sampler: DictConfig, seed: int) -> Attention:
+    """From the composed groups of a run; without a choice of attention the features and the sampler say it all."""
+    if name in WITHOUT_FEATURES:
+        return Attention(name, seed=seed, options=_options(node))
+    node = OmegaConf.load(CONF / "attention" / "favorpp.yaml") if name is None else node
+    options, features = _options(node), OmegaConf.to_container(features, resolve=True)
+    m = features.pop("m")
+    if "phi" in options:  # takes the place of the features
+        features = None
+    return Attention(name or "favorpp", m, features, OmegaConf.to_container(sampler, resolve=True), seed, options)
+
+
+def _options(node: DictConfig) -> dict[str, Any]:
+    return {k: v for k, v in OmegaConf.to_container(_resolved(node)).items() if k not in ("defaults", "_target_", "_partial_")}
 
 
 def maker_of(name: str, node: DictConfig, features: Any, sampler: Any, m: int | None, seed: int) -> LayerMaker:

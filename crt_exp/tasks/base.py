@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -123,6 +124,12 @@ class Task(Protocol):
     def lr_scale(self, name: str) -> float:
         """Factor on the learning rate of the parameter of that name: layer-wise decay, faster heads; 0 freezes it."""
         return 1.0
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Keeps the final weights (`tensors`, the whole state of `model`) in the run directory for other uses; default: not.
+
+        Called on the first process alone, before the final record.
+        """
 
     def summary(self, records: list[dict]) -> str:
         """One line for the terminal."""
