@@ -16,10 +16,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.config import build
 from crt_exp.features import FeatureMap, Features, GeomRFPlus, PoisRFPlus, Statistics
-from crt_exp.features.base import ONE
 from crt_exp.kernels import check_kernel
 
-ROWS = 2048  # rows handled at a time: keeps the columns of a block in cache
+ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 
 
 class _RandomFeatureEstimator(BaseEstimator):
@@ -65,11 +64,11 @@ class _RandomFeatureEstimator(BaseEstimator):
         self.map_ = self._map()
         self.params_ = self.map_.fit(Statistics.of(x, x))
 
-    def _check_positive(self, f: Features) -> Features:
-        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and f.value is not ONE:
+    def _check_range(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
             raise ValueError(f"{type(self.map_).__name__} was fitted on other data: some entries lie below its shift, where its "
                              "features are no longer positive. Fit it on data that covers the range, or use pois, geom or oprf")
-        return f
+        return x
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -114,9 +113,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
                              "transform cannot give: use KernelRegressionClassifier or KernelRegressionRegressor, or "
                              "map_.phi_q and map_.phi_k")
         out = np.empty((len(X), self.n_components), dtype=X.dtype)
-        phi = self.map_.bind(self.noise_, self.params_).phi_q
+        write = self.map_.writer(self.noise_, self.params_)
         for rows in _blocks(len(X)):
-            _write(self._check_positive(phi(self._scaled(X[rows]))), torch.from_numpy(out[rows]))
+            write(self._check_range(self._scaled(X[rows])), torch.from_numpy(out[rows]))
         return out
 
     def _projections(self) -> int:
@@ -316,14 +315,6 @@ def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Phi^T r (M, C) over exp(log_scale), and log_scale (1, M): the largest log feature of each column."""
     log_scale = f.log_scale.amax(-2, keepdim=True)
     return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale
-
-
-def _write(f: Features, out: torch.Tensor) -> None:
-    """phi into `out` (n, M), with no pass over memory that is not needed."""
-    if f.value is ONE:
-        torch.exp(f.log_scale, out=out)
-    else:
-        torch.mul(f.value, f.log_scale.exp(), out=out)
 
 
 def _blocks(n: int, size: int = ROWS) -> list[slice]:

@@ -68,6 +68,9 @@ def test_shapes_and_batches(phi):
         fx, fy = phi.phi_q(x, noise, params).exp(), phi.phi_k(y, noise, params).exp()
         assert fx.shape == (2, 3, 5, _width(phi, 7)) and fy.shape == (2, 3, 6, _width(phi, 7))
         assert fx.dtype == torch.float32
+        written = torch.full_like(fx, torch.nan)
+        phi.writer(noise, params)(x, written)
+        torch.testing.assert_close(written, fx)
     assert phi.log_variance(x, y[..., :5, :], params).shape == (2, 3, 5)
     assert phi.log_variance(x[..., :, None, :], y[..., None, :, :], params).shape == (2, 3, 5, 6)
     single = phi.fit(Statistics.of(x[0, 0], y[0, 0]))

@@ -34,6 +34,15 @@ class Features(NamedTuple):
         phi = self.log_scale.exp()
         return phi if self.value is ONE else self.value * phi
 
+    def write(self, out: Tensor) -> None:
+        """phi itself into `out` (..., L, M), without gradient."""
+        if self.log_scale.shape[-1] < out.shape[-1]:
+            torch.mul(self.value, self.log_scale.exp(), out=out)
+        else:
+            torch.exp(self.log_scale, out=out)
+            if self.value is not ONE:
+                out.mul_(self.value)
+
 
 class Bound(NamedTuple):
     """A feature map with its noise and parameters filled in, and what depends on these alone already computed."""
@@ -189,6 +198,11 @@ class FeatureMap(ABC):
     def bind(self, noise: Noise, params: Params = ()) -> Bound:
         """Both maps as functions of the vectors alone, for callers that go through a set in chunks."""
         return Bound(partial(self.phi_q, noise=noise, params=params), partial(self.phi_k, noise=noise, params=params))
+
+    def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
+        """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient, in few passes."""
+        phi = self.bind(noise, params).phi_q
+        return lambda x, out: phi(x).write(out)
 
     @abstractmethod
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:

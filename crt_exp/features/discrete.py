@@ -41,25 +41,47 @@ class DiscreteRF(FeatureMap):
         return self.bind(noise, params).phi_q(x)
 
     def bind(self, noise: Noise, params: DiscreteParams) -> Bound:
+        weight, half_odd = self._weights(noise, params)
+        phi = partial(self._phi, noise=noise, weight=weight, half_odd=half_odd, shift=params.shift)
+        return Bound(phi, phi)
+
+    def writer(self, noise: Noise, params: DiscreteParams):
+        weight, half_odd = self._weights(noise, params)
+        sign = torch.empty(0)
+
+        def write(x: Tensor, out: Tensor) -> None:
+            nonlocal sign
+            inputs, shifted, positive = self._inputs(x, noise, params.shift)
+            torch.matmul(inputs, weight.to(out.dtype).mT, out=out).exp_()
+            if not positive:
+                sign = sign if sign.shape == out.shape else torch.empty_like(out)
+                out.mul_(_parity_sign(shifted < 0, half_odd.to(out.dtype), sign))
+        return write
+
+    def _weights(self, noise: Noise, params: DiscreteParams) -> tuple[Tensor, Tensor]:
+        """[counts, bias, 1] (..., m, d + 2), and 1/2 where a count is odd (..., m, d)."""
         counts = self.counts(noise, params)                          # (..., m, d)
         of_counts, constant = self._log_weights(counts, params)
         bias = (of_counts + constant - math.log(noise.m) / 2).mT     # (..., m, 1)
         counts = counts.expand(*bias.shape[:-2], *counts.shape[-2:])
         weight = torch.cat([counts, bias, torch.ones_like(bias)], -1).to(noise.sq_norm.dtype)
-        phi = partial(self._phi, noise=noise, weight=weight, half_odd=(counts % 2 / 2).to(weight.dtype), shift=params.shift)
-        return Bound(phi, phi)
+        return weight, (counts % 2 / 2).to(weight.dtype)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None) -> Features:
         """log|phi| is the product of [log|x|, 1, norm term] with [counts, bias, 1]; the sign is a parity of halves."""
+        with torch.autocast(x.device.type, enabled=False):
+            inputs, shifted, positive = self._inputs(x, noise, shift)
+            log_scale = inputs @ weight.to(inputs.dtype).mT
+            return Features(ONE if positive else _parity_sign(shifted < 0, half_odd.to(inputs.dtype)), log_scale)
+
+    def _inputs(self, x: Tensor, noise: Noise, shift: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+        """[log|x|, 1, norm term] (..., L, d + 2) of the shifted x, the shifted x, and whether it is positive throughout."""
         noise.check(x)
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
         positive = _all_positive(shifted)
         logs = (shifted if positive else shifted.abs()).clamp(min=_tiny(x)).log()   # (..., L, d)
-        with torch.autocast(x.device.type, enabled=False):
-            inputs = torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1)
-            log_scale = inputs @ weight.to(x.dtype).mT
-            return Features(ONE if positive else _parity_sign(shifted < 0, half_odd.to(x.dtype)), log_scale)
+        return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
         """-|x|^2/2 of the Gaussian kernel, at the shifted point, and +|x|^2/2 back to the softmax kernel at the point itself."""
@@ -94,9 +116,10 @@ def _all_positive(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
 
-def _parity_sign(negative: Tensor, half_odd: Tensor) -> Tensor:
+def _parity_sign(negative: Tensor, half_odd: Tensor, out: Tensor | None = None) -> Tensor:
     """prod_l (-1)^omega_l over the negative entries (..., L, d): (..., L, m)."""
-    return (negative.to(half_odd.dtype) @ half_odd.mT).frac_().mul_(-4).add_(1)
+    odd = torch.matmul(negative.to(half_odd.dtype), half_odd.mT, out=out).frac_()  # 0 or 1/2
+    return torch.sub(1, odd, alpha=4, out=odd)
 
 
 def _tiny(x: Tensor) -> float:

@@ -43,10 +43,19 @@ class TrigRF(FeatureMap):
 
     def phi_q(self, x, noise, params=()) -> Features:
         phase = noise.project(x)
-        log_scale = torch.full_like(phase[..., :1], -math.log(noise.m) / 2)
-        if self.kernel == "softmax":
-            log_scale = log_scale + sq_norm(at_least_float32(x)) / 2
-        return Features(torch.cat([phase.cos(), phase.sin()], -1), log_scale)
+        return Features(torch.cat([phase.cos(), phase.sin()], -1), self._log_scale(x, phase))
+
+    def writer(self, noise, params=()):
+        def write(x: Tensor, out: Tensor) -> None:
+            phase = noise.project(x)
+            scale = self._log_scale(x, phase).exp_()
+            torch.mul(phase.cos(), scale, out=out[..., :noise.m])
+            torch.mul(phase.sin_(), scale, out=out[..., noise.m:])
+        return write
+
+    def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
+        log_scale = torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
+        return log_scale + sq_norm(at_least_float32(x)) / 2 if self.kernel == "softmax" else log_scale
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         return log_cosh((x.double() - y.double()).square().sum(-1))  # Performers Lemma 2
@@ -86,6 +95,12 @@ class PositiveExponential(FeatureMap):
             phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
         return Bound(phi, phi)
 
+    def writer(self, noise, params=()):
+        if noise.matrix_free:
+            return super().writer(noise, params)
+        weight = self._weight(noise, params)
+        return lambda x, out: torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
+
     def _weight(self, noise: Noise, params) -> Tensor:
         """[scale rows, bias, -norm_weight] (..., M, d + 2): log phi is its product with [x, 1, |x|^2], in one pass."""
         rows, scale, bias = self.exponent(noise, params)
@@ -94,10 +109,14 @@ class PositiveExponential(FeatureMap):
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
+        with torch.autocast(x.device.type, enabled=False):
+            inputs = self._inputs(x, noise)
+            return Features(ONE, inputs @ weight.to(inputs.dtype).mT)
+
+    def _inputs(self, x: Tensor, noise: Noise) -> Tensor:
         noise.check(x)
         x = at_least_float32(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return Features(ONE, torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1) @ weight.to(x.dtype).mT)
+        return torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1)
 
     def _phi_matrix_free(self, x: Tensor, noise: Noise, affine: tuple) -> Features:
         x, (scale, bias) = at_least_float32(x), affine

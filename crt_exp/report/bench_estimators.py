@@ -9,7 +9,8 @@ from sklearn.kernel_approximation import RBFSampler
 from crt_exp.estimators import RandomFeatures
 from crt_exp.report.writing import markdown, write_report
 
-ROWS, COLUMNS, WIDTH, ROUNDS = 100_000, 64, 256, 5
+ROWS, COLUMNS, WIDTH, ROUNDS = 100_000, 64, 256, 11
+REST = 0.2  # seconds between timings, in which the threads of the library before stop spinning
 MECHANISMS = ("trig", "pos", "hyp", "smreg", "oprf", "pois", "pois_coord", "geom", "pois_plus", "geom_plus")
 
 
@@ -20,7 +21,7 @@ def main(size: str) -> None:
         [a["features"], f"{a['seconds']:.3f}", f"{a['ratio']:.2f}", f"{b['seconds']:.3f}", f"{b['ratio']:.2f}"]
         for a, b in zip(rows[:len(rows) // 2], rows[len(rows) // 2:])])
     facts = (f"transform of {ROWS:,} x {COLUMNS} standard normal inputs to {WIDTH} columns, gamma = 0.005, orthogonal noise; medians of {ROUNDS} "
-             "interleaved rounds; the ratio is the median of the ratios within a round.")
+             f"interleaved rounds in rotating order, {REST} s of rest before each; the ratio is the median of the ratios within a round.")
     path = write_report("bench-estimators", "Speed of RandomFeatures beside RBFSampler", table, rows, None, facts,
                         time.perf_counter() - start, "bench-estimators")
     print(f"{table}\nwritten: {path}")
@@ -33,10 +34,16 @@ def measure(dtype) -> list[dict]:
     for model in models.values():
         model.fit(X).transform(X[:1000])
     seconds = {name: [] for name in models}
-    for _ in range(ROUNDS):
-        for name, model in models.items():
+    for turn in range(ROUNDS):
+        for name, model in rotated(list(models.items()), turn):
+            time.sleep(REST)
             start = time.perf_counter()
             model.transform(X)
             seconds[name].append(time.perf_counter() - start)
     ratio = lambda name: statistics.median(t / base for t, base in zip(seconds[name], seconds["RBFSampler"]))
     return [{"features": n, "dtype": np.dtype(dtype).name, "seconds": statistics.median(seconds[n]), "ratio": ratio(n)} for n in models]
+
+
+def rotated(items: list, by: int) -> list:
+    by %= len(items)
+    return items[by:] + items[:by]
