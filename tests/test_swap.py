@@ -555,6 +555,35 @@ def test_errors_name_what_is_wrong():
         swap_attention(made(bert), "favorpp", m=32).load_state_dict(swap_attention(made(bert), "favorpp", m=16).state_dict())
 
 
+class Mixed(nn.Module):
+    """One attention that can be swapped beside two of other kinds, one of them within a wrapper."""
+
+    class OwnAttention(nn.Module):
+        def forward(self, x):
+            return (x @ x.mT).softmax(-1) @ x
+
+    class Fused(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.own, self.wrapper = nn.MultiheadAttention(16, 4), self.OwnAttention(), nn.Sequential(self.Fused())
+
+
+def test_attention_of_other_kinds_is_named(capsys):
+    with pytest.warns(UserWarning, match=r"stays as it is in this Mixed: own \(OwnAttention\), wrapper.0 \(Fused\)"):
+        model = swap_attention(Mixed(), "favorpp", m=8)
+    rows = describe_attention(model)
+    assert rows["mechanism"].tolist() == ["favorpp", "cannot be swapped", "cannot be swapped"]
+    assert rows["path"].tolist() == ["known", "own", "wrapper.0"] and rows["layer"].isna().tolist() == [False, True, True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap_attention(Mixed(), "favorpp", m=8, layers=[0])  # who chooses layers knows
+        for make in ALL.values():
+            swap_attention(make(), "exact")
+
+
 def test_position_biases_are_refused():
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 20}
     with pytest.raises(ValueError, match=r"SelfAttention \(T5Attention\).*position bias"):

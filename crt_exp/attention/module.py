@@ -126,24 +126,10 @@ class RandomFeatureAttention(nn.Module):
         return self._for_query_heads(self.phi.fit(self._statistics(x, y, key_mask)))
 
     def _statistics(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> Statistics:
-        """Of each (batch, key head), the query heads of a group together; a query at a padded place does not count."""
-        groups = self.heads // self.kv_heads
-        y_mask = None if key_mask is None else key_mask[:, None]
-        x_mask = y_mask if key_mask is not None and x.shape[2] == y.shape[2] else None
-        if groups > 1:
-            x = x.unflatten(1, (self.kv_heads, groups)).flatten(2, 3)
-            x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
-        return Statistics.of(x, y, x_mask, y_mask)
+        return grouped_statistics(x, y, key_mask)
 
     def _for_query_heads(self, params):
-        """Parameters of key heads, repeated for their query heads."""
-        groups = self.heads // self.kv_heads
-        if groups == 1 or params is None:
-            return params
-        if isinstance(params, Tensor):
-            return params if params.ndim < 3 else params.repeat_interleave(groups, -3)
-        parts = [self._for_query_heads(p) for p in params]
-        return type(params)(*parts) if hasattr(params, "_fields") else tuple(parts)
+        return for_query_heads(params, self.heads // self.kv_heads)
 
     # ---- redraws and running statistics
 
@@ -232,6 +218,27 @@ class RandomFeatureAttention(nn.Module):
             raise ValueError(f"{prefix}omega was saved with (heads, m, d) = {tuple(saved.shape)}, but this model has "
                              f"{tuple(self.omega.shape)}: build it with m={saved.shape[1]}, or leave these buffers out")
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None) -> Statistics:
+    """Of each (batch, key head), the query heads of a group together; a query at a padded place does not count."""
+    groups = x.shape[1] // y.shape[1]
+    y_mask = None if key_mask is None else key_mask[:, None]
+    x_mask = y_mask if key_mask is not None and x.shape[2] == y.shape[2] else None
+    if groups > 1:
+        x = x.unflatten(1, (y.shape[1], groups)).flatten(2, 3)
+        x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
+    return Statistics.of(x, y, x_mask, y_mask)
+
+
+def for_query_heads(params, groups: int):
+    """Parameters of key heads, repeated for the query heads of their groups."""
+    if groups == 1 or params is None:
+        return params
+    if isinstance(params, Tensor):
+        return params if params.ndim < 3 else params.repeat_interleave(groups, -3)
+    parts = [for_query_heads(p, groups) for p in params]
+    return type(params)(*parts) if hasattr(params, "_fields") else tuple(parts)
 
 
 def in_backward() -> bool:

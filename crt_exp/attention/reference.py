@@ -40,15 +40,38 @@ def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise,
     return torch.cat(rows, -2).to(v.dtype)
 
 
+def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=None, params=(), *, causal: bool = False,
+                     rows: Tensor | None = None) -> Tensor:
+    """The attention matrix (B,H,L,S) itself, float64, rows of sum 1: of a feature map, or exact softmax without one.
+
+    rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. A row whose kernels all
+    underflow beside those of another key of the sequence (causal, beyond e^700) is 0.
+    """
+    L, S = x.shape[2], y.shape[2]
+    index = torch.arange(L, device=x.device) if rows is None else rows
+    x, y = x[:, :, index].double(), repeat_heads(y, x.shape[1]).double()
+    future = causal & (torch.arange(S, device=x.device) > index[:, None] + S - L)
+    if phi is None:
+        return (x @ y.mT).masked_fill(future, -torch.inf).softmax(-1)
+    queries, keys, _ = _stabilised(phi.phi_q(x, noise, params), phi.phi_k(y, noise, params), None)
+    kernel = (queries @ keys.mT).masked_fill(future, 0)
+    total = kernel.sum(-1, keepdim=True)
+    return kernel / torch.where(total == 0, 1, total)
+
+
 def _gather(fq: Features, fk: Features, v: Tensor, keep: Tensor | None) -> Partial:
-    """c_m = max_j b_jm, r_i = max_m (a_im + c_m); the kernel matrix is exp(a + c - r) exp(b - c)^T, exact."""
+    queries, keys, r = _stabilised(fq, fk, keep)
+    kernel, modulus = queries @ keys.mT, queries.abs() @ keys.abs().mT
+    return Partial(kernel @ v, kernel.sum(-1, keepdim=True), r, modulus.sum(-1, keepdim=True))
+
+
+def _stabilised(fq: Features, fk: Features, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """c_m = max_j b_jm, r_i = max_m (a_im + c_m); the kernel matrix is exp(a + c - r) exp(b - c)^T exp(r), exact."""
     b = fk.log_scale if keep is None else fk.log_scale.masked_fill(~keep[..., None], -torch.inf)
     c = b.detach().amax(-2, keepdim=True)
     c = torch.where(c.isinf(), 0.0, c)                                            # no key at all
     r = (fq.log_scale + c).detach().amax(-1, keepdim=True)
-    queries, keys = fq.value * torch.exp(fq.log_scale + c - r), fk.value * torch.exp(b - c)
-    kernel, modulus = queries @ keys.mT, queries.abs() @ keys.abs().mT
-    return Partial(kernel @ v, kernel.sum(-1, keepdim=True), r, modulus.sum(-1, keepdim=True))
+    return fq.value * torch.exp(fq.log_scale + c - r), fk.value * torch.exp(b - c), r
 
 
 def _tokens(f: Features, index: slice) -> Features:

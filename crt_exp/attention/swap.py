@@ -6,6 +6,7 @@ buffers are added to them. Families: Hugging Face models on the attention interf
 """
 
 import copy
+import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention import swap_families as families
-from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, layer_maker
+from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, LayerMaker, layer_maker
 from crt_exp.attention.module import RandomFeatureAttention
 from crt_exp.attention.swap_call import keeps_statistics
 
@@ -38,11 +39,20 @@ def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layer
 
     Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention with position
     biases, for saved noise of another m; when called, for masks that are neither key padding nor causal. Each names the layer.
+    Warns of attention of other kinds beside the layers that are swapped, unless `layers` chose: it stays as it is.
     """
-    found = _found(model)
-    chosen = _choose(found, layers)
     options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
     maker = layer_maker(name, m=None if name in WITHOUT_FEATURES else m, sampler=sampler, seed=seed or 0, **options)
+    if layers is None:
+        _warn_of_others(model)
+    return swap_layers(model, maker, name, layers, causal=causal, saved=saved)
+
+
+def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | None = None, *,
+                causal: bool | None = None, saved: bool = True) -> nn.Module:
+    """`swap_attention` with any maker of layers (see `choices.layer_maker`); `name` is what tables call it."""
+    found = _found(model)
+    chosen = _choose(found, layers)
     with _one_thread():
         states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
     if saved:
@@ -98,7 +108,7 @@ def describe_attention(model: nn.Module):
     """Prints, and returns as a DataFrame, one row for each attention module: see `swap_table.COLUMNS`."""
     from crt_exp.attention.swap_table import table
 
-    rows = table(_found(model))
+    rows = table(_found(model), families.others(model))
     print(rows.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3g}"))
     return rows
 
@@ -110,11 +120,21 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = [(path or type(module).__name__, module) for path, module in model.named_modules() if families.family(module)]
     if found:
         return found
-    others = [f"{path} ({type(part).__name__})" for path, part in model.named_modules()
-              if type(part).__name__.endswith("Attention")]
-    hint = f"; what it has is of other kinds: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else ""
+    others = families.others(model)
+    hint = f"; what it has is of other kinds: {_names(others)}" if others else ""
     raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on the "
                      f"attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    others = families.others(model)
+    if others and any(families.family(part) for part in model.modules()):
+        warnings.warn(f"attention of other kinds stays as it is in this {type(model).__name__}: {_names(others)}", stacklevel=3)
+
+
+def _names(parts: list[tuple[str, nn.Module]]) -> str:
+    shown = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts[:3])
+    return shown + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
 def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:

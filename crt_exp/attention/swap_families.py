@@ -200,6 +200,25 @@ def uses_interface(kind: type) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that are attention of no known family: by the name of their class, or because they call torch's fused attention.
+
+    Wrappers of attention and parts of it do not count.
+    """
+    known = {path for path, part in model.named_modules() if family(part)}
+    alike = {path: part for path, part in model.named_modules() if path not in known and _looks_like_attention(type(part))}
+    inside = lambda a, b: a.startswith(f"{b}." if b else "") and a != b
+    part_of_known = lambda path: any(inside(path, other) for other in known)
+    wraps = lambda path: any(inside(other, path) for other in (*known, *alike))
+    return [(path or type(part).__name__, part) for path, part in alike.items() if not part_of_known(path) and not wraps(path)]
+
+
+@cache
+def _looks_like_attention(kind: type) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return "attention" in kind.__name__.lower() or (code is not None and "scaled_dot_product_attention" in code.co_names)
+
+
 def sizes(module: nn.Module, path: str) -> Sizes:
     """The sizes of an attention module. Raises ValueError, naming it, for what no linear attention can stand for."""
     kind = family(module)

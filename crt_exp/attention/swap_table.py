@@ -14,11 +14,13 @@ from crt_exp.features.base import Moments, Statistics
 COLUMNS = ("layer", "path", "type", "mechanism", "m", "M", "A mean", "A min", "A max", "parameters", "predicted relative error")
 
 
-def table(found: list[tuple[str, nn.Module]]):
-    """A DataFrame with COLUMNS, a row for each attention module."""
+def table(found: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = ()):
+    """A DataFrame with COLUMNS, a row for each attention module; last those of other kinds, without a number."""
     import pandas as pd
 
-    return pd.DataFrame([_row(i, path, module) for i, (path, module) in enumerate(found)], columns=list(COLUMNS))
+    rows = [_row(i, path, module) for i, (path, module) in enumerate(found)]
+    rows += [_row(None, path, module) for path, module in others]
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64"})
 
 
 class Watcher:
@@ -47,13 +49,14 @@ def _mix(old: Moments, new: dict[str, Tensor], rate: float) -> dict[str, Tensor]
         "minimum": torch.minimum(old.minimum, new["minimum"])}
 
 
-def _row(i: int, path: str, module: nn.Module) -> tuple[Any, ...]:
+def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
     kind = module.__dict__.get("unswapped_class", type(module)).__name__
     parameters = sum(p.numel() for p in module.parameters())
     state = module._modules.get("swapped")
     head, empty = (i, path, kind), (None,) * 5
     if not isinstance(state, RandomFeatureAttention):
-        return *head, "unchanged" if state is None else state.mechanism, *empty, parameters, None
+        own = "unchanged" if i is not None else "cannot be swapped"
+        return *head, own if state is None else state.mechanism, *empty, parameters, None
     stats = _statistics(state)
     params = None if stats is None and state.phi.fitted else state.phi.fit(stats)
     return (*head, state.mechanism, state.m, _width(state), *_a_range(params), parameters, _relative_error(state, stats, params))
