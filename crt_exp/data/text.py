@@ -5,12 +5,13 @@ Nothing here draws from a global generator: the masks of a block come from a gen
 Legend: B sequences of a batch, L tokens of a sequence, V entries of a vocabulary.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -92,9 +93,29 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, 
     path = Path(directory).expanduser() / f"{key}.safetensors"
     arrays = stored(path)
     if arrays is None:
-        arrays = make()
-        store(path, arrays)
+        with alone(path.parent):
+            arrays = stored(path)
+            if arrays is None:
+                arrays = make()
+                store(path, arrays)
     return arrays
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Waits for other processes that make something for this directory: the ranks of a run then tokenize once."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError:
+        yield                                                # `store` says what is wrong
+        return
+    try:
+        with suppress(OSError):                              # a file system without locks: they all do the work
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def stored(path: Path) -> dict[str, np.ndarray] | None:

@@ -1,0 +1,49 @@
+"""A WordPiece vocabulary made from text."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from crt_exp.data import DataError
+from crt_exp.data.text import cached, content, key_of, lines_of, text_files
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ALPHABET = 1000                                              # most frequent characters that are known
+
+
+def wordpieces(paths: str | Path | Sequence[str | Path], size: int, lowercase: bool = True,
+               cache_dir: str | Path | None = None) -> list[str]:
+    """`size` pieces, or fewer where the text has no more, the special ones first; kept in `cache_dir` by content.
+
+    The same text gives the same vocabulary, in every process. Raises DataError for a size without room for the characters.
+    """
+    files = text_files(paths)
+    key = key_of("wordpiece 1", size, lowercase, *[f"{file.suffix}:{content(file)}" for file in files])
+    arrays = cached(cache_dir, key, lambda: {"words": encoded(trained(files, size, lowercase))})
+    return arrays["words"].tobytes().decode().split("\n")
+
+
+def encoded(words: list[str]) -> np.ndarray:
+    return np.frombuffer("\n".join(words).encode(), np.uint8)
+
+
+def trained(files: list[Path], size: int, lowercase: bool) -> list[str]:
+    """The library numbers the "##" characters in the order of a hash table, and breaks ties by it: they are given beforehand."""
+    from tokenizers.implementations import BertWordPieceTokenizer
+
+    tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
+    counts = Counter()
+    for line in lines_of(files):
+        counts.update(tokenizer.normalize(line))
+    counts.pop(" ", None)
+    alphabet = sorted(sorted(counts, key=lambda c: (-counts[c], c))[:ALPHABET])
+    first = [*SPECIAL, *("##" + c for c in alphabet)]
+    if size < len(first) + len(alphabet):
+        raise DataError(f"A vocabulary of {size} pieces has no room for the {len(alphabet)} characters of this text; "
+                        f"task.vocabulary_size={2 * len(first)} has.")
+    tokenizer.train_from_iterator(lines_of(files), vocab_size=size, show_progress=False, special_tokens=first,
+                                  initial_alphabet=alphabet, limit_alphabet=ALPHABET)
+    found = tokenizer.get_vocab()
+    return sorted(found, key=found.get)

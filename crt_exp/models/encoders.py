@@ -1,0 +1,199 @@
+"""BERT-type encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
+
+That folder, `<run>/model`, is what `from_pretrained` of transformers loads: config.json, model.safetensors, tokenizer. Its
+config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that attention.
+"""
+
+import difflib
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.attention.choices import Attention
+from crt_exp.config import ConfigError
+from crt_exp.data import DataError
+
+MODEL = "model"  # within the run directory
+EXACT = Attention("exact").described()
+HOW = ("With network: `hf download {name} --local-dir DIR`. Without: copy that folder (config.json, model.safetensors, "
+       "tokenizer.json or vocab.txt) here. Then set {option}=DIR.")
+
+
+class Origin(NamedTuple):
+    """Where a model comes from: a folder or a name of the hub, the option that named it, and what is taken over."""
+
+    name: str
+    option: str
+    weights: bool
+    noise: bool                        # that of the attention the weights were trained with
+
+
+def origin_of(model: str, init: str) -> Origin:
+    """What task.model and task.init mean. Raises DataError for an `init` that is neither a word nor a folder."""
+    if init in ("scratch", "uptrain"):
+        return Origin(folder_of(model, "task.model"), "task.model", init == "uptrain", False)
+    if not Path(init).expanduser().is_dir():
+        near = difflib.get_close_matches(init, ("scratch", "uptrain"), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise DataError(f"task.init = {init}: it takes scratch, uptrain, or the directory of a run of task=mlm, and there is "
+                        f"no such directory{hint}")
+    return Origin(folder_of(init, "task.init"), "task.init", True, True)
+
+
+def folder_of(name: str, option: str) -> str:
+    """The folder that holds config.json: `name` itself or the model of that run; names of the hub stay. Raises DataError."""
+    path = Path(name).expanduser()
+    for folder in (path / MODEL, path):
+        if (folder / "config.json").is_file():
+            return str(folder)
+    if (path / "config.yaml").is_file():
+        raise DataError(f"{option} = {name}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with resume=auto "
+                        f"hydra.run.dir={name}")
+    if path.is_dir():
+        raise DataError(f"{option} = {name}: this folder has no config.json. Give the directory of a run of task=mlm, or a "
+                        "model's folder (config.json, model.safetensors, tokenizer.json or vocab.txt)")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(f"{option} = {name}: there is no such folder. Give a model's folder, the directory of a run of task=mlm, "
+                        "or a name of the Hugging Face hub such as google-bert/bert-base-uncased")
+    return name
+
+
+def load_tokenizer(origin: Origin):
+    """Raises DataError where there is none, here and on the hub."""
+    from transformers import AutoTokenizer
+
+    tokenizer = _loaded(lambda: AutoTokenizer.from_pretrained(origin.name), origin, "tokenizer")
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
+        raise DataError(f"{origin.option} = {origin.name} holds no tokenizer: put the model's tokenizer.json or vocab.txt there")
+    return tokenizer
+
+
+def load_config(origin: Origin, **changes: Any):
+    """The model's configuration with other values for some keys. Raises DataError."""
+    from transformers import AutoConfig
+
+    return _loaded(lambda: AutoConfig.from_pretrained(origin.name, **changes), origin, "configuration")
+
+
+def load_model(kind: str, config, origin: Origin, attention: Attention) -> nn.Module:
+    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `attention` in place of its own.
+
+    Raises DataError where weights are missing, ConfigError where noise is to be taken over from another attention.
+    """
+    import transformers
+
+    auto = getattr(transformers, kind)
+    if origin.noise:
+        check_attention(config, origin, attention)
+    if origin.weights:
+        load = lambda: auto.from_pretrained(origin.name, config=config, dtype=torch.float32, output_loading_info=True,
+                                            ignore_mismatched_sizes=True)  # a head for other classes is made anew
+        model, info = _loaded(load, origin, "weights")
+        check_complete(model, info, origin)
+    else:
+        model = auto.from_config(config).float()
+    model.config.crt_exp = attention.described()
+    return attention.swap(model, saved=origin.noise)
+
+
+def check_attention(config, origin: Origin, attention: Attention) -> None:
+    """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
+    old, new = (dict(leaves(d)) for d in (getattr(config, "crt_exp", EXACT), attention.described()))
+    changed = [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new) if old.get(k) != new.get(k)]
+    if changed:
+        raise ConfigError(f"{origin.option} = {origin.name} was trained with another attention; these keys differ: "
+                          f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: task.init=uptrain "
+                          f"task.model={origin.name}")
+
+
+def leaves(node: Any, prefix: str = ""):
+    """Dotted names and values of nested dictionaries."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else key)
+    elif node is not None:
+        yield prefix, node
+
+
+def _key(name: str) -> str:
+    """As the command line calls it."""
+    return "features.m" if name == "m" else name.removesuffix("._target_")
+
+
+def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
+    """Raises DataError where the checkpoint lacks weights of the encoder or has them in another shape; heads may be new."""
+    prefix = model.base_model_prefix
+    inner = lambda name: name.startswith(prefix + ".") and ".pooler." not in name
+    missing = sorted(name for name in info["missing_keys"] if inner(name))
+    shapes = sorted(name for name, *_ in info["mismatched_keys"] if inner(name))
+    if missing or shapes:
+        problem = f"lacks {missing[0]}" if missing else f"has {shapes[0]} in another shape than config.json says"
+        more = len(missing) + len(shapes) - 1
+        raise DataError(f"{origin.option} = {origin.name} {problem}{f' and {more} more such weights' if more else ''}: it is no "
+                        f"checkpoint of this {type(model).__name__}")
+
+
+def _loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
+    """`load()`, whose errors become one DataError that says what to get and where to put it."""
+    from safetensors import SafetensorError
+
+    local = Path(origin.name).is_dir()
+    try:
+        with quiet():
+            return load()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        told = f"{origin.option} = {origin.name}: its {what} "
+        if local:
+            raise DataError(f"{told}cannot be read: {reason}") from None
+        raise DataError(f"{told}is not on this machine, and the Hugging Face hub does not give it: {reason}\n"
+                        + HOW.format(name=origin.name, option=origin.option)) from None
+
+
+@contextmanager
+def quiet():
+    """Without the libraries' words on new weights (`check_complete` judges them) and repeated attempts to reach the hub."""
+    from transformers.utils import logging
+
+    hub, bars = getLogger("huggingface_hub"), logging.is_progress_bar_enabled()
+    levels = logging.get_verbosity(), hub.level
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub.setLevel(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(levels[0])
+        hub.setLevel(levels[1])
+        if bars:
+            logging.enable_progress_bar()
+
+
+def check_length(config, length: int, option: str) -> None:
+    """Raises ConfigError for sequences that the model has no positions for."""
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise ConfigError(f"{option} = {length}: this model has positions for {most} tokens")
+
+
+def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
+    """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
+    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
+    for left in directory.glob(f".{MODEL}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        with quiet():
+            model.save_pretrained(temporary, state_dict=tensors)
+            tokenizer.save_pretrained(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"cannot write {final}: {error.strerror or error}; free space and continue with resume=auto") from None

@@ -1,0 +1,127 @@
+"""Fine-tuning on a GLUE task: Table 2 of Chefs' Random Tables.
+
+A pretrained encoder gets the run's attention and a new head; the metrics are the paper's, on the dev split, for test labels are
+not published. MNLI is evaluated on both of its dev splits, the second one as `<metric>_mismatched`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.attention.choices import Attention
+from crt_exp.data import glue
+from crt_exp.data.text import check_vocabulary
+from crt_exp.metrics import glue_metrics
+from crt_exp.models import encoders
+from crt_exp.tasks.base import Batch, Plan, Reader, Task
+
+
+@dataclass(eq=False)
+class GLUE(Task):
+    """One task with one encoder; see `conf/task/glue.yaml` for the options.
+
+    Raises DataError for missing or malformed files, an unknown task, an encoder that cannot be had, and a tokenizer that does not
+    belong to it; ConfigError for options that do not go together.
+    """
+
+    dataset: str
+    data_dir: str | None
+    source: str
+    model: str
+    init: str
+    max_length: int
+    examples: int | None
+    examples_seed: int
+    bucketed: bool
+    cache_dir: str | None
+
+    validation, test = "dev", None
+
+    def __post_init__(self):
+        self.described = glue.task_of(self.dataset)
+        self.metric = self.described.metrics[0]
+        self.origin = encoders.origin_of(self.model, self.init)
+        names = dict(enumerate(self.described.names)) or {0: "score"}
+        self.config = encoders.load_config(self.origin, num_labels=self.described.outputs, id2label=names,
+                                           label2id={name: i for i, name in names.items()})
+        encoders.check_length(self.config, self.max_length, "task.max_length")
+        self.tokenizer = encoders.load_tokenizer(self.origin)
+        check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
+        parts = ["train", "dev", *["dev_mm"] * self.described.two_devs]
+        self.texts = {part: glue.load(self.dataset, part, self.data_dir, self.source) for part in parts}
+        self.published = len(self.texts["train"])
+        self.texts["train"] = self.texts["train"].subsample(self.examples, self.examples_seed)
+
+    @cached_property
+    def encoded(self) -> dict[str, glue.Encoded]:
+        return {part: glue.encode(texts, self.tokenizer, self.max_length, self.cache_dir) for part, texts in self.texts.items()}
+
+    def length(self, split: str) -> int:
+        return len(self.texts[split])
+
+    def build(self, make_attention: Attention) -> nn.Module:
+        return encoders.load_model("AutoModelForSequenceClassification", self.config, self.origin, make_attention)
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        data = self.encoded[split]
+        for rows in self.rows(data.lengths, split, plan):
+            yield glue.collate([data[i] for i in rows], self.tokenizer.pad_token_id)
+
+    def rows(self, lengths: np.ndarray, split: str, plan: Plan) -> Iterator[np.ndarray]:
+        """Evaluation goes by length, for metrics do not depend on the order and batches then hold little padding."""
+        if split != "train":
+            order = np.argsort(lengths, kind="stable")
+            return (order[places] for places in plan.rows(len(lengths), split))
+        return glue.bucketed(lengths, plan) if self.bucketed else plan.rows(len(lengths), split)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.losses(self.outputs(model, batch), batch["labels"]).mean()
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(B, classes), or scores (B,), in float32."""
+        found = model(**{name: part for name, part in batch.items() if name != "labels"}).logits.float()
+        return found if self.described.names else found.squeeze(-1)
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """(B,): cross entropy in nats, or squared error of the score."""
+        if self.described.names:
+            return F.cross_entropy(outputs, labels, reduction="none")
+        return F.mse_loss(outputs, labels, reduction="none")
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        found = self.evaluate_part(model, split, reader)
+        if self.described.two_devs:
+            found |= {f"{name}_mismatched": value for name, value in self.evaluate_part(model, "dev_mm", reader).items()}
+        return found | {"train_examples": len(self.texts["train"]), "train_examples_available": self.published}
+
+    def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        total, rows = 0.0, []
+        for batch in reader.batches(split):
+            outputs = self.outputs(model, batch)
+            total += float(self.losses(outputs, batch["labels"]).double().sum())
+            answers = outputs.argmax(-1) if self.described.names else outputs
+            rows += zip(answers.tolist(), batch["labels"].tolist())
+        answers, labels = zip(*reader.gather(rows))
+        total, = reader.sum(total)
+        return glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": total / len(labels)}
+
+    def finite(self, answers: tuple[float, ...]) -> Any:
+        if not torch.tensor(answers, dtype=torch.float64).isfinite().all():
+            raise ValueError(f"{self.dataset}: the model predicts scores that are not finite; a lower trainer.lr may help")
+        return answers
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        encoders.keep(model, tensors, self.tokenizer, directory)
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        names = [key for key in last if key.removesuffix("_mismatched") in self.described.metrics]
+        found = ", ".join(f"{key} {last[key]:.4f}" for key in names)
+        return f"{self.described.folder}: {found} (dev, {self.length('dev')} examples; trained on {self.texts['train'].source})"

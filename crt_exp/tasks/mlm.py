@@ -1,0 +1,218 @@
+"""Masked-language-model pretraining and uptraining of BERT-type encoders, with any attention, on any text.
+
+Local text is packed into blocks once, and its masks are drawn anew each epoch; sets of the hub are streamed. Legend: B rows of a
+batch, L tokens of a block, n masked tokens, V entries of the vocabulary.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.attention.choices import Attention
+from crt_exp.config import ConfigError, unknown
+from crt_exp.data import DataError
+from crt_exp.data import text as data
+from crt_exp.data.vocabulary import wordpieces
+from crt_exp.models import encoders
+from crt_exp.tasks.base import Batch, Plan, Reader, Task
+
+HELD_OUT = 0.02  # of the blocks, at the end of the text, where there is no text for validation
+
+
+class MaskedModel(nn.Module):
+    """A masked language model that computes logits of masked tokens alone: the head over V costs more than a small encoder."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.chosen = model, None
+        model.base_model.register_forward_hook(self._choose)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """input_ids, labels (B, L), labels -100 where nothing is to be predicted -> logits (n, V), labels (n,)."""
+        self.chosen = labels != data.IGNORED
+        try:
+            return self.model(input_ids=input_ids).logits[0], labels[self.chosen]
+        finally:
+            self.chosen = None
+
+    def _choose(self, module: nn.Module, inputs: tuple, output: Any) -> Any:
+        if self.chosen is not None:
+            output["last_hidden_state"] = output["last_hidden_state"][self.chosen][None]
+        return output
+
+
+@dataclass(eq=False)
+class MLM(Task):
+    """See `conf/task/mlm.yaml` for the options.
+
+    Raises DataError for text or a model that cannot be had, ConfigError for options that do not go together.
+    """
+
+    text: str | Sequence[str] | None
+    validation_text: str | Sequence[str] | None
+    data_dir: str | None
+    hub: dict[str, Any]
+    model: str | None
+    init: str
+    sizes: dict[str, Any]
+    vocabulary: str | None
+    vocabulary_size: int
+    lowercase: bool
+    block: int
+    share: float
+    whole_words: bool
+    cache_dir: str | None
+
+    metric, lower_is_better = "perplexity", True
+
+    def __post_init__(self):
+        self.check_options()
+        self.streamed = self.hub["name"] is not None
+        self.files = {} if self.streamed else self.local_files()
+        self.test = "test" if "test" in self.files else None
+        self.origin = None if self.model is None and self.init == "scratch" else encoders.origin_of(self.model, self.init)
+        self.tokenizer = encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
+        self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
+        data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
+        encoders.check_length(self.config, self.block, "task.block")
+        self.masking = data.Masking.of(self.tokenizer, self.share, self.whole_words)
+
+    def check_options(self) -> None:
+        if self.hub["name"] is not None and self.text is not None:
+            raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
+        if self.hub["name"] is not None and not (self.validation_text or self.hub["validation"]):
+            raise ConfigError("a streamed text needs another one for validation: set task.hub.validation to a split of the set, "
+                              "or task.validation_text")
+        if self.model is None and self.init == "uptrain":
+            raise ConfigError("task.init=uptrain starts from a pretrained model: name it, task.model=...")
+        if self.model is not None and self.vocabulary is not None:
+            raise ConfigError("task.vocabulary is for a new model (task.model=null): task.model has a tokenizer of its own")
+
+    # ---- text
+
+    def local_files(self) -> dict[str, list[Path]]:
+        """The files of each split, where there are any."""
+        own = {"validation": data.text_files(self.validation_text)} if self.validation_text else {}
+        if self.text is not None:
+            return {"train": data.text_files(self.text)} | own
+        names = {"train": "train", "validation": "valid", "test": "test"}
+        return {split: [data.official_file("wikitext2", name, self.data_dir)] for split, name in names.items()} | own
+
+    @cached_property
+    def blocks(self) -> dict[str, np.ndarray]:
+        """(blocks, block) int32 of each split that is not streamed."""
+        found = {split: self.packed(files) for split, files in self.files.items()}
+        if self.streamed:
+            found["validation"] = self.streamed_validation()
+        if "validation" not in found:
+            held_out = math.ceil(HELD_OUT * len(found["train"]))
+            if held_out == len(found["train"]):
+                raise DataError(f"The text fills one block of {self.block} tokens, and validation needs another. Give more text, "
+                                "a smaller task.block, or task.validation_text.")
+            found["train"], found["validation"] = found["train"][:-held_out], found["train"][-held_out:]
+        return found
+
+    def packed(self, files: Any) -> np.ndarray:
+        return data.local_blocks(files, self.tokenizer, self.block, self.cache_dir)
+
+    def streamed_validation(self) -> np.ndarray:
+        if self.validation_text:
+            return self.packed(self.validation_text)
+        body = data.body_length(self.tokenizer, self.block)
+        lists = data.token_lists(self.documents(self.hub["validation"], buffer=0)(0, 0), self.tokenizer)
+        ids = np.fromiter(islice(chain.from_iterable(lists), self.hub["validation_blocks"] * body), np.int32)
+        if len(ids) < body:
+            raise DataError(f"{self.hub['name']}, {self.hub['validation']}: {len(ids)} tokens fill no block of {self.block}.")
+        return data.framed(ids[:len(ids) // body * body].reshape(-1, body), self.tokenizer)
+
+    def documents(self, split: str, **options: Any):
+        hub = self.hub
+        return data.hub_documents(hub["name"], hub["config"], split, hub["column"], data_files=hub["data_files"], **options)
+
+    def length(self, split: str) -> int | None:
+        return None if self.streamed and split == "train" else len(self.blocks[split])
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        if self.streamed and split == "train":
+            yield from self.stream(plan)
+            return
+        blocks = self.blocks[split]
+        for rows in plan.rows(len(blocks), split):
+            yield data.masked_blocks(blocks, rows, self.masking, plan.rng)
+
+    def stream(self, plan: Plan) -> data.Stream:
+        """From where the plan starts: a continued run reads, but does not mask, what came before."""
+        documents = self.documents(self.hub["split"], rank=plan.rank, world=plan.world, seed=plan.seed, buffer=self.hub["buffer"])
+        rows = plan.batch // plan.world // plan.micro
+        stream = data.Stream(documents, self.tokenizer, self.block, self.masking, rows, plan.seed, plan.rank)
+        stream.skip(plan.start * plan.micro)
+        return stream
+
+    # ---- model
+
+    def new_tokenizer(self):
+        if self.vocabulary is not None:
+            return data.bert_tokenizer(self.vocabulary, self.lowercase)
+        if self.streamed:
+            raise ConfigError("a new model on a streamed text needs a vocabulary: task.vocabulary=vocab.txt, or the tokenizer of "
+                              "task.model")
+        from transformers import BertTokenizerFast
+
+        words = wordpieces(self.files["train"], self.vocabulary_size, self.lowercase, self.cache_dir)
+        return BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}, do_lower_case=self.lowercase)
+
+    def new_config(self):
+        from transformers import BertConfig
+
+        for key in self.sizes:
+            if not hasattr(BertConfig(), key):
+                raise unknown("key of task.sizes", key, sorted(BertConfig().to_dict()))
+        config = BertConfig(**{"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer),
+                               "pad_token_id": self.tokenizer.pad_token_id, **self.sizes})
+        if config.hidden_size % config.num_attention_heads:
+            raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of num_attention_heads = "
+                              f"{config.num_attention_heads}")
+        return config
+
+    def build(self, make_attention: Attention) -> nn.Module:
+        origin = self.origin or encoders.Origin("", "task.model", False, False)
+        return MaskedModel(encoders.load_model("AutoModelForMaskedLM", self.config, origin, make_attention))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits, labels = model(**batch)
+        return F.cross_entropy(logits.float(), labels)
+
+    def weight(self, batch: Batch) -> Tensor:
+        return (batch["labels"] != data.IGNORED).sum()
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """Over the masked tokens: loss in nats, its exponential, and how many are guessed right."""
+        loss = right = count = 0
+        for batch in reader.batches(split):
+            logits, labels = model(**batch)
+            loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+            right += int((logits.argmax(-1) == labels).sum())
+            count += len(labels)
+        loss, right, count = reader.sum(loss, right, count)
+        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "masked_tokens": count}
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        encoders.keep(model.model, inner, self.tokenizer, directory)
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the masked tokens right "
+                f"({last['split']}, step {last['step']})")
+
+
+def exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

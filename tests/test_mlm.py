@@ -1,0 +1,283 @@
+"""task=mlm as a user types it: pretraining on local and streamed text, and what it leaves for other tasks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_bert import VOCABULARY, sentence, write_glue, write_model, write_text
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from crt_exp import checkpoint, swap_attention
+from crt_exp.attention.choices import Attention
+from crt_exp.data.vocabulary import wordpieces
+from crt_exp.tasks.base import Plan, Reader
+from crt_exp.tasks.mlm import MLM, MaskedModel
+from crt_exp.train import main
+
+HERE = Path(__file__).parent
+HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "column": "text", "data_files": None,
+       "buffer": 0, "validation_blocks": 4}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+OPTIONS = {"text": None, "validation_text": None, "data_dir": None, "hub": HUB, "model": None, "init": "scratch", "sizes": SIZES,
+           "vocabulary": None, "vocabulary_size": 150, "lowercase": True, "block": 16, "share": 0.15, "whole_words": False,
+           "cache_dir": None}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    write_text(root / "text.txt", 300)
+    write_model(root / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    for part in ("train", "valid", "test"):
+        write_text(root / "wikitext2" / f"wiki.{part}.tokens", 200 if part == "train" else 60)
+    return root
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys, tmp_path, files):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+    def run(*args, directory="run"):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("CRT_DATA", raising=False)
+        base = [f"task.text={files / 'text.txt'}", *[f"task.sizes.{k}={v}" for k, v in SIZES.items()], "task.vocabulary_size=150",
+                "task.block=16", f"task.cache_dir={files / 'cache'}", "trainer.batch=8", "trainer.epochs=1", "features.m=8"]
+        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
+        own = [b for b in own if "attention=exact" not in args or not b.startswith("features")]
+        own = ["task=mlm", *own] if "task=glue" not in args else ["trainer.epochs=1", "features.m=8", "trainer.batch=8"]
+        monkeypatch.setattr(sys, "argv", ["crt_exp", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args])
+        code, _ = 0, capsys.readouterr()
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+    return run
+
+
+def records(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+
+
+# ---- a run --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["favorpp", *[pytest.param(a, marks=pytest.mark.slow) for a in ("exact", "relu")]])
+def test_pretraining_learns_and_keeps_a_model(attention, typed, tmp_path):
+    """A new BERT with a vocabulary of its own; <run>/model loads by from_pretrained and gives the recorded numbers."""
+    code, out, err = typed(f"attention={attention}", "trainer.epochs=3", "trainer.lr=5e-3", "task.whole_words=true")
+    assert code == 0 and err == "" and "mlm: perplexity" in out, err
+    lines, folder = records(tmp_path / "run"), tmp_path / "run" / "model"
+    validation = [r["perplexity"] for r in lines if r["split"] == "validation"]
+    assert lines[-1]["final"] and lines[-1]["perplexity"] == min(validation) < 50
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    if attention != "exact":
+        swap_attention(model, attention, m=8, seed=7)  # the noise is the saved one
+    task = task_of(tmp_path, whole_words=True)
+    assert tokenizer.get_vocab() == task.tokenizer.get_vocab() and len(tokenizer) <= 150
+    with torch.no_grad():
+        found = task.evaluate(MaskedModel(model.eval()), "validation", Reader(task, batch=8))
+    assert found["loss"] == pytest.approx(lines[-1]["loss"], rel=1e-5) and found["accuracy"] == lines[-1]["accuracy"]
+
+
+def task_of(tmp_path, **options):
+    text = write_text(tmp_path / "same.txt", 300)
+    return MLM(**OPTIONS | {"text": str(text)} | options)
+
+
+def test_fine_tuning_goes_on_from_it(typed, tmp_path):
+    """task.init=<run> takes weights and noise of that run; task.model=<run> the weights alone."""
+    assert typed("attention=favorpp")[0] == 0
+    saved = checkpoint.load_tensors(tmp_path / "run" / "model" / "model.safetensors")
+    folder = write_glue(tmp_path / "RTE", "rte")
+    glue = ["task=glue", "task.dataset=rte", f"task.data_dir={folder}", "task.max_length=40", "attention=favorpp",
+            "trainer.lr=1e-9", "seed=3"]
+    for directory, given in {"noise": "task.init", "weights": "task.model"}.items():
+        code, _, err = typed(*glue, f"{given}={tmp_path / 'run'}", directory=directory)
+        assert code == 0, err
+        found = checkpoint.load_tensors(tmp_path / directory / "model" / "model.safetensors")
+        omega = "bert.encoder.layer.0.attention.self.swapped.omega"
+        assert torch.equal(found[omega], saved[omega]) == (directory == "noise")
+        embedding = "bert.embeddings.word_embeddings.weight"
+        torch.testing.assert_close(found[embedding], saved[embedding], atol=1e-6, rtol=0)
+
+
+def test_wikitext_is_the_default(typed, tmp_path, files, monkeypatch):
+    code, _, err = typed("task.text=null", f"task.data_dir={files / 'wikitext2'}", "attention=favorp")
+    assert code == 0, err
+    assert {r["split"] for r in records(tmp_path / "run")} == {"train", "validation", "test"}
+
+
+def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
+    """No step: the perplexity of the exact model under the run's attention; with more features it is nearer to the exact one."""
+    base = ["trainer.steps=0", f"task.model={files / 'bert'}", "task.init=uptrain"]
+    found = {}
+    for name, args in {"exact": ["attention=exact"], "4": ["attention=favorpp", "features.m=4"],
+                       "512": ["attention=favorpp", "features.m=512"]}.items():
+        code, _, err = typed(*base, *args, directory=name)
+        assert code == 0, err
+        found[name] = records(tmp_path / name)[-1]["loss"]
+    assert abs(found["512"] - found["exact"]) < abs(found["4"] - found["exact"]) and found["512"] != found["exact"]
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "Electra", "Albert"])
+def test_logits_of_the_masked_tokens_alone(kind):
+    """Equal to the whole model's at those places, with equal gradients."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "embedding_size": 16}
+    if kind == "DistilBert":
+        sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
+    model = transformers.AutoModelForMaskedLM.from_config(getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)).eval()
+    ids, chosen = torch.randint(5, 50, (3, 9)), torch.rand(3, 9) < 0.3
+    labels = torch.where(chosen, ids, -100)
+    whole = model(input_ids=ids, labels=labels)
+    whole.loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits, kept = MaskedModel(model)(ids, labels)
+    torch.testing.assert_close(logits, whole.logits[chosen])
+    torch.nn.functional.cross_entropy(logits, kept).backward()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, msg=name)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(typed, tmp_path, files):
+    """The number of masked tokens differs between processes: the mean runs over all of them."""
+    args = [f"task.model={files / 'bert'}", "attention=favorpp", "trainer.steps=4", "trainer.save_every=2"]
+    assert typed(*args)[0] == 0
+    code, _, err = typed(*args, "trainer.processes=2", directory="two")
+    assert code == 0, err
+    one, two = records(tmp_path / "run"), records(tmp_path / "two")
+    assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=1e-4) and two[-1]["masked_tokens"] == one[-1]["masked_tokens"]
+
+
+@pytest.mark.parametrize("source", [pytest.param("local", marks=pytest.mark.slow), "streamed"])
+def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, files, monkeypatch):
+    args = ["trainer.steps=9", "trainer.save_every=3", "trainer.log_every=2", "attention=favorpp", f"task.model={files / 'bert'}"]
+    if source == "streamed":
+        args += streamed(files)
+    assert typed(*args)[0] == 0
+    real, calls = MLM.loss, []
+
+    def loss(self, model, batch):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(MLM, "loss", loss)
+        assert typed(*args, directory="stopped")[0] == 143
+    code, out, err = typed(*args, "resume=auto", directory="stopped")
+    assert code == 0 and "continuing from" in out, err
+    assert records(tmp_path / "stopped") == records(tmp_path / "run")
+    one, two = (checkpoint.load_tensors(tmp_path / d / "model" / "model.safetensors") for d in ("run", "stopped"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+# ---- text ---------------------------------------------------------------------------------------------------------------------
+
+
+def streamed(files):
+    path = files / "text.txt"
+    return ["task.text=null", "task.hub.name=text", f"task.hub.data_files={{train: {path}, validation: {path}}}",
+            "task.hub.buffer=5", "task.hub.validation_blocks=4"]
+
+
+def test_streamed_text_is_shared_by_processes(files):
+    hub = HUB | {"name": "text", "data_files": {"train": str(files / "text.txt"), "validation": str(files / "text.txt")}}
+    task = MLM(**OPTIONS | {"hub": hub, "model": str(files / "bert")})
+    assert task.length("train") is None and task.length("validation") == 4
+    first = [next(iter(task.batches("train", Plan(8, rank=r, world=2)))) for r in (0, 1)]
+    assert first[0]["input_ids"].shape == (4, 16) and not torch.equal(first[0]["input_ids"], first[1]["input_ids"])
+    third = task.batches("train", Plan(8, start=2))
+    others = iter(task.batches("train", Plan(8)))
+    next(others), next(others)
+    assert torch.equal(next(iter(third))["input_ids"], next(others)["input_ids"])
+
+
+def test_held_out_blocks_are_not_trained_on(tmp_path):
+    task = task_of(tmp_path)
+    train, validation = task.blocks["train"], task.blocks["validation"]
+    assert len(validation) == -(-(len(train) + len(validation)) // 50) and task.test is None
+    masks = [batch["labels"] for batch in task.batches("validation", Plan(4))]
+    again = [batch["labels"] for batch in task.batches("validation", Plan(4))]
+    assert all(map(torch.equal, masks, again))  # the same places at every evaluation
+    epochs = [next(iter(task.batches("train", Plan(4, epoch=e))))["labels"] for e in (0, 1)]
+    assert not torch.equal(*epochs)
+
+
+@pytest.mark.slow
+def test_vocabulary_is_the_same_in_every_process(tmp_path):
+    text = tmp_path / "text.txt"
+    rng = np.random.default_rng(0)
+    text.write_text("\n".join(sentence(i) + " " + "".join(rng.choice(list("abcdefgh"), 5)) for i in range(200)))
+    code = f"from crt_exp.data.vocabulary import wordpieces; print(wordpieces({str(text)!r}, 220))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                           env=os.environ | {"PYTHONPATH": str(HERE.parent)}).stdout
+    assert found == f"{wordpieces(text, 220, cache_dir=tmp_path / 'cache')}\n"
+    assert wordpieces(text, 220, cache_dir=tmp_path / "cache")[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+# ---- what a user can get wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, words", [
+    (["task.text=/nowhere.txt"], ["/nowhere.txt is not there"]),
+    (["task.text=null"], ["wiki.train.tokens", "CRT_DATA is not set", "crt_exp.data fetch wikitext2"]),
+    (["task.init=uptrain"], ["task.init=uptrain", "task.model=..."]),
+    (["task.block=2"], ["length=2"]),
+    (["task.block=600", "+task.sizes.max_position_embeddings=512"], ["task.block = 600", "512"]),
+    (["task.share=1.5"], ["share of 1.5"]),
+    (["task.vocabulary_size=20"], ["vocabulary of 20", "task.vocabulary_size="]),
+    (["+task.sizes.hidden_sise=3"], ["hidden_sise", "did you mean hidden_size?"]),
+    (["task.sizes.hidden_size=33"], ["hidden_size = 33", "num_attention_heads = 2"]),
+    (["task.vocabulary=/nowhere/vocab.txt"], ["/nowhere/vocab.txt is not there"]),
+    (["task.hub.name=text"], ["leave one of them out"]),
+    (["task.hub.name=text", "task.text=null"], ["task.vocabulary=vocab.txt"]),
+], ids=str)
+def test_bad_options(args, words, typed, tmp_path):
+    code, _, err = typed(*args)
+    assert code == 2 and err.count("crt_exp: error:") == 1 and len(err.splitlines()) <= 4, err
+    assert all(word in err for word in words) and not (tmp_path / "run").exists(), err
+
+
+def test_a_streamed_run_needs_an_end(typed, files):
+    code, _, err = typed(*streamed(files), f"task.model={files / 'bert'}")
+    assert code == 2 and "set trainer.steps" in err
+
+
+def test_a_run_that_has_not_ended_is_no_start(typed, tmp_path, files):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.yaml").write_text("seed: 0\n")
+    code, _, err = typed(f"task.init={tmp_path / 'half'}")
+    assert code == 2 and "has not ended" in err and "resume=auto" in err
+
+
+def test_init_from_a_run_with_another_attention(typed, tmp_path):
+    """The keys that differ are named, and the way out works: weights alone, with new noise."""
+    assert typed("attention=favorp", "trainer.steps=0", directory="mlm")[0] == 0
+    run, glue = tmp_path / "mlm", ["task=glue", f"task.data_dir={write_glue(tmp_path / 'RTE', 'rte')}", "task.dataset=rte",
+                                   "task.max_length=40", "trainer.steps=0"]
+    code, _, err = typed(*glue, f"task.init={run}", "attention=favorpp", "features.m=16")
+    assert code == 2 and "features.m (it was 8, now 16)" in err and f"task.init=uptrain task.model={run}/model" in err
+    assert "features (it was crt_exp.features.PosRF, now crt_exp.features.OPRF)" in err and len(err.splitlines()) == 1
+    assert typed(*glue, f"task.init={run}", "attention=exact")[0] == 2
+    code, _, err = typed(*glue, "task.init=uptrain", f"task.model={run}", "attention=favorpp", "features.m=16")
+    assert code == 0, err
+
+
+def test_kept_with_what_the_attention_was(files):
+    task = MLM(**OPTIONS | {"text": str(files / "text.txt"), "model": str(files / "bert")})
+    model = task.build(Attention("favorpp", 8))
+    assert model.model.config.crt_exp["m"] == 8 and len(task.tokenizer) == len(VOCABULARY)
