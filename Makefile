@@ -8,7 +8,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint table1 fig1 fig2 performers-fig2 hadamard bench-estimators speed
+.PHONY: help setup demo test test-all lint table1 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard sweep-example bench-estimators speed
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -51,8 +51,18 @@ fig2: $(STAMP)  ## CRT Figure 2: log variance of every mechanism in four regimes
 performers-fig2: $(STAMP)  ## Performers Figure 2: where positive features beat trigonometric ones
 	@$(PY) -m crt_exp.report performers_fig2
 
+performers-fig4: $(STAMP)  ## Performers Figure 4: MSE of attention against m, with every mechanism and sampler
+	@$(PY) -m crt_exp.report performers_fig4 --size $(SIZE)
+
+performers-fig14: $(STAMP)  ## Performers Figure 14: how the error of attention goes through 1 to 12 layers
+	@$(PY) -m crt_exp.report performers_fig14 --size $(SIZE)
+
 hadamard: $(STAMP)  ## structured projections: MSE, bias and time of iid, orthogonal, Hadamard k = 1, 2, 3, Givens
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on wine, the table of the runs and the best
+	@$(PY) -m crt_exp -m task=uci features=trig,gerf,oprf features.m=8,64 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \
+	  resume=auto
 
 bench-estimators: $(STAMP)  ## RandomFeatures beside scikit-learn's RBFSampler
 	@$(PY) -m crt_exp.report bench_estimators

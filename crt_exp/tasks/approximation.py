@@ -1,0 +1,239 @@
+"""How well a mechanism approximates softmax attention, on a model's own tensors or on synthetic ones, and what that does to
+the hidden states behind 1, 2, ... layers; and which mechanism the closed forms predict best for each head.
+
+Legend: H heads, m projections, M features. An error is relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
+"""
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention
+from crt_exp.attention.reference import attention_matrix
+from crt_exp.bounds import ensemble_log_variance
+from crt_exp.config import build, choices
+from crt_exp.features import GERF, FeatureMap, Statistics, TrigRF
+from crt_exp.features.exponential import PositiveExponential
+from crt_exp.samplers import Noise, bias_record, bias_sentence
+from crt_exp.tasks.base import EXACT, Mechanism
+from crt_exp.tasks.captured import Layer, Pretrained, Synthetic, relative_error
+
+DRAWS = 200      # of the noise, for sample variances
+AT_ONCE = 2**24  # numbers of features held for them
+PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
+MEANS = ("output_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators", "log_variance",
+         "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
+LENGTH = 1024    # of synthetic tensors
+BIASED = ("smreg",)
+SMALL = -60.0    # nats: a smaller relative MSE counts as this
+
+
+class Approximation:
+    """task=approximation; see conf/task/approximation.yaml for the options.
+
+    Records of four kinds: `heads`, one a layer: mean |x + y|^2, and each mechanism's log relative MSE by the closed forms;
+    `layer`, one a layer and m: errors and variances; `depth`, one an m: the error behind each layer; and a final one at the
+    largest m.
+    """
+
+    metric, lower_is_better = "output_error", True
+
+    def __init__(self, ms: Sequence[int], samples: int, rows: int, pairs: int, heads: int, d: int, scale: float, depth: int,
+                 model: str | None = None, text: str | None = None, tokenizer: str | None = None,
+                 layers: Sequence[int] | None = None, length: int | None = None):
+        if not ms or min(samples, rows, *ms) < 1 or pairs < 0:
+            raise ValueError("task.ms, task.samples and task.rows must be positive, task.pairs not negative")
+        if not all(isinstance(n, int) and n > 0 for n in (*ms, LENGTH if length is None else length)):
+            raise ValueError(f"task.ms = {list(ms)} and task.length = {length} must be positive whole numbers")
+        if (model is None) != (text is None):
+            raise ValueError("task.model and task.text go together: a model, and the text that it reads")
+        if model is None and (layers is not None or tokenizer is not None):
+            raise ValueError("task.layers and task.tokenizer need task.model")
+        self.ms, self.samples, self.rows, self.pairs = list(ms), samples, rows, pairs
+        self.source = (Synthetic(length or LENGTH, heads, d, scale, depth) if model is None
+                       else Pretrained(model, text, tokenizer, length, layers))
+        self.depth = model is not None or depth > 0
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        if mechanism == EXACT:
+            raise ValueError("attention=exact has no error: choose features=...")
+        phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
+        plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
+        plan += [("layer", self.of_layer, (phi, mechanism, m, i, seed)) for m in self.ms for i in numbers]
+        plan += [("depth", self.of_depth, (phi, mechanism, m, seed)) for m in self.ms if self.depth]
+        plan += [("test", self.of_all, (phi, mechanism, rows, seed))]
+        for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
+            rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
+            yield rows[-1]
+
+    # ---- what the closed forms say
+
+    def of_heads(self, i: int, seed: int) -> dict[str, Any]:
+        """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each mechanism's log relative MSE (nats).
+
+        All mechanisms have M = the largest m features, independent projections and parameters fitted to the head; `best` has
+        the least, `best_unbiased` the least of those that estimate softmax itself (not SMREG, whose bias counts as error).
+        """
+        layer = self.source.layers(0, seed)[i]
+        means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
+        found = {name: predicted_log_mse(build("features", name, kernel="softmax"), layer, max(self.ms), seed)
+                 for name in choices("features")}
+        best = lambda names: [min(names, key=lambda name: found[name][h]) for h in range(layer.heads)]
+        return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(), "best": best(found),
+                "best_unbiased": best([name for name in found if name not in BIASED]),
+                "log_relative_mse": {name: [_number(v) for v in values] for name, values in found.items()}}
+
+    # ---- what is measured
+
+    def of_layer(self, phi: FeatureMap, mechanism: Mechanism, m: int, i: int, seed: int) -> dict[str, Any]:
+        """Errors of output and matrix, over samples; `_heads`: each head's mean."""
+        errors, negative = self.measure(phi, mechanism, m, i, seed)
+        layer = self.source.layers(0, seed)[i]
+        found = {"layer": i, "path": layer.path, "m": m, "negative_denominators": negative}
+        for name, values in errors.items():
+            found |= _spread(name, values.mean(-1)) | {f"{name}_heads": _numbers(values.mean(0))}
+        return found | (self.variances(phi, mechanism, m, layer, i, seed) if self.pairs else {})
+
+    def measure(self, phi: FeatureMap, mechanism: Mechanism, m: int, i: int, seed: int) -> tuple[dict[str, Tensor], float]:
+        """Of one layer: errors by name, (samples, H) each, and the share of denominators that are not positive."""
+        count, errors = DenominatorCount(), []
+        for sample in range(self.samples):
+            layer = self.source.layers(sample, seed)[i]
+            noise = mechanism.sampler(m, layer.d, _generator(seed, i, sample), batch=(layer.heads,))
+            errors.append(self.errors(phi, noise, layer, count, seed))
+        return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
+
+    def errors(self, phi: FeatureMap, noise: Noise, layer: Layer, count: DenominatorCount, seed: int) -> dict[str, Tensor]:
+        """Relative error and mean squared error of output and matrix, (H,) each."""
+        params, tensors = layer.fit(phi), (layer.x, layer.y)
+        rows = torch.randperm(layer.x.shape[2], generator=_generator(seed))[:self.rows].sort().values
+        output = attention(*tensors, layer.v, phi, noise, params, causal=layer.causal, counter=count)
+        matrix = attention_matrix(*tensors, phi, noise, params, causal=layer.causal, rows=rows)
+        found = {}
+        for name, estimate, exact in (("output", output, layer.output), ("matrix", matrix, layer.matrix(rows))):
+            found[f"{name}_error"] = relative_error(estimate, exact, (-2, -1))[0]
+            found[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
+        return found
+
+    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: Layer, i: int, seed: int) -> dict[str, Any]:
+        """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed form for
+        independent projections, by the exact one for coupled ones where there is one, and of DRAWS draws of the noise."""
+        x, y = random_pairs(layer, self.pairs, _generator(seed, i))
+        params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
+        found = {"": phi.log_variance(x, y, params) - math.log(m) - squared}
+        if coupled(phi, mechanism):
+            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_name) - squared
+        found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, _generator(seed, i, m)) - squared
+        medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in found.items()}
+        return {k: _number(v.median()) for k, v in medians.items()} | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
+
+    def of_depth(self, phi: FeatureMap, mechanism: Mechanism, m: int, seed: int) -> dict[str, Any]:
+        """Error of the hidden states behind layers 1, 2, ..., over samples."""
+        make = partial(RandomFeatureAttention, phi, mechanism.sampler, m, seed=seed)
+        errors = self.source.hidden_errors(make, self.samples, seed)
+        spread = [_spread("hidden_error", e) for e in errors.unbind(1)]
+        return {"m": m, **spread[-1], **{f"{k}_by_layer": [s[k] for s in spread] for k in spread[0]}}
+
+    def of_all(self, phi: FeatureMap, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
+        """Means over layers at the largest m, and for how many heads each mechanism is predicted to be best."""
+        top = [r for r in rows if r["split"] == "layer" and r["m"] == max(self.ms)]
+        found = {name: _mean([r[name] for r in top]) for name in top[0] if name in MEANS}
+        found |= next(({"hidden_error": r["hidden_error"]} for r in rows if r["split"] == "depth" and r["m"] == max(self.ms)), {})
+        for key in ("best", "best_unbiased"):
+            found[key] = dict(Counter(name for r in rows if r["split"] == "heads" for name in r[key]).most_common())
+        layer = self.source.layers(0, seed)[0]
+        x, y = layer.x[0, 0], layer.y[0, 0]
+        bias = bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))
+        return {"m": max(self.ms), **found, **bias, "final": True}
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        errors = {"the output": "output_error", "the matrix": "matrix_error", "the last hidden states": "hidden_error"}
+        shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)
+        count = lambda key: ", ".join(f"{name} {n}" for name, n in last[key].items())
+        return (f"{self.table(records)}\nheads by the mechanism that the closed forms predict best at equal M: {count('best')} "
+                f"(of the unbiased ones: {count('best_unbiased')}){bias_sentence(last)}\n"
+                f"{self.source}, m = {last['m']}: relative error {shown}")
+
+    def table(self, records: list[dict]) -> str:
+        """A line for each layer, at the largest m."""
+        import pandas as pd
+
+        heads = [r for r in records if r["split"] == "heads"]
+        found = [r for r in records if r["split"] == "layer" and r["m"] == max(self.ms)]
+        lines = [{"layer": h["layer"], "path": h["path"], "|x + y|^2": sum(h["mean_sq_sum"]) / h["heads"],
+                  "least": min(h["mean_sq_sum"]), "most": max(h["mean_sq_sum"]), "output": r["output_error"],
+                  "matrix": r["matrix_error"], "log variance": r.get("log_variance"), "sampled": r.get("log_variance_sampled"),
+                  "predicted best": Counter(h["best"]).most_common(1)[0][0],
+                  "unbiased": Counter(h["best_unbiased"]).most_common(1)[0][0]} for h, r in zip(heads, found)]
+        return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)
+
+
+def predicted_log_mse(phi: FeatureMap, layer: Layer, features: int, seed: int) -> list[float]:
+    """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with so many features, independent projections."""
+    x, y = random_pairs(layer, PREDICTED, _generator(seed))
+    m = max(1, features // phi.width(1))
+    log_bias = phi.log_kernel(x, y) - (x * y).sum(-1)  # 0 but for SMREG
+    variance = phi.log_variance(x, y, layer.fit(phi)) - 2 * (x * y).sum(-1) - math.log(m)
+    total = torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
+    return total.clamp(min=SMALL)[0].mean(-1).tolist()
+
+
+def random_pairs(layer: Layer, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Queries and keys (1, H, pairs, d), float64; with causal attention a key is not later than its query."""
+    i = torch.randint(layer.x.shape[2], (pairs,), generator=g)
+    offset = layer.y.shape[2] - layer.x.shape[2]
+    j = (torch.rand(pairs, generator=g) * (i + offset + 1 if layer.causal else layer.y.shape[2])).long()
+    return layer.x[:, :, i].double(), layer.y_of_heads[:, :, j].double()
+
+
+def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params,
+                         g: torch.Generator) -> Tensor:
+    """log of the sample variance of the kernel estimates of pairs (1, H, pairs, d) over DRAWS draws: (1, H, pairs)."""
+    logits, ratios = (x * y).sum(-1), []
+    at_once = max(1, AT_ONCE // (logits.numel() * phi.width(m)))
+    for start in range(0, DRAWS, at_once):
+        noise = mechanism.sampler(m, x.shape[-1], g, batch=(min(at_once, DRAWS - start), 1))
+        fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
+        ratios.append((fx.value * fy.value * (fx.log_scale + fy.log_scale - logits.unsqueeze(-1)).exp()).sum(-1))
+    return torch.cat(ratios).var(0, keepdim=True).log() + 2 * logits
+
+
+def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
+    """Whether the exact variance of these coupled rows is known."""
+    exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
+    return mechanism.sampler_name in ("orthogonal", "simplex") and exact and isinstance(phi, (TrigRF, PositiveExponential, GERF))
+
+
+def _generator(*key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float | None]:
+    """Mean, standard deviation and median over samples, and the same of the logarithm; None where it is not a number."""
+    logs, few = values.log(), len(values) < 2
+    return {name: _number(values.mean()), f"{name}_std": None if few else _number(values.std()),
+            f"{name}_median": _number(values.median()), f"log_{name}_mean": _number(logs.mean()),
+            f"log_{name}_std": None if few else _number(logs.std())}
+
+
+def _number(value: Tensor | float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _numbers(values: Tensor) -> list[float | None]:
+    return [_number(v) for v in values]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    return None if None in values else sum(values) / len(values)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,285 @@
+"""What attention layers are given, for studies of approximation: a pretrained model's own tensors while it reads a text, or
+synthetic ones; and how far the hidden states behind each layer move when attention is approximated.
+
+Legend: H query heads, Hkv key heads, L queries, S keys, d, dv. x and y are scaled, so that x.y is the logit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.attention import exact_attention
+from crt_exp.attention.checks import repeat_heads
+from crt_exp.attention.choices import LayerMaker, layer_maker
+from crt_exp.attention.module import for_query_heads, grouped_statistics
+from crt_exp.attention.reference import attention_matrix
+from crt_exp.attention.swap import calibrate_attention, swap_attention, swap_layers, unswap_attention
+from crt_exp.data.text import bert_tokenizer, check_vocabulary
+from crt_exp.features import FeatureMap
+from crt_exp.features.base import Params
+from crt_exp.models.transformer import Transformer
+from crt_exp.samplers.noise import cached
+
+
+@dataclass
+class Layer:
+    """One call of an attention layer."""
+
+    path: str
+    x: Tensor  # (1, H, L, d)
+    y: Tensor  # (1, Hkv, S, d)
+    v: Tensor  # (1, Hkv, S, dv)
+    causal: bool = False
+    _exact: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # the rows that were asked for last, and their matrix
+
+    def __post_init__(self):
+        self.heads, self.d = self.x.shape[1], self.x.shape[3]
+
+    @cached
+    def y_of_heads(self) -> Tensor:
+        """The keys of each query head, (1, H, S, d)."""
+        return repeat_heads(self.y, self.heads)
+
+    @cached
+    def output(self) -> Tensor:
+        """Of exact attention, (1, H, L, dv)."""
+        return exact_attention(self.x, self.y, self.v, causal=self.causal)
+
+    def matrix(self, rows: Tensor) -> Tensor:
+        """Those rows of the exact attention matrix, (1, H, rows, S) float64."""
+        if self._exact is None or not torch.equal(self._exact[0], rows):
+            self._exact = rows, attention_matrix(self.x, self.y, causal=self.causal, rows=rows)
+        return self._exact[1]
+
+    def fit(self, phi: FeatureMap) -> Params:
+        """Parameters (1, H, 1, ...) for these tensors, the query heads of a group together."""
+        return for_query_heads(phi.fit(grouped_statistics(self.x, self.y)), self.heads // self.y.shape[1])
+
+
+class Synthetic:
+    """q, k ~ N(0, scale^2) and v ~ N(0, 1), anew for each sample; hidden states of a plain Transformer of random weights.
+
+    That one has `depth` pre-norm layers of width heads d with an FFN four times as wide, torch's initial weights but for those of
+    queries and keys, which give them standard deviation `scale` too, and reads tokens ~ N(0, 1). All bidirectional.
+    """
+
+    def __init__(self, length: int, heads: int, d: int, scale: float, depth: int):
+        if min(length, heads, d) < 1 or depth < 0 or not scale > 0:
+            raise ValueError("task.length, task.heads, task.d and task.scale must be positive, task.depth not negative")
+        self.length, self.heads, self.d, self.scale, self.depth = length, heads, d, scale, depth
+
+    def __str__(self):
+        return f"N(0, {self.scale}^2), L = {self.length}, {self.heads} heads, d = {self.d}"
+
+    def layers(self, sample: int, seed: int) -> list[Layer]:
+        return [_normal(self.length, self.heads, self.d, self.scale, sample, seed)]
+
+    def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
+        """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth)."""
+        return torch.stack([self._errors(make, sample, seed) for sample in range(samples)]) if self.depth else torch.zeros(0, 0)
+
+    @torch.no_grad()
+    def _errors(self, make: LayerMaker, sample: int, seed: int) -> Tensor:
+        size = (self.heads, self.d, self.scale, self.depth, seed)
+        h, *exact = _exact_states(*size, self.length, sample)
+        errors = []
+        for i, (block, expected) in enumerate(zip(_random_transformer(*size).blocks, exact)):
+            own, block.attention = block.attention, make(self.heads, self.d, layer=self.depth * sample + i)
+            h = block(h)
+            block.attention = own
+            errors.append(relative_error(h, expected))
+        return torch.stack(errors)
+
+
+@lru_cache(maxsize=64)
+def _normal(length: int, heads: int, d: int, scale: float, sample: int, seed: int) -> Layer:
+    g = torch.Generator().manual_seed(1000 * seed + sample)
+    q, k, v = torch.randn(3, 1, heads, length, d, generator=g)
+    return Layer("synthetic", scale * q / d**0.25, scale * k / d**0.25, v)
+
+
+@lru_cache(maxsize=1)
+def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int) -> Transformer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(heads, depth, 4 * heads * d, heads * d, layer_maker("exact"))
+    for block in model.blocks:  # torch's uniform weights give normalised tokens the variance 1/3
+        block.qkv.weight.data[:2 * heads * d] *= 3**0.5 * scale
+    return model.eval()
+
+
+@lru_cache(maxsize=64)
+def _exact_states(heads: int, d: int, scale: float, depth: int, seed: int, length: int, sample: int) -> list[Tensor]:
+    """The tokens and the hidden states behind each layer, (1, L, heads d)."""
+    states = [torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(1000 * seed + sample))]
+    for block in _random_transformer(heads, d, scale, depth, seed).blocks:
+        states.append(block(states[-1]))
+    return states
+
+
+def relative_error(found: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """|found - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
+    norm = lambda t: t.double().square().sum(dims).sqrt()
+    return norm(found.double() - expected) / norm(expected)
+
+
+# ---- a pretrained model that reads a text
+
+class Pretrained:
+    """The tensors of a Hugging Face model while it reads a text, and its hidden states.
+
+    model, tokenizer: hub names or folders (tokenizer: or a BERT vocab.txt; None: the model's). length: the first so many tokens;
+    None: the whole text, which must fit. layers: of the attention modules, as for `swap_attention`. Of an encoder-decoder model,
+    the encoder. The parameters of causal layers are fitted to this same text, as after `calibrate_attention` on it.
+
+    Raises ValueError where the model cannot be loaded, reads no text or has no attention that can be swapped, and for a text
+    that is not there, empty or too long.
+    """
+
+    def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
+                 layers: Sequence[int] | int | None = None):
+        words = read_text(text)
+        self.name, self.model = model, load_model(model)
+        self.inputs = tokenize(load_tokenizer(tokenizer or model), words, self.model, text, length)
+        self.chosen = layers if layers is None or isinstance(layers, int) else list(layers)
+        self.captured, self.states = self._capture()
+        if not self.captured:
+            raise ValueError(f"task.model={model}: none of the attention layers ran on this text")
+
+    def __str__(self):
+        first = self.captured[0]
+        return f"{self.name}, L = {first.x.shape[2]}, {first.x.shape[1]} heads, d = {first.x.shape[3]}"
+
+    def layers(self, sample: int, seed: int) -> list[Layer]:
+        return self.captured
+
+    def _run(self) -> list[Tensor]:
+        """Hidden states behind each layer."""
+        try:
+            return list(self.model(**self.inputs, output_hidden_states=True).hidden_states[1:])
+        except TypeError as error:
+            raise ValueError(f"task.model={self.name} does not run on a text alone: {error}") from None
+
+    @torch.no_grad()
+    def _capture(self) -> tuple[list[Layer], list[Tensor]]:
+        """Each call of each chosen layer, in the order of calls, and the hidden states of the exact model."""
+        found = []
+        swap_attention(self.model, "exact", layers=self.chosen)
+        hooks = [state.register_forward_pre_hook(lambda state, given: found.append(_layer_of(state, given)))
+                 for state in swapped_states(self.model)]
+        states = self._run()
+        for hook in hooks:
+            hook.remove()
+        unswap_attention(self.model)
+        return found, states
+
+    @torch.no_grad()
+    def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
+        """Relative error of the hidden states behind each layer, the chosen layers approximated: (samples, layers)."""
+        swap_layers(self.model, make, "studied", self.chosen, saved=False)
+        states = swapped_states(self.model)
+        errors = []
+        for sample in range(samples):
+            for state in states if sample else ():
+                state.redraw()
+            if any(state.running for state in states):
+                calibrate_attention(self.model, [dict(self.inputs)])
+            errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(self._run(), self.states)]))
+        unswap_attention(self.model)
+        return torch.stack(errors)
+
+
+def swapped_states(model: nn.Module) -> list[nn.Module]:
+    return [part.swapped for part in model.modules() if "swapped" in part._modules]
+
+
+def _layer_of(state: nn.Module, given: tuple) -> Layer:
+    q, k, v, _ = given
+    root = state.scaling**0.5
+    return Layer(state.path, root * q, root * k, v, state.causal and q.shape[2] > 1)
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"task.text={path} is no UTF-8 text") from None
+    except OSError as error:
+        raise ValueError(f"task.text={path} cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise ValueError(f"task.text={path} is empty: give a file with some sentences")
+    return text
+
+
+def load_model(name: str) -> nn.Module:
+    """The bare model, float32, eval mode; of an encoder-decoder, its encoder."""
+    from transformers import AutoModel
+
+    model = _load(AutoModel, name, "task.model", dtype=torch.float32)
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"task.model={name}: {type(model).__name__} reads {model.main_input_name}, not text. Synthetic tensors "
+                         "of its sizes: task.heads, task.d and task.length, without task.model and task.text")
+    return (model.get_encoder() if model.config.is_encoder_decoder else model).eval()
+
+
+def load_tokenizer(name: str):
+    from transformers import AutoTokenizer
+
+    if Path(name).name.endswith(".txt"):
+        return bert_tokenizer(name)
+    return _load(AutoTokenizer, name, "task.tokenizer")
+
+
+def _load(kind: Any, name: str, key: str, **options) -> Any:
+    """From a folder, else from the cache, else from the hub."""
+    from huggingface_hub import constants
+
+    if Path(name).is_dir():
+        try:
+            return kind.from_pretrained(name, **options)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{key}={name}: this folder cannot be loaded: {str(error).splitlines()[0]}") from None
+    path_like = name.startswith((".", "/", "~")) or name.count("/") > 1
+    for local in () if path_like else (True, False):
+        try:
+            return kind.from_pretrained(name, local_files_only=local, **options)
+        except (OSError, ValueError):
+            if constants.HF_HUB_OFFLINE:
+                break
+    if path_like:
+        raise ValueError(f"{key}={name}: there is no such folder")
+    raise ValueError(f"{key}={name} is no folder, is not in the cache ({constants.HF_HUB_CACHE}) and cannot be fetched from "
+                     f"huggingface.co.\nWhere there is a network: hf download {name} --local-dir DIR; then {key}=DIR")
+
+
+def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | None) -> dict[str, Tensor]:
+    """One sequence of ids with the tokenizer's special tokens, checked against the model's vocabulary and positions."""
+    most = positions(model)
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    if length is not None and length > most:
+        raise ValueError(f"task.length = {length}: the model has {most} positions")
+    cut = {} if length is None else {"truncation": True, "max_length": length}
+    ids = tokenizer(text, return_tensors="pt", verbose=False, **cut)["input_ids"]
+    if ids.shape[1] > most:
+        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens, and the model has {most} positions: give a shorter "
+                         f"text, or task.length={most} to read its first {most} tokens")
+    if ids.shape[1] < 2:
+        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens: nothing to attend to")
+    if not set(ids[0].tolist()) - set(tokenizer.all_special_ids):
+        raise ValueError(f"task.text={path}: the tokenizer knows none of its words; where the model's folder holds no "
+                         "tokenizer, give task.tokenizer=... (a hub name, a folder or a BERT vocab.txt)")
+    return {"input_ids": ids}
+
+
+def positions(model: nn.Module) -> int:
+    """The longest sequence that the model can read."""
+    most = getattr(model.config, "max_position_embeddings", None) or 2**31
+    for path, part in model.named_modules():
+        if path.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            most = min(most, part.num_embeddings - part.padding_idx - 1)  # RoBERTa counts from behind the padding index
+    return most
