@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from crt_exp.config import ConfigError
 
 # may differ between a run and its continuation
-FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu")
+FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",
+             "task.cache_dir")
 
 
 class Run:
@@ -156,7 +157,7 @@ def versions(seed: int) -> dict[str, Any]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return {"command": command(), "seed": seed, "commit": commit(), "python": platform.python_version(),
+    return {"command": command(), "overrides": overrides(), "seed": seed, "commit": commit(), "python": platform.python_version(),
             "machine": machine(), "packages": found}
 
 
@@ -164,6 +165,13 @@ def command() -> str:
     """What was typed, with `python -m` in place of the path of a module's __main__."""
     name = "python -m crt_exp" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
     return " ".join([name, *sys.argv[1:]])
+
+
+def overrides() -> list[str]:
+    """What this run was told, also where a sweep or a torchrun told it and not the command line."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def machine() -> str:

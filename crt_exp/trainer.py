@@ -25,6 +25,7 @@ from crt_exp.processes import Preempted, StopSignals, World
 from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.run import Run, generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
 from crt_exp.sharding import shard, whole
+from crt_exp.sweep import direction
 from crt_exp.tasks.base import Plan, Reader, Task
 from crt_exp.trainer_config import TrainerConfig
 
@@ -322,7 +323,7 @@ class Trainer:
         metrics = best["metrics"] if task.test is None and best else self.evaluate(task.test or task.validation)
         self._export()
         chosen = {"best_step": best["step"]} if best else {}
-        self._record(task.test or task.validation, **metrics, **chosen, metric=task.metric, final=True)
+        self._record(task.test or task.validation, **metrics, **chosen, metric=task.metric, direction=direction(task), final=True)
 
     def _export(self) -> None:
         """The weights that were tested, as the task keeps them."""

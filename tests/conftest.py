@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 import torch
@@ -11,3 +12,20 @@ os.environ.setdefault("WANDB_MODE", "offline")
 def seeded():
     """Every test draws the same numbers, alone or among others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys, tmp_path):
+    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr)."""
+    def run(*args):
+        from crt_exp.train import main
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+    return run

@@ -6,7 +6,7 @@ import torch
 from crt_exp.attention.choices import layer_maker
 from crt_exp.config import ConfigError, choices
 from crt_exp.features import GeomRF
-from crt_exp.train import compose
+from crt_exp.command_line import compose
 
 
 @pytest.mark.filterwarnings("ignore:.*denominators are not positive")

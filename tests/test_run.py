@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from crt_exp.train import main
-
 ROOT = Path(__file__).parent.parent
 MISSING = "CRT_DATA is not set: the official files are needed"
 
@@ -17,21 +15,6 @@ MISSING = "CRT_DATA is not set: the official files are needed"
 def crt_exp(*args, cwd=ROOT, **env):
     return subprocess.run([sys.executable, "-m", "crt_exp", *args], capture_output=True, text=True, cwd=cwd,
                           env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | env)
-
-
-@pytest.fixture
-def typed(monkeypatch, capsys, tmp_path):
-    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr)."""
-    def run(*args):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-    return run
 
 
 def records(directory):
@@ -71,12 +54,6 @@ def test_same_seed_same_numbers_and_resume(typed, tmp_path):
     for _ in range(2):  # the second time there is nothing left to do
         assert typed(*args, f"hydra.run.dir={tmp_path}/b", "resume=auto")[0] == 0
         assert untimed(records(tmp_path / "b")) == untimed(whole)
-
-
-def test_sweep(typed, tmp_path):
-    code, out, err = typed("-m", "features=trig,oprf", "task.repeats=1", "logger=none", f"hydra.sweep.dir={tmp_path}/s")
-    assert code == 0, err
-    assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2 and out.count("wine: accuracy") == 2
 
 
 def test_exact_kernel_and_presets(typed, tmp_path):

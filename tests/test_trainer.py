@@ -32,18 +32,9 @@ BASE = ("--config-dir", str(HERE / "toy_conf"), "task=toy", "logger=none")
 
 
 @pytest.fixture
-def typed(monkeypatch, capsys, tmp_path):
-    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr)."""
-    def run(*args, directory="run"):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["crt_exp", *BASE, f"hydra.run.dir={tmp_path / directory}", *args])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-    return run
+def typed(typed, tmp_path):
+    """The same for a run of the small task in a folder of this test."""
+    return lambda *args, directory="run": typed(*BASE, f"hydra.run.dir={tmp_path / directory}", *args)
 
 
 def records(directory):
@@ -381,16 +372,11 @@ BAD = [
     ("task.streamed=true", "set trainer.steps"),
     ("task=toyy", "unknown task 'toyy'; did you mean toy?"),
     ("+trainer.momentum=0.9", "unexpected keyword argument 'momentum'"),
-    ("hydra/launcher=joblib", "pip install 'crt_exp[sweep]'"),
 ]
 
 
 @pytest.mark.parametrize("args, message", BAD, ids=[a for a, _ in BAD])
 def test_bad_input(args, message, typed, tmp_path):
-    import importlib.util
-
-    if "launcher" in args and importlib.util.find_spec("hydra_plugins"):
-        pytest.skip("the plugin is installed")
     code, _, err = typed(*args.split())
     assert code == 2 and message in err, err
     assert "Traceback" not in err and len(err.splitlines()) <= 3 and not (tmp_path / "run").exists()
@@ -595,16 +581,6 @@ def test_only_a_later_interrupt_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
-
-
-def test_plugins_get_their_presets():
-    from hydra.core.config_store import ConfigStore
-
-    from crt_exp.train import adjust_plugins
-
-    pytest.importorskip("hydra_plugins", reason="the extra `sweep` is not installed")
-    adjust_plugins()
-    assert ConfigStore.instance().load("hydra/launcher/joblib.yaml").node.n_jobs == 2
 
 
 def test_stopwatch_shares():

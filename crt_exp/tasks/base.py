@@ -38,6 +38,7 @@ class Study(Protocol):
     """A task without training: it measures, and yields records for metrics.jsonl."""
 
     metric: str  # the key of the final record that a sweep optimises
+    lower_is_better: bool = False
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict]) -> Iterator[dict[str, Any]]:
         """Yields the records that are not yet in `done`, in a fixed order; the last one has `"final": True`."""

@@ -13,7 +13,7 @@ from crt_exp.tasks.base import EXACT, Mechanism
 class Projections:
     """task=projections: q, k, v ~ N(0, 1), L tokens of dimension d; MSE of the output against exact softmax attention."""
 
-    metric = "mse"
+    metric, lower_is_better = "mse", True
 
     def __init__(self, length: int, d: int, ms: Sequence[int], samples: int):
         if min(length, d, samples, *ms) < 1:

@@ -24,7 +24,7 @@ Step = Callable[[], None]
 class Speed:
     """task=speed: milliseconds of each method at each length. `what`: attention, large, small or vit."""
 
-    metric = "ratio"
+    metric, lower_is_better = "ratio", True
 
     def __init__(self, what: str, lengths: Sequence[int], rounds: int, backward: bool):
         if what not in ("attention", "vit", *MODELS):

@@ -64,7 +64,7 @@ def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
 class Variance:
     """task=variance: mean and standard deviation of the log variance over pairs, for each sigma."""
 
-    metric = "log_variance"
+    metric, lower_is_better = "log_variance", True
 
     def __init__(self, regime: str, pairs: int, sigmas: Sequence[float], kernel: str):
         if regime not in REGIMES:

@@ -1,0 +1,178 @@
+"""Sweeps: the presets of Hydra's launchers and sweepers, and the table that a sweep ends with."""
+
+import csv
+import importlib.util
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.experimental.callback import Callback
+
+from crt_exp.config import CONF, ConfigError
+
+PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
+           "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
+SHOWN = 20  # rows of the table on the terminal; sweep.csv has them all
+DIRECTIONS = ("minimize", "maximize")  # in optuna's words
+
+# ---- plugins -------------------------------------------------------------------------------------------------------------
+
+
+def adjust_plugins() -> None:
+    """Puts conf/sweeps.yaml over the plugins' own values: Hydra allows no file with the name of a plugin's configuration."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+    from omegaconf import OmegaConf
+
+    Plugins.instance()  # imports the plugins, which register themselves
+    store = ConfigStore.instance()
+    for group, presets in OmegaConf.load(CONF / "sweeps.yaml").items():
+        for name in set(presets) & {path.removesuffix(".yaml") for path in store.list(group)}:
+            own = store.load(f"{group}/{name}.yaml")
+            store.store(name, OmegaConf.merge(own.node, presets[name]), group=group, provider=own.provider)
+
+
+def check_plugin(group: str, value: str) -> None:
+    """Raises ConfigError for a launcher or sweeper whose package is not installed."""
+    if value not in PLUGINS:
+        return
+    try:
+        found = importlib.util.find_spec(f"hydra_plugins.{PLUGINS[value]}")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ConfigError(f"{group}={value} needs {PLUGINS[value].replace('_', '-')}: pip install 'crt_exp[sweep]'")
+
+
+def direction(task) -> str:
+    """Whether the metric of a task (or of a class of tasks) is to be minimized or maximized."""
+    return DIRECTIONS[not getattr(task, "lower_is_better", False)]
+
+
+def check_direction(task_class: type, metric: str | None, asked) -> None:
+    """Raises ConfigError where a sweeper looks for the worst value; `asked`: its hydra.sweeper.direction, if it has one."""
+    asked, needed = str(getattr(asked, "name", asked)), direction(task_class)
+    if asked in DIRECTIONS and asked != needed:
+        of = f" ({metric})" if isinstance(metric, str) else ""
+        raise ConfigError(f"the metric of this task{of} is to be {needed}d: add hydra.sweeper.direction={needed}")
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------------
+
+_started: list[Path] = []
+
+
+class Begun(Callback):
+    """Hydra calls it when a sweep begins; it keeps the directory for `show`."""
+
+    def on_multirun_start(self, config, **kwargs) -> None:
+        _started.append(Path(str(config.hydra.sweep.dir)))
+
+
+@dataclass(frozen=True)
+class Done:
+    """One finished run of a sweep: the overrides by key, and its final record."""
+
+    name: str
+    settings: dict[str, str]
+    record: dict
+
+    @property
+    def metric(self) -> str:
+        return self.record["metric"]
+
+    @property
+    def value(self) -> float | None:
+        return self.record[self.metric]
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The smallest is the best; what is not a number comes last."""
+        return (self.value is None, 0.0 if self.value is None else self.value * sign(self.record))
+
+
+def sign(record: dict) -> int:
+    return 1 if record["direction"] == "minimize" else -1
+
+
+def show() -> None:
+    """Prints the table of the sweep that this process ran, if it ran one, and writes its sweep.csv."""
+    while _started:
+        directory = _started.pop()
+        found = finished_runs(directory)
+        if len(found) > 1:
+            write_csv(directory / "sweep.csv", found)
+            print(table(found) + f"\n[{directory}; one line a run in sweep.csv]")
+
+
+def finished_runs(directory: Path) -> list[Done]:
+    """The finished runs below a directory, in the order of their numbers."""
+    found = []
+    for path in directory.glob("**/versions.json"):
+        lines = path.with_name("metrics.jsonl").read_text().splitlines() if path.with_name("metrics.jsonl").is_file() else []
+        record = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+        if record.get("final"):
+            overrides = json.loads(path.read_text())["overrides"]
+            settings = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in overrides)}
+            found.append(Done(str(path.parent.relative_to(directory)), settings, record))
+    return sorted(found, key=lambda run: (len(run.name), run.name))
+
+
+def varied(found: list[Done]) -> list[str]:
+    """The keys that are not the same in all runs."""
+    keys = dict.fromkeys(key for run in found for key in run.settings)
+    return [key for key in keys if len({run.settings.get(key) for run in found}) > 1]
+
+
+def write_csv(path: Path, found: list[Done]) -> None:
+    from crt_exp.run import write_atomic
+
+    keys, text = varied(found), io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", *keys, "metric", "value", "step", "time_s"])
+    for run in found:
+        writer.writerow([run.name, *(run.settings.get(key, "") for key in keys), run.metric, run.value, run.record.get("step"),
+                         run.record.get("time_s")])
+    write_atomic(path, text.getvalue())
+
+
+def table(found: list[Done]) -> str:
+    """One line a setting, the best first; runs that differ in their seed alone are one setting, with mean and interval."""
+    keys = [key for key in varied(found) if key != "seed"]
+    settings: dict[tuple, list[Done]] = {}
+    for run in found:
+        settings.setdefault((run.metric, *(run.settings.get(key, "") for key in keys)), []).append(run)
+    rows = sorted(([runs, *pooled(runs)] for runs in settings.values()), key=lambda row: (row[0][0].metric, *row[1]))
+    several = len({run.metric for run in found}) > 1
+    lines = [[*(runs[0].settings.get(key, "") for key in keys), str(len(runs)), *[runs[0].metric] * several, text]
+             for runs, _, text in rows]
+    header = [*keys, "seeds" if "seed" in varied(found) else "runs", *(["metric", "value"] if several else [found[0].metric])]
+    record = found[0].record
+    parts = [f"sweep of {len(found)} runs" + ("" if several else f", {record['metric']} is to be {record['direction']}d")
+             + (", mean over seeds with its 95% interval" if any(len(runs) > 1 for runs, *_ in rows) else "") + ":",
+             *aligned([header, *lines[:SHOWN]])]
+    if len(lines) > SHOWN:
+        parts.append(f"  ... and {len(lines) - SHOWN} more")
+    if keys and not several and not rows[0][1][0]:
+        chosen = " ".join(f"{key}={value}" for key, value in zip(keys, lines[0]))
+        parts.append(f"best: {chosen}, {record['metric']} {lines[0][-1]}")
+    return "\n".join(parts)
+
+
+def pooled(runs: list[Done]) -> tuple[tuple[bool, float], str]:
+    """The rank of a setting among others, and its value as text."""
+    values = [run.value for run in runs]
+    if None in values:
+        return (True, 0.0), "not a number"
+    if len(values) == 1:
+        return runs[0].rank, f"{values[0]:.4f}"
+    from crt_exp.tasks.uci import interval
+
+    found = interval(values, "mean")
+    return (False, found["mean"] * sign(runs[0].record)), f"{found['mean']:.4f} +- {found['mean_ci95']:.4f}"
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,0 +1,150 @@
+"""Sweeps: their table, a run that fails among others, Hydra's plugins and the presets for them, torchrun children."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from crt_exp import sweep
+from crt_exp.config import ConfigError
+from crt_exp.sweep import Done, check_direction, check_plugin, table, write_csv
+from crt_exp.tasks.projections import Projections
+from crt_exp.tasks.uci import UCI
+
+HERE = Path(__file__).parent
+WINE = ("-m", "task=uci", "task.repeats=1", "task.sigmas=[0.3]", "logger=none")
+TOY = ("-m", "--config-dir", str(HERE / "toy_conf"), "task=toy", "logger=none", "trainer.epochs=1")
+needs_plugins = pytest.mark.skipif(find_spec("hydra_plugins") is None, reason="the extra `sweep` is not installed")
+
+
+def crt_exp(*args):
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "crt_exp", *args], capture_output=True, text=True, env=env, timeout=280)
+
+
+def final(directory):
+    return json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_sweep_ends_with_its_table(typed, tmp_path):
+    """Also where it is repeated: then nothing is left to run."""
+    for _ in range(2):
+        code, out, err = typed(*WINE, "features=trig,oprf", "features.m=4", "seed=0,1", "resume=auto",
+                               f"hydra.sweep.dir={tmp_path}/s")
+        assert code == 0, err
+    values = {feature: [final(tmp_path / "s" / str(2 * i + seed))["accuracy"] for seed in (0, 1)]
+              for i, feature in enumerate(("trig", "oprf"))}
+    means = {feature: sum(v) / 2 for feature, v in values.items()}
+    lines = out.splitlines()
+    assert "sweep of 4 runs, accuracy is to be maximized, mean over seeds with its 95% interval:" in lines
+    for feature, mean in means.items():
+        assert any(line.split()[:4] == [feature, "2", f"{mean:.4f}", "+-"] for line in lines)
+    best = max(means, key=means.get)
+    assert f"best: features={best}, accuracy {means[best]:.4f} +-" in out
+    rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
+    assert [(r["run"], r["features"], r["seed"], float(r["value"])) for r in rows] == [
+        (str(2 * i + seed), feature, str(seed), values[feature][seed]) for i, feature in enumerate(values) for seed in (0, 1)]
+    versions = json.loads((tmp_path / "s" / "3" / "versions.json").read_text())
+    assert {"features=oprf", "seed=1", "features.m=4"} <= set(versions["overrides"])
+
+
+def test_one_run_of_a_sweep_fails(typed, tmp_path):
+    """The others run, its error is told without a traceback, and the sweep as a whole has failed."""
+    code, out, err = typed(*WINE, "features.m=0,4,8", f"hydra.sweep.dir={tmp_path}/s")
+    assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
+    assert f"the run in {tmp_path}/s/0 failed: features.m = 0: the number of projections must be" in err
+    assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["1", "2"]
+
+
+def done(name, settings, value, metric="loss", direction="minimize"):
+    return Done(name, settings, {"metric": metric, "direction": direction, metric: value})
+
+
+def test_table_of_losses(tmp_path):
+    runs = [done(str(i), {"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])]
+    lines = table(runs).splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["2", "3", "0", "1"]  # the smallest first, what is no number last
+    assert "minimized" in lines[0] and lines[5].endswith("not a number") and lines[-1] == "best: lr=2, loss 0.1000"
+    write_csv(tmp_path / "sweep.csv", runs)
+    assert (tmp_path / "sweep.csv").read_text().splitlines()[2] == "1,1,loss,,,"
+    many = table([done(str(i), {"lr": str(i)}, float(i)) for i in range(30)])
+    assert "... and 10 more" in many
+    mixed = table([done("0", {"task": "a"}, 0.5), done("1", {"task": "b"}, 0.5, "accuracy", "maximize")])
+    assert "best" not in mixed and "accuracy" in mixed and "loss" in mixed
+    assert "best" not in table([done(str(i), {"seed": str(i)}, 0.5) for i in range(2)])  # no choice between seeds
+
+
+def test_a_sweeper_must_look_for_the_best():
+    check_direction(UCI, None, "maximize")
+    check_direction(Projections, "mse", "minimize")
+    check_direction(Projections, "mse", None)  # sweepers that optimise nothing
+    with pytest.raises(ConfigError, match=r"this task \(mse\) is to be minimized: add hydra.sweeper.direction=minimize"):
+        check_direction(Projections, Projections.metric, "maximize")
+
+
+@pytest.mark.parametrize("option", ["hydra/launcher=joblib", "hydra/launcher=submitit_local", "hydra/launcher=submitit_slurm",
+                                    "hydra/sweeper=optuna"])
+def test_presets_without_their_plugin(option, typed, monkeypatch):
+    monkeypatch.setattr(sweep, "PLUGINS", {name: f"{package}_absent" for name, package in sweep.PLUGINS.items()})
+    code, _, err = typed("-m", option, "seed=0,1")
+    assert code == 2 and f"{option} needs hydra-" in err and "pip install 'crt_exp[sweep]'" in err and len(err.splitlines()) == 1
+    check_plugin("hydra/launcher", "basic")
+
+
+@needs_plugins
+def test_plugins_get_their_presets(typed):
+    presets = {"hydra/launcher=joblib": "n_jobs: 2", "hydra/launcher=submitit_local": "timeout_min: 1440",
+               "hydra/launcher=submitit_slurm": "max_num_timeout: 20", "hydra/sweeper=optuna": "direction: maximize"}
+    for option, expected in presets.items():
+        code, out, err = typed(option, "--cfg", "hydra")
+        assert code == 0 and expected in out, err
+
+
+PLUGGED = {"hydra/launcher=joblib": ("features.m=4,8",), "hydra/launcher=submitit_local": ("features.m=4,8",),
+           "hydra/sweeper=optuna": ("features.m=int(interval(4,8))", "hydra.sweeper.n_trials=2")}
+
+
+@needs_plugins
+@pytest.mark.slow
+@pytest.mark.parametrize("option", PLUGGED)
+def test_plugins(option, tmp_path):
+    out = crt_exp(*WINE, option, *PLUGGED[option], f"hydra.sweep.dir={tmp_path}/s")
+    assert out.returncode == 0, out.stderr
+    assert "sweep of 2 runs" in out.stdout or "optuna" in option and (tmp_path / "s" / "optimization_results.yaml").exists()
+    assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2
+
+
+@needs_plugins
+@pytest.mark.slow
+def test_submitit_queues_a_stopped_run_again(tmp_path):
+    """SIGUSR2, by which SLURM's jobs are told that their time ends: the run checkpoints, is queued again, and goes on."""
+    command = [sys.executable, "-m", "crt_exp", *TOY, "hydra/launcher=submitit_local", "seed=0", "task.pause=0.2", "resume=auto",
+               "trainer.save_every=2", f"hydra.sweep.dir={tmp_path}/s"]
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "s" / "0" / "checkpoints" / "step-2").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    controller, = (path.name for path in (tmp_path / "s" / ".submitit").iterdir() if path.name.isdigit())
+    job = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()[0]
+    os.kill(int(job), signal.SIGUSR2)
+    _, err = process.communicate()
+    log = (tmp_path / "s" / ".submitit" / controller / f"{controller}_0_log.out").read_text()
+    assert process.returncode == 0, err
+    assert "Requeued job" in log and "continuing from" in log and final(tmp_path / "s" / "0")["step"] == 12
+
+
+@pytest.mark.slow
+def test_a_sweep_of_torchrun_children(tmp_path):
+    out = crt_exp(*TOY, "trainer.processes=2", "trainer.lr=0.01,0.02", f"hydra.sweep.dir={tmp_path}/a b")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.count("toy: accuracy") == 2 and "best: trainer.lr=0.0" in out.stdout
+    state = json.loads((tmp_path / "a b" / "1" / "checkpoints" / "step-12" / "state.json").read_text())
+    assert len(state["rng"]) == 2
