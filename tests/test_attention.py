@@ -92,6 +92,16 @@ def test_equals_reference(phi, shape, small_chunks):
         assert_same(case.with_grads(causal=is_causal), case.with_grads(attention_reference, causal=is_causal))
 
 
+@pytest.mark.parametrize("phi", FEW, ids=repr)
+def test_scale_multiplies_queries_and_keys(phi, small_chunks):
+    case, root = Case(phi, masked=True), 0.3
+    for is_causal in (False, True):
+        scaled = lambda x, y, v, *rest, **options: attention(root * x, root * y, v, *rest, **options)
+        assert_same(case.with_grads(causal=is_causal, scale=root), case.with_grads(scaled, causal=is_causal))
+        assert_same(case.with_grads(causal=is_causal, scale=root),
+                    case.with_grads(attention_reference, causal=is_causal, scale=root))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("phi", MAPS, ids=repr)
 def test_gradcheck(phi, is_causal, small_chunks):

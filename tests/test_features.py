@@ -247,6 +247,17 @@ def test_statistics_equal_all_pairs_and_skip_masked():
                     torch.testing.assert_close(ours[b], alone[0], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("phi", SIMPLE, ids=repr)
+def test_statistics_of_scaled_vectors(phi):
+    x, y, mask = torch.randn(3, 7, 4), torch.randn(3, 5, 4), torch.rand(3, 5) > 0.3
+    mask[:, 0] = True
+    ours, whole = phi.fit(Statistics.of(x, y, None, mask, scale=0.4)), phi.fit(Statistics.of(0.4 * x, 0.4 * y, None, mask))
+    for a, b in zip(ours, whole):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_empty_set_gives_defaults():
     x, none = torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.bool)
     stats = Statistics.of(x, x, none, none)

@@ -38,7 +38,7 @@ def same(a, b):
 def test_is_attention_with_its_own_noise_and_fit(phi):
     module, (q, k, v) = make(phi).eval(), qkv()
     x, y = q * D**-0.25, k * D**-0.25
-    params = phi.fit(Statistics.of(x, y)) if phi.fitted else phi.fit(None)
+    params = phi.fit(Statistics.of(q, k, scale=D**-0.25))  # scaled as there: a count may turn on the last bit of a rate
     torch.testing.assert_close(module(q, k, v), attention(x, y, v, phi, module.noise, params))
 
 
@@ -180,10 +180,10 @@ def test_grouped_heads_share_their_parameters():
     q, k, v = qkv(kv_heads=2)
     q[:, 0] *= 3
     x, y = q * D**-0.25, k * D**-0.25
-    A = module._params(x, y, None).A
+    A = module._params(q, k, None).A
     assert A.shape == (B, H, 1, 1) and torch.equal(A[:, 0], A[:, 1]) and not torch.equal(A[:, 1], A[:, 2])
     expected = OPRF().fit(Statistics.of(x[:, :2].flatten(1, 2), y[:, 0])).A
-    torch.testing.assert_close(A[:, 0], expected)
+    torch.testing.assert_close(A[:, 0], expected, rtol=1e-5, atol=0)
     assert module(q, k, v).shape == (B, H, L, D)
     causal = make(kv_heads=2, causal=True)
     causal(q, k, v)

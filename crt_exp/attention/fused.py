@@ -11,14 +11,17 @@ from crt_exp.features.exponential import PositiveExponential
 
 
 def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
-                       keep: Tensor | None) -> Tensor:
-    """Attention of checked arguments with a map of the positive exponential family; as many key heads as query heads."""
+                       keep: Tensor | None, factor: float) -> Tensor:
+    """Attention of checked arguments with a map of the positive exponential family; as many key heads as query heads.
+
+    The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
+    """
     rows, scale, bias = phi.exponent(noise, params)
     dtype = compute_dtype(x, y, v)
     cast = lambda t: t.detach().to(x.device, dtype)
-    scale = rows.new_ones(1, 1) if scale is None else scale
+    scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
     rows, scale, bias = _four(cast(rows)), _four(cast(scale)), _four(cast(bias)).squeeze(-2)
-    return _forward(x, y, v, rows, scale, bias, keep, phi.norm_weight, causal)[0]
+    return _forward(x, y, v, rows, scale, bias, keep, phi.norm_weight * factor**2, causal)[0]
 
 
 def _four(t: Tensor) -> Tensor:

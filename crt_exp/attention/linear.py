@@ -16,13 +16,14 @@ from crt_exp.features.exponential import PositiveExponential
 
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
               key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
-              counter: DenominatorCount | None = None) -> Tensor:
+              counter: DenominatorCount | None = None, scale: float = 1.0) -> Tensor:
     """Estimates softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d) with values v (B,Hkv,S,dv): (B,H,L,dv).
 
-    The logit is x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k. Hkv divides H, and consecutive query heads
-    share a key head. `noise` is a Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from
-    `phi.fit` with leading dimensions that broadcast to (B, H). Differentiable once in x, y and v; noise and parameters are
-    constants. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the backward pass too.
+    The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale = d^(-1/4),
+    which multiplies both without a pass over them. Hkv divides H, and consecutive query heads share a key head. `noise` is a
+    Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from `phi.fit` of the scaled vectors,
+    with leading dimensions that broadcast to (B, H). Differentiable once in x, y and v; noise and parameters are constants.
+    Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the backward pass too.
 
     `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query that sees
     no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
@@ -41,8 +42,9 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
         x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)  # heads with the same keys and features are one longer set of queries
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
     if isinstance(phi, PositiveExponential) and normalize:
-        out = positive_attention(x, y, v, phi, noise, params, causal, key_mask)
+        out = positive_attention(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
+        x, y = (x, y) if scale == 1 else (x * scale, y * scale)
         compiling = torch.compiler.is_compiling()
         count = counter or DenominatorCount()
         call = Call(phi, noise, params, causal, key_mask, denominator, normalize, count)

@@ -72,14 +72,14 @@ class RandomFeatureAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
-        x, y = self._scaled(q), self._scaled(k)
+        q, k = self._normalized(q), self._normalized(k)
         changing = self.training and not in_backward()
         if changing:
             self._advance()
-        out = attention(x, y, v, self.phi, self.noise, self._params(x, y, key_mask), causal=self.causal, key_mask=key_mask,
-                        denominator=self.denominator, counter=self.denominators)
+        out = attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal, key_mask=key_mask,
+                        denominator=self.denominator, counter=self.denominators, scale=self.root)
         if self.running and (changing or self.calibrated is not None):
-            self._note(x, y, key_mask)
+            self._note(q, k, key_mask)
         return out
 
     @property
@@ -113,20 +113,26 @@ class RandomFeatureAttention(nn.Module):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{self.layer}/{draw}".encode()))
         return self.sampler(self.m, self.d, generator, batch=(self.heads,))
 
-    def _scaled(self, q: Tensor) -> Tensor:
-        if self.normalize_qk:
-            return F.normalize(q.float(), dim=-1).to(q.dtype) * self.d**0.25
-        return q * self.scaling**0.5
+    @property
+    def root(self) -> float:
+        """What queries and keys are multiplied by: x = root q."""
+        return self.d**0.25 if self.normalize_qk else self.scaling**0.5
 
-    def _params(self, x: Tensor, y: Tensor, key_mask: Tensor | None):
+    def _normalized(self, q: Tensor) -> Tensor:
+        return F.normalize(q.float(), dim=-1).to(q.dtype) if self.normalize_qk else q
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        return self._normalized(q) * self.root
+
+    def _params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
         if not self.phi.fitted:
             return self.phi.fit(None)
         if self.causal:
             return self._running_params()
-        return self._for_query_heads(self.phi.fit(self._statistics(x, y, key_mask)))
+        return self._for_query_heads(self.phi.fit(self._statistics(q, k, key_mask)))
 
-    def _statistics(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> Statistics:
-        return grouped_statistics(x, y, key_mask)
+    def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
+        return grouped_statistics(q, k, key_mask, self.root)
 
     def _for_query_heads(self, params):
         return for_query_heads(params, self.heads // self.kv_heads)
@@ -176,11 +182,11 @@ class RandomFeatureAttention(nn.Module):
                           "(A = 0): train it, or call calibrate_attention(model, batches)", stacklevel=4)
 
     @torch.no_grad()
-    def _note(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> None:
+    def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         """Keeps the statistics of this batch for `_fold`, pooled over batch entries and ranks."""
-        stats = self._statistics(x, y, key_mask)
+        stats = self._statistics(q, k, key_mask)
         for side, moments in (("x", stats.x), ("y", stats.y)):
-            count = moments.count.expand(x.shape[0], self.kv_heads, 1).to(torch.float32)
+            count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
             sums = torch.stack([(getattr(moments, name) * count).sum(0) for name in MOMENTS] + [count.sum(0).expand(-1, self.d)])
             sums, low = _over_ranks(sums, moments.minimum.amin(0))
             for i, name in enumerate(MOMENTS):
@@ -220,15 +226,16 @@ class RandomFeatureAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None) -> Statistics:
-    """Of each (batch, key head), the query heads of a group together; a query at a padded place does not count."""
+def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0) -> Statistics:
+    """Of scale x and scale y of each (batch, key head), the query heads of a group together; a query at a padded place does not
+    count."""
     groups = x.shape[1] // y.shape[1]
     y_mask = None if key_mask is None else key_mask[:, None]
     x_mask = y_mask if key_mask is not None and x.shape[2] == y.shape[2] else None
     if groups > 1:
         x = x.unflatten(1, (y.shape[1], groups)).flatten(2, 3)
         x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
-    return Statistics.of(x, y, x_mask, y_mask)
+    return Statistics.of(x, y, x_mask, y_mask, scale)
 
 
 def for_query_heads(params, groups: int):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from crt_exp.attention.tiles import DEVICE_ELEMENTS, Form, Index, Scratch, finite, flat, row_dots, tiles
 
-ELEMENTS = 2**18  # of one feature buffer on the CPU: what stays in the caches of two cores
+ELEMENTS = 2**19  # of one feature buffer on the CPU: what stays in the caches of two cores
 TOKENS = 64       # of a chunk, at least
 HEADS = 8         # of a tile, where there are enough tokens
 TINY = 1e-25      # a smaller sum could miss terms that float32 rounds to 0

@@ -13,7 +13,8 @@ from crt_exp.features.base import FeatureMap, Features
 
 
 def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
-                        key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True) -> Tensor:
+                        key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
+                        scale: float = 1.0) -> Tensor:
     """`attention` by its definition: the whole kernel matrix of the whole features, differentiable by autograd.
 
     Causal row i is the attention of query i alone to the keys j <= i + S - L, so nothing of the future can enter.
@@ -23,7 +24,7 @@ def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise,
     check_inputs(x, y, v, noise, params, causal, key_mask)
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
     dtype = compute_dtype(x, y, v)
-    x, y, values, keep = x.to(dtype), y.to(dtype), v.to(dtype), None
+    x, y, values, keep = x.to(dtype) * scale, y.to(dtype) * scale, v.to(dtype), None
     if key_mask is not None:
         keep = key_mask[:, None]                                                  # (B, 1, S)
         y, values = (torch.where(keep[..., None], t, 0.0) for t in (y, values))   # padding may hold NaN

@@ -31,7 +31,7 @@ class Watcher:
 
     def __call__(self, state: RandomFeatureAttention, inputs: tuple) -> None:
         q, k, *_, mask = inputs
-        stats = state._statistics(state._scaled(q), state._scaled(k), mask)
+        stats = state._statistics(state._normalized(q), state._normalized(k), mask)
         new = {side: _pooled(getattr(stats, side)) for side in "xy"}
         self.count += 1
         if state.seen is not None:

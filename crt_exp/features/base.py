@@ -59,7 +59,8 @@ class Moments:
     """
 
     @classmethod
-    def of(cls, x: Tensor, mask: Tensor | None = None) -> "Moments":
+    def of(cls, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> "Moments":
+        """Moments of scale x, without that product."""
         if x.ndim < 2:
             raise ValueError(f"statistics need a set of vectors (..., L, d), not a tensor of shape {tuple(x.shape)}")
         if 0 in x.shape[-2:]:
@@ -70,7 +71,7 @@ class Moments:
         x = at_least_float32(x.detach())
         self._mask = mask
         self._x = x if mask is None else torch.where(mask[..., None], x, x.new_zeros(()))
-        self.d = x.shape[-1]
+        self.d, self._scale = x.shape[-1], scale
         return self
 
     @classmethod
@@ -92,30 +93,30 @@ class Moments:
 
     @cached
     def mean(self) -> Tensor:
-        return self._average(self._x)
+        return self._average(self._x) * self._scale
 
     @cached
     def mean_sq(self) -> Tensor:
         """Mean of x_l^2 per coordinate, (..., d)."""
-        return self._average(self._x.square())
+        return self._average(self._x.square()) * self._scale**2
 
     @cached
     def mean_norm(self) -> Tensor:
         """Mean of |x|^2, (...) float64; one pass that writes nothing where `mean_sq` is not there yet."""
         if "mean_sq" in self.__dict__:
             return self.mean_sq.double().sum(-1)
-        return torch.linalg.vector_norm(self._x, dim=(-2, -1)).double().square() / self.count.squeeze(-1)
+        return (self._scale * torch.linalg.vector_norm(self._x, dim=(-2, -1)).double()).square() / self.count.squeeze(-1)
 
     @cached
     def mean_abs(self) -> Tensor:
-        return self._average(self._x.abs())
+        return self._average(self._x.abs()) * self._scale
 
     @cached
     def minimum(self) -> Tensor:
         if self._mask is None:
-            return self._x.amin(-2)
+            return self._x.amin(-2) * self._scale
         low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
-        return torch.where(low.isinf(), 0.0, low)  # nothing but masked positions
+        return torch.where(low.isinf(), 0.0, low) * self._scale  # nothing but masked positions
 
     def _average(self, values: Tensor) -> Tensor:
         return values.sum(-2) / self.count
@@ -132,11 +133,12 @@ class Statistics:
     y: Moments
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None) -> "Statistics":
-        """x (..., L, d), y (..., S, d); masks (..., L) and (..., S), True = keep."""
+    def of(cls, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None,
+           scale: float = 1.0) -> "Statistics":
+        """x (..., L, d), y (..., S, d), both times `scale`; masks (..., L) and (..., S), True = keep."""
         if x.shape[-1] != y.shape[-1]:
             raise ValueError(f"x has {x.shape[-1]} dimensions and y has {y.shape[-1]}: they must agree")
-        return cls(Moments.of(x, x_mask), Moments.of(y, y_mask))
+        return cls(Moments.of(x, x_mask, scale), Moments.of(y, y_mask, scale))
 
     @property
     def d(self) -> int:
