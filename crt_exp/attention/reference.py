@@ -50,14 +50,16 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
     """
     L, S = x.shape[2], y.shape[2]
     index = torch.arange(L, device=x.device) if rows is None else rows
-    x, y = x[:, :, index].double(), repeat_heads(y, x.shape[1]).double()
+    x, y = x[:, :, index], repeat_heads(y, x.shape[1])
     future = causal & (torch.arange(S, device=x.device) > index[:, None] + S - L)
     if phi is None:
-        return (x @ y.mT).masked_fill(future, -torch.inf).softmax(-1)
+        return (x.double() @ y.double().mT).masked_fill(future, -torch.inf).softmax(-1)
+    if causal:  # the maxima are those of the whole sequence, which may lie far above those of the past
+        x, y = x.double(), y.double()
     queries, keys, _ = _stabilised(phi.phi_q(x, noise, params), phi.phi_k(y, noise, params), None)
     kernel = (queries @ keys.mT).masked_fill(future, 0)
     total = kernel.sum(-1, keepdim=True)
-    return kernel / torch.where(total == 0, 1, total)
+    return (kernel / torch.where(total == 0, 1, total)).double()
 
 
 def _gather(fq: Features, fk: Features, v: Tensor, keep: Tensor | None) -> Partial:

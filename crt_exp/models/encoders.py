@@ -130,7 +130,8 @@ def _key(name: str) -> str:
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     """Raises DataError where the checkpoint lacks weights of the encoder or has them in another shape; heads may be new."""
     prefix = model.base_model_prefix
-    inner = lambda name: name.startswith(prefix + ".") and ".pooler." not in name
+    prefix = f"{prefix}." if hasattr(model, prefix) else ""  # none in a model without a head
+    inner = lambda name: name.startswith(prefix) and not name.removeprefix(prefix).startswith("pooler.")
     missing = sorted(name for name in info["missing_keys"] if inner(name))
     shapes = sorted(name for name, *_ in info["mismatched_keys"] if inner(name))
     if missing or shapes:

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crt_exp.attention import exact_attention
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.attention.choices import LayerMaker, layer_maker
+from crt_exp.attention.choices import Attention, LayerMaker, layer_maker
 from crt_exp.attention.module import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.swap import calibrate_attention, swap_attention, swap_layers, unswap_attention
 from crt_exp.data.text import bert_tokenizer, check_vocabulary
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
+from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
 
@@ -133,19 +133,20 @@ def relative_error(found: Tensor, expected: Tensor, dims: tuple[int, ...] | None
 class Pretrained:
     """The tensors of a Hugging Face model while it reads a text, and its hidden states.
 
-    model, tokenizer: hub names or folders (tokenizer: or a BERT vocab.txt; None: the model's). length: the first so many tokens;
+    model: a hub name, a folder or the directory of a run of task=mlm; tokenizer: a hub name, a folder or a BERT vocab.txt, None
+    for the model's. length: the first so many tokens;
     None: the whole text, which must fit. layers: of the attention modules, as for `swap_attention`. Of an encoder-decoder model,
     the encoder. The parameters of causal layers are fitted to this same text, as after `calibrate_attention` on it.
 
-    Raises ValueError where the model cannot be loaded, reads no text or has no attention that can be swapped, and for a text
-    that is not there, empty or too long.
+    Raises DataError where model or tokenizer cannot be loaded, ValueError where the model reads no text or has no attention that
+    can be swapped, and for a text that is not there, empty or too long.
     """
 
     def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
                  layers: Sequence[int] | int | None = None):
         words = read_text(text)
-        self.name, self.model = model, load_model(model)
-        self.inputs = tokenize(load_tokenizer(tokenizer or model), words, self.model, text, length)
+        self.name, self.model = model, load_bare(model)
+        self.inputs = tokenize(load_tokenizer(model, tokenizer), words, self.model, text, length)
         self.chosen = layers if layers is None or isinstance(layers, int) else list(layers)
         self.captured, self.states = self._capture()
         if not self.captured:
@@ -216,45 +217,23 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def load_model(name: str) -> nn.Module:
-    """The bare model, float32, eval mode; of an encoder-decoder, its encoder."""
-    from transformers import AutoModel
-
-    model = _load(AutoModel, name, "task.model", dtype=torch.float32)
+def load_bare(name: str) -> nn.Module:
+    """The model without a head, float32, eval mode; of an encoder-decoder, its encoder."""
+    origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
+    model = encoders.load_model("AutoModel", encoders.load_config(origin), origin, Attention("exact"))
     if model.main_input_name != "input_ids":
         raise ValueError(f"task.model={name}: {type(model).__name__} reads {model.main_input_name}, not text. Synthetic tensors "
                          "of its sizes: task.heads, task.d and task.length, without task.model and task.text")
     return (model.get_encoder() if model.config.is_encoder_decoder else model).eval()
 
 
-def load_tokenizer(name: str):
-    from transformers import AutoTokenizer
-
-    if Path(name).name.endswith(".txt"):
+def load_tokenizer(model: str, name: str | None):
+    """That of the model's folder, or the one that task.tokenizer names."""
+    if name is None:
+        return encoders.load_tokenizer(encoders.Origin(encoders.folder_of(model, "task.model"), "task.model", True, False))
+    if name.endswith(".txt"):
         return bert_tokenizer(name)
-    return _load(AutoTokenizer, name, "task.tokenizer")
-
-
-def _load(kind: Any, name: str, key: str, **options) -> Any:
-    """From a folder, else from the cache, else from the hub."""
-    from huggingface_hub import constants
-
-    if Path(name).is_dir():
-        try:
-            return kind.from_pretrained(name, **options)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{key}={name}: this folder cannot be loaded: {str(error).splitlines()[0]}") from None
-    path_like = name.startswith((".", "/", "~")) or name.count("/") > 1
-    for local in () if path_like else (True, False):
-        try:
-            return kind.from_pretrained(name, local_files_only=local, **options)
-        except (OSError, ValueError):
-            if constants.HF_HUB_OFFLINE:
-                break
-    if path_like:
-        raise ValueError(f"{key}={name}: there is no such folder")
-    raise ValueError(f"{key}={name} is no folder, is not in the cache ({constants.HF_HUB_CACHE}) and cannot be fetched from "
-                     f"huggingface.co.\nWhere there is a network: hf download {name} --local-dir DIR; then {key}=DIR")
+    return encoders.load_tokenizer(encoders.Origin(name, "task.tokenizer", True, False))
 
 
 def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | None) -> dict[str, Tensor]:
@@ -271,8 +250,8 @@ def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | No
     if ids.shape[1] < 2:
         raise ValueError(f"task.text={path} has {ids.shape[1]} tokens: nothing to attend to")
     if not set(ids[0].tolist()) - set(tokenizer.all_special_ids):
-        raise ValueError(f"task.text={path}: the tokenizer knows none of its words; where the model's folder holds no "
-                         "tokenizer, give task.tokenizer=... (a hub name, a folder or a BERT vocab.txt)")
+        raise ValueError(f"task.text={path}: the tokenizer knows none of its words; give another one with "
+                         "task.tokenizer=... (a hub name, a folder or a BERT vocab.txt)")
     return {"input_ids": ids}
 
 
