@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from crt_exp import samplers
 from crt_exp.attention import (DecodingState, DenominatorCount, Generalized, Linformer, Partial, attention, attention_reference,
-                               causal, chunked, exact_attention, identity_attention, merge, positive, softmax_attention)
+                               causal, chunked, exact_attention, flash, identity_attention, merge, positive, softmax_attention)
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from maps import MAPS, independent
@@ -100,6 +100,27 @@ def test_scale_multiplies_queries_and_keys(phi, small_chunks):
         assert_same(case.with_grads(causal=is_causal, scale=root), case.with_grads(scaled, causal=is_causal))
         assert_same(case.with_grads(causal=is_causal, scale=root),
                     case.with_grads(attention_reference, causal=is_causal, scale=root))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
+@pytest.mark.parametrize("shape", ["self", "masked", "cross", "grouped", "shared"])
+@pytest.mark.parametrize("phi", [m for m in CLOSED if m.kernel == "softmax"], ids=repr)
+def test_two_fused_softmax_attentions(phi, shape, dtype, tolerance, monkeypatch):
+    """The engine of GPUs, on the CPU's kernels: outputs and gradients."""
+    case = Case(phi, **SHAPES[shape] | {"d": 16, "dv": 8, "m": 12}, dtype=dtype)
+    expected = case.with_grads(attention_reference)
+    monkeypatch.setattr(flash, "applies", lambda x, y, v: True)
+    assert_same(case.with_grads(), expected, tolerance)
+
+
+def test_fused_softmax_attentions_without_keys(monkeypatch):
+    monkeypatch.setattr(flash, "applies", lambda x, y, v: True)
+    case = Case(OPRF(), B=2, dtype=torch.float32)
+    case.mask = torch.tensor([[False], [True]]).expand(2, 11).clone()
+    with torch.no_grad():
+        case.y[0], case.v[0] = torch.nan, torch.nan
+    out, *grads = case.with_grads()
+    assert (out[0] == 0).all() and all(g.isfinite().all() and (g[0] == 0).all() for g in grads)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

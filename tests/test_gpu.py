@@ -1,0 +1,58 @@
+"""What only a GPU can show: the fused engine on its own kernels, and everything else on that device."""
+
+import pytest
+import torch
+
+from crt_exp import samplers
+from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, flash
+from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+B, H, L, D, M = 2, 4, 300, 64, 128
+
+
+def inputs(dtype, length=L):
+    g = torch.Generator().manual_seed(0)
+    x, y, v, grad = (s * torch.randn(B, H, length, D, generator=g) for s in (0.28, 0.28, 1.0, 1.0))
+    return [t.to("cuda", dtype).requires_grad_() for t in (x, y, v)], grad.to("cuda", dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
+@pytest.mark.parametrize("phi", [PosRF(), OPRF(), TrigRF(), GeomRF()], ids=repr)
+def test_equals_reference(phi, dtype, tolerance, causal):
+    tensors, grad = inputs(dtype)
+    noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(1), batch=(H,)).to("cuda")
+    params = phi.fit(Statistics.of(*tensors[:2]))
+    mask = torch.rand(B, L, device="cuda") > 0.2
+    mask[:, 0] = True
+    results = []
+    for function in (attention, attention_reference):
+        out = function(*tensors, phi, noise, params, causal=causal, key_mask=mask)
+        results.append((out, *torch.autograd.grad(out, tensors, grad)))
+    for ours, expected in zip(*results):
+        assert (ours.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
+
+
+def peak_memory(m):
+    """Bytes beyond what was there, of a training pass in bfloat16 with m projections."""
+    tensors, grad = inputs(torch.bfloat16, 65536)
+    assert flash.applies(*tensors)
+    module = RandomFeatureAttention(OPRF(), samplers.orthogonal, m, H, D).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    module(*tensors).backward(grad)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_fused_engine_keeps_no_features():
+    few, many = peak_memory(256), peak_memory(1024)
+    assert many < 1.1 * few
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiles(causal):
+    tensors, grad = inputs(torch.bfloat16)
+    module = RandomFeatureAttention(PosRF(), samplers.orthogonal, M, H, D, causal=causal).cuda()
+    expected = module(*tensors)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True)(*tensors), expected, rtol=2e-2, atol=2e-2)
