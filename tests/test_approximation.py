@@ -161,18 +161,17 @@ def test_records_resume_and_hold_what_they_say():
         next(task.records(EXACT, 0))
 
 
-@pytest.mark.parametrize("features", ["pos", "trig", "oprf", "hyp", "pois"])
-@pytest.mark.parametrize("sampler", ["iid", "orthogonal"])
+@pytest.mark.parametrize("features, sampler", [("pos", "iid"), ("pos", "orthogonal"), ("trig", "orthogonal"), ("oprf", "iid"),
+                                               ("hyp", "simplex"), ("geom", "iid")])
 def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypatch):
     monkeypatch.setattr(approximation, "DRAWS", 20_000)
     task = Approximation(**SMALL | {"scale": 0.5, "depth": 0}, length=64)
     by = mechanism(features, sampler)
     found = task.variances(by.map("softmax"), by, 8, task.source.layers(0, 0)[0], 0, 0)
     exact = found.get("log_variance_coupled", found["log_variance"])
-    assert ("log_variance_coupled" in found) == (sampler == "orthogonal" and features != "pois")
-    if sampler == "iid" or features != "pois":
-        assert abs(found["log_variance_sampled"] - exact) < 0.1  # the log of a variance of kurtosis 50 varies by 0.05
-    if sampler == "orthogonal" and features == "pos":
+    assert ("log_variance_coupled" in found) == (sampler != "iid")
+    assert abs(found["log_variance_sampled"] - exact) < 0.1  # the log of a variance of kurtosis 50 varies by 0.05
+    if (features, sampler) == ("pos", "orthogonal"):
         assert found["log_variance_coupled"] < found["log_variance"] - 0.1  # the law above has power
 
 
@@ -219,6 +218,8 @@ def test_mistakes_are_told_before_anything_is_written(folder, monkeypatch, capsy
     code, _, err = run(monkeypatch, capsys, tmp_path, f"task.model={folder}/bert")
     assert code == 2 and "task.model and task.text go together" in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
+    code, _, err = run(monkeypatch, capsys, tmp_path, "task.length=8", "features=geom", "sampler=givens")
+    assert code == 2 and "GeomRF needs noise with exactly Gaussian rows" in err and not (tmp_path / "run").exists()
 
 
 BAD = [
@@ -270,10 +271,11 @@ def test_reports_hold_every_mechanism_and_judge_by_the_interval(monkeypatch):
     monkeypatch.setattr(performers_fig4, "L", 64)
     monkeypatch.setattr(performers_fig4, "SAMPLES", 3)
     monkeypatch.setattr(performers_fig4, "MS", (8, 16))
-    pairs = {*performers_fig4.PAPER, ("oprf", "orthogonal")}
-    found = {p: {k: torch.tensor(v) for k, v in performers_fig4.errors(*p).items()} for p in pairs}
+    monkeypatch.setattr(performers_fig4, "SCALES", (1.0,))
+    found = {(*p, 1.0): {k: torch.tensor(v) for k, v in performers_fig4.errors(*p).items()} for p in performers_fig4.PAPER}
     assert all(v.shape == (2, 3) for kinds in found.values() for v in kinds.values())
-    better = {k: v / 10 for k, v in found["pos", "iid"].items()}
-    assert "| met |" in performers_fig4.statements(found | {("pos", "orthogonal"): better})
+    better = {k: v / 10 for k, v in found["pos", "iid", 1.0].items()}
+    told = performers_fig4.statements(found | {("pos", "orthogonal", 1.0): better}).splitlines()
+    assert [line for line in told if line.endswith("0.1 (0.1 to 0.1) met |")]
     monkeypatch.setattr(performers_fig14, "L", 16)
     assert len(performers_fig14.errors("oprf", "orthogonal", 8, 1)[0]) == performers_fig14.DEPTH

@@ -64,6 +64,7 @@ class Approximation:
         if mechanism == EXACT:
             raise ValueError("attention=exact has no error: choose features=...")
         phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
+        self.check(phi, mechanism, seed)
         plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
         plan += [("layer", self.of_layer, (phi, mechanism, m, i, seed)) for m in self.ms for i in numbers]
         plan += [("depth", self.of_depth, (phi, mechanism, m, seed)) for m in self.ms if self.depth]
@@ -71,6 +72,11 @@ class Approximation:
         for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
             rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
             yield rows[-1]
+
+    def check(self, phi: FeatureMap, mechanism: Mechanism, seed: int) -> None:
+        """Raises ValueError, before the first record, where map and sampler do not go together."""
+        layer = self.source.layers(0, seed)[0]
+        phi.phi_q(layer.x[:, :, :1], mechanism.sampler(1, layer.d, _generator(seed)), layer.fit(phi))
 
     # ---- what the closed forms say
 
