@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 IDLE = nullcontext()
+READER_PATIENCE = 5.0  # seconds that reading one item ahead may take when nobody wants it any more
 WORK = ("forward", "backward", "clip", "optimiser")
 
 
@@ -112,6 +113,7 @@ def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
             yield item
     finally:
         closed.set()
+        thread.join(READER_PATIENCE)  # a thread that still works when Python ends can abort the process
 
 
 def _take(queue: Queue, thread: Thread) -> tuple[Any, BaseException | None]:

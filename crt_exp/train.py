@@ -13,8 +13,8 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.command_line import check_command_line, with_folders
 from crt_exp.config import CONF, ConfigError
-from crt_exp.processes import (Preempted, ProcessesFailed, agree_on_start, inside_torchrun, lost_process, rank, torchrun,
-                               world_size)
+from crt_exp.processes import (Preempted, ProcessesFailed, agree_on_start, inside_torchrun, leave, lost_process, rank,
+                               torchrun, world_size)
 from crt_exp.sweep import check_direction, direction, show
 
 ERROR_CODE, DIVERGED_CODE = 2, 3  # and 128 + the signal where a run was told to stop and left a checkpoint
@@ -34,6 +34,8 @@ def main() -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(guarded)()
     finally:
         show()
+    if world_size() > 1:
+        leave()
 
 
 def guarded(cfg) -> Any:

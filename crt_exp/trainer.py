@@ -101,7 +101,7 @@ class Trainer:
         """Goes on from where the run directory stands, to the end; returns the records, the last of them final."""
         self.restore()
         line = ProgressLine(self.total, self.progress.step, self.config.batch, self.world.device, self.world.main)
-        with self.signals, line as self.line:
+        with self.signals, line as self.line, self._reading():
             self.module.train()
             while True:
                 self._between_steps()
@@ -176,6 +176,15 @@ class Trainer:
         plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, self.world.rank, self.world.size)
         batches = self.task.batches("train", plan)
         return read_ahead((send_to_device(b, self.world.device, non_blocking=True) for b in batches), config.prefetch)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """In the end the thread that reads ahead is let go, wherever in an epoch that is; it would keep this trainer alive."""
+        try:
+            yield
+        finally:
+            if self.feed is not None:
+                self.feed.close()
 
     def _next_epoch(self) -> None:
         self.progress.epoch, self.progress.position, self.feed = self.progress.epoch + 1, 0, None

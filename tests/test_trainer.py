@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -74,6 +75,27 @@ def send(signum):
     return lambda: os.kill(os.getpid(), signum)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of ARGS."""
+    return shared_run(tmp_path_factory.mktemp("whole") / "run", ARGS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run of PLAIN on one process."""
+    return shared_run(tmp_path_factory.mktemp("plain") / "run", PLAIN)
+
+
+def shared_run(directory, args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["crt_exp", *BASE, *args, f"hydra.run.dir={directory}"])
+        main()
+    return directory
+
+
+PLAIN = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
+
 # ---- a run ---------------------------------------------------------------------------------------------------------------
 
 
@@ -123,14 +145,10 @@ def test_evaluation_only(typed, tmp_path):
     assert [r["split"] for r in records(tmp_path / "run")] == ["test"] and checkpoints(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("other", [["trainer.accumulate=4", "task.weighted=true"],
-                                   ["trainer.accumulate=2", "trainer.prefetch=0", "trainer.eval_batch=31"]], ids=" ".join)
-def test_micro_batches_and_read_ahead_change_nothing(other, typed, tmp_path):
-    """Also where the mean of the loss runs over parts of different size."""
-    base = ["trainer.epochs=1", "task.dropout=0", *[o for o in other if o.startswith("task")]]
-    assert typed(*base)[0] == 0
-    assert typed(*base, *other, directory="other")[0] == 0
-    assert_close(records(tmp_path / "run"), records(tmp_path / "other"))
+def test_micro_batches_and_read_ahead_change_nothing(plain, typed, tmp_path):
+    """Also where the mean of the loss runs over parts of different size, which it does here."""
+    assert typed(*PLAIN, "trainer.accumulate=4", "trainer.prefetch=0", "trainer.eval_batch=31")[0] == 0
+    assert_close(records(tmp_path / "run"), records(plain))
 
 
 def assert_close(a, b, tolerance=2e-5):
@@ -152,16 +170,6 @@ def test_precision_and_compile(precision, typed, tmp_path):
 
 
 # ---- stopped and continued -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run of ARGS."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["crt_exp", *BASE, *ARGS, f"hydra.run.dir={directory}"])
-        main()
-    return directory
 
 
 ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
@@ -410,28 +418,24 @@ def test_code_that_changed(typed, monkeypatch, tmp_path):
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "crt_exp")
 
 
-def test_two_processes_are_one_with_twice_the_batch(typed, tmp_path):
+def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
     """Under torchrun, in the default directory, which must be one; with micro-batches and a mean over parts of different size."""
-    args = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
-    assert typed(*args)[0] == 0
-    out = crt_exp(*args, "trainer.accumulate=2", start=TORCHRUN, cwd=tmp_path)
+    out = crt_exp(*PLAIN, "trainer.accumulate=2", start=TORCHRUN, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert out.stdout.count("toy: accuracy") == 1
     directory, = (tmp_path / "outputs" / "toy").iterdir()
     assert sorted(p.name for p in directory.iterdir()) == FILES
-    assert_close(records(directory), records(tmp_path / "run"))
+    assert_close(records(directory), records(plain))
     state = checkpoint.load_state(directory / "checkpoints" / "step-12")
     assert len(state["rng"]) == 2 and state["rng"][0] != state["rng"][1]
 
 
-def test_sharded_over_two_processes_from_one_command(typed, tmp_path):
+def test_sharded_over_two_processes_from_one_command(plain, tmp_path):
     """trainer.processes starts a torchrun; FSDP gives the same numbers."""
-    args = ["trainer.epochs=1", "task.dropout=0", "trainer.log_every=6"]
-    assert typed(*args)[0] == 0
-    out = crt_exp(*args, "trainer=fsdp", "trainer.precision=no", "trainer.processes=2", f"hydra.run.dir={tmp_path}/a b")
+    out = crt_exp(*PLAIN, "trainer=fsdp", "trainer.precision=no", "trainer.processes=2", f"hydra.run.dir={tmp_path}/a b")
     assert out.returncode == 0, out.stderr
-    assert_close(records(tmp_path / "a b"), records(tmp_path / "run"))
-    one, two = (checkpoint.load_tensors(tmp_path / d / "checkpoints/step-12/optimizer.safetensors") for d in ("run", "a b"))
+    assert_close(records(tmp_path / "a b"), records(plain))
+    one, two = (checkpoint.load_tensors(d / "checkpoints/step-12/optimizer.safetensors") for d in (plain, tmp_path / "a b"))
     assert one.keys() == two.keys()
     for key in one:
         torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-6)
@@ -534,6 +538,12 @@ def test_decay_and_layer_wise_rates():
     assert not model.inner[0].weight.requires_grad
     with pytest.raises(ValueError, match="no parameter to train"):
         make_optimizer(model, "adam", 0.1, (0.9, 0.98), 1e-6, 0.01, lambda name: 0)
+
+
+def test_nothing_reads_on_after_a_run_that_ends_within_an_epoch(typed):
+    before = set(threading.enumerate())
+    assert typed("trainer.steps=3")[0] == 0
+    assert set(threading.enumerate()) <= before
 
 
 def test_read_ahead_keeps_order_and_errors():
