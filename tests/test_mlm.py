@@ -126,6 +126,17 @@ def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
     assert abs(found["512"] - found["exact"]) < abs(found["4"] - found["exact"]) and found["512"] != found["exact"]
 
 
+def test_readme_command(monkeypatch, capsys, tmp_path):
+    """The one that is said to need no data, as it is typed."""
+    line = next(line for line in (HERE.parent / "README.md").read_text().splitlines() if "task.text=README.md" in line)
+    monkeypatch.chdir(HERE.parent)
+    args = line.split("#")[0].split()[3:]
+    monkeypatch.setattr(sys, "argv", ["crt_exp", *args, "trainer.epochs=2", f"task.cache_dir={tmp_path}/cache",
+                                      f"hydra.run.dir={tmp_path}/run"])
+    main()
+    assert "mlm: perplexity" in capsys.readouterr().out
+
+
 # ---- the model ----------------------------------------------------------------------------------------------------------------
 
 
