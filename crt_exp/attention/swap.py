@@ -53,8 +53,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     """`swap_attention` with any maker of layers (see `choices.layer_maker`); `name` is what tables call it."""
     found = _found(model)
     chosen = _choose(found, layers)
-    with _one_thread():
-        states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
+    states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
     if saved:
         _restore(model, states.values())
     for i, state in states.items():
@@ -150,17 +149,6 @@ def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
 
 
 # ---- making and attaching
-
-@contextmanager
-def _one_thread():
-    """Hundreds of small QR factorisations take 0.2 s in one thread, and seconds in two that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
 
 def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool | None) -> nn.Module:
     """The attention of one layer, on its device."""

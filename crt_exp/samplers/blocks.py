@@ -4,6 +4,7 @@ Blocks are independent; the last one is cut to make m rows.
 """
 
 import math
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, u
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 from crt_exp.samplers.points import iid
 
+ONE_THREAD = 256     # columns up to which a factorisation takes one thread
 QR_FALLBACK = 1e-10  # squared Frobenius error in orthogonality: the Newton-Schulz step leaves 3/4 of it
 
 
@@ -96,8 +98,20 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
 
 def householder_qr(g: Tensor) -> Tensor:
     """The Q of the QR factorisation with a positive diagonal of R."""
-    q, r = torch.linalg.qr(g)
+    with one_thread() if g.shape[-1] <= ONE_THREAD else nullcontext():
+        q, r = torch.linalg.qr(g)
     return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q).unsqueeze(-2)
+
+
+@contextmanager
+def one_thread():
+    """For factorisations of small matrices, which gain nothing from a second thread and on a busy machine wait for it for seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def cholesky_qr(g: Tensor) -> Tensor:
