@@ -105,7 +105,7 @@ def householder_qr(g: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread():
-    """For factorisations of small matrices, which gain nothing from a second thread and on a busy machine wait for it for seconds."""
+    """For factorisations of small matrices: a second thread gains nothing there, and on a busy machine is waited for."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
