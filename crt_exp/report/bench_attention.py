@@ -24,7 +24,8 @@ from crt_exp.attention import attention, exact_attention, identity_attention
 from crt_exp.features import OPRF, PosRF, Statistics
 
 HEADS, D, M = 8, 64, 256
-QUADRATIC = 4096       # longest sequence for the methods that are quadratic in time
+QUADRATIC = 16384      # longest sequence for the methods that are quadratic in time
+PEER_LONGEST = 65536   # where performer-pytorch's feature matrices still fit the memory of a workstation
 PEER_CAUSAL = 2048     # performer-pytorch's causal form without its extension keeps L m d numbers
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -56,7 +57,7 @@ def peers(length: int) -> dict[str, Method]:
         from performer_pytorch.performer_pytorch import FastAttention
     except ImportError:
         return {}
-    found = {"performer-pytorch": FastAttention(D, M)}
+    found = {"performer-pytorch": FastAttention(D, M)} if length <= PEER_LONGEST else {}
     if length <= PEER_CAUSAL:
         found["performer-pytorch causal"] = FastAttention(D, M, causal=True)
     return found

@@ -6,8 +6,9 @@ from crt_exp.report import bench_attention as alone
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.tasks.speed import measure
 
-LENGTHS = {"attention": (256, 512, 1024, 2048, 4096, 8192, 16384), "large": (256, 1024, 4096), "small": (256, 1024, 4096, 16384),
+LENGTHS = {"attention": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), "large": (256, 1024, 4096), "small": (256, 1024, 4096, 16384),
            "vit": (196, 784, 3136)}
+LONGEST_FORWARD = 16384  # of forward passes alone
 MEMORY_LENGTHS = (4096, 65536)
 MEASURED = ("favor+", "favor++", "favor+ causal", "favor++ causal")
 COLOUR = {"floor": "#444444", "favor+": "#E69F00", "favor++": "#D55E00", "favor+ causal": "#E69F00", "favor++ causal": "#D55E00",
@@ -16,8 +17,9 @@ COLOUR = {"floor": "#444444", "favor+": "#E69F00", "favor++": "#D55E00", "favor+
 
 
 def main(size: str) -> None:
-    keys = [{"what": w, "length": n, "rounds": max(3, math.ceil(9 * min(1, 2048 / n))), "backward": b}
-            for w, lengths in LENGTHS.items() for n in lengths for b in ((True, False) if w == "attention" else (True,))]
+    keys = [{"what": w, "length": n, "rounds": rounds(n), "backward": b}
+            for w, lengths in LENGTHS.items() for n in lengths for b in ((True, False) if w == "attention" else (True,))
+            if b or n <= LONGEST_FORWARD]
     cells = Cells("speed", ("attention", "features", "tasks/speed.py", "models")).fill(keys, measure, "speed", workers=1)
     memory_keys = [{"length": n, "name": m} for n in MEMORY_LENGTHS for m in MEASURED]
     memory = Cells("speed-memory", ("attention", "features")).fill(memory_keys, alone.peak_memory, "memory", workers=1)
@@ -30,6 +32,11 @@ def main(size: str) -> None:
              "exact attention for models.")
     path = write_report("speed", "Speed and memory of attention", body, rows, figure(keys, cells), facts, cells.seconds(), "speed")
     print(f"{targets(keys, cells)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+
+
+def rounds(length: int) -> int:
+    """More for the short ones, whose times vary more."""
+    return 2 if length > 16384 else max(3, math.ceil(15 * min(1, 2048 / length)))
 
 
 def of(keys, cells, what: str, backward: bool = True) -> dict[int, dict]:
