@@ -5,6 +5,7 @@ VENV   ?= .venv
 SIZE   ?= small
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in one process
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -31,10 +32,10 @@ demo: $(STAMP)  ## every mechanism on real embedded data: a table and a picture,
 	@$(PY) -m crt_exp.report demo --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
-	@$(PY) -m pytest -m "not slow"
+	@$(PY) -m pytest $(PARALLEL) -m "not slow"
 
 test-all: $(STAMP)  ## every test
-	@$(PY) -m pytest
+	@$(PY) -m pytest $(PARALLEL)
 
 lint: $(STAMP)  ## ruff
 	@$(PY) -m ruff check crt_exp tests

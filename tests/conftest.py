@@ -1,6 +1,9 @@
 import os
 import sys
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch starts its threads
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+
 import pytest
 import torch
 
