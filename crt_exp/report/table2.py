@@ -25,6 +25,7 @@ from crt_exp.tasks.uci import interval
 HOME = Path("outputs/table2")
 SOURCES = ("tasks/glue.py", "tasks/mlm.py", "models/encoders.py", "data/glue.py")
 SEEDS = (0, 1, 2)
+LINES = 64                             # of text on which the error of the kernel is predicted
 UPTRAINED = "uptrained FAVOR++"
 ROWS = {"FAVOR+": "favorp", "ELU": "elu", "ReLU": "relu", "FAVOR++": "favorpp", UPTRAINED: "favorpp", "exact": "exact"}
 PAPER_TASKS = ("mnli", "qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte")
@@ -94,8 +95,11 @@ def main(size: str) -> None:
     drift = {(name, m, seed): swapped_alone(name, m, seed, setting, pretrained) for name in ("favorp", "favorpp")
              for m in setting.ms for seed in SEEDS}
     fill(list(drift.values()), pretrain, "perplexity after the swap")
+    errors = {name: {"attention": name, "m": setting.m, "exact": setting.exact or pretrained["exact"]["overrides"]}
+              for name in ("favorp", "favorpp")}
+    fill(list(errors.values()), kernel_error, "error of the kernel")
     values = lambda keys: {key: cells[cell] for key, cell in keys.items()}
-    write(size, setting, values(pretrained), values(table), values(by_m), values(drift), cells.seconds())
+    write(size, setting, values(pretrained), values(table), values(by_m), values(drift), values(errors), cells.seconds())
 
 
 # ---- runs: a key of a cell is all that a run depends on ---------------------------------------------------------------------------
@@ -148,6 +152,25 @@ def fine_tune(overrides: list[str], option: str, start: Any) -> dict[str, Any]:
     return in_passing([*overrides, f"{option}={place(start)}", "trainer.keep=1"])
 
 
+def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
+    """What the closed forms predict for one entry of the kernel matrix of the exact encoder, a number a layer, and its mean
+    |x + y|^2, on lines of WikiText-2's validation text."""
+    from crt_exp import calibrate_attention, describe_attention, swap_attention
+    from crt_exp.data.text import lines_of, official_file
+    from crt_exp.models.encoders import Origin, folder_of, load_tokenizer, quiet
+    from transformers import AutoModelForMaskedLM
+
+    name = folder_of(str(place(exact)), "task.model")
+    lines = [line for line in lines_of([official_file("wikitext2", "valid")]) if len(line) > 200][:LINES]
+    batch = load_tokenizer(Origin(name, "task.model", True, False))(lines, truncation=True, max_length=64, padding=True,
+                                                                     return_tensors="pt")
+    with quiet(), redirect_stdout(io.StringIO()):
+        model = swap_attention(AutoModelForMaskedLM.from_pretrained(name), attention, m=m, saved=False)
+        errors = describe_attention(calibrate_attention(model, [batch]))["predicted relative error"]
+    seen = [part.seen for part in model.modules() if getattr(part, "seen", None) is not None]
+    return {"errors": [float(e) for e in errors], "S": float(np.mean([s.mean_sq_sum.mean() for s in seen]))}
+
+
 def place(start: Any) -> Path | str:
     """The run directory of a pretraining, named by its attention and all its options; names of the hub stay."""
     if isinstance(start, str):
@@ -194,9 +217,10 @@ def show(found: dict, digits: int = 1) -> str:
     return f"{found['v']:.{digits}f} ± {found['v_ci95']:.{digits}f}"
 
 
-def write(size: str, setting: Setting, pretrained: dict, table: dict, by_m: dict, drift: dict, seconds: float) -> None:
+def write(size: str, setting: Setting, pretrained: dict, table: dict, by_m: dict, drift: dict, errors: dict,
+          seconds: float) -> None:
     scores = {(row, data): [score(data, table[row, data, seed]) for seed in SEEDS] for row in ROWS for data in setting.datasets}
-    said = verdict(setting, scores, by_m)
+    said = f"{verdict(setting, scores, by_m)} {reason(setting, pretrained, errors)}"
     body = "\n".join([
         f"**A result of small models ({sizes(setting)}), not of the paper's BERT-base**: compare rows within it, not with the paper."
         if size != "full" else "", "", said, "", results(setting, scores, pretrained), "",
@@ -271,6 +295,18 @@ def verdict(setting: Setting, scores: dict, by_m: dict) -> str:
         lines.append(f"Both from the same exact encoder (mean of {', '.join(TASKS[d].folder for d in setting.figure_datasets)}): "
                      f"FAVOR++ above FAVOR+ by {show(interval(np.subtract(*pairs), 'v'), 2)} points.")
     return " ".join(lines)
+
+
+def reason(setting: Setting, pretrained: dict, errors: dict) -> str:
+    """What decides how much the choice of features can matter: their error at the lengths of this encoder's queries and keys."""
+    by_layer = {name: " and ".join(f"{e:.2g}" for e in errors[name]["errors"]) for name in ("favorp", "favorpp")}
+    told = (f"In the exact encoder the mean |x + y|^2 is {errors['favorp']['S']:.1f}; the closed forms predict there, layer by layer, a "
+            f"relative error of one entry of the kernel matrix (iid projections, m = {setting.m}) of {by_layer['favorp']} for FAVOR+, "
+            f"{by_layer['favorpp']} for FAVOR++.")
+    if "exact" in pretrained:
+        told += (f" It predicts {pretrained['exact']['accuracy']:.1%} of the masked tokens, so what its attention adds to the words "
+                 "themselves is limited, and with it what any estimate of it can lose.")
+    return told
 
 
 def facts(setting: Setting, table: dict) -> str:
