@@ -47,15 +47,17 @@ class DiscreteRF(FeatureMap):
 
     def writer(self, noise: Noise, params: DiscreteParams):
         weight, half_odd = self._weights(noise, params)
-        sign = torch.empty(0)
+        buffer = torch.empty(0)
 
+        @torch.no_grad()
         def write(x: Tensor, out: Tensor) -> None:
-            nonlocal sign
+            nonlocal buffer
             inputs, shifted, positive = self._inputs(x, noise, params.shift)
             torch.matmul(inputs, weight.to(out.dtype).mT, out=out).exp_()
             if not positive:
-                sign = sign if sign.shape == out.shape else torch.empty_like(out)
-                out.mul_(_parity_sign(shifted < 0, half_odd.to(out.dtype), sign))
+                buffer = buffer if buffer.shape == out.shape else torch.empty_like(out)
+                negative = torch.lt(shifted, 0, out=torch.empty_like(shifted))
+                out.mul_(_parity_sign(negative, half_odd.to(out.dtype), buffer))
         return write
 
     def _weights(self, noise: Noise, params: DiscreteParams) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,8 @@ class DiscreteRF(FeatureMap):
         with torch.autocast(x.device.type, enabled=False):
             inputs, shifted, positive = self._inputs(x, noise, shift)
             log_scale = inputs @ weight.to(inputs.dtype).mT
-            return Features(ONE if positive else _parity_sign(shifted < 0, half_odd.to(inputs.dtype)), log_scale)
+            sign = ONE if positive else _parity_sign((shifted < 0).to(inputs.dtype), half_odd.to(inputs.dtype))
+            return Features(sign, log_scale)
 
     def _inputs(self, x: Tensor, noise: Noise, shift: Tensor | None) -> tuple[Tensor, Tensor, bool]:
         """[log|x|, 1, norm term] (..., L, d + 2) of the shifted x, the shifted x, and whether it is positive throughout."""
@@ -80,7 +83,7 @@ class DiscreteRF(FeatureMap):
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
         positive = _all_positive(shifted)
-        logs = (shifted if positive else shifted.abs()).clamp(min=_tiny(x)).log()   # (..., L, d)
+        logs = (shifted.clamp(min=_tiny(x)) if positive else shifted.abs().clamp_(min=_tiny(x))).log_()  # (..., L, d)
         return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
@@ -117,8 +120,8 @@ def _all_positive(x: Tensor) -> bool:
 
 
 def _parity_sign(negative: Tensor, half_odd: Tensor, out: Tensor | None = None) -> Tensor:
-    """prod_l (-1)^omega_l over the negative entries (..., L, d): (..., L, m)."""
-    odd = torch.matmul(negative.to(half_odd.dtype), half_odd.mT, out=out).frac_()  # 0 or 1/2
+    """prod_l (-1)^omega_l over the negative entries, 1 in `negative` (..., L, d) and else 0: (..., L, m)."""
+    odd = torch.matmul(negative, half_odd.mT, out=out).frac_()  # 0 or 1/2
     return torch.sub(1, odd, alpha=4, out=odd)
 
 
