@@ -89,6 +89,10 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
 
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} does not train: start it on one process")
+    name, options = choice("attention"), cfg.get("attention") or {}
+    if name in ("identity", "linformer") or "phi" in options:
+        raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={name} estimates none: choose "
+                          "features=..., a preset such as attention=favorpp, or attention=exact")
     with Run(cfg, output_directory()) as current:
         if not finished(current.records):
             for record in task.records(mechanism, cfg.seed, done=list(current.records)):

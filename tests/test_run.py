@@ -120,6 +120,8 @@ BAD = [
     ("task.dataset=car task.data_dir=/nonexistent", "/nonexistent/car.data is not there"),
     ("attention=exact features.m=64", "uses no random features"),
     ("attention=exact sampler=iid", "uses no random features"),
+    ("attention=relu", "measures feature maps of a kernel"),
+    ("attention=linformer", "measures feature maps of a kernel"),
     ("hydra.run.dir=/proc/nowhere", "cannot write to /proc/nowhere"),
     ("+task.extra=1", "unexpected keyword argument 'extra'"),
     ("features=pois sampler=orthogonal sampler.lengths=sqrt_d", "exactly Gaussian rows"),
