@@ -25,7 +25,7 @@ def typed(monkeypatch, capsys, tmp_path):
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
-        code = 0
+        code, _ = 0, capsys.readouterr()
         try:
             main()
         except SystemExit as stop:

@@ -3,7 +3,6 @@ are those of the noise; and every bad input is one clear message."""
 
 import json
 import math
-import sys
 from functools import partial
 
 import pytest
@@ -23,7 +22,6 @@ from crt_exp.tasks import approximation
 from crt_exp.tasks.approximation import Approximation
 from crt_exp.tasks.base import EXACT, Mechanism
 from crt_exp.tasks.captured import Pretrained, Synthetic
-from crt_exp.train import main
 
 transformers = pytest.importorskip("transformers")
 WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "red", "big", ".")
@@ -190,22 +188,16 @@ def test_predicted_best_is_near_the_measured_best():
 
 # ---- the command
 
-def run(monkeypatch, capsys, tmp_path, *args):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["crt_exp", "task=approximation", "logger=none", f"hydra.run.dir={tmp_path}/run", *args])
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    return code, *capsys.readouterr()
+@pytest.fixture
+def run(typed, tmp_path):
+    return lambda *args: typed("task=approximation", "logger=none", f"hydra.run.dir={tmp_path}/run", *args)
 
 
 @pytest.mark.parametrize("source", ["synthetic", "llama"])
-def test_command(source, folder, monkeypatch, capsys, tmp_path):
+def test_command(source, folder, run, tmp_path):
     model = [f"task.model={folder / source}", f"task.text={folder}/text.txt"]
     given = ["task.length=32", "task.depth=2"] if source == "synthetic" else model
-    code, out, err = run(monkeypatch, capsys, tmp_path, *given, "task.ms=[4,16]", "task.samples=2", "features=pos",
+    code, out, err = run(*given, "task.ms=[4,16]", "task.samples=2", "features=pos",
                          "sampler=hadamard")
     assert code == 0, err
     assert "relative error of the output" in out and "the sampler is approximate" in out and "predict best" in out
@@ -214,11 +206,11 @@ def test_command(source, folder, monkeypatch, capsys, tmp_path):
     assert len([r for r in lines if r["split"] == "layer"]) == 2 * (1 if source == "synthetic" else 3)
 
 
-def test_mistakes_are_told_before_anything_is_written(folder, monkeypatch, capsys, tmp_path):
-    code, _, err = run(monkeypatch, capsys, tmp_path, f"task.model={folder}/bert")
+def test_mistakes_are_told_before_anything_is_written(folder, run, tmp_path):
+    code, _, err = run(f"task.model={folder}/bert")
     assert code == 2 and "task.model and task.text go together" in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
-    code, _, err = run(monkeypatch, capsys, tmp_path, "task.length=8", "features=geom", "sampler=givens")
+    code, _, err = run("task.length=8", "features=geom", "sampler=givens")
     assert code == 2 and "GeomRF needs noise with exactly Gaussian rows" in err and not (tmp_path / "run").exists()
 
 

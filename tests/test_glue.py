@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from crt_exp import swap_attention
 from crt_exp.data.glue import TASKS, collate
 from crt_exp.tasks.base import Plan
 from crt_exp.tasks.glue import GLUE
-from crt_exp.train import main
 
 OPTIONS = {"dataset": "rte", "data_dir": None, "source": "files", "model": None, "init": "uptrain", "max_length": 40,
            "examples": None, "examples_seed": 0, "bucketed": False, "cache_dir": None}
@@ -31,22 +29,15 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def typed(monkeypatch, capsys, tmp_path, files):
+def typed(typed, files, monkeypatch, tmp_path):
     """Runs a command line in this process: (exit code, stdout, stderr)."""
     def run(*args, directory="run"):
-        monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("CRT_DATA", str(files))
         base = ["task=glue", f"task.model={files / 'bert'}", "task.max_length=40", "task.cache_dir=null", "logger=none",
                 "trainer.batch=8", "trainer.epochs=1", "trainer.lr=5e-3", "features.m=8"]
         own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
         own = [b for b in own if "attention=exact" not in args or not b.startswith("features")]
-        monkeypatch.setattr(sys, "argv", ["crt_exp", *own, f"hydra.run.dir={tmp_path / directory}", *args])
-        code, _ = 0, capsys.readouterr()
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
+        return typed(*own, f"hydra.run.dir={tmp_path / directory}", *args)
     return run
 
 

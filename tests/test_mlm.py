@@ -40,23 +40,16 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def typed(monkeypatch, capsys, tmp_path, files):
+def typed(typed, files, monkeypatch, tmp_path):
     """Runs a command line in this process: (exit code, stdout, stderr)."""
     def run(*args, directory="run"):
-        monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("CRT_DATA", raising=False)
         base = [f"task.text={files / 'text.txt'}", *[f"task.sizes.{k}={v}" for k, v in SIZES.items()], "task.vocabulary_size=150",
                 "task.block=16", f"task.cache_dir={files / 'cache'}", "trainer.batch=8", "trainer.epochs=1", "features.m=8"]
         own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
         own = [b for b in own if "attention=exact" not in args or not b.startswith("features")]
         own = ["task=mlm", *own] if "task=glue" not in args else ["trainer.epochs=1", "features.m=8", "trainer.batch=8"]
-        monkeypatch.setattr(sys, "argv", ["crt_exp", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args])
-        code, _ = 0, capsys.readouterr()
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
+        return typed("logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
     return run
 
 
