@@ -338,12 +338,12 @@ def figure(setting: Setting, scores: dict, pretrained: dict, by_m: dict, drift: 
         ax.axhline(found["v"], color=COLOURS["exact"], ls=":", label="exact")
         ax.axhspan(found["v"] - found["v_ci95"], found["v"] + found["v_ci95"], color=COLOURS["exact"], alpha=0.07, lw=0)
         ax.set(title=f"swapped, fine-tuned: {TASKS[data].folder}", ylabel=f"dev {TASKS[data].metrics[0]}, %")
-    axes[1].set(title="swapped, not trained", ylabel="WikiText-2 test perplexity", yscale="log")
+    axes[1].set(title="swapped, not trained", ylabel="WikiText-2 test perplexity")
     for ax in axes[1:]:
         ax.set(xscale="log", xlabel="projections m", xticks=setting.ms)
         ax.set_xticklabels(setting.ms)
         ax.minorticks_off()
-        ax.legend(fontsize=8)
+    fig.legend(*axes[1].get_legend_handles_labels(), loc="lower right", ncol=3, bbox_to_anchor=(0.85, -0.06))
     fig.tight_layout()
     return fig
 
@@ -368,4 +368,4 @@ def draw_table(ax, setting: Setting, scores: dict) -> None:
     ax.set(title=f"against exact attention, m = {setting.m}", xlabel="points", yticks=range(len(rows)))
     ax.set_yticklabels(rows)
     ax.invert_yaxis()
-    ax.legend(fontsize=7, ncol=2)
+    ax.legend(fontsize=8, ncol=6, loc="upper center", bbox_to_anchor=(0.45, -0.17), columnspacing=0.8, handletextpad=0.2)
