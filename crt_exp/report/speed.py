@@ -29,7 +29,9 @@ def main(size: str) -> None:
     facts = ("Batch 1, float32. Attention: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, the fit of FAVOR++ included; large: (heads, "
              "layers, ffn, dim) = (8, 6, 2048, 512); small: (1, 6, 64, 64); vit: timm's ViT-Ti/16, m = 256. Medians over interleaved "
              "rounds; a ratio is the median of the ratios within a round, to the eager floor exp(Q W^T) (exp(K W^T)^T V) for attention, to "
-             "exact attention for models.")
+             "exact attention for models. One process runs all lengths, the shortest first, so that the floor finds most of its memory "
+             "mapped already; in a fresh process, as in a first step, it takes up to twice as long at L = 4096 "
+             "(`python -m crt_exp.report.bench_attention time --lengths 4096`: FAVOR+ at 0.46 of it, not 0.85).")
     path = write_report("speed", "Speed and memory of attention", body, rows, figure(keys, cells), facts, cells.seconds(), "speed")
     print(f"{targets(keys, cells)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
@@ -64,7 +66,8 @@ def crossover(keys, cells) -> str:
 def table(keys, cells, what: str, backward: bool) -> str:
     found = of(keys, cells, what, backward)
     names = list(dict.fromkeys(n for f in found.values() for n in f))
-    cell = lambda f, n: "" if n not in f else f"{f[n][0]:.1f} ({f[n][1]:.2f})"
+    base = "floor" if what == "attention" else "exact"
+    cell = lambda f, n: "" if n not in f else f"{f[n][0]:.1f}" + (f" ({f[n][1]:.2f})" if base in f else "")
     title = f"## {what}, {'forward and backward' if backward else 'forward'}, ms (ratio)\n\n"
     return title + markdown(["method", *(f"L = {n}" for n in found)], [[n, *(cell(f, n) for f in found.values())] for n in names])
 
@@ -82,7 +85,9 @@ def figure(keys, cells):
             points = [(n, f[name][0]) for n, f in found.items() if name in f]
             ax.plot(*zip(*points), marker="o", ms=3, lw=1.4, color=COLOUR[name], ls="--" if "causal" in name else "-", label=name)
         ax.set(xscale="log", yscale="log", title=f"{what}: ms a step", xlabel="L")
-    axes[0].legend(fontsize=6.5)
-    axes[1].legend(fontsize=7)
+        ax.set_xticks(list(found), [f"{n // 1024}k" if n >= 1024 else n for n in found], fontsize=7)
+        ax.minorticks_off()
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()))) | dict(zip(*reversed(axes[1].get_legend_handles_labels())))
+    fig.legend(handles.values(), handles, loc="upper center", bbox_to_anchor=(0.5, 0), ncol=7, fontsize=8)
     fig.tight_layout()
     return fig
