@@ -107,6 +107,7 @@ def test_wikitext_is_the_default(typed, tmp_path, files, monkeypatch):
     assert {r["split"] for r in records(tmp_path / "run")} == {"train", "validation", "test"}
 
 
+@pytest.mark.slow
 def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
     """No step: the perplexity of the exact model under the run's attention; with more features it is nearer to the exact one."""
     base = ["trainer.steps=0", f"task.model={files / 'bert'}", "task.init=uptrain"]
@@ -119,6 +120,7 @@ def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
     assert abs(found["512"] - found["exact"]) < abs(found["4"] - found["exact"]) and found["512"] != found["exact"]
 
 
+@pytest.mark.slow
 def test_readme_command(monkeypatch, capsys, tmp_path):
     """The one that is said to need no data, as it is typed."""
     line = next(line for line in (HERE.parent / "README.md").read_text().splitlines() if "task.text=README.md" in line)
@@ -166,7 +168,8 @@ def test_two_processes_equal_one(typed, tmp_path, files):
     assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=1e-4) and two[-1]["masked_tokens"] == one[-1]["masked_tokens"]
 
 
-@pytest.mark.parametrize("source", [pytest.param("local", marks=pytest.mark.slow), "streamed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["local", "streamed"])
 def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, files, monkeypatch):
     args = ["trainer.steps=9", "trainer.save_every=3", "trainer.log_every=2", "attention=favorpp", f"task.model={files / 'bert'}"]
     if source == "streamed":
