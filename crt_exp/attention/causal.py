@@ -70,14 +70,19 @@ def _tiles(x: Tensor, form: Form):
     return tiles(x.shape[0], x.shape[1], elements // (form.width * min(SEGMENT, x.shape[2])))
 
 
+def saved(x: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    """Empty tensors like the results of `forward`."""
+    (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
+    parts = len(segments(L)) + 1
+    return (v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, parts, dv + 1, M),
+            rows.new_empty(B, H, parts, M), torch.zeros(B, H, parts, dtype=torch.uint8, device="cpu"))
+
+
 def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out (B,H,L,dv) and what `backward` needs: log-sums (B,H,L), states (B,H,N,dv+1,M), references (B,H,N,M) and levels of
     pieces (B,H,N), of the keys before the first query and of each segment."""
-    B, H, L, _ = x.shape
-    dv, M, parts = v.shape[-1], form.width, segments(L)
-    out, logsums, y_offsets = v.new_empty(B, H, L, dv), form.norms(x), form.key_offsets(y)
-    states, refs = (form.rows.new_empty(B, H, len(parts) + 1, *rest) for rest in ((dv + 1, M), (M,)))
-    levels = torch.zeros(B, H, len(parts) + 1, dtype=torch.uint8)
+    out, _, states, refs, levels = saved(x, v, form.rows)
+    logsums, y_offsets, parts = form.norms(x), form.key_offsets(y), segments(x.shape[2])
     with Scratch(form.rows) as scratch:
         for index in _tiles(x, form):
             run = Run(form, index, scratch, *(flat(t, index) for t in (x, y, v, y_offsets)))
@@ -90,10 +95,10 @@ def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor
     return out, logsums, states, refs, levels
 
 
-def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, saved: tuple[Tensor, ...],
+def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...],
              grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to x, y and v of `forward`, whose five results are `saved`."""
-    out, logsums, states, refs, levels = saved
+    """Gradients to x, y and v of `forward`, whose results these are."""
+    out, logsums, states, refs, levels = results
     parts = segments(x.shape[2])
     grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
     y_offsets, minus, last = form.key_offsets(y), -logsums, -row_dots(grad, out, form.rows.dtype)

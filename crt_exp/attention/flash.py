@@ -34,6 +34,12 @@ def width(d: int, dv: int) -> int:
     return -(-max(d + PARTS, dv + 1) // 8) * 8
 
 
+def saved(x: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    """Empty tensors like the results of `forward`."""
+    (B, H, L, d), dv, M = x.shape, v.shape[-1], rows.shape[-2]
+    return (v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), v.new_empty(B, H, M, width(d, dv)), rows.new_empty(B, H, M))
+
+
 def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (B,H,L,dv), log-sums (B,H,L), U (B,H,M,width) and log z (B,H,M) of x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv)."""
     directions, keys, values = of_keys(x, y, v, form)
@@ -46,10 +52,10 @@ def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor
     return out.contiguous(), logsums, U, log_z
 
 
-def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, saved: tuple[Tensor, ...],
+def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...],
              grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to x, y and v of `forward`, whose four results are `saved`."""
-    out, logsums, U, log_z = saved
+    """Gradients to x, y and v of `forward`, whose results these are."""
+    out, logsums, U, log_z, *_ = results
     d, dv = x.shape[-1], v.shape[-1]
     if form.keep is not None:
         grad = grad.masked_fill(~form.keep.any(-1)[:, None, None, None], 0)

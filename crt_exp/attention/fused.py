@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention import causal as causal_engine
-from crt_exp.attention import flash as flash_engine
+from crt_exp.attention import flash, native
 from crt_exp.attention import positive as bidirectional_engine
 from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.attention.tiles import Form
@@ -29,41 +29,40 @@ def _four(t: Tensor) -> Tensor:
     return t[(None,) * (4 - t.ndim)]
 
 
-def _engine(x: Tensor, y: Tensor, v: Tensor, causal: bool):
+def _engine(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, causal: bool):
+    if native.applies(x, y, v, rows):
+        return native.causal if causal else native.bidirectional
     if causal:
         return causal_engine
-    return flash_engine if flash_engine.applies(x, y, v) else bidirectional_engine
+    return flash if flash.applies(x, y, v) else bidirectional_engine
+
+
+def _five(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """out, log-sums and what else the engine keeps for its backward pass: an operator has a fixed number of results."""
+    return *results, *(torch.empty(0, dtype=torch.uint8) for _ in range(5 - len(results)))
 
 
 @torch.library.custom_op("crt_exp::positive_attention", mutates_args=())
 def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None,
              norm_weight: float, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
-        results = _engine(x, y, v, causal).forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
+        results = _engine(x, y, v, rows, causal).forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
     check_result(results[1])
-    return results if causal else (*results, torch.empty(0, dtype=torch.uint8))
+    return _five(results)
 
 
 @_forward.register_fake
 def _(x, y, v, rows, scale, bias, keep, norm_weight, causal):
-    B, H, L, _ = x.shape
-    width, M = v.shape[-1] + 1, rows.shape[-2]
-    parts = (len(causal_engine.segments(L)) + 1,) if causal else ()
-    if _engine(x, y, v, causal) is flash_engine:
-        columns = flash_engine.width(x.shape[-1], v.shape[-1])
-        return (v.new_empty(B, H, L, v.shape[-1]), rows.new_empty(B, H, L), v.new_empty(B, H, M, columns),
-                rows.new_empty(B, H, M), torch.empty(0, dtype=torch.uint8))
-    return (v.new_empty(B, H, L, v.shape[-1]), rows.new_empty(B, H, L), rows.new_empty(B, H, *parts, width, M),
-            rows.new_empty(B, H, *parts, M), torch.empty((B, H, *parts) if causal else 0, dtype=torch.uint8, device="cpu"))
+    return _five(_engine(x, y, v, rows, causal).saved(x, v, rows))
 
 
 @torch.library.custom_op("crt_exp::positive_attention_backward", mutates_args=())
 def _backward(grad: Tensor, x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None,
               norm_weight: float, causal: bool, out: Tensor, logsum: Tensor, states: Tensor, tops: Tensor,
               levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    saved = (out, logsum, states, tops) + ((levels,) if causal else ())
+    saved = (out, logsum, states, tops, levels)
     with torch.autocast(x.device.type, enabled=False):
-        return _engine(x, y, v, causal).backward(x, y, v, Form(rows, scale, bias, norm_weight, keep), saved, grad)
+        return _engine(x, y, v, rows, causal).backward(x, y, v, Form(rows, scale, bias, norm_weight, keep), saved, grad)
 
 
 @_backward.register_fake

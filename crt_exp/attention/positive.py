@@ -39,16 +39,20 @@ def chunks(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
+def saved(x: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    """Empty tensors like the results of `forward`."""
+    (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
+    return v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, dv + 1, M), rows.new_empty(B, H, M)
+
+
 def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (B,H,L,dv), log-sums l (B,H,L), [U, 1] (B,H,dv+1,M) and log z (B,H,M) of x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv)."""
-    B, H, L, _ = x.shape
-    dv, M = v.shape[-1], form.width
-    out, logsums, y_offsets = v.new_empty(B, H, L, dv), form.norms(x), form.key_offsets(y)
-    states, logs = form.rows.new_empty(B, H, dv + 1, M), form.rows.new_empty(B, H, M)
-    heads, size = plan(x, M)
+    out, _, states, logs = saved(x, v, form.rows)
+    logsums, y_offsets = form.norms(x), form.key_offsets(y)
+    heads, size = plan(x, form.width)
     with Scratch(form.rows) as scratch:
-        for index in tiles(B, H, heads):
-            tile = Tile(form, index, dv, size, scratch)
+        for index in tiles(*x.shape[:2], heads):
+            tile = Tile(form, index, v.shape[-1], size, scratch)
             state, log_z = summarise(tile, flat(y, index), flat(v, index), flat(y_offsets, index), y.shape[2])
             log_z = finite(log_z)
             read(tile, flat(x, index), flat(logsums, index), state, log_z, flat(out, index))
@@ -56,10 +60,10 @@ def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor
     return out, logsums, states, logs
 
 
-def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, saved: tuple[Tensor, Tensor, Tensor, Tensor],
+def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...],
              grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to x, y and v of `forward`, whose four results are `saved`."""
-    out, logsums, states, logs = saved
+    """Gradients to x, y and v of `forward`, whose results these are."""
+    out, logsums, states, logs, *_ = results
     dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
     y_offsets, minus, last = form.key_offsets(y), -logsums, -row_dots(grad, out, form.rows.dtype)
     heads, size = plan(x, form.width)

@@ -1,0 +1,860 @@
+/* Attention with positive exponential features on CPUs, in float32: the twins of positive.py and causal.py, whose formulas and
+   names these are. One thread takes one head (or a part of its tokens) through chunks of 64 tokens, so that the features of a
+   chunk stay in the second-level cache from the product that makes them to the last that needs them.
+
+   Logs are in base 2 and have exact maxima taken off: of the queries along a row, of the keys along a feature, as a running
+   maximum, `ref`. A sum taken with an older ref is multiplied by exp2(old - new) <= 1.
+
+   Legend: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1], G = [g, -g.output]
+   (n, dv + 1); Q, K (n, M) features; S = K' V the state, as (dv + 1, M); D gradients to features. Rows of matrices with M
+   columns are `ld` apart, of those with dv + 1 columns `lv`, and what fills them up is 0. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 6, VECTORS = 4 };  /* of the tile of a product that is held in registers */
+#elif defined(__AVX__)
+enum { LANES = 8, ROWS = 6, VECTORS = 2 };
+#elif defined(__aarch64__)
+enum { LANES = 4, ROWS = 6, VECTORS = 4 };
+#else
+enum { LANES = 4, ROWS = 6, VECTORS = 2 };
+#endif
+enum { PAD = 16, CHUNK = 64, DEPTH = 64 };    /* DEPTH: terms of a product that are summed before the next columns are taken */
+enum { PAGE = 1 << 21 };                      /* bytes of a large page */
+enum { OK = 0, NOT_FINITE = 1, NO_MEMORY = 2 };
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float stored __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+#define AT(p) (*(stored *)(p))
+INLINE vec load_vec(const float *p) { return AT(p); }
+#define UNROLL _Pragma("GCC unroll 16")
+
+static const float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
+static const float NONE = -1e30f;   /* the reference of no key */
+static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: its features come out as 0 in the backward pass */
+static const float TINY = 1e-25f;   /* a smaller denominator could miss terms that float32 rounds to 0 */
+
+typedef struct {
+    float *data;
+    int64_t batch, head, token;  /* strides; the last dimension has stride 1 */
+} View;
+
+typedef struct {
+    int64_t B, H, L, S, d, dv, M, splits, segment, threads;
+    double norm_weight;
+    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dx, dy, dvalues;
+    const uint8_t *keep;  /* (B, S), or null */
+    uint8_t *levels;      /* (B, H, chunks): 1 where a chunk was taken token by token */
+} Call;
+
+/* ---- Vectors and products ---- */
+
+INLINE float largest(vec a) {
+    float top = a[0];
+    for (int i = 1; i < LANES; i++) top = a[i] > top ? a[i] : top;
+    return top;
+}
+
+INLINE float total(vec a) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += a[i];
+    return sum;
+}
+
+INLINE vec maximum(vec a, vec b) {
+    ivec more = a > b;
+    return (vec)(((ivec)a & more) | ((ivec)b & ~more));
+}
+
+/* 2^t for t < 127, to 2 units in the last place; 0 below -126, -inf among it. */
+INLINE vec exp2_of(vec t) {
+    vec shifted = t + 12582912.0f;  /* 1.5 2^23: the sum ends in the nearest integer */
+    vec f = t - (shifted - 12582912.0f);
+    vec p = 1.5469732e-4f * f + 1.3390048e-3f;
+    p = p * f + 9.6180016e-3f;
+    p = p * f + 5.5503409e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    ivec small = t < -126.0f;
+    return (vec)(((ivec)p + ((ivec)shifted << 23)) & ~small);
+}
+
+INLINE void tile(const int rows, const int vectors, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
+                 float *c, int64_t ldc, const int add) {
+    vec sum[ROWS][4];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = add ? load_vec(c + i * ldc + j * LANES) : (vec){0};
+    for (int p = 0; p < k; p++) {
+        vec w[4];
+        UNROLL for (int j = 0; j < vectors; j++) w[j] = AT(b + p * ldb + j * LANES);
+        UNROLL for (int i = 0; i < rows; i++)
+            UNROLL for (int j = 0; j < vectors; j++) sum[i][j] += a[i * ar + p * ac] * w[j];
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < vectors; j++) AT(c + i * ldc + j * LANES) = sum[i][j];
+}
+
+#define TILE(rows, vectors) tile(rows, vectors, k, a, ar, ac, b, ldb, c, ldc, add)
+#define TILES(vectors) \
+    static __attribute__((noinline)) void tiles_##vectors(int rows, int k, const float *a, int64_t ar, int64_t ac, \
+                                                          const float *b, int64_t ldb, float *c, int64_t ldc, int add) { \
+        switch (rows) { \
+            case 6: if (add) tile(6, vectors, k, a, ar, ac, b, ldb, c, ldc, 1); else tile(6, vectors, k, a, ar, ac, b, ldb, c, ldc, 0); break; \
+            case 5: TILE(5, vectors); break; \
+            case 4: TILE(4, vectors); break; \
+            case 3: TILE(3, vectors); break; \
+            case 2: TILE(2, vectors); break; \
+            default: TILE(1, vectors); \
+        } \
+    }
+TILES(1)
+TILES(2)
+TILES(3)
+TILES(4)
+
+/* Which part of a product is wanted, where one matrix is a triangle. */
+typedef enum {
+    ALL,
+    LOWER,    /* the product: columns up to that of the row (and some more) */
+    UP_TO,    /* a: columns up to that of the row */
+    FROM      /* a: columns from that of the row on */
+} Part;
+
+/* c (m, n) = or += a (m, k) b (k, n), a with strides (ar, ac). n is rounded up to whole vectors. For UP_TO and FROM k <= DEPTH. */
+static void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb, float *c,
+                    int64_t ldc, int add) {
+    for (int p = 0; p < k; p += DEPTH)
+        for (int j = 0; j < n; j += VECTORS * LANES)
+            for (int i = 0; i < m; i += ROWS) {
+                int rows = m - i < ROWS ? m - i : ROWS, stop = p + DEPTH < k ? p + DEPTH : k, start = p;
+                int columns = part == LOWER && i + rows < n ? i + rows : n;
+                int vectors = (columns - j + LANES - 1) / LANES;
+                if (vectors <= 0) continue;
+                if (part == UP_TO && i + rows < stop) stop = i + rows;
+                if (part == FROM) start = i;
+                const float *from = a + i * ar + start * ac, *with = b + start * ldb + j;
+                float *to = c + i * ldc + j;
+                switch (vectors < VECTORS ? vectors : VECTORS) {
+                    case 1: tiles_1(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p); break;
+                    case 2: tiles_2(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p); break;
+                    case 3: tiles_3(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p); break;
+                    default: tiles_4(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p);
+                }
+            }
+}
+
+INLINE void transpose_tile(const float *from, int64_t ldf, float *to, int64_t ldt) {
+    vec r[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) r[i] = AT(from + i * ldf);
+    UNROLL for (int s = 1; s < LANES; s *= 2) {  /* swaps the off-diagonal quarters of blocks of 2 s */
+        ivec low, high;
+        UNROLL for (int e = 0; e < LANES; e++) {
+            low[e] = e & s ? LANES + e - s : e;
+            high[e] = e & s ? LANES + e : e + s;
+        }
+        UNROLL for (int i = 0; i < LANES; i++)
+            if (!(i & s)) {
+                vec a = r[i], b = r[i + s];
+                r[i] = __builtin_shuffle(a, b, low);
+                r[i + s] = __builtin_shuffle(a, b, high);
+            }
+    }
+    UNROLL for (int i = 0; i < LANES; i++) AT(to + i * ldt) = r[i];
+}
+
+/* to (n, m) = from (m, n)'. */
+static void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t ldt) {
+    int whole_m = m / LANES * LANES, whole_n = n / LANES * LANES;
+    for (int i = 0; i < whole_m; i += LANES)
+        for (int j = 0; j < whole_n; j += LANES) transpose_tile(from + i * ldf + j, ldf, to + j * ldt + i, ldt);
+    for (int i = 0; i < m; i++)
+        for (int j = i < whole_m ? whole_n : 0; j < n; j++) to[j * ldt + i] = from[i * ldf + j];
+}
+
+/* ---- One head ---- */
+
+typedef struct {
+    const Call *c;
+    int64_t b, h;
+    int d, dp, dv, dvp, lv, M, Mp, ld;      /* the p-sizes are multiples of PAD */
+    float *w, *w2, *wt;                     /* rows (M, dp), in natural and binary units; the latter transposed (d, ld) */
+    float *bias;                            /* of queries: twice the bias, -inf for the features that fill up (Mp) */
+    float *X, *Y, *V, *G, *dx, *dvalues;    /* (CHUNK, dp or lv) */
+    float *Yt, *Vt, *A, *dA;                /* (d, CHUNK), (dv + 1, CHUNK), (CHUNK, CHUNK) twice */
+    float *Q, *K, *Kt, *D;                  /* (CHUNK, ld); Kt (Mp, CHUNK) */
+    float *S, *St, *dS;                     /* (dv + 1, ld), (Mp, lv) with the transposed state, (dv + 1, ld) */
+    float *ref, *fresh, *factor, *offset;   /* (Mp) */
+    float *row, *top, *sums;                /* (CHUNK) offsets, maxima and sums of the tokens of a chunk */
+    float *pieces;                          /* of the chunks of a segment, in the causal backward pass */
+    int bad;
+} Head;
+
+static pthread_key_t arena_key;
+static pthread_once_t arena_once = PTHREAD_ONCE_INIT;
+static void make_arena_key(void) { pthread_key_create(&arena_key, free); }
+
+typedef struct {
+    size_t size;
+    char pad[56];
+} Arena;
+
+/* `count` floats that the thread keeps from call to call. */
+static float *arena(size_t count) {
+    pthread_once(&arena_once, make_arena_key);
+    Arena *kept = pthread_getspecific(arena_key);
+    if (kept && kept->size >= count) return (float *)(kept + 1);
+    free(kept);
+    pthread_setspecific(arena_key, NULL);
+    size_t bytes = (sizeof(Arena) + sizeof(float) * count + PAGE - 1) / PAGE * PAGE;
+    if (!(kept = aligned_alloc(PAGE, bytes))) return NULL;
+#if defined(MADV_HUGEPAGE)
+    madvise(kept, bytes, MADV_HUGEPAGE);
+#endif
+    kept->size = count;
+    pthread_setspecific(arena_key, kept);
+    return (float *)(kept + 1);
+}
+
+INLINE int up(int64_t n) { return (int)((n + PAD - 1) / PAD * PAD); }
+INLINE float *of(View t, int64_t b, int64_t h) { return t.data + b * t.batch + h * t.head; }
+INLINE float *row_of(const Head *e, View t, int64_t token) { return of(t, e->b, e->h) + token * t.token; }
+
+static void set_sizes(Head *e, const Call *c) {
+    e->c = c;
+    e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->dvp = up(c->dv), e->lv = up(c->dv + 1);
+    e->M = c->M, e->Mp = up(c->M), e->ld = e->Mp + PAD;  /* rows a power of two apart would fall on the same cache lines */
+    e->bad = OK;
+}
+
+/* Numbers that the backward sweep holds for a piece of `size` tokens: see Piece. */
+static size_t piece_size(const Head *e, int size) {
+    return ((size_t)(e->dv + 1 + size) * e->ld + 2 * e->Mp + PAD - 1) / PAD * PAD;
+}
+
+/* Scratch memory and the packed directions of head `index` of B x H. Returns 0 where memory ended. */
+static int open_head(Head *e, const Call *c, int64_t index) {
+    set_sizes(e, c);
+    e->b = index / c->H, e->h = index % c->H;
+    int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
+    const int sweeps = c->levels && c->dx.data;
+    struct { float **to; size_t count; } parts[] = {
+        {&e->w, (size_t)Mp * dp}, {&e->w2, (size_t)Mp * dp}, {&e->wt, (size_t)e->d * ld}, {&e->bias, Mp},
+        {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp}, {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->dx, CHUNK * dp},
+        {&e->dvalues, CHUNK * lv}, {&e->Yt, (size_t)dp * CHUNK}, {&e->Vt, (size_t)lv * CHUNK}, {&e->A, CHUNK * CHUNK},
+        {&e->dA, CHUNK * CHUNK}, {&e->Q, (size_t)CHUNK * ld}, {&e->K, (size_t)CHUNK * ld}, {&e->Kt, (size_t)CHUNK * Mp},
+        {&e->D, (size_t)CHUNK * ld}, {&e->S, (size_t)(e->dv + 1) * ld}, {&e->St, (size_t)Mp * lv},
+        {&e->dS, (size_t)(e->dv + 1) * ld}, {&e->ref, Mp}, {&e->fresh, Mp}, {&e->factor, Mp}, {&e->offset, Mp},
+        {&e->row, CHUNK}, {&e->top, CHUNK}, {&e->sums, CHUNK},
+        {&e->pieces, sweeps ? piece_size(e, CHUNK) * (c->segment / CHUNK) : 0}};
+    size_t count = 0, n = sizeof parts / sizeof *parts;
+    for (size_t i = 0; i < n; i++) count += (parts[i].count + PAD - 1) / PAD * PAD + PAD;
+    float *memory = arena(count);
+    if (!memory) return 0;
+    for (size_t i = 0; i < n; i++) {
+        *parts[i].to = memory;
+        memory += (parts[i].count + PAD - 1) / PAD * PAD + PAD;
+    }
+    float scale = *of(c->scale, e->b, e->h), *bias = of(c->bias, e->b, e->h);
+    memset(e->wt, 0, sizeof(float) * e->d * ld);
+    memset(e->w, 0, sizeof(float) * Mp * dp);
+    memset(e->X, 0, sizeof(float) * CHUNK * dp);
+    memset(e->Y, 0, sizeof(float) * CHUNK * dp);
+    memset(e->V, 0, sizeof(float) * CHUNK * lv);
+    memset(e->G, 0, sizeof(float) * CHUNK * lv);
+    memset(e->Yt, 0, sizeof(float) * dp * CHUNK);
+    memset(e->Vt, 0, sizeof(float) * lv * CHUNK);
+    for (int m = 0; m < e->M; m++) {
+        const float *from = row_of(e, c->rows, m);
+        for (int p = 0; p < e->d; p++) e->w[m * dp + p] = from[p] * scale;
+    }
+    for (int i = 0; i < Mp * dp; i++) e->w2[i] = e->w[i] * LOG2E;
+    transpose(e->M, e->d, e->w2, dp, e->wt, ld);
+    for (int m = 0; m < Mp; m++) e->bias[m] = m < e->M ? 2 * bias[m] * LOG2E : -INFINITY;
+    return 1;
+}
+
+static float square_sum(const float *x, int n) {
+    vec sum = {0};
+    for (int p = 0; p < n; p += LANES) sum += AT(x + p) * AT(x + p);
+    return total(sum);
+}
+
+/* Rows [start, start + n) of a tensor with d columns into `to`, whose rows are ld apart. */
+static void load(const Head *e, View t, int64_t start, int n, int d, float *to, int ld) {
+    for (int i = 0; i < n; i++) memcpy(to + i * ld, row_of(e, t, start + i), sizeof(float) * d);
+}
+
+static void save(const Head *e, View t, int64_t start, int n, int d, const float *from, int ld) {
+    for (int i = 0; i < n; i++) memcpy(row_of(e, t, start + i), from + i * ld, sizeof(float) * d);
+}
+
+static int masked(const Head *e, int64_t key) { return e->c->keep && !e->c->keep[e->b * e->c->S + key]; }
+
+/* X, and a note where it is not finite. */
+static void load_queries(Head *e, int64_t start, int n) {
+    load(e, e->c->x, start, n, e->d, e->X, e->dp);
+    for (int i = 0; i < n; i++)
+        if (!isfinite(square_sum(e->X + i * e->dp, e->dp))) e->bad = NOT_FINITE;
+}
+
+/* Y, V and the offsets -norm_weight |y|^2 of the keys in `row`; masked keys, whose memory may hold anything, are 0 and -inf. */
+static void load_keys(Head *e, int64_t start, int n) {
+    load(e, e->c->y, start, n, e->d, e->Y, e->dp);
+    load(e, e->c->v, start, n, e->dv, e->V, e->lv);
+    for (int j = 0; j < n; j++) {
+        float *y = e->Y + j * e->dp, *v = e->V + j * e->lv;
+        if (masked(e, start + j)) {
+            memset(y, 0, sizeof(float) * e->d);
+            memset(v, 0, sizeof(float) * e->dv);
+            e->row[j] = -INFINITY;
+        } else {
+            float square = square_sum(y, e->dp);
+            if (!isfinite(square)) e->bad = NOT_FINITE;
+            e->row[j] = -(float)e->c->norm_weight * LOG2E * square;
+        }
+        v[e->dv] = 1;
+    }
+}
+
+/* G = [g, -g.output]. */
+static void load_gradients(Head *e, int64_t start, int n) {
+    load(e, e->c->grad, start, n, e->dv, e->G, e->lv);
+    for (int i = 0; i < n; i++) {
+        const float *g = e->G + i * e->lv, *out = row_of(e, e->c->out, start + i);
+        vec dots = {0};
+        float dot = 0;
+        int p = 0;
+        for (; p + LANES <= e->dv; p += LANES) dots += AT(g + p) * AT(out + p);
+        for (; p < e->dv; p++) dot += g[p] * out[p];
+        e->G[i * e->lv + e->dv] = -dot - total(dots);
+    }
+}
+
+/* F (n, ld) = W x of n tokens. */
+static void project(const Head *e, int n, const float *x, float *F) {
+    product(ALL, n, e->Mp, e->d, x, e->dp, 1, e->wt, e->ld, F, e->ld, 0);
+}
+
+/* fresh = max(ref, logs of the keys K + row). */
+static void raise_reference(Head *e, int n, const float *ref, float *fresh) {
+    for (int m = 0; m < e->Mp; m += LANES) {
+        vec top = AT(ref + m);
+        for (int j = 0; j < n; j++) top = maximum(top, AT(e->K + j * e->ld + m) + e->row[j]);
+        AT(fresh + m) = top;
+    }
+}
+
+/* factor = exp2(from - to); returns whether any is not 1. */
+static int factors(int Mp, const float *from, const float *to, float *factor) {
+    int changed = 0;
+    for (int m = 0; m < Mp; m++) changed |= from[m] != to[m];
+    if (changed)
+        for (int m = 0; m < Mp; m += LANES) AT(factor + m) = exp2_of(AT(from + m) - AT(to + m));
+    return changed;
+}
+
+/* to = from with columns times factor, (dv + 1, ld). */
+static void scale_columns(const Head *e, const float *from, const float *factor, float *to) {
+    for (int i = 0; i <= e->dv; i++)
+        for (int m = 0; m < e->Mp; m += LANES) AT(to + i * e->ld + m) = AT(from + i * e->ld + m) * AT(factor + m);
+}
+
+/* Features exp2(F + row + sign offset) of n tokens, in place. */
+static void exponentiate(const Head *e, int n, float *F, const float *row, const float *offset, float sign) {
+    for (int i = 0; i < n; i++) {
+        float *f = F + (int64_t)i * e->ld;
+        for (int m = 0; m < e->Mp; m += LANES) AT(f + m) = exp2_of(AT(f + m) + row[i] + sign * AT(offset + m));
+    }
+}
+
+/* Q = exp2(logs + offset - top) with the maximum of each row in `top`, and sum_m Q_m weight_m (weights of 1 for null) in `sums`. */
+static void query_features(Head *e, int n, const float *offset, const float *weight) {
+    project(e, n, e->X, e->Q);
+    for (int i = 0; i < n; i++) {
+        float *q = e->Q + (int64_t)i * e->ld;
+        vec top = AT(q) + AT(offset), sum = {0};
+        for (int m = 0; m < e->Mp; m += LANES) {
+            AT(q + m) += AT(offset + m);
+            top = maximum(top, AT(q + m));
+        }
+        float highest = e->top[i] = largest(top);
+        for (int m = 0; m < e->Mp; m += LANES) {
+            vec f = AT(q + m) = exp2_of(AT(q + m) - highest);
+            if (weight) f *= AT(weight + m);
+            sum += f;
+        }
+        e->sums[i] = total(sum);
+    }
+}
+
+/* Adds keys [start, stop) to the state S of reference `ref`. */
+static void add_keys(Head *e, int64_t start, int64_t stop, float *S, float *ref) {
+    for (int64_t t = start; t < stop; t += CHUNK) {
+        int n = stop - t < CHUNK ? stop - t : CHUNK;
+        load_keys(e, t, n);
+        project(e, n, e->Y, e->K);
+        raise_reference(e, n, ref, e->fresh);
+        if (factors(e->Mp, ref, e->fresh, e->factor)) {
+            scale_columns(e, S, e->factor, S);
+            memcpy(ref, e->fresh, sizeof(float) * e->Mp);
+        }
+        exponentiate(e, n, e->K, e->row, ref, -1);
+        product(ALL, e->dv + 1, e->Mp, n, e->V, 1, e->lv, e->K, e->ld, S, e->ld, 1);
+    }
+}
+
+/* D K W and its share of |y|^2: writes the gradients to n keys from D, those to their features. Values are written too. */
+static void finish_keys(Head *e, int64_t start, int n) {
+    const float twice = 2 * (float)e->c->norm_weight;
+    for (int j = 0; j < n; j++) {
+        float *D = e->D + (int64_t)j * e->ld, *K = e->K + (int64_t)j * e->ld;
+        vec sum = {0};
+        for (int m = 0; m < e->Mp; m += LANES) sum += AT(D + m) *= AT(K + m);
+        e->sums[j] = total(sum);
+    }
+    product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
+    for (int j = 0; j < n; j++)
+        for (int p = 0; p < e->dp; p += LANES) AT(e->dx + j * e->dp + p) -= twice * e->sums[j] * AT(e->Y + j * e->dp + p);
+    save(e, e->c->dy, start, n, e->d, e->dx, e->dp);
+    save(e, e->c->dvalues, start, n, e->dv, e->dvalues, e->lv);
+}
+
+/* Writes the gradients to n queries from D, those to their features. */
+static void finish_queries(Head *e, int64_t start, int n) {
+    for (int i = 0; i < n; i++)
+        for (int m = 0; m < e->Mp; m += LANES) AT(e->D + (int64_t)i * e->ld + m) *= AT(e->Q + (int64_t)i * e->ld + m);
+    product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
+    save(e, e->c->dx, start, n, e->d, e->dx, e->dp);
+}
+
+/* Writes the gradients to keys [start, stop), which act through the state alone: dS is the gradient to it, in reference `ref`. */
+static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS, const float *ref) {
+    transpose(e->dv, e->M, dS, e->ld, e->St, e->lv);
+    for (int64_t t = start; t < stop; t += CHUNK) {
+        int n = stop - t < CHUNK ? stop - t : CHUNK;
+        load_keys(e, t, n);
+        project(e, n, e->Y, e->K);
+        exponentiate(e, n, e->K, e->row, ref, -1);
+        product(ALL, n, e->dvp, e->M, e->K, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
+        product(ALL, n, e->Mp, e->dv + 1, e->V, e->lv, 1, dS, e->ld, e->D, e->ld, 0);
+        finish_keys(e, t, n);
+    }
+}
+
+/* ---- Bidirectional ---- */
+
+static void load_state(const Head *e, const float *from, float *S) {
+    for (int i = 0; i <= e->dv; i++) {
+        memcpy(S + i * e->ld, from + (int64_t)i * e->M, sizeof(float) * e->M);
+        memset(S + i * e->ld + e->M, 0, sizeof(float) * (e->ld - e->M));
+    }
+}
+
+static void save_state(const Head *e, const float *S, float *to) {
+    for (int i = 0; i <= e->dv; i++) memcpy(to + (int64_t)i * e->M, S + i * e->ld, sizeof(float) * e->M);
+}
+
+/* Range `part` of `parts` of n tokens, in whole chunks. */
+static void share(int64_t n, int64_t part, int64_t parts, int64_t *start, int64_t *stop) {
+    int64_t chunks = (n + CHUNK - 1) / CHUNK;
+    *start = chunks * part / parts * CHUNK;
+    *stop = chunks * (part + 1) / parts * CHUNK;
+    if (*stop > n) *stop = n;
+}
+
+/* The state and log z of the keys from the `parts` partial ones, (dv + 2, Mp) each with the reference last, into head memory. */
+static void merge(Head *e, const float *partial, int64_t parts) {
+    const int64_t size = (int64_t)(e->dv + 2) * e->Mp;
+    float *logs = of(e->c->logs, e->b, e->h), *states = of(e->c->states, e->b, e->h);
+    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int m = 0; m < e->Mp; m++) {
+        e->ref[m] = NONE;
+        for (int64_t s = 0; s < parts; s++) e->ref[m] = fmaxf(e->ref[m], partial[s * size + (e->dv + 1) * e->Mp + m]);
+    }
+    for (int64_t s = 0; s < parts; s++) {
+        const float *S = partial + s * size, *ref = S + (e->dv + 1) * e->Mp;
+        for (int m = 0; m < e->Mp; m += LANES) {
+            vec factor = exp2_of(AT(ref + m) - AT(e->ref + m));
+            for (int i = 0; i <= e->dv; i++) AT(e->S + i * e->ld + m) += factor * AT(S + i * e->Mp + m);
+        }
+    }
+    float *z = e->S + e->dv * e->ld;
+    for (int m = 0; m < e->M; m++) {
+        logs[m] = z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
+        e->factor[m] = z[m] > 0 ? 1 / z[m] : 0;
+    }
+    for (int m = e->M; m < e->Mp; m++) e->factor[m] = 0;
+    scale_columns(e, e->S, e->factor, e->S);
+    for (int m = 0; m < e->M; m++) z[m] = 1;
+    save_state(e, e->S, states);
+}
+
+static void read_state(Head *e, int64_t start, int64_t stop) {
+    for (int64_t t = start; t < stop; t += CHUNK) {
+        int n = stop - t < CHUNK ? stop - t : CHUNK;
+        load_queries(e, t, n);
+        query_features(e, n, e->offset, NULL);
+        product(ALL, n, e->dvp, e->M, e->Q, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
+        float *logsum = of(e->c->logsum, e->b, e->h) + t;
+        for (int i = 0; i < n; i++) {
+            float scale = 1 / e->sums[i], *out = e->dvalues + i * e->lv;
+            logsum[i] = (e->top[i] + log2f(e->sums[i])) * LN2;
+            for (int p = 0; p < e->dvp; p += LANES) AT(out + p) *= scale;
+        }
+        save(e, e->c->out, t, n, e->dv, e->dvalues, e->lv);
+    }
+}
+
+static void query_offsets(Head *e) {
+    const float *logs = of(e->c->logs, e->b, e->h);
+    for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? logs[m] * LOG2E + e->bias[m] : -INFINITY;
+}
+
+static void queries_backward(Head *e, int64_t start, int64_t stop) {
+    for (int64_t t = start; t < stop; t += CHUNK) {
+        int n = stop - t < CHUNK ? stop - t : CHUNK;
+        const float *logsum = of(e->c->logsum, e->b, e->h) + t;
+        load_queries(e, t, n);
+        load_gradients(e, t, n);
+        for (int i = 0; i < n; i++) e->row[i] = -logsum[i] * LOG2E;
+        project(e, n, e->X, e->Q);
+        exponentiate(e, n, e->Q, e->row, e->offset, 1);
+        product(ALL, n, e->Mp, e->dv + 1, e->G, e->lv, 1, e->S, e->ld, e->D, e->ld, 0);
+        product(ALL, e->dv + 1, e->Mp, n, e->G, 1, e->lv, e->Q, e->ld, e->dS, e->ld, 1);
+        finish_queries(e, t, n);
+    }
+}
+
+/* Runs `body` for all jobs of `count` heads on the call's threads; numbers smaller than the smallest normal one count as 0 in it. */
+typedef void (*Body)(Head *e, int64_t part, int64_t parts, float *memory);
+
+static int run(const Call *c, int64_t parts, float *memory, Body body) {
+    int bad = OK;
+#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
+    for (int64_t job = 0; job < c->B * c->H * parts; job++) {
+#if defined(__SSE__)
+        unsigned mode = _mm_getcsr();
+        _mm_setcsr(mode | 0x8040);
+#endif
+        Head e;
+        if (open_head(&e, c, job / parts)) {
+            body(&e, job % parts, parts, memory);
+            if (e.bad > bad) bad = e.bad;
+        } else
+            bad = NO_MEMORY;
+#if defined(__SSE__)
+        _mm_setcsr(mode);
+#endif
+    }
+    return bad;
+}
+
+static float *partial_of(const Head *e, float *memory, int64_t part, int64_t parts) {
+    return memory + ((e->b * e->c->H + e->h) * parts + part) * (e->dv + 2) * e->Mp;
+}
+
+static void summarise_part(Head *e, int64_t part, int64_t parts, float *memory) {
+    int64_t start, stop;
+    share(e->c->S, part, parts, &start, &stop);
+    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
+    add_keys(e, start, stop, e->S, e->ref);
+    float *to = partial_of(e, memory, part, parts);
+    for (int i = 0; i <= e->dv; i++) memcpy(to + i * e->Mp, e->S + i * e->ld, sizeof(float) * e->Mp);
+    memcpy(to + (e->dv + 1) * e->Mp, e->ref, sizeof(float) * e->Mp);
+}
+
+static void merge_parts(Head *e, int64_t part, int64_t parts, float *memory) {
+    (void)part, (void)parts;
+    merge(e, partial_of(e, memory, 0, e->c->splits), e->c->splits);
+}
+
+static void read_part(Head *e, int64_t part, int64_t parts, float *memory) {
+    (void)memory;
+    int64_t start, stop;
+    share(e->c->L, part, parts, &start, &stop);
+    load_state(e, of(e->c->states, e->b, e->h), e->S);
+    transpose(e->dv, e->M, e->S, e->ld, e->St, e->lv);
+    query_offsets(e);
+    read_state(e, start, stop);
+}
+
+static void queries_backward_part(Head *e, int64_t part, int64_t parts, float *memory) {
+    int64_t start, stop;
+    share(e->c->L, part, parts, &start, &stop);
+    load_state(e, of(e->c->states, e->b, e->h), e->S);
+    memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    query_offsets(e);
+    queries_backward(e, start, stop);
+    float *to = partial_of(e, memory, part, parts);
+    for (int i = 0; i <= e->dv; i++) memcpy(to + i * e->Mp, e->dS + i * e->ld, sizeof(float) * e->Mp);
+}
+
+static void keys_backward_part(Head *e, int64_t part, int64_t parts, float *memory) {
+    int64_t start, stop;
+    share(e->c->S, part, parts, &start, &stop);
+    const float *logs = of(e->c->logs, e->b, e->h);
+    memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int64_t s = 0; s < parts; s++) {
+        const float *from = partial_of(e, memory, s, parts);
+        for (int i = 0; i <= e->dv; i++)
+            for (int m = 0; m < e->Mp; m += LANES) AT(e->dS + i * e->ld + m) += AT(from + i * e->Mp + m);
+    }
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
+    keys_backward(e, start, stop, e->dS, e->ref);
+}
+
+static float *partials(const Call *c) {
+    Head e;
+    set_sizes(&e, c);
+    return aligned_alloc(64, ((size_t)c->B * c->H * c->splits * (e.dv + 2) * e.Mp * 4 + 63) / 64 * 64);
+}
+
+int bidirectional_forward(const Call *c) {
+    float *memory = partials(c);
+    if (!memory) return NO_MEMORY;
+    int bad = run(c, c->splits, memory, summarise_part);
+    if (!bad) bad = run(c, 1, memory, merge_parts);
+    if (!bad) bad = run(c, c->splits, memory, read_part);
+    free(memory);
+    return bad;
+}
+
+int bidirectional_backward(const Call *c) {
+    float *memory = partials(c);
+    if (!memory) return NO_MEMORY;
+    int bad = run(c, c->splits, memory, queries_backward_part);
+    if (!bad) bad = run(c, c->splits, memory, keys_backward_part);
+    free(memory);
+    return bad;
+}
+
+/* ---- Causal: query i sees keys up to i + S - L ---- */
+
+/* Zeros above the diagonal of A, as far as products with triangles read it. */
+static void clear_upper(float *A, int n) {
+    for (int i = 0; i < n; i++) {
+        int stop = (i / ROWS + 1) * ROWS;
+        for (int j = i + 1; j < (stop < n ? stop : n); j++) A[i * CHUNK + j] = 0;
+    }
+}
+
+/* Takes n tokens through the forward pass: St (Mp, lv) with z in column dv is the state, of reference ref. Returns 0, and leaves
+   the state as it was, where a denominator comes out below TINY: a later key of the chunk is so large that the terms of an
+   earlier row were rounded to 0. A single token cannot do that, for its largest term is at least 1. */
+static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *seen) {
+    const int64_t key = start + e->c->S - e->c->L;
+    const int columns = up(n);
+    load_queries(e, start, n);
+    load_keys(e, key, n);
+    for (int j = n; j < columns; j++) e->row[j] = -INFINITY;
+    transpose(n, e->d, e->Y, e->dp, e->Yt, CHUNK);
+    product(ALL, e->Mp, columns, e->d, e->w2, e->dp, 1, e->Yt, CHUNK, e->Kt, CHUNK, 0);
+    float *z_now = e->dS, *z_new = e->dS + e->Mp;  /* sums of the features of the keys before, and of these keys */
+    for (int m = 0; m < e->Mp; m++) {
+        float *k = e->Kt + m * CHUNK;
+        vec top = AT(k) + AT(e->row), sum = {0};
+        for (int j = LANES; j < columns; j += LANES) top = maximum(top, AT(k + j) + AT(e->row + j));
+        float now = largest(top), fresh = now > ref[m] ? now : ref[m];
+        for (int j = 0; j < columns; j += LANES) sum += AT(k + j) = exp2_of(AT(k + j) + AT(e->row + j) - fresh);
+        e->fresh[m] = fresh;
+        z_new[m] = total(sum);
+    }
+    int changed = factors(e->Mp, ref, e->fresh, e->factor);
+    for (int m = 0; m < e->Mp; m++) z_now[m] = e->St[m * e->lv + e->dv] * (changed ? e->factor[m] : 1);
+    for (int m = 0; m < e->Mp; m++) e->offset[m] = e->fresh[m] + e->bias[m];
+    query_features(e, n, e->offset, z_now);
+    product(LOWER, n, columns, e->M, e->Q, e->ld, 1, e->Kt, CHUNK, e->A, CHUNK, 0);
+    clear_upper(e->A, n);
+    int sees[CHUNK];
+    for (int i = 0; i < n; i++) {
+        sees[i] = i ? sees[i - 1] : *seen;
+        sees[i] |= !masked(e, key + i);
+        for (int j = 0; j <= i; j++) e->sums[i] += e->A[i * CHUNK + j];
+        if (n > 1 && sees[i] && e->sums[i] < TINY) return 0;
+    }
+    *seen = sees[n - 1];
+    if (changed) {
+        for (int m = 0; m < e->M; m++)
+            for (int p = 0; p < e->lv; p += LANES) AT(e->St + m * e->lv + p) *= e->factor[m];
+        memcpy(ref, e->fresh, sizeof(float) * e->Mp);
+    }
+    product(ALL, n, e->dvp, e->M, e->Q, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
+    product(UP_TO, n, e->dvp, n, e->A, CHUNK, 1, e->V, e->lv, e->dvalues, e->lv, 1);
+    float *logsum = of(e->c->logsum, e->b, e->h) + start;
+    for (int i = 0; i < n; i++) {
+        float *out = e->dvalues + i * e->lv, scale = sees[i] ? 1 / e->sums[i] : 0;
+        logsum[i] = sees[i] ? e->top[i] + log2f(e->sums[i]) : UNSEEN;
+        for (int p = 0; p < e->dvp; p += LANES) AT(out + p) *= scale;
+    }
+    save(e, e->c->out, start, n, e->dv, e->dvalues, e->lv);
+    product(ALL, e->M, e->dvp, n, e->Kt, CHUNK, 1, e->V, e->lv, e->St, e->lv, 1);
+    for (int m = 0; m < e->M; m++) e->St[m * e->lv + e->dv] = z_now[m] + z_new[m];
+    return 1;
+}
+
+static int64_t segments(const Call *c) { return (c->L + c->segment - 1) / c->segment; }
+static int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
+
+/* Where the state and reference before segment i are kept, (dv + 2, M). */
+static float *kept(const Head *e, int64_t i) { return of(e->c->states, e->b, e->h) + i * (e->dv + 2) * e->M; }
+
+static void forward_head(Head *e, int64_t part, int64_t parts, float *memory) {
+    (void)part, (void)parts, (void)memory;
+    const Call *c = e->c;
+    const int64_t before = c->S - c->L;
+    uint8_t *levels = c->levels + (e->b * c->H + e->h) * chunks_of(c->L);
+    int seen = 0;
+    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
+    add_keys(e, 0, before, e->S, e->ref);
+    for (int64_t j = 0; j < before; j++) seen |= !masked(e, j);
+    memset(e->St, 0, sizeof(float) * e->Mp * e->lv);
+    transpose(e->dv + 1, e->M, e->S, e->ld, e->St, e->lv);
+    for (int64_t t = 0; t < c->L; t += CHUNK) {
+        int n = c->L - t < CHUNK ? c->L - t : CHUNK;
+        if (t % c->segment == 0) {
+            float *to = kept(e, t / c->segment);
+            transpose(e->M, e->dv + 1, e->St, e->lv, to, e->M);
+            memcpy(to + (e->dv + 1) * e->M, e->ref, sizeof(float) * e->M);
+        }
+        if (!(levels[t / CHUNK] = !forward_tokens(e, t, n, e->ref, &seen))) continue;
+        for (int i = 0; i < n; i++) forward_tokens(e, t + i, 1, e->ref, &seen);
+    }
+}
+
+/* What the backward sweep holds for each piece of tokens: features K (size, ld), the state S before it (dv + 1, ld) in reference
+   `old`, and its own reference `ref`. */
+typedef struct {
+    float *K, *S, *old, *ref;
+} Piece;
+
+static Piece piece_at(const Head *e, float *memory, int size, int i) {
+    float *K = memory + i * piece_size(e, size), *S = K + (size_t)size * e->ld, *old = S + (size_t)(e->dv + 1) * e->ld;
+    return (Piece){K, S, old, old + e->Mp};
+}
+
+/* Writes the gradients of n tokens, given that to the state after them, dS of reference `e->ref`, and turns it into that before. */
+static void backward_tokens(Head *e, int64_t start, int n, Piece *piece) {
+    const int64_t key = start + e->c->S - e->c->L;
+    const int columns = up(n);
+    const float *logsum = of(e->c->logsum, e->b, e->h) + start;
+    if (factors(e->Mp, piece->ref, e->ref, e->factor)) {
+        scale_columns(e, e->dS, e->factor, e->dS);
+        memcpy(e->ref, piece->ref, sizeof(float) * e->Mp);
+    }
+    if (factors(e->Mp, piece->old, piece->ref, e->factor)) scale_columns(e, piece->S, e->factor, piece->S);
+    load_queries(e, start, n);
+    load_gradients(e, start, n);
+    load_keys(e, key, n);
+    float *scratch = e->K;
+    e->K = piece->K;
+    for (int m = 0; m < e->Mp; m++) e->offset[m] = piece->ref[m] + e->bias[m];
+    for (int i = 0; i < n; i++) e->row[i] = -logsum[i];
+    project(e, n, e->X, e->Q);
+    exponentiate(e, n, e->Q, e->row, e->offset, 1);
+
+    transpose(n, e->dv + 1, e->V, e->lv, e->Vt, CHUNK);
+    transpose(n, e->M, e->K, e->ld, e->Kt, CHUNK);
+    product(LOWER, n, columns, e->dv + 1, e->G, e->lv, 1, e->Vt, CHUNK, e->dA, CHUNK, 0);
+    product(LOWER, n, columns, e->M, e->Q, e->ld, 1, e->Kt, CHUNK, e->A, CHUNK, 0);
+    clear_upper(e->dA, n);
+    clear_upper(e->A, n);
+
+    product(ALL, n, e->Mp, e->dv + 1, e->G, e->lv, 1, piece->S, e->ld, e->D, e->ld, 0);
+    product(UP_TO, n, e->Mp, n, e->dA, CHUNK, 1, e->K, e->ld, e->D, e->ld, 1);
+    finish_queries(e, start, n);
+
+    transpose(e->dv, e->M, e->dS, e->ld, e->St, e->lv);
+    product(ALL, n, e->dvp, e->M, e->K, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
+    product(FROM, n, e->dvp, n, e->A, 1, CHUNK, e->G, e->lv, e->dvalues, e->lv, 1);
+    product(ALL, n, e->Mp, e->dv + 1, e->V, e->lv, 1, e->dS, e->ld, e->D, e->ld, 0);
+    product(FROM, n, e->Mp, n, e->dA, 1, CHUNK, e->Q, e->ld, e->D, e->ld, 1);
+    finish_keys(e, key, n);
+
+    product(ALL, e->dv + 1, e->Mp, n, e->G, 1, e->lv, e->Q, e->ld, e->dS, e->ld, 1);
+    e->K = scratch;
+}
+
+/* The pieces of `count` tokens from the state S before them, in reference `old`. */
+static void find_pieces(Head *e, int64_t start, int count, int size, const float *S, const float *old, float *memory) {
+    const size_t state = sizeof(float) * (e->dv + 1) * e->ld, references = sizeof(float) * e->Mp;
+    float *scratch = e->K;
+    for (int t = 0, i = 0; t < count; t += size, i++) {
+        const int n = count - t < size ? count - t : size;
+        Piece piece = piece_at(e, memory, size, i), next = piece_at(e, memory, size, i + 1);
+        if (i == 0) {
+            memcpy(piece.S, S, state);
+            memcpy(piece.old, old, references);
+        }
+        e->K = piece.K;
+        load_keys(e, start + t + e->c->S - e->c->L, n);
+        project(e, n, e->Y, e->K);
+        raise_reference(e, n, piece.old, piece.ref);
+        exponentiate(e, n, e->K, e->row, piece.ref, -1);
+        if (t + size >= count) break;
+        if (factors(e->Mp, piece.old, piece.ref, e->factor)) scale_columns(e, piece.S, e->factor, next.S);
+        else memcpy(next.S, piece.S, state);
+        memcpy(next.old, piece.ref, references);
+        product(ALL, e->dv + 1, e->Mp, n, e->V, 1, e->lv, e->K, e->ld, next.S, e->ld, 1);
+    }
+    e->K = scratch;
+}
+
+/* Sweeps back over `count` tokens in pieces of `size`, and over those whose level is 1 token by token. S and old are state and
+   reference before them. */
+static void sweep(Head *e, int64_t start, int count, int size, const uint8_t *levels, const float *S, const float *old,
+                  float *memory) {
+    find_pieces(e, start, count, size, S, old, memory);
+    for (int i = (count - 1) / size; i >= 0; i--) {
+        Piece piece = piece_at(e, memory, size, i);
+        const int64_t first = start + i * size;
+        const int n = count - i * size < size ? count - i * size : size;
+        if (!levels || !levels[i]) {
+            backward_tokens(e, first, n, &piece);
+            continue;
+        }
+        float *tokens = aligned_alloc(64, sizeof(float) * n * piece_size(e, 1));
+        if (tokens) sweep(e, first, n, 1, NULL, piece.S, piece.old, tokens);
+        else e->bad = NO_MEMORY;
+        free(tokens);
+    }
+}
+
+static void backward_head(Head *e, int64_t part, int64_t parts, float *memory) {
+    (void)part, (void)parts, (void)memory;
+    const Call *c = e->c;
+    const uint8_t *levels = c->levels + (e->b * c->H + e->h) * chunks_of(c->L);
+    memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = -NONE;  /* nothing comes later */
+    for (int64_t i = segments(c) - 1; i >= 0; i--) {
+        int64_t start = i * c->segment, count = c->L - start < c->segment ? c->L - start : c->segment;
+        load_state(e, kept(e, i), e->S);
+        memcpy(e->fresh, kept(e, i) + (e->dv + 1) * e->M, sizeof(float) * e->M);
+        for (int m = e->M; m < e->Mp; m++) e->fresh[m] = NONE;
+        sweep(e, start, count, CHUNK, levels + start / CHUNK, e->S, e->fresh, e->pieces);
+    }
+    const float *ref = kept(e, 0) + (e->dv + 1) * e->M;
+    memset(e->fresh, 0, sizeof(float) * e->Mp);
+    memcpy(e->fresh, ref, sizeof(float) * e->M);
+    if (factors(e->Mp, e->fresh, e->ref, e->factor)) scale_columns(e, e->dS, e->factor, e->dS);
+    keys_backward(e, 0, c->S - c->L, e->dS, e->fresh);
+}
+
+int causal_forward(const Call *c) { return run(c, 1, NULL, forward_head); }
+
+int causal_backward(const Call *c) { return run(c, 1, NULL, backward_head); }

@@ -1,0 +1,145 @@
+"""The closed-form engines on CPUs in float32, in C: compiled once for this machine, at first use, by its C compiler.
+
+positive.py and causal.py have the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while
+its features are in the cache of one core, which takes a third to a half of the time of the same products one by one.
+
+Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the compiled library is kept (default ~/.cache), and
+CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning that says so.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.checks import check_result
+from crt_exp.attention.tiles import Form
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
+CHUNK, SEGMENT = 64, 512  # tokens of a chunk, as in native.c, and between two states that the causal forward pass keeps
+NOT_FINITE, NO_MEMORY = 1, 2
+
+
+class View(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64)]
+
+
+SIZES = ("B", "H", "L", "S", "d", "dv", "M", "splits", "segment", "threads")
+VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dx", "dy", "dvalues")
+
+
+class Call(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int64) for name in SIZES), ("norm_weight", ctypes.c_double),
+                *((name, View) for name in VIEWS), ("keep", ctypes.c_void_p), ("levels", ctypes.c_void_p)]
+
+
+def applies(*tensors: Tensor) -> bool:
+    """Whether these tensors are for this engine: float32 on the CPU, where the library can be had."""
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and library() is not None
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, or None."""
+    if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
+        return None
+    try:
+        return ctypes.CDLL(str(compiled()))
+    except (OSError, subprocess.SubprocessError) as e:
+        lines = (getattr(e, "stderr", None) or str(e)).strip().splitlines()
+        reason = next((l for l in lines if "error" in l), lines[0] if lines else "no message")
+        logging.getLogger(__name__).warning(
+            "the attention kernels for this CPU could not be compiled (%s): PyTorch's matrix products do the work, two to three "
+            "times slower. Install a C compiler, or name one in CC; CRT_EXP_NATIVE=0 silences this", reason)
+        return None
+
+
+def compiled() -> Path:
+    """The library's file. Raises OSError or SubprocessError where it cannot be made."""
+    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS.split()]
+    kind = hashlib.sha256("\n".join([SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crt_exp"
+    file = folder / f"native-{kind}.so"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as new:  # two processes may do this at once
+            made = Path(new) / file.name
+            subprocess.run([*command, "-o", made, SOURCE, "-lm"], check=True, capture_output=True, text=True, timeout=300)
+            made.replace(file)
+    return file
+
+
+def _processor() -> str:
+    """What -march=native depends on: home folders are shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    return platform.machine() + "".join(sorted({l for l in lines if l.startswith(("model name", "flags", "Features"))}))
+
+
+class Engine:
+    """One of the two engines, with the functions of positive.py and causal.py."""
+
+    def __init__(self, causal: bool):
+        self.causal = causal
+
+    def saved(self, x: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        """Empty tensors for the results of `forward`."""
+        (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
+        out, logsum = v.new_empty(B, H, L, dv), v.new_empty(B, H, L)
+        if not self.causal:
+            return out, logsum, v.new_empty(B, H, dv + 1, M), v.new_empty(B, H, M), _bytes(0)
+        return out, logsum, v.new_empty(B, H, -(-L // SEGMENT), dv + 2, M), v.new_empty(0), _bytes(B, H, -(-L // CHUNK))
+
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, ...]:
+        """out (B,H,L,dv) and what `backward` needs of x (B,H,L,d), y (B,H,S,d) and v (B,H,S,dv)."""
+        results = self.saved(x, v, form.rows)
+        self._call("forward", x, y, v, form, results)
+        return results
+
+    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...],
+                 grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients to x, y and v of `forward`, whose results these are."""
+        dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+        self._call("backward", x, y, v, form, results, grad=grad, dx=dx, dy=dy, dvalues=dv)
+        return dx, dy, dv
+
+    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...], **others: Tensor) -> None:
+        (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
+        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=-(-threads // (B * H)), segment=SEGMENT,
+                     threads=threads)
+        named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
+        named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
+        named |= dict(zip(("out", "logsum", "states", "logs"), results))
+        keep = None if form.keep is None else form.keep.contiguous()
+        call = Call(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
+                    keep=None if keep is None else keep.data_ptr(), levels=results[4].data_ptr() if self.causal else None)
+        status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
+        if status == NO_MEMORY:
+            raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
+        if status == NOT_FINITE:
+            check_result(torch.tensor(torch.inf))
+
+
+def _bytes(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device="cpu")
+
+
+def _view(t: Tensor) -> View:
+    """Strides of batch, head and token, 0 where a dimension of size 1 stands for all."""
+    steps = [0 if n == 1 else s for n, s in zip(t.shape[:3], t.stride()[:3])]
+    return View(t.data_ptr(), *steps, *[0] * (3 - len(steps)))
+
+
+bidirectional, causal = Engine(False), Engine(True)
