@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from crt_exp import samplers
 from crt_exp.attention import (DecodingState, DenominatorCount, Generalized, Linformer, Partial, attention, attention_reference,
-                               causal, chunked, exact_attention, flash, identity_attention, merge, positive, softmax_attention)
+                               causal, chunked, exact_attention, flash, identity_attention, merge, native, positive,
+                               softmax_attention)
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from maps import MAPS, independent
@@ -35,6 +36,19 @@ def set_chunks(monkeypatch, size):
     monkeypatch.setattr(chunked, "CHUNK", size)
     monkeypatch.setattr(chunked, "PIECES", (size, max(size // 2, 1), 1))
     monkeypatch.setattr(chunked, "KEPT", 2)
+
+
+@pytest.fixture
+def by_products(monkeypatch):
+    """Closed forms by PyTorch's products, also where the library in C would do the work (tests/test_native.py tests that)."""
+    monkeypatch.setattr(native, "applies", lambda *tensors: False)
+
+
+@pytest.fixture(params=["native", "products"])
+def engine(request):
+    """Both ways to do float32 on a CPU."""
+    if request.param == "products":
+        request.getfixturevalue("by_products")
 
 
 class Case:
@@ -238,7 +252,7 @@ def test_dtypes(phi, dtype, tolerance, is_causal, small_chunks):
     assert_same(ours, exact.with_grads(attention_reference, causal=is_causal), tolerance)
 
 
-def test_autocast():
+def test_autocast(engine):
     case = Case(OPRF(), dtype=torch.float32)
     for phi in (OPRF(), TrigRF()):
         case.phi = phi
@@ -250,7 +264,7 @@ def test_autocast():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("phi", [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF()], ids=repr)
-def test_scores_of_a_thousand(phi, dtype, tolerance, is_causal, small_chunks):
+def test_scores_of_a_thousand(phi, dtype, tolerance, is_causal, small_chunks, engine):
     """Finite, and equal to the float64 reference of the same rounded inputs, in outputs and gradients."""
     case = Case(phi, L=16, S=16, scale=13.0, dtype=dtype)
     assert (case.x @ case.y.mT).abs().max() > 1e3
@@ -264,7 +278,7 @@ def test_scores_of_a_thousand(phi, dtype, tolerance, is_causal, small_chunks):
             assert_same(ours[1:], expected[1:], 10 * tolerance)
 
 
-def test_underflow_sends_a_segment_through_pieces(monkeypatch):
+def test_underflow_sends_a_segment_through_pieces(monkeypatch, by_products):
     """A late key so large that the terms of early rows underflow in its scale, in every engine."""
     taken = []
     monkeypatch.setattr(causal, "pieces", lambda *a, real=causal.pieces: taken.append(a[1]) or real(*a))
@@ -298,7 +312,7 @@ def test_converges_to_softmax(phi, is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
-def test_no_feature_matrix_is_kept(phi, is_causal):
+def test_no_feature_matrix_is_kept(phi, is_causal, engine):
     """What is saved for the backward pass is the size of the inputs, plus one number a row and states."""
     case = Case(phi, B=1, H=2, L=2048, S=2048, m=128, dtype=torch.float32)
     kept = []
@@ -388,7 +402,7 @@ def test_defect_statistics_over_padding():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_defect_number_of_chunks_taken_for_their_size(is_causal, monkeypatch):
+def test_defect_number_of_chunks_taken_for_their_size(is_causal, monkeypatch, by_products):
     """The buffers hold as many numbers whatever the length of the sequence."""
     from crt_exp.attention import tiles
     made = []

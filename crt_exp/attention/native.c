@@ -31,11 +31,12 @@ enum { LANES = 4, ROWS = 6, VECTORS = 4 };
 enum { LANES = 4, ROWS = 6, VECTORS = 2 };
 #endif
 enum { PAD = 16, CHUNK = 64, DEPTH = 64 };    /* DEPTH: terms of a product that are summed before the next columns are taken */
-enum { PAGE = 1 << 21 };                      /* bytes of a large page */
+enum { PAGE = 1 << 21, LARGEST_ARENA = 1 << 25 };  /* bytes: of a large page, and of scratch memory that a thread keeps */
 enum { OK = 0, NOT_FINITE = 1, NO_MEMORY = 2 };
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef float stored __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 #define AT(p) (*(stored *)(p))
@@ -89,8 +90,8 @@ INLINE vec exp2_of(vec t) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    ivec small = t < -126.0f;
-    return (vec)(((ivec)p + ((ivec)shifted << 23)) & ~small);
+    ivec normal = t >= -126.0f;
+    return (vec)(((bits)p + ((bits)shifted << 23)) & (bits)normal);
 }
 
 INLINE void tile(const int rows, const int vectors, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
@@ -113,7 +114,7 @@ INLINE void tile(const int rows, const int vectors, int k, const float *a, int64
     static __attribute__((noinline)) void tiles_##vectors(int rows, int k, const float *a, int64_t ar, int64_t ac, \
                                                           const float *b, int64_t ldb, float *c, int64_t ldc, int add) { \
         switch (rows) { \
-            case 6: if (add) tile(6, vectors, k, a, ar, ac, b, ldb, c, ldc, 1); else tile(6, vectors, k, a, ar, ac, b, ldb, c, ldc, 0); break; \
+            case 6: TILE(6, vectors); break; \
             case 5: TILE(5, vectors); break; \
             case 4: TILE(4, vectors); break; \
             case 3: TILE(3, vectors); break; \
@@ -134,7 +135,8 @@ typedef enum {
     FROM      /* a: columns from that of the row on */
 } Part;
 
-/* c (m, n) = or += a (m, k) b (k, n), a with strides (ar, ac). n is rounded up to whole vectors. For UP_TO and FROM k <= DEPTH. */
+/* c (m, n) = or += a (m, k) b (k, n), a with strides (ar, ac). n is rounded up to whole vectors. UP_TO and FROM need
+   k <= DEPTH. */
 static void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb, float *c,
                     int64_t ldc, int add) {
     for (int p = 0; p < k; p += DEPTH)
@@ -212,7 +214,7 @@ typedef struct {
     char pad[56];
 } Arena;
 
-/* `count` floats that the thread keeps from call to call. */
+/* `count` floats that the thread keeps from call to call: fresh pages cost more than the arithmetic on them. */
 static float *arena(size_t count) {
     pthread_once(&arena_once, make_arena_key);
     Arena *kept = pthread_getspecific(arena_key);
@@ -227,6 +229,15 @@ static float *arena(size_t count) {
     kept->size = count;
     pthread_setspecific(arena_key, kept);
     return (float *)(kept + 1);
+}
+
+/* Gives back what is too much to keep. */
+static void trim_arena(void) {
+    Arena *kept = pthread_getspecific(arena_key);
+    if (kept && kept->size * sizeof(float) > LARGEST_ARENA) {
+        free(kept);
+        pthread_setspecific(arena_key, NULL);
+    }
 }
 
 INLINE int up(int64_t n) { return (int)((n + PAD - 1) / PAD * PAD); }
@@ -381,7 +392,7 @@ static void exponentiate(const Head *e, int n, float *F, const float *row, const
     }
 }
 
-/* Q = exp2(logs + offset - top) with the maximum of each row in `top`, and sum_m Q_m weight_m (weights of 1 for null) in `sums`. */
+/* Q = exp2(logs + offset - top) with the maximum of each row in `top`, and sum_m Q_m weight_m (or Q_m, for null) in `sums`. */
 static void query_features(Head *e, int n, const float *offset, const float *weight) {
     project(e, n, e->X, e->Q);
     for (int i = 0; i < n; i++) {
@@ -476,34 +487,32 @@ static void share(int64_t n, int64_t part, int64_t parts, int64_t *start, int64_
     if (*stop > n) *stop = n;
 }
 
-/* The state and log z of the keys from the `parts` partial ones, (dv + 2, Mp) each with the reference last, into head memory. */
-static void merge(Head *e, const float *partial, int64_t parts) {
-    const int64_t size = (int64_t)(e->dv + 2) * e->Mp;
-    float *logs = of(e->c->logs, e->b, e->h), *states = of(e->c->states, e->b, e->h);
+/* Clears the state of the head and adds keys [start, stop). */
+static void summarise(Head *e, int64_t start, int64_t stop) {
     memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    for (int m = 0; m < e->Mp; m++) {
-        e->ref[m] = NONE;
-        for (int64_t s = 0; s < parts; s++) e->ref[m] = fmaxf(e->ref[m], partial[s * size + (e->dv + 1) * e->Mp + m]);
-    }
-    for (int64_t s = 0; s < parts; s++) {
-        const float *S = partial + s * size, *ref = S + (e->dv + 1) * e->Mp;
-        for (int m = 0; m < e->Mp; m += LANES) {
-            vec factor = exp2_of(AT(ref + m) - AT(e->ref + m));
-            for (int i = 0; i <= e->dv; i++) AT(e->S + i * e->ld + m) += factor * AT(S + i * e->Mp + m);
-        }
-    }
-    float *z = e->S + e->dv * e->ld;
-    for (int m = 0; m < e->M; m++) {
-        logs[m] = z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
-        e->factor[m] = z[m] > 0 ? 1 / z[m] : 0;
-    }
-    for (int m = e->M; m < e->Mp; m++) e->factor[m] = 0;
-    scale_columns(e, e->S, e->factor, e->S);
-    for (int m = 0; m < e->M; m++) z[m] = 1;
-    save_state(e, e->S, states);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
+    add_keys(e, start, stop, e->S, e->ref);
 }
 
+/* Turns the sums of the state into [U, 1], and writes these and log z. */
+static void normalise(Head *e) {
+    float *logs = of(e->c->logs, e->b, e->h), *z = e->S + e->dv * e->ld;
+    for (int m = 0; m < e->Mp; m++) e->factor[m] = m < e->M && z[m] > 0 ? 1 / z[m] : 0;
+    for (int m = 0; m < e->M; m++) logs[m] = z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
+    scale_columns(e, e->S, e->factor, e->S);
+    for (int m = 0; m < e->M; m++) z[m] = 1;
+    save_state(e, e->S, of(e->c->states, e->b, e->h));
+}
+
+static void query_offsets(Head *e) {
+    const float *logs = of(e->c->logs, e->b, e->h);
+    for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? logs[m] * LOG2E + e->bias[m] : -INFINITY;
+}
+
+/* Writes the outputs and log-sums of queries [start, stop) from the normalised state. */
 static void read_state(Head *e, int64_t start, int64_t stop) {
+    transpose(e->dv, e->M, e->S, e->ld, e->St, e->lv);
+    query_offsets(e);
     for (int64_t t = start; t < stop; t += CHUNK) {
         int n = stop - t < CHUNK ? stop - t : CHUNK;
         load_queries(e, t, n);
@@ -519,12 +528,11 @@ static void read_state(Head *e, int64_t start, int64_t stop) {
     }
 }
 
-static void query_offsets(Head *e) {
-    const float *logs = of(e->c->logs, e->b, e->h);
-    for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? logs[m] * LOG2E + e->bias[m] : -INFINITY;
-}
-
+/* Writes the gradients to queries [start, stop), and theirs to the normalised state into dS. */
 static void queries_backward(Head *e, int64_t start, int64_t stop) {
+    load_state(e, of(e->c->states, e->b, e->h), e->S);
+    memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    query_offsets(e);
     for (int64_t t = start; t < stop; t += CHUNK) {
         int n = stop - t < CHUNK ? stop - t : CHUNK;
         const float *logsum = of(e->c->logsum, e->b, e->h) + t;
@@ -539,7 +547,7 @@ static void queries_backward(Head *e, int64_t start, int64_t stop) {
     }
 }
 
-/* Runs `body` for all jobs of `count` heads on the call's threads; numbers smaller than the smallest normal one count as 0 in it. */
+/* Runs `body` for all heads, in `parts` each, on the call's threads. Denormal numbers, which are slow, count as 0 in it. */
 typedef void (*Body)(Head *e, int64_t part, int64_t parts, float *memory);
 
 static int run(const Call *c, int64_t parts, float *memory, Body body) {
@@ -559,28 +567,64 @@ static int run(const Call *c, int64_t parts, float *memory, Body body) {
 #if defined(__SSE__)
         _mm_setcsr(mode);
 #endif
+        trim_arena();
     }
     return bad;
 }
 
+static void forward_whole(Head *e, int64_t part, int64_t parts, float *memory) {
+    (void)part, (void)parts, (void)memory;
+    summarise(e, 0, e->c->S);
+    normalise(e);
+    read_state(e, 0, e->c->L);
+}
+
+static void take_logs(Head *e) {
+    const float *logs = of(e->c->logs, e->b, e->h);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
+}
+
+static void backward_whole(Head *e, int64_t part, int64_t parts, float *memory) {
+    (void)part, (void)parts, (void)memory;
+    queries_backward(e, 0, e->c->L);
+    take_logs(e);
+    keys_backward(e, 0, e->c->S, e->dS, e->ref);
+}
+
+/* The same with the tokens of a head in parts, for more threads than heads: partial sums, (dv + 2, Mp) with the reference last,
+   meet in `memory`. */
 static float *partial_of(const Head *e, float *memory, int64_t part, int64_t parts) {
     return memory + ((e->b * e->c->H + e->h) * parts + part) * (e->dv + 2) * e->Mp;
+}
+
+static void save_partial(const Head *e, const float *S, float *to) {
+    for (int i = 0; i <= e->dv; i++) memcpy(to + i * e->Mp, S + i * e->ld, sizeof(float) * e->Mp);
+    memcpy(to + (e->dv + 1) * e->Mp, e->ref, sizeof(float) * e->Mp);
 }
 
 static void summarise_part(Head *e, int64_t part, int64_t parts, float *memory) {
     int64_t start, stop;
     share(e->c->S, part, parts, &start, &stop);
-    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
-    add_keys(e, start, stop, e->S, e->ref);
-    float *to = partial_of(e, memory, part, parts);
-    for (int i = 0; i <= e->dv; i++) memcpy(to + i * e->Mp, e->S + i * e->ld, sizeof(float) * e->Mp);
-    memcpy(to + (e->dv + 1) * e->Mp, e->ref, sizeof(float) * e->Mp);
+    summarise(e, start, stop);
+    save_partial(e, e->S, partial_of(e, memory, part, parts));
 }
 
 static void merge_parts(Head *e, int64_t part, int64_t parts, float *memory) {
     (void)part, (void)parts;
-    merge(e, partial_of(e, memory, 0, e->c->splits), e->c->splits);
+    const int64_t splits = e->c->splits, last = (e->dv + 1) * e->Mp;
+    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int m = 0; m < e->Mp; m++) {
+        e->ref[m] = NONE;
+        for (int64_t s = 0; s < splits; s++) e->ref[m] = fmaxf(e->ref[m], partial_of(e, memory, s, splits)[last + m]);
+    }
+    for (int64_t s = 0; s < splits; s++) {
+        const float *S = partial_of(e, memory, s, splits);
+        for (int m = 0; m < e->Mp; m += LANES) {
+            vec factor = exp2_of(AT(S + last + m) - AT(e->ref + m));
+            for (int i = 0; i <= e->dv; i++) AT(e->S + i * e->ld + m) += factor * AT(S + i * e->Mp + m);
+        }
+    }
+    normalise(e);
 }
 
 static void read_part(Head *e, int64_t part, int64_t parts, float *memory) {
@@ -588,43 +632,38 @@ static void read_part(Head *e, int64_t part, int64_t parts, float *memory) {
     int64_t start, stop;
     share(e->c->L, part, parts, &start, &stop);
     load_state(e, of(e->c->states, e->b, e->h), e->S);
-    transpose(e->dv, e->M, e->S, e->ld, e->St, e->lv);
-    query_offsets(e);
     read_state(e, start, stop);
 }
 
 static void queries_backward_part(Head *e, int64_t part, int64_t parts, float *memory) {
     int64_t start, stop;
     share(e->c->L, part, parts, &start, &stop);
-    load_state(e, of(e->c->states, e->b, e->h), e->S);
-    memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    query_offsets(e);
     queries_backward(e, start, stop);
-    float *to = partial_of(e, memory, part, parts);
-    for (int i = 0; i <= e->dv; i++) memcpy(to + i * e->Mp, e->dS + i * e->ld, sizeof(float) * e->Mp);
+    take_logs(e);
+    save_partial(e, e->dS, partial_of(e, memory, part, parts));
 }
 
 static void keys_backward_part(Head *e, int64_t part, int64_t parts, float *memory) {
     int64_t start, stop;
     share(e->c->S, part, parts, &start, &stop);
-    const float *logs = of(e->c->logs, e->b, e->h);
     memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
     for (int64_t s = 0; s < parts; s++) {
         const float *from = partial_of(e, memory, s, parts);
         for (int i = 0; i <= e->dv; i++)
             for (int m = 0; m < e->Mp; m += LANES) AT(e->dS + i * e->ld + m) += AT(from + i * e->Mp + m);
     }
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
+    take_logs(e);
     keys_backward(e, start, stop, e->dS, e->ref);
 }
 
 static float *partials(const Call *c) {
     Head e;
     set_sizes(&e, c);
-    return aligned_alloc(64, ((size_t)c->B * c->H * c->splits * (e.dv + 2) * e.Mp * 4 + 63) / 64 * 64);
+    return aligned_alloc(64, ((size_t)c->B * c->H * c->splits * (e.dv + 2) * e.Mp * sizeof(float) + 63) / 64 * 64);
 }
 
 int bidirectional_forward(const Call *c) {
+    if (c->splits == 1) return run(c, 1, NULL, forward_whole);
     float *memory = partials(c);
     if (!memory) return NO_MEMORY;
     int bad = run(c, c->splits, memory, summarise_part);
@@ -635,6 +674,7 @@ int bidirectional_forward(const Call *c) {
 }
 
 int bidirectional_backward(const Call *c) {
+    if (c->splits == 1) return run(c, 1, NULL, backward_whole);
     float *memory = partials(c);
     if (!memory) return NO_MEMORY;
     int bad = run(c, c->splits, memory, queries_backward_part);
@@ -719,9 +759,7 @@ static void forward_head(Head *e, int64_t part, int64_t parts, float *memory) {
     const int64_t before = c->S - c->L;
     uint8_t *levels = c->levels + (e->b * c->H + e->h) * chunks_of(c->L);
     int seen = 0;
-    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
-    add_keys(e, 0, before, e->S, e->ref);
+    summarise(e, 0, before);
     for (int64_t j = 0; j < before; j++) seen |= !masked(e, j);
     memset(e->St, 0, sizeof(float) * e->Mp * e->lv);
     transpose(e->dv + 1, e->M, e->S, e->ld, e->St, e->lv);
@@ -748,7 +786,7 @@ static Piece piece_at(const Head *e, float *memory, int size, int i) {
     return (Piece){K, S, old, old + e->Mp};
 }
 
-/* Writes the gradients of n tokens, given that to the state after them, dS of reference `e->ref`, and turns it into that before. */
+/* Writes the gradients to n tokens. Given dS, the gradient to the state after them, of reference `ref`; leaves that before. */
 static void backward_tokens(Head *e, int64_t start, int n, Piece *piece) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = up(n);

@@ -1,0 +1,241 @@
+"""The engines in C equal those of PyTorch in float64, in outputs and gradients, however they are compiled and fed."""
+
+import ctypes
+import logging
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from crt_exp import samplers
+from crt_exp.attention import attention, native
+from crt_exp.attention.tiles import Form
+from crt_exp.features import OPRF, SMREG, HypRF, PosRF, Statistics
+
+KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
+needs_library = pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")
+SHAPES = {
+    "usual": dict(L=130, S=130, d=64, dv=64, m=128),
+    "one token": dict(L=1, S=1, d=2, dv=1, m=1),
+    "odd sizes": dict(L=67, S=67, d=5, dv=17, m=19),
+    "wide": dict(L=70, S=70, d=80, dv=72, m=200),
+    "cross": dict(L=33, S=201, d=8, dv=4, m=16),
+    "many queries": dict(B=3, H=1, L=200, S=200, d=16, dv=15, m=16),
+    "several segments": dict(B=1, L=1100, S=1163, d=4, dv=3, m=8),
+    "masked": dict(L=150, S=150, d=8, dv=8, m=32, masked=True),
+    "grouped": dict(H=4, Hkv=2, L=90, S=90, d=8, dv=8, m=16),
+    "long vectors": dict(L=300, S=300, d=8, dv=8, m=16, scale=3.0),
+}
+
+
+class Case:
+    def __init__(self, phi, B=2, H=2, Hkv=None, L=8, S=8, d=4, dv=4, m=8, scale=0.4, masked=False):
+        g = torch.Generator().manual_seed(0)
+        draw = lambda *shape: torch.randn(*shape, generator=g)
+        Hkv = Hkv or H
+        self.phi, self.noise = phi, samplers.orthogonal(m, d, g, batch=(H,))
+        self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
+        self.params = phi.fit(Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1)))
+        self.grad, self.mask = draw(B, H, L, dv), None
+        if masked:
+            self.mask = torch.rand(B, S, generator=g) > 0.3
+            self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)
+
+    def run(self, dtype=torch.float32, causal=False, x=None, y=None, v=None, grad=None):
+        """Outputs and gradients, with NaN in the padding."""
+        x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
+        x, y, v = (t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, y, v))
+        if self.mask is not None:
+            with torch.no_grad():
+                for t in (y, v):
+                    t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
+        out = attention(x, y, v, self.phi, self.noise, self.params, causal=causal, key_mask=self.mask)
+        grad = (self.grad if grad is None else grad).to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
+
+
+def assert_near(ours, expected, tolerance=1e-5):
+    for name, a, b in zip(("out", "dx", "dy", "dv"), ours, expected, strict=True):
+        assert a.shape == b.shape and a.isfinite().all(), name
+        assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(min=1e-2), name
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def built(monkeypatch, tmp_path):
+    """Takes a library that is compiled another way for the rest of the test."""
+    def build(flags):
+        monkeypatch.setattr(native, "FLAGS", flags)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        library = ctypes.CDLL(str(native.compiled()))
+        monkeypatch.setattr(native, "library", lambda: library)
+    return build
+
+
+@needs_library
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("phi", [PosRF(), OPRF(), HypRF(), SMREG()], ids=lambda phi: type(phi).__name__)
+def test_equals_float64(phi, shape, causal):
+    case = Case(phi, **SHAPES[shape])
+    assert native.applies(case.x, case.y, case.v)
+    assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_width_of_vectors(kind, built):
+    if platform.machine() != "x86_64":
+        pytest.skip("these are kinds of x86-64 processors")
+    flags = Path("/proc/cpuinfo").read_text()
+    if {"x86-64-v4": "avx512vl", "x86-64-v3": "avx2", "x86-64": "sse2"}[kind] not in flags:
+        pytest.skip(f"this processor is no {kind}")
+    built(native.FLAGS.replace("-march=native", f"-march={kind}"))
+    for shape in ("usual", "odd sizes", "masked", "cross"):
+        for causal in (False, True):
+            case = Case(OPRF(), **SHAPES[shape])
+            assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
+
+
+@needs_library
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_threads_than_heads(causal, threads):
+    case = Case(OPRF(), B=1, H=3, L=700, S=700, d=8, dv=5, m=16)
+    expected = case.run(torch.float64, causal=causal)
+    for n in (1, 7, 30):
+        threads(n)
+        assert_near(case.run(causal=causal), expected)
+
+
+@needs_library
+@pytest.mark.parametrize("causal", [False, True])
+def test_repeats_exactly(causal, threads):
+    """The same numbers for every run, and for every number of threads that leaves heads whole."""
+    case = Case(OPRF(), B=4, H=2, L=300, S=300)
+    threads(1)
+    first = case.run(causal=causal)
+    for n in (1, 2, 3, 8):
+        threads(n)
+        assert all(torch.equal(a, b) for a, b in zip(case.run(causal=causal), first))
+
+
+@needs_library
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_strides(causal):
+    """Heads behind tokens, as projections leave them; columns apart; an expanded gradient; an odd address."""
+    case = Case(OPRF(), L=70, S=70, d=6, dv=5)
+    expected = case.run(causal=causal)
+    behind = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (case.x, case.y, case.v)]
+    columns = [t.mT.contiguous().mT for t in (case.x, case.y, case.v)]
+    shifted = [torch.cat([torch.zeros(1), t.flatten()])[1:].view(t.shape) for t in (case.x, case.y, case.v)]
+    for x, y, v in (behind, columns, shifted):
+        assert_near(case.run(causal=causal, x=x, y=y, v=v), expected, 1e-6)
+    ones = torch.ones(()).expand(case.grad.shape)
+    assert_near(case.run(causal=causal, grad=ones), case.run(torch.float64, causal=causal, grad=ones))
+
+
+@needs_library
+@pytest.mark.parametrize("at", [199, 130, 64])
+def test_underflow_takes_a_chunk_token_by_token(at):
+    """A key so large that in its scale the terms of the rows before it in its chunk underflow."""
+    case = Case(OPRF(A=-0.05), B=1, H=2, L=200, S=200)
+    with torch.no_grad():
+        case.y[:, :, :at] += 8.0
+    expected = case.run(torch.float64, causal=True)
+    assert_near(case.run(causal=True), expected, 1e-3)
+    rows, scale, bias = case.phi.exponent(case.noise, case.params)
+    form = Form(rows[None], scale.view(1, 1, 1, 1).float(), bias.view(1, -1, bias.shape[-1]).float(), 0.5, None)
+    levels = native.causal.forward(case.x, case.y, case.v, form)[4]
+    assert levels.shape == (1, 2, 4) and levels[..., at // 64].all() == (at % 64 > 0)
+
+
+@needs_library
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("grow", [(0.01, 4.0), (4.0, 0.01)], ids=["growing", "shrinking"])
+def test_keys_that_outgrow_each_other(causal, grow):
+    """The reference of the features moves many times over."""
+    case = Case(PosRF(), B=1, H=2, L=1200, S=1200, scale=0.5)
+    steps = torch.linspace(*grow, 1200)[:, None]
+    exact = case.run(torch.float64, causal=causal, y=case.y * steps)
+    assert_near(case.run(causal=causal, y=case.y * steps), exact, 1e-4)
+
+
+@needs_library
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+def test_not_finite(name, value, causal):
+    case = Case(OPRF(), L=100, S=100)
+    with torch.no_grad():
+        getattr(case, name)[1, 1, 77, 2] = value
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        case.run(causal=causal)
+
+
+def test_without_a_compiler(monkeypatch, caplog, tmp_path):
+    """One warning that says what is missing and what it costs, and the same results."""
+    case = Case(OPRF(), L=70, S=70)
+    expected = case.run()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.delenv("CRT_EXP_NATIVE", raising=False)
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert_near(case.run(), expected)
+            case.run()
+        assert len(caplog.records) == 1 and "no-such-compiler" in caplog.text and "Install a C compiler" in caplog.text
+        caplog.clear()
+        native.library.cache_clear()
+        monkeypatch.setenv("CRT_EXP_NATIVE", "0")
+        case.run()
+        assert native.library() is None and not caplog.records
+    finally:
+        native.library.cache_clear()
+
+
+def test_message_of_the_compiler(monkeypatch, caplog, tmp_path):
+    if not shutil.which(os.environ.get("CC", "cc")):
+        pytest.skip("no C compiler here")
+    broken = tmp_path / "broken.c"
+    broken.write_text("int main(void) { return 0 }\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CRT_EXP_NATIVE", raising=False)
+    monkeypatch.setattr(native, "SOURCE", broken)
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native.library() is None
+        assert "error" in caplog.text and list((tmp_path / "crt_exp").iterdir()) == []
+    finally:
+        native.library.cache_clear()
+
+
+@needs_library
+def test_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = native.compiled()
+    assert [f.name for f in (tmp_path / "crt_exp").iterdir()] == [made.name]
+    monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    assert native.compiled() == made
+
+
+@needs_library
+def test_no_memory(monkeypatch):
+    class Full:
+        def __getattr__(self, name):
+            return lambda call: native.NO_MEMORY
+
+    monkeypatch.setattr(native, "library", lambda: Full())
+    with pytest.raises(MemoryError, match="d = 4, m = 8"):
+        Case(OPRF()).run()
