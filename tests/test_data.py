@@ -12,7 +12,7 @@ import pytest
 from crt_exp.data import DataError, chess
 from crt_exp.data.tabular import EMBEDDED, LAYOUTS, load, names, source_of, target_field
 
-official = pytest.mark.skipif("CRT_DATA" not in os.environ, reason="CRT_DATA is not set: the official files are needed")
+official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
 FILES = sorted(LAYOUTS)
 WITH_NUMBERS = [name for name in FILES if any(field.levels is None for field in LAYOUTS[name].fields)]
 WITH_LEVELS = [name for name in FILES if any(field.levels for field in LAYOUTS[name].fields)]

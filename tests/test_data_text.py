@@ -29,7 +29,7 @@ from crt_exp.data.text import (
 )
 from crt_exp.tasks.base import Plan
 
-official = pytest.mark.skipif("CRT_DATA" not in os.environ, reason="CRT_DATA is not set: the official files are needed")
+official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"), "-", ",", "."]
 SENTENCES = ["a b cde f", "gh i jklm", "n", "opq r s t", "uv w xyz"]

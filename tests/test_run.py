@@ -158,7 +158,7 @@ def test_sweep_inside_torchrun_is_refused(typed, monkeypatch):
     assert code == 2 and "cannot run inside torchrun" in err
 
 
-@pytest.mark.skipif("CRT_DATA" not in os.environ, reason=MISSING)
+@pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason=MISSING)
 @pytest.mark.parametrize("name", ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "wine", "boston"])
 def test_official_sets(name, typed, tmp_path):
     """Every official file classifies (boston: regresses)."""

@@ -70,7 +70,7 @@ def fingerprint(sources: Sequence[str]) -> str:
     digest, package = hashlib.sha256(), Path(__file__).parent.parent
     for source in sources:
         path = package / source
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        for file in sorted([*path.rglob("*.py"), *path.rglob("*.c")]) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
