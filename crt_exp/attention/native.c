@@ -30,7 +30,7 @@ enum { LANES = 4, ROWS = 6, VECTORS = 4 };
 #else
 enum { LANES = 4, ROWS = 6, VECTORS = 2 };
 #endif
-enum { PAD = 16, CHUNK = 64, DEPTH = 64 };    /* DEPTH: terms of a product that are summed before the next columns are taken */
+enum { PAD = 16, CHUNK = 64, DEPTH = 96 };    /* DEPTH: terms of a product that are summed before the next columns are taken */
 enum { PAGE = 1 << 21, LARGEST_ARENA = 1 << 25 };  /* bytes: of a large page, and of scratch memory that a thread keeps */
 enum { OK = 0, NOT_FINITE = 1, NO_MEMORY = 2 };
 
