@@ -592,6 +592,8 @@ BAD = {
     r"arbitrary .* mask cannot be linearised ?": lambda: call(key_mask=torch.ones(6, 6, 1) > 0),
     "must be boolean": lambda: call(key_mask=torch.ones(2, 6)),
     "2 sequences of 6 keys": lambda: call(key_mask=torch.ones(2, 5) > 0),
+    "mask is on meta and the keys are on cpu": lambda: call(key_mask=torch.ones(2, 6, dtype=torch.bool, device="meta")),
+    "d = 4 and dv = 0": lambda: call(v=(2, 4, 6, 0)),
     r"x has shape \(4, 6, 4\)": lambda: call(x=(4, 6, 4)),
     "x holds torch.int64": lambda: call(x=torch.zeros(2, 4, 6, 4, dtype=torch.long), y=(2, 4, 6, 4)),
     "batch sizes 2, 3 and 3": lambda: call(y=(3, 4, 6, 4)),

@@ -171,9 +171,41 @@ def test_keys_that_outgrow_each_other(causal, grow):
 
 
 @needs_library
+@pytest.mark.parametrize("first", [13.334, 13.4, 20.0, 300.0])
+def test_features_that_fill_up_a_vector_leave_no_trace(first):
+    """m = 1 is filled up to 16: what the others hold must not reach gradients, however long the keys are."""
+    case = Case(PosRF(), B=1, H=1, L=1, S=2, d=1, dv=1, m=1)
+    case.y = torch.tensor([0.0, first]).view(1, 1, 2, 1)
+    ours, expected = case.run(causal=True), case.run(torch.float64, causal=True)
+    for a, b in zip(ours, expected):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
+    case = Case(PosRF(), B=1, H=1, L=1100, S=1100, d=4, m=9, scale=0.1)
+    case.y[:, :, 512:576] = first * torch.nn.functional.normalize(case.y[:, :, 512:576], dim=-1)
+    assert_near(case.run(causal=True), case.run(torch.float64, causal=True), 1e-4)
+
+
+@needs_library
+@pytest.mark.parametrize("causal", [False, True])
+def test_bad_directions(causal):
+    case = Case(OPRF(), L=20, S=20)
+    case.noise.weight[1, 3] = torch.nan
+    with pytest.raises(ValueError, match="noise or the parameters"):
+        case.run(causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_empty_batch(causal, dtype):
+    case = Case(PosRF(), L=20, S=20)
+    empty = [t[:0] for t in (case.x, case.y, case.v, case.grad)]
+    ours = case.run(dtype, causal, *empty)
+    assert [t.shape for t in ours] == [e.shape for e in (empty[2], *empty[:3])]
+
+
+@needs_library
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["x", "y"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30, 2e15])
 def test_not_finite(name, value, causal):
     case = Case(OPRF(), L=100, S=100)
     with torch.no_grad():
@@ -187,14 +219,16 @@ def test_without_a_compiler(monkeypatch, caplog, tmp_path):
     case = Case(OPRF(), L=70, S=70)
     expected = case.run()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.delenv("CRT_EXP_NATIVE", raising=False)
-    native.library.cache_clear()
     try:
-        with caplog.at_level(logging.WARNING):
-            assert_near(case.run(), expected)
-            case.run()
-        assert len(caplog.records) == 1 and "no-such-compiler" in caplog.text and "Install a C compiler" in caplog.text
+        for compiler, reason in (("no-such-compiler", "no-such-compiler"), ("'unclosed", "No closing quotation")):
+            monkeypatch.setenv("CC", compiler)
+            native.library.cache_clear()
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                assert_near(case.run(), expected)
+                case.run()
+            assert len(caplog.records) == 1 and reason in caplog.text and "Install a C compiler" in caplog.text
         caplog.clear()
         native.library.cache_clear()
         monkeypatch.setenv("CRT_EXP_NATIVE", "0")

@@ -32,6 +32,8 @@ def _check_sizes(x: Tensor, y: Tensor, v: Tensor) -> None:
         raise ValueError(f"y has (heads, length) {tuple(y.shape[1:3])} and v has {tuple(v.shape[1:3])}: they must agree")
     if y.shape[1] == 0 or x.shape[1] % y.shape[1]:
         raise ValueError(f"{x.shape[1]} query heads cannot share {y.shape[1]} key heads: give a multiple")
+    if 0 in (x.shape[3], v.shape[3]):
+        raise ValueError(f"d = {x.shape[3]} and dv = {v.shape[3]}: vectors and values need at least one column")
     if 0 in (x.shape[2], y.shape[2]):
         raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: neither may be empty")
 
@@ -42,6 +44,8 @@ def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
     if key_mask.ndim != 2:
         raise ValueError(f"the mask has shape {tuple(key_mask.shape)}: linear attention takes causal=True and a key padding "
                          "mask (batch, keys); an arbitrary (batch, heads, queries, keys) mask cannot be linearised")
+    if key_mask.device != y.device:
+        raise ValueError(f"the key mask is on {key_mask.device} and the keys are on {y.device}: they must be on one device")
     if key_mask.dtype != torch.bool:
         raise ValueError(f"the key mask holds {key_mask.dtype}: it must be boolean, True = keep")
     if key_mask.shape != (y.shape[0], y.shape[2]):

@@ -32,7 +32,7 @@ enum { LANES = 4, ROWS = 6, VECTORS = 2 };
 #endif
 enum { PAD = 16, CHUNK = 64, DEPTH = 96 };    /* DEPTH: terms of a product that are summed before the next columns are taken */
 enum { PAGE = 1 << 21, LARGEST_ARENA = 1 << 25 };  /* bytes: of a large page, and of scratch memory that a thread keeps */
-enum { OK = 0, NOT_FINITE = 1, NO_MEMORY = 2 };
+enum { OK, NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY };
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -45,6 +45,7 @@ INLINE vec load_vec(const float *p) { return AT(p); }
 
 static const float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 static const float NONE = -1e30f;   /* the reference of no key */
+static const float FARTHEST = 1e29f;  /* -log of the shortest key: beyond, it could not be told from no key */
 static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: its features come out as 0 in the backward pass */
 static const float TINY = 1e-25f;   /* a smaller denominator could miss terms that float32 rounds to 0 */
 
@@ -75,12 +76,17 @@ INLINE float total(vec a) {
     return sum;
 }
 
-INLINE vec maximum(vec a, vec b) {
-    ivec more = a > b;
-    return (vec)(((ivec)a & more) | ((ivec)b & ~more));
+INLINE vec choose(ivec first, vec a, vec b) { return (vec)(((ivec)a & first) | ((ivec)b & ~first)); }
+INLINE vec maximum(vec a, vec b) { return choose(a > b, a, b); }
+INLINE vec minimum(vec a, vec b) { return choose(a < b, a, b); }
+
+static float square_sum(const float *x, int n) {
+    vec sum = {0};
+    for (int p = 0; p < n; p += LANES) sum += AT(x + p) * AT(x + p);
+    return total(sum);
 }
 
-/* 2^t for t < 127, to 2 units in the last place; 0 below -126, -inf among it. */
+/* 2^t for t <= 127, to 2 units in the last place; 0 below -126, -inf among it. */
 INLINE vec exp2_of(vec t) {
     vec shifted = t + 12582912.0f;  /* 1.5 2^23: the sum ends in the nearest integer */
     vec f = t - (shifted - 12582912.0f);
@@ -295,13 +301,9 @@ static int open_head(Head *e, const Call *c, int64_t index) {
     for (int i = 0; i < Mp * dp; i++) e->w2[i] = e->w[i] * LOG2E;
     transpose(e->M, e->d, e->w2, dp, e->wt, ld);
     for (int m = 0; m < Mp; m++) e->bias[m] = m < e->M ? 2 * bias[m] * LOG2E : -INFINITY;
+    for (int m = 0; m < e->M; m++)
+        if (!isfinite(square_sum(e->w2 + m * dp, dp)) || !isfinite(e->bias[m])) e->bad = BAD_DIRECTIONS;
     return 1;
-}
-
-static float square_sum(const float *x, int n) {
-    vec sum = {0};
-    for (int p = 0; p < n; p += LANES) sum += AT(x + p) * AT(x + p);
-    return total(sum);
 }
 
 /* Rows [start, start + n) of a tensor with d columns into `to`, whose rows are ld apart. */
@@ -319,7 +321,7 @@ static int masked(const Head *e, int64_t key) { return e->c->keep && !e->c->keep
 static void load_queries(Head *e, int64_t start, int n) {
     load(e, e->c->x, start, n, e->d, e->X, e->dp);
     for (int i = 0; i < n; i++)
-        if (!isfinite(square_sum(e->X + i * e->dp, e->dp))) e->bad = NOT_FINITE;
+        if (!(square_sum(e->X + i * e->dp, e->dp) < FARTHEST)) e->bad = NOT_FINITE;
 }
 
 /* Y, V and the offsets -norm_weight |y|^2 of the keys in `row`; masked keys, whose memory may hold anything, are 0 and -inf. */
@@ -334,8 +336,8 @@ static void load_keys(Head *e, int64_t start, int n) {
             e->row[j] = -INFINITY;
         } else {
             float square = square_sum(y, e->dp);
-            if (!isfinite(square)) e->bad = NOT_FINITE;
             e->row[j] = -(float)e->c->norm_weight * LOG2E * square;
+            if (!(e->row[j] > -FARTHEST)) e->bad = NOT_FINITE;
         }
         v[e->dv] = 1;
     }
@@ -386,9 +388,13 @@ static void scale_columns(const Head *e, const float *from, const float *factor,
 
 /* Features exp2(F + row + sign offset) of n tokens, in place. */
 static void exponentiate(const Head *e, int n, float *F, const float *row, const float *offset, float sign) {
+    const vec most = (vec){0} + 127.0f;
     for (int i = 0; i < n; i++) {
         float *f = F + (int64_t)i * e->ld;
-        for (int m = 0; m < e->Mp; m += LANES) AT(f + m) = exp2_of(AT(f + m) + row[i] + sign * AT(offset + m));
+        for (int m = 0; m < e->Mp; m += LANES) {
+            vec t = AT(f + m) + row[i] + sign * AT(offset + m);
+            AT(f + m) = exp2_of(minimum(t, most));  /* below 84 but for rounding, which grows with the vectors */
+        }
     }
 }
 
@@ -878,12 +884,12 @@ static void backward_head(Head *e, int64_t part, int64_t parts, float *memory) {
     const Call *c = e->c;
     const uint8_t *levels = c->levels + (e->b * c->H + e->h) * chunks_of(c->L);
     memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = -NONE;  /* nothing comes later */
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? -NONE : 0;  /* nothing comes later */
     for (int64_t i = segments(c) - 1; i >= 0; i--) {
         int64_t start = i * c->segment, count = c->L - start < c->segment ? c->L - start : c->segment;
         load_state(e, kept(e, i), e->S);
         memcpy(e->fresh, kept(e, i) + (e->dv + 1) * e->M, sizeof(float) * e->M);
-        for (int m = e->M; m < e->Mp; m++) e->fresh[m] = NONE;
+        for (int m = e->M; m < e->Mp; m++) e->fresh[m] = 0;  /* what fills up has logs below 0: its reference stays */
         sweep(e, start, count, CHUNK, levels + start / CHUNK, e->S, e->fresh, e->pieces);
     }
     const float *ref = kept(e, 0) + (e->dv + 1) * e->M;

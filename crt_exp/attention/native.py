@@ -27,7 +27,7 @@ from crt_exp.attention.tiles import Form
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 CHUNK, SEGMENT = 64, 512  # tokens of a chunk, as in native.c, and between two states that the causal forward pass keeps
-NOT_FINITE, NO_MEMORY = 1, 2
+NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = 1, 2, 3
 
 
 class View(ctypes.Structure):
@@ -55,8 +55,9 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(compiled()))
-    except (OSError, subprocess.SubprocessError) as e:
-        lines = (getattr(e, "stderr", None) or str(e)).strip().splitlines()
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired, RuntimeError, ValueError) as e:
+        message = e.stderr if isinstance(e, subprocess.CalledProcessError) else str(e)
+        lines = message.strip().splitlines()
         reason = next((l for l in lines if "error" in l), lines[0] if lines else "no message")
         logging.getLogger(__name__).warning(
             "the attention kernels for this CPU could not be compiled (%s): PyTorch's matrix products do the work, in 1.5 to 2 "
@@ -65,7 +66,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiled() -> Path:
-    """The library's file. Raises OSError or SubprocessError where it cannot be made."""
+    """The library's file. Raises OSError, SubprocessError, RuntimeError (no home) or ValueError (CC) where it cannot be made."""
     command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS.split()]
     kind = hashlib.sha256("\n".join([SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crt_exp"
@@ -117,10 +118,11 @@ class Engine:
 
     def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...], **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=-(-threads // (B * H)), segment=SEGMENT,
+        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=-(-threads // max(1, B * H)), segment=SEGMENT,
                      threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
+        results = tuple(t.contiguous() for t in results)
         named |= dict(zip(("out", "logsum", "states", "logs"), results))
         keep = None if form.keep is None else form.keep.contiguous()
         call = Call(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
@@ -128,6 +130,8 @@ class Engine:
         status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
+        if status == BAD_DIRECTIONS:
+            raise ValueError("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf))
 

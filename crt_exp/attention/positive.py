@@ -32,7 +32,7 @@ TINY = 1e-25      # a smaller sum could miss terms that float32 rounds to 0
 def plan(x: Tensor, width: int) -> tuple[int, int]:
     """Heads of a tile and tokens of a chunk."""
     elements = ELEMENTS if x.device.type == "cpu" else DEVICE_ELEMENTS
-    tokens = min(x.shape[2], max(TOKENS, elements // (width * min(HEADS, x.shape[0] * x.shape[1]))))
+    tokens = min(x.shape[2], max(TOKENS, elements // (width * max(1, min(HEADS, x.shape[0] * x.shape[1])))))
     return max(1, elements // (width * tokens)), tokens
 
 

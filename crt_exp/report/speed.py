@@ -57,7 +57,7 @@ def measure_later(length: int, rounds: int) -> dict[str, tuple[float, float | No
 
 def rounds(length: int) -> int:
     """More for the short ones, whose times vary more."""
-    return 2 if length > 16384 else max(3, math.ceil(15 * min(1, 2048 / length)))
+    return 2 if length > 16384 else max(5, math.ceil(30 * min(1, 2048 / length)))
 
 
 def of(keys, cells, what: str, backward: bool = True) -> dict[int, dict]:
