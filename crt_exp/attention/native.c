@@ -418,23 +418,7 @@ static void query_features(Head *e, int n, const float *offset, const float *wei
     }
 }
 
-/* Adds keys [start, stop) to the state S of reference `ref`. */
-static void add_keys(Head *e, int64_t start, int64_t stop, float *S, float *ref) {
-    for (int64_t t = start; t < stop; t += CHUNK) {
-        int n = stop - t < CHUNK ? stop - t : CHUNK;
-        load_keys(e, t, n);
-        project(e, n, e->Y, e->K);
-        raise_reference(e, n, ref, e->fresh);
-        if (factors(e->Mp, ref, e->fresh, e->factor)) {
-            scale_columns(e, S, e->factor, S);
-            memcpy(ref, e->fresh, sizeof(float) * e->Mp);
-        }
-        exponentiate(e, n, e->K, e->row, ref, -1);
-        product(ALL, e->dv + 1, e->Mp, n, e->V, 1, e->lv, e->K, e->ld, S, e->ld, 1);
-    }
-}
-
-/* D K W and its share of |y|^2: writes the gradients to n keys from D, those to their features. Values are written too. */
+/* Writes the gradients to n keys, from D, those to their features, and those to n values. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const float twice = 2 * (float)e->c->norm_weight;
     for (int j = 0; j < n; j++) {
@@ -493,11 +477,22 @@ static void share(int64_t n, int64_t part, int64_t parts, int64_t *start, int64_
     if (*stop > n) *stop = n;
 }
 
-/* Clears the state of the head and adds keys [start, stop). */
+/* The state S of keys [start, stop), and its reference. */
 static void summarise(Head *e, int64_t start, int64_t stop) {
     memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
     for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
-    add_keys(e, start, stop, e->S, e->ref);
+    for (int64_t t = start; t < stop; t += CHUNK) {
+        int n = stop - t < CHUNK ? stop - t : CHUNK;
+        load_keys(e, t, n);
+        project(e, n, e->Y, e->K);
+        raise_reference(e, n, e->ref, e->fresh);
+        if (factors(e->Mp, e->ref, e->fresh, e->factor)) {
+            scale_columns(e, e->S, e->factor, e->S);
+            memcpy(e->ref, e->fresh, sizeof(float) * e->Mp);
+        }
+        exponentiate(e, n, e->K, e->row, e->ref, -1);
+        product(ALL, e->dv + 1, e->Mp, n, e->V, 1, e->lv, e->K, e->ld, e->S, e->ld, 1);
+    }
 }
 
 /* Turns the sums of the state into [U, 1], and writes these and log z. */

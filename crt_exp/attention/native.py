@@ -100,8 +100,9 @@ class Engine:
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
         out, logsum = v.new_empty(B, H, L, dv), v.new_empty(B, H, L)
         if not self.causal:
-            return out, logsum, v.new_empty(B, H, dv + 1, M), v.new_empty(B, H, M), _bytes(0)
-        return out, logsum, v.new_empty(B, H, -(-L // SEGMENT), dv + 2, M), v.new_empty(0), _bytes(B, H, -(-L // CHUNK))
+            return out, logsum, v.new_empty(B, H, dv + 1, M), v.new_empty(B, H, M)
+        levels = torch.empty(B, H, -(-L // CHUNK), dtype=torch.uint8, device="cpu")
+        return out, logsum, v.new_empty(B, H, -(-L // SEGMENT), dv + 2, M), v.new_empty(0), levels
 
     def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, ...]:
         """out (B,H,L,dv) and what `backward` needs of x (B,H,L,d), y (B,H,S,d) and v (B,H,S,dv)."""
@@ -134,10 +135,6 @@ class Engine:
             raise ValueError("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf))
-
-
-def _bytes(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.uint8, device="cpu")
 
 
 def _view(t: Tensor) -> View:
