@@ -42,9 +42,9 @@ def main(size: str) -> None:
 
 def in_new_process(what: str, length: int, rounds: int, backward: bool) -> dict[str, tuple[float, float | None]]:
     """`measure` in a process that has done nothing else, or, for `what` = later, has run all methods at all shorter lengths."""
+    call = (measure_later, length, rounds) if what == "later" else (measure, what, length, rounds, backward)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure_later, length, rounds).result() if what == "later" else pool.submit(
-            measure, what, length, rounds, backward).result()
+        return pool.submit(*call).result()
 
 
 def measure_later(length: int, rounds: int) -> dict[str, tuple[float, float | None]]:
