@@ -67,11 +67,9 @@ def _width(state: RandomFeatureAttention) -> int:
 
 
 def _statistics(state: RandomFeatureAttention) -> Statistics | None:
-    """Those of the running averages, or of the last calibration."""
-    if not keeps_statistics(state):
+    """Those of the running averages, or of the last calibration where no call was causal."""
+    if not keeps_statistics(state) or not float(state.running_weight) > 0:
         return getattr(state, "seen", None)
-    if not float(state.running_weight) > 0:
-        return None
     moments = [{name: getattr(state, f"running_{side}_{name}") / state.running_weight for name in MOMENTS}
                | {"minimum": getattr(state, f"running_{side}_minimum")} for side in "xy"]
     return Statistics(*(Moments.known(**each) for each in moments))
