@@ -18,7 +18,7 @@ from crt_exp.attention import swap_families as families
 from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, LayerMaker, layer_maker
 from crt_exp.attention.module import RandomFeatureAttention
 from crt_exp.attention.swap_call import keeps_statistics, set_causal
-from crt_exp.attention.swap_refusals import refusal
+from crt_exp.attention.swap_refusals import places, refusal
 
 
 def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layers: Iterable[int] | int | None = None,
@@ -155,7 +155,8 @@ def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
 
 def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[int]) -> None:
     """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
-    reasons = {i: reason for i, (_, module) in enumerate(found) if (reason := _reason(model, module))}
+    held = places(model)
+    reasons = {i: reason for i, (_, module) in enumerate(found) if (reason := _reason(module, *held.get(id(module), (None, ""))))}
     refused = [i for i in chosen if i in reasons]
     if not refused:
         return
@@ -168,8 +169,10 @@ def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[i
                      f"represent; {way}")
 
 
-def _reason(model: nn.Module, module: nn.Module) -> str | None:
-    return refusal(module) if families.family(module) == "hf" else families.read_by_hand(model, module)
+def _reason(module: nn.Module, holder: nn.Module | None, attribute: str) -> str | None:
+    if families.family(module) == "hf":
+        return refusal(module, f"{type(holder).__name__}.{attribute}")
+    return families.read_by_hand(module, holder)
 
 
 # ---- making and attaching
@@ -205,21 +208,21 @@ def _tell_libraries(model: nn.Module) -> None:
 
 
 def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
-    """Names our attention in the configurations that the swapped modules read, and in no other: other attention keeps its masks.
+    """Names our attention in the configurations that the swapped modules read, and in no other.
 
     Two models made from one configuration share it: this one gets copies, so that the other stays what it is.
     """
     families.register()
     own_configurations(model)
     read = {id(module.config): module.config for module in swapped if families.family(module) == "hf"}
-    before = [(config, config._attn_implementation) for config in read.values()
-              if config._attn_implementation != families.INTERFACE]
+    before = [(config, config._attn_implementation) for config in read.values() if not families.is_ours(config)]
+    others = families.others(model)
     for part in model.modules():
         implementation = getattr(getattr(part, "config", None), "_attn_implementation", None)
         if id(getattr(part, "config", None)) in read and families.family(part) == "hf" and implementation == "eager":
             part.__dict__["unmasked_causal"] = False
     for config, _ in before:
-        config._attn_implementation_internal = families.INTERFACE
+        config._attn_implementation_internal = families.interface_name(config, others)
     model.__dict__.setdefault("unswapped_configs", []).extend(before)
     for part in model.modules():
         if hasattr(type(part), "set_attn_implementation"):

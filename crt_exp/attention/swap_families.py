@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crt_exp.attention.swap_call import as_keep, attend
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
+AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # with the masks of an implementation of transformers
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
 EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")      # arguments that change the logits or the softmax
@@ -99,6 +100,20 @@ def register() -> None:
 
     AttentionInterface.register(INTERFACE, interface_attention)
     AttentionMaskInterface.register(INTERFACE, interface_mask)
+    for implementation, name in AS_BEFORE.items():
+        AttentionInterface.register(name, interface_attention)
+        AttentionMaskInterface.register(name, AttentionMaskInterface()[implementation])
+
+
+def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
+    """Under which name modules with this configuration call us: where attention of other kinds may read the same masks, with the
+    masks that they have had."""
+    shared = any(getattr(part, "config", config) is config for _, part in others)
+    return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
+
+
+def is_ours(config) -> bool:
+    return config._attn_implementation in (INTERFACE, *AS_BEFORE.values())
 
 
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -210,14 +225,13 @@ def refuse_implementation(*_, **__) -> None:
 SWAPPED = {"torch": SwappedMultiheadAttention, "timm": SwappedTimmAttention}
 
 
-def read_by_hand(model: nn.Module, module: nn.Module) -> str | None:
-    """Why a torch attention would not be called: a module that holds it reads its weights and computes by itself."""
-    parent = next((part for part in model.modules() if any(child is module for child in part.children())), None)
-    if family(module) != "torch" or parent is None or isinstance(parent, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
+    """Why a torch attention would not be called: the module that holds it reads its weights and computes by itself."""
+    if family(module) != "torch" or isinstance(holder, (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return None
-    code = getattr(inspect.unwrap(type(parent).forward), "__code__", None)
+    code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
     reads = code is not None and not {"in_proj_weight", "q_proj_weight"}.isdisjoint(code.co_names)
-    return f"is computed by {type(parent).__name__} from its weights, with terms or shortcuts of its own" if reads else None
+    return f"is computed by {type(holder).__name__} from its weights, with terms or shortcuts of its own" if reads else None
 
 
 def family(module: nn.Module) -> str | None:

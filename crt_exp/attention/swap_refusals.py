@@ -16,8 +16,10 @@ from torch import nn
 BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias", "alibi")
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer -> its size in a config
 ROTATIONS = (None, "rotary", "absolute")  # kinds of position embeddings that add nothing to the logits
-# Masks that are made outside the class and never are padding or causal; the class alone does not show it.
+# Masks that are made outside the class and never are padding or causal, by the class or by the holder's class and the attribute.
 OTHER_MASKS = {
+    "Sam3DetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
+    "Sam3LiteTextDetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
     "T5Gemma2MergedAttention": "attends to its own tokens, in causal order, and to the encoder's, in none, in one softmax",
     "PixtralAttention": "keeps apart the images that are packed into one sequence",
 }
@@ -31,11 +33,21 @@ class Passed(NamedTuple):
     own_mask: bool
 
 
-def refusal(module: nn.Module) -> str | None:
-    """Why linear attention cannot stand for this module of the attention interface, as the end of a sentence; None where it can."""
-    passed = what_is_passed(type(module))
+def refusal(module: nn.Module, place: str) -> str | None:
+    """Why linear attention cannot stand for this module of the attention interface, as the end of a sentence; None where it can.
+
+    place: the class of the module that holds it, and the attribute, "Holder.attribute".
+    """
+    name, passed = type(module).__name__, what_is_passed(type(module))
+    if known := OTHER_MASKS.get(name) or OTHER_MASKS.get(place):
+        return known
     checks = (_bias, _softmax, _chosen_keys, _window, _mask)
     return next((reason for check in checks if (reason := check(module, passed))), None)
+
+
+def places(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """id of a module -> the module that holds it, and the attribute."""
+    return {id(child): (part, name) for part in model.modules() for name, child in part.named_children()}
 
 
 def _bias(module: nn.Module, passed: Passed) -> str | None:
@@ -88,9 +100,6 @@ def _whole(value) -> int | None:
 
 
 def _mask(module: nn.Module, passed: Passed) -> str | None:
-    name = type(module).__name__
-    if name in OTHER_MASKS:
-        return OTHER_MASKS[name]
     return "changes its mask for each pair of a query and a key" if passed.own_mask else None
 
 

@@ -166,7 +166,7 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
         found.append({"pixel_values": randn(BATCH, _first(config, ("num_frames",), 4), channels, height, width)})
         found.append({"pixel_values": randn(BATCH, channels, 64, 64)})
     if text:
-        found.insert(0, text)
+        found.append(text)
         found.append(text | {"bbox": torch.ones(BATCH, LENGTH, 4, dtype=torch.long)})
     if "input_values" in names:
         found += [{"input_values": randn(BATCH, 2000)}, {"input_values": randn(BATCH, 1, 2000)}]
