@@ -188,11 +188,11 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
 
 
 def _attach(module: nn.Module, state: nn.Module) -> None:
-    kind = families.family(module)
+    swapped = families.swapped_class(module)
     module.swapped = state
-    if kind in families.SWAPPED and type(module) is not families.SWAPPED[kind]:
+    if swapped is not None and type(module) is not swapped:
         module.__dict__["unswapped_class"] = type(module)
-        module.__class__ = families.SWAPPED[kind]
+        module.__class__ = swapped
 
 
 def _tell_libraries(model: nn.Module) -> None:

@@ -81,14 +81,43 @@ class SwappedTimmAttention(nn.Module):
     """timm.layers.Attention with its submodules and arguments."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        out, _ = attend(self.swapped, self.q_norm(q), self.k_norm(k), v, mask=attn_mask, causal=is_causal,
+        return self._attend(x, *self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4), attn_mask, is_causal)
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, rope: Tensor | None = None) -> Tensor:
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
+        out, _ = attend(self.swapped, q, k, v, mask=None if causal else mask, causal=causal,
                         dropout=self.attn_drop.p if self.training else 0.0)
-        out = out.transpose(1, 2).flatten(2)
-        out = getattr(self, "norm", nn.Identity())(out)
+        out = getattr(self, "norm", nn.Identity())(out.transpose(1, 2).flatten(2))
         if getattr(self, "gate", None) is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+
+class SwappedTimmRotary(SwappedTimmAttention):
+    """timm's AttentionRope and EvaAttention: rotated queries and keys, one projection or three, grouped heads."""
+
+    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        heads = lambda t: t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if self.qkv is None:
+            return tuple(heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if getattr(self, "q_bias", None) is None:
+            return tuple(map(heads, self.qkv(x).chunk(3, -1)))
+        return tuple(map(heads, F.linear(x, self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias))).chunk(3, -1)))
+
+    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
+        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+        before = self.num_prefix_tokens
+        return torch.cat([t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)], 2)
+
+
+TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention, ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
+        ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
 
 
 # ---- Hugging Face
@@ -222,7 +251,20 @@ def refuse_implementation(*_, **__) -> None:
 
 # ---- finding them
 
-SWAPPED = {"torch": SwappedMultiheadAttention, "timm": SwappedTimmAttention}
+def swapped_class(module: nn.Module) -> type | None:
+    """The class that takes the place of a torch or timm attention's own; None for modules that keep theirs."""
+    kind = type(module)
+    if kind is SwappedMultiheadAttention or getattr(kind, "forward", None) is nn.MultiheadAttention.forward:
+        return SwappedMultiheadAttention
+    return kind if kind in TIMM.values() else _swapped_timm(kind)
+
+
+def _swapped_timm(kind: type) -> type | None:
+    """For timm's attention, or a subclass with the same forward pass."""
+    for base in kind.__mro__:
+        if (base.__module__, base.__name__) in TIMM:
+            return TIMM[base.__module__, base.__name__] if kind.forward is base.forward else None
+    return None
 
 
 def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
@@ -236,20 +278,10 @@ def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
 
 def family(module: nn.Module) -> str | None:
     """Which of the families an attention module belongs to: "torch", "timm", "hf", or None."""
-    kind = type(module)
-    if kind is SwappedMultiheadAttention or getattr(kind, "forward", None) is nn.MultiheadAttention.forward:
-        return "torch"
-    if kind is SwappedTimmAttention or _is_timm(kind):
-        return "timm"
-    return "hf" if uses_interface(kind) else None
-
-
-def _is_timm(kind: type) -> bool:
-    """timm's Attention, or a subclass with the same forward pass."""
-    for base in kind.__mro__:
-        if base.__name__ == "Attention" and base.__module__ == "timm.layers.attention":
-            return kind.forward is base.forward
-    return False
+    swapped = swapped_class(module)
+    if swapped is not None:
+        return "torch" if swapped is SwappedMultiheadAttention else "timm"
+    return "hf" if uses_interface(type(module)) else None
 
 
 @cache
@@ -286,7 +318,8 @@ def sizes(module: nn.Module, path: str) -> Sizes:
             raise ValueError(f"{path}: add_bias_kv and add_zero_attn are not supported")
         return Sizes(module.num_heads, module.head_dim, module.num_heads, True, None)
     if kind == "timm":
-        return Sizes(module.num_heads, module.qkv.out_features // (3 * module.num_heads), module.num_heads, False, module.scale)
+        d = module.head_dim if hasattr(module, "head_dim") else module.qkv.out_features // (3 * module.num_heads)
+        return Sizes(module.num_heads, d, getattr(module, "num_kv_heads", module.num_heads), False, module.scale)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -1,7 +1,8 @@
-"""A tiny model of any model type of transformers, and a batch that it takes: configurations shrunk by the names of their sizes.
+"""Tiny models with attention, and batches that they take: every model type of transformers, timm's, torch's and torchaudio's.
 
-Nothing here knows a model by name: sizes are recognised by what their keys are called. A type whose configuration does not shrink
-to a model, or whose model takes no batch of the usual arguments, raises `NotBuilt` with the reason.
+Nothing here knows a model of transformers by name: sizes are recognised by what the keys of a configuration are called. A type whose
+configuration does not shrink to a model, or whose model takes no batch of the usual arguments, raises `NotBuilt` with the reason.
+All models have random weights, float64, and are in eval mode.
 """
 
 import inspect
@@ -44,6 +45,17 @@ class NotBuilt(Exception):
     """No tiny model of this type, or no batch for it; the text says why."""
 
 
+Made = tuple[nn.Module, dict[str, Any]]  # a model and a batch
+
+
+# ---- transformers
+
+def of_transformers(kind: str) -> Made:
+    """The base model of a model type. Raises NotBuilt."""
+    model = tiny_model(kind)
+    return model, accepted_batch(model)
+
+
 def model_types() -> list[str]:
     """All model types that transformers has a base model for."""
     from transformers import MODEL_MAPPING
@@ -54,7 +66,7 @@ def model_types() -> list[str]:
 
 
 def tiny_model(kind: str) -> nn.Module:
-    """A model of this type with random weights, float64, eval mode. Raises NotBuilt."""
+    """Its model without a batch. Raises NotBuilt."""
     from transformers import AutoModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -222,3 +234,117 @@ def _tensors(out: Any):
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160] if text else ''}"
+
+
+# ---- timm, torch, torchaudio
+
+def timm_names() -> list[str]:
+    """For each file of timm that defines models, the smallest of those with the shortest names."""
+    import timm
+
+    files: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        files.setdefault(timm.model_entrypoint(name).__module__, []).append(name)
+    return sorted(min(sorted(names, key=lambda name: (len(name), name))[:6], key=_timm_parameters) for names in files.values())
+
+
+def _timm_parameters(name: str) -> int:
+    import timm
+
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in timm.create_model(name).parameters())
+    except Exception:  # a model that cannot be counted without memory comes last
+        return 2**62
+
+
+def of_timm(name: str) -> Made:
+    """A model of timm in its own size, and one image."""
+    import timm
+
+    if (count := _timm_parameters(name)) > PARAMETERS:
+        raise NotBuilt(f"{count / 1e6:.0f} million parameters, or none that can be counted")
+    torch.manual_seed(0)
+    try:
+        model = timm.create_model(name).double().eval()
+        batch = {"x": torch.randn(1, *model.pretrained_cfg["input_size"], dtype=torch.float64)}
+        outputs(model, batch)
+    except Exception as error:
+        raise NotBuilt(f"not built: {_line(error)}") from None
+    return model, batch
+
+
+def _vectors(*names: str, length: int = LENGTH) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(BATCH, length, HIDDEN, generator=generator, dtype=torch.float64) for name in names}
+
+
+def _torch_layer(kind: type) -> nn.Module:
+    return kind(HIDDEN, HEADS, 2 * HIDDEN, dropout=0.0, batch_first=True)
+
+
+def _causal(name: str) -> dict[str, Any]:
+    mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
+    return {f"{name}_mask": mask, f"{name}_is_causal": True}
+
+
+TORCH = {
+    "MultiheadAttention": lambda: (nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True), _vectors("query", "key", "value")),
+    "TransformerEncoder": lambda: (nn.TransformerEncoder(_torch_layer(nn.TransformerEncoderLayer), LAYERS), _vectors("src")),
+    "TransformerDecoder": lambda: (nn.TransformerDecoder(_torch_layer(nn.TransformerDecoderLayer), LAYERS), _vectors("tgt", "memory")
+                                   | _causal("tgt")),
+    "Transformer": lambda: (nn.Transformer(HIDDEN, HEADS, LAYERS, LAYERS, 2 * HIDDEN, 0.0, batch_first=True),
+                            _vectors("src", "tgt") | _causal("tgt")),
+}
+
+
+def of_torch(name: str) -> Made:
+    """A module of torch with attention."""
+    return _ready(*TORCH[name]())
+
+
+def _speech(make: str, **sizes: int) -> Made:
+    """wav2vec 2.0, HuBERT or WavLM with an encoder of two layers."""
+    from torchaudio import models
+
+    convolutions = [(HIDDEN, 10, 5), (HIDDEN, 3, 2)]
+    common = {"extractor_mode": "group_norm", "extractor_conv_layer_config": convolutions, "extractor_conv_bias": False,
+              "encoder_embed_dim": HIDDEN, "encoder_projection_dropout": 0.0, "encoder_pos_conv_kernel": 15,
+              "encoder_pos_conv_groups": 2, "encoder_num_layers": LAYERS, "encoder_num_heads": HEADS,
+              "encoder_attention_dropout": 0.0, "encoder_ff_interm_features": 2 * HIDDEN, "encoder_ff_interm_dropout": 0.0,
+              "encoder_dropout": 0.0, "encoder_layer_norm_first": False, "encoder_layer_drop": 0.0, "aux_num_out": None}
+    generator = torch.Generator().manual_seed(0)
+    return getattr(models, make)(**common, **sizes), {"waveforms": torch.randn(BATCH, 800, generator=generator, dtype=torch.float64)}
+
+
+def _conformer() -> Made:
+    from torchaudio.models import Conformer
+
+    model = Conformer(HIDDEN, HEADS, 2 * HIDDEN, LAYERS, depthwise_conv_kernel_size=3)
+    return model, _vectors("input") | {"lengths": torch.tensor([LENGTH, LENGTH - 3])}
+
+
+def _emformer() -> Made:
+    from torchaudio.models import Emformer
+
+    return Emformer(HIDDEN, HEADS, 2 * HIDDEN, LAYERS, segment_length=4, right_context_length=2), _vectors("input", length=12) | {
+        "lengths": torch.tensor([12, 12])}
+
+
+TORCHAUDIO = {
+    "Conformer": _conformer,
+    "Emformer": _emformer,
+    "wav2vec2_model": lambda: _speech("wav2vec2_model"),
+    "wavlm_model": lambda: _speech("wavlm_model", encoder_num_buckets=8, encoder_max_distance=16),
+}
+
+
+def of_torchaudio(name: str) -> Made:
+    """A model of torchaudio with attention."""
+    return _ready(*TORCHAUDIO[name]())
+
+
+def _ready(model: nn.Module, batch: dict[str, Any]) -> Made:
+    model = model.double().eval()
+    spread(model)
+    return model, batch
