@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from crt_exp.attention import swap_families as families
 from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, LayerMaker, layer_maker
 from crt_exp.attention.module import RandomFeatureAttention
-from crt_exp.attention.swap_call import keeps_statistics
 
 SWAPPED = {"torch": families.SwappedMultiheadAttention, "timm": families.SwappedTimmAttention}
 
@@ -35,7 +34,8 @@ def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layer
 
     Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training, loses keys:
     each with its probability for all queries of a head at once, since the matrix is never formed. `output_attentions=True` (and
-    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training.
+    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training;
+    cross-attention, which is fitted to its keys alone until then, gains by it: no query's features depend on another query.
 
     Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention with position
     biases, for saved noise of another m; when called, for masks that are neither key padding nor causal. Each names the layer.
@@ -81,12 +81,13 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
-    """Runs the model over batches, in eval mode and without gradient, to fill the statistics that causal layers are fitted to.
+    """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal layers
+    are fitted to, and of the queries of cross-attention.
 
     A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one tensor;
-    tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Bidirectional layers fit
-    each sequence by itself and change nothing, but remember what they saw for `describe_attention`. Returns the model. Raises
-    ValueError where no layer has random features, and for no batches.
+    tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Layers that attend to their
+    own sequence in both directions fit each by itself and change nothing, but remember what they saw for `describe_attention`.
+    Returns the model. Raises ValueError where no layer has random features, and for no batches.
     """
     states = [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
     if not states:
@@ -154,7 +155,7 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
     """The attention of one layer, on its device."""
     size = families.sizes(module, path)
     state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=size.causal if causal is None else causal,
-                  scaling=size.scaling, layer=i)
+                  scaling=size.scaling, layer=i, **({"cross": True} if size.cross else {}))
     state.path, state.mechanism = path, name
     device = next((p.device for p in module.parameters()), None)
     return state.to(device).train(module.training)
@@ -255,8 +256,7 @@ def _eval_mode(model: nn.Module):
 
 
 def _begin(state: RandomFeatureAttention, stack: ExitStack) -> None:
-    if keeps_statistics(state):
-        state.causal = state.running = True  # until a call says otherwise
+    if state.keeps_statistics:
         stack.enter_context(state.calibration())
         return
     if state.phi.fitted or hasattr(state.phi, "log_relative_second_moment"):

@@ -13,19 +13,20 @@ REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually
 
 
 def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None,
-           causal: bool = False, scaling: float | None = None, dropout: float = 0.0,
+           causal: bool = False, cross: bool | None = None, scaling: float | None = None, dropout: float = 0.0,
            matrix: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention of q (B,H,L,d) to k (B,Hkv,S,d), v (B,Hkv,S,dv) by `state`: (B,H,L,dv), and its matrix (B,H,L,S) or None.
 
     keep (B, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B,1 or H,L,S), boolean with True = keep or additive; it decides
-    over `causal`, unless there is one query. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask that is
+    over `causal`, unless there is one query. cross: whether queries and keys are of different sequences, None as the layer was
+    swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask that is
     not padding, causal or both, and for sizes other than those of the swap.
     """
     _check_sizes(state, q, k)
     if mask is not None:
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
         k, v = k[:, :, :used], v[:, :, :used]
-    _set_causal(state, causal)
+    _set_mode(state, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
     dv = v.shape[-1]
@@ -111,19 +112,11 @@ def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, but the layer was swapped for {made}")
 
 
-def _set_causal(state: nn.Module, causal: bool) -> None:
-    """Some modules are causal in one call and not in the next; the running statistics serve the causal ones only."""
-    if state.causal == causal:
-        return
-    fitted = isinstance(state, RandomFeatureAttention) and state.phi.fitted
-    if causal and fitted and not keeps_statistics(state):
-        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
-                         "swap_attention(..., causal=True)")
+def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:
+    """Some modules are causal, or attend to another sequence, in one call and not in the next."""
+    if isinstance(state, RandomFeatureAttention):
+        if causal and state.phi.fitted and not state.keeps_statistics:
+            raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
+                             "swap_attention(..., causal=True)")
+        state.cross = state.cross if cross is None else cross
     state.causal = causal
-    if fitted:
-        state.running = causal
-
-
-def keeps_statistics(state: nn.Module) -> bool:
-    """Whether the layer has running statistics, for causal use."""
-    return "running_weight" in state._buffers

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.module import MOMENTS, RandomFeatureAttention
-from crt_exp.attention.swap_call import keeps_statistics
 from crt_exp.features.base import Moments, Statistics
 
 # predicted relative error: sqrt of the mean over heads of Var / K^2 of one entry of the kernel matrix with m iid projections, at
@@ -68,13 +67,9 @@ def _width(state: RandomFeatureAttention) -> int:
 
 def _statistics(state: RandomFeatureAttention) -> Statistics | None:
     """Those of the running averages, or of the last calibration."""
-    if not keeps_statistics(state):
+    if not state.keeps_statistics:
         return getattr(state, "seen", None)
-    if not float(state.running_weight) > 0:
-        return None
-    moments = [{name: getattr(state, f"running_{side}_{name}") / state.running_weight for name in MOMENTS}
-               | {"minimum": getattr(state, f"running_{side}_minimum")} for side in "xy"]
-    return Statistics(*(Moments.known(**each) for each in moments))
+    return state.running_statistics() if float(state.running_weight) > 0 else None
 
 
 def _a_range(params) -> tuple[float | None, ...]:
