@@ -60,6 +60,7 @@ class RandomFeatureAttention(nn.Module):
         self.scaling = d**-0.5 if scaling is None else scaling
         self.redraw_every, self.normalize_qk, self.denominator, self.decay = redraw_every, normalize_qk, denominator, decay
         self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
+        self.columns = None  # of the values proper, where a caller has put others behind them
         noise = self._draw(0) if getattr(phi, "projection", True) else None
         self.gaussian = noise is not None and noise.gaussian
         self.register_buffer("omega", None if noise is None else noise.rows().contiguous())
@@ -79,11 +80,18 @@ class RandomFeatureAttention(nn.Module):
         changing = self.training and not in_backward()
         if changing:
             self._advance()
-        out = attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal, key_mask=key_mask,
-                        denominator=self.denominator, counter=self.denominators, scale=self.root)
+        out = self._attend(q, k, v, key_mask, self.denominators)
         if self.running and (changing or self.calibrated is not None):
             self._note(q, k, key_mask)
         return out
+
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """What `forward` would give as the layer now stands: nothing is drawn, noted or counted."""
+        return self._attend(self._normalized(q), self._normalized(k), v, key_mask, DenominatorCount())
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
+        return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal, key_mask=key_mask,
+                         denominator=self.denominator, counter=counter, scale=self.root)
 
     @property
     def noise(self) -> DenseNoise | None:

@@ -29,7 +29,7 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     _set_mode(state, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
-    dv = v.shape[-1]
+    dv = state.columns = v.shape[-1]
     if matrix:  # attention to the unit vectors
         S = v.shape[2]
         v = torch.cat([v, torch.eye(S, dtype=v.dtype, device=v.device).expand(*v.shape[:2], S, S)], -1)
