@@ -161,7 +161,8 @@ class Approximation:
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error", "the last hidden states": "hidden_error"}
+        errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
+                  "the last hidden states": "hidden_error"}
         shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)
         count = lambda key: ", ".join(f"{name} {n}" for name, n in last[key].items())
         return (f"{self.table(records)}{self.warning(records)}\n"
