@@ -13,13 +13,14 @@ REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually
 
 
 def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None,
-           causal: bool = False, scaling: float | None = None, dropout: float = 0.0,
+           causal: bool = False, cross: bool | None = None, scaling: float | None = None, dropout: float = 0.0,
            matrix: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention of q (B,H,L,d) to k (B,Hkv,S,d), v (B,Hkv,S,dv) by `state`: (B,H,L,dv), and its matrix (B,H,L,S) or None.
 
-    keep (B or 1, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B or 1, 1 or H, L or 1, S), boolean with True = keep or additive; it
-    decides over `causal`, unless there is one query. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask
-    that is not padding, causal or both, and for sizes other than those of the swap.
+    keep (B or 1, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B or 1, 1 or H, L or 1, S), boolean with True = keep
+    or additive; it decides over `causal`, unless there is one query. cross: whether queries and keys are of different
+    sequences, None as the layer was swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask that
+    is not padding, causal or both, and for sizes other than those of the swap.
     """
     _check_sizes(state, q, k)
     _note_reached(state)
@@ -28,10 +29,10 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
         k, v = k[:, :, :used], v[:, :, :used]
     if keep is not None:
         keep = None if _known_true(keep) else keep.expand(k.shape[0], -1)
-    set_causal(state, causal)
+    _set_mode(state, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
-    dv = v.shape[-1]
+    dv = state.columns = v.shape[-1]
     if matrix:  # attention to the unit vectors
         S = v.shape[2]
         v = torch.cat([v, torch.eye(S, dtype=v.dtype, device=v.device).expand(*v.shape[:2], S, S)], -1)
@@ -123,19 +124,11 @@ def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, but the layer was swapped for {made}")
 
 
-def set_causal(state: nn.Module, causal: bool) -> None:
-    """Some modules are causal in one call and not in the next; the running statistics serve the causal ones only."""
-    if state.causal == causal:
-        return
-    fitted = isinstance(state, RandomFeatureAttention) and state.phi.fitted
-    if causal and fitted and not keeps_statistics(state):
-        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
-                         "swap_attention(..., causal=True)")
+def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:
+    """Some modules are causal, or attend to another sequence, in one call and not in the next."""
+    if isinstance(state, RandomFeatureAttention):
+        if causal and state.phi.fitted and not state.keeps_statistics:
+            raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
+                             "swap_attention(..., causal=True)")
+        state.cross = state.cross if cross is None else cross
     state.causal = causal
-    if fitted:
-        state.running = causal
-
-
-def keeps_statistics(state: nn.Module) -> bool:
-    """Whether the layer has running statistics, for causal use."""
-    return "running_weight" in state._buffers

@@ -5,6 +5,7 @@ MultiheadAttention change their class in place, so that parameters, hooks and re
 """
 
 import inspect
+import re
 from functools import cache
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ INTERFACE = "crt_exp"                                                     # the 
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # with the masks of an implementation of transformers
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
+# arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
+OTHER_SEQUENCE = re.compile(r"^(?!past_|hidden_states$)(.*_)?(keys?|states|context)(_|$)|^k$")
+CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORECASE)
 EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")      # arguments that change the logits or the softmax
 
 
@@ -27,6 +31,7 @@ class Sizes(NamedTuple):
     kv_heads: int
     causal: bool
     scaling: float | None
+    cross: bool = False
 
 
 # ---- torch.nn.MultiheadAttention, and with it TransformerEncoder and torchaudio's Conformer
@@ -46,8 +51,8 @@ class SwappedMultiheadAttention(nn.Module):
         q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
         keep = as_keep(key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None], self.swapped.path)
         mask, causal = self._mask(attn_mask, q, k, is_causal)
-        out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, matrix=need_weights,
-                             dropout=self.dropout if self.training else 0.0)
+        out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, cross=not _same(query, key),
+                             matrix=need_weights, dropout=self.dropout if self.training else 0.0)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         out = out.transpose(0, 1) if time_first else out if batched else out[0]
         if matrix is None:
@@ -73,6 +78,11 @@ class SwappedMultiheadAttention(nn.Module):
             return None, is_causal
         mask = ~mask if mask.dtype == torch.bool else mask
         return (mask.unflatten(0, q.shape[:2]) if mask.ndim == 3 else mask), is_causal
+
+
+def _same(query: Tensor, key: Tensor) -> bool:
+    """Whether both are one tensor; a checkpointed module gets two that share their memory."""
+    return query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
 
 
 # ---- timm
@@ -325,7 +335,22 @@ def sizes(module: nn.Module, path: str) -> Sizes:
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads
     d = 2 * d if hasattr(module, "q_pos_sine_proj") else d  # Conditional DETR: content and position side by side
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
-    return Sizes(heads, d, kv_heads, bool(getattr(module, "is_causal", True)), _number(getattr(module, "scaling", None)))
+    causal = bool(getattr(module, "is_causal", True))
+    return Sizes(heads, d, kv_heads, causal, _number(getattr(module, "scaling", None)), may_be_cross(module, path))
+
+
+def may_be_cross(module: nn.Module, path: str) -> bool:
+    """Whether a Hugging Face module may attend to another sequence than that of its queries: by its attributes; else by its name
+    and place in the model; else by the arguments of its forward pass. Some serve encoders and decoders alike: a decoder's may.
+    """
+    told = getattr(module, "is_cross_attention", None)
+    if told is not None:
+        return bool(told)
+    if CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__])) or getattr(module, "is_decoder", False):
+        return True
+    if hasattr(module, "is_decoder") or "SelfAttention" in type(module).__name__:
+        return False
+    return any(OTHER_SEQUENCE.search(name) for name in inspect.signature(inspect.unwrap(type(module).forward)).parameters)
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
