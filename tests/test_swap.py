@@ -401,8 +401,8 @@ def test_a_class_that_is_causal_only_when_called():
     before = run(model, input_ids=ids)
     torch.testing.assert_close(run(swap_attention(model, "exact"), input_ids=ids), before, **LOOSE)
     with pytest.raises(ValueError, match="layers.0.self_attn: a causal call .*causal=True"):
-        run(swap_attention(model, "favorpp", m=8), input_ids=ids)
-    calibrate_attention(swap_attention(model, "favorpp", m=4000, causal=True), [ids])
+        run(swap_attention(model, "favorpp", m=8, causal=False), input_ids=ids)
+    calibrate_attention(swap_attention(model, "favorpp", m=4000), [ids])
     assert (run(model, input_ids=ids) - before).norm() < 0.1 * before.norm()
 
 
@@ -608,12 +608,12 @@ def test_masks_that_are_not_linear_are_refused():
 
 
 @torch.no_grad()
-def test_sliding_windows_work_only_where_they_do_not_cut():
-    config = transformers.MistralConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                        intermediate_size=32, vocab_size=40, sliding_window=6)
-    model, ids = transformers.MistralModel(config).eval(), inputs(llama)["input_ids"]
-    short = run(model, input_ids=ids[:, :5])
-    swap_attention(model, "exact")
-    torch.testing.assert_close(run(model, input_ids=ids[:, :5]), short, **LOOSE)
-    with pytest.raises(ValueError, match=r"layers.0.self_attn.*sliding window"):
-        run(model, input_ids=ids)
+def test_windows_that_cut_are_refused_at_the_swap():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32,
+             "vocab_size": 40, "max_position_embeddings": 20}
+    cutting = transformers.MistralModel(transformers.MistralConfig(**sizes, sliding_window=6))
+    with pytest.raises(ValueError, match=r"layers.0.self_attn \(MistralAttention\), and 1 more of 2 .* window of 6 .* up to 20.*no layer"):
+        swap_attention(cutting, "exact")
+    model, ids = transformers.MistralModel(transformers.MistralConfig(**sizes, sliding_window=20)).eval(), inputs(llama)["input_ids"]
+    before = run(model, input_ids=ids)
+    torch.testing.assert_close(run(swap_attention(model, "exact"), input_ids=ids), before, **LOOSE)

@@ -18,8 +18,8 @@ from crt_exp.attention import swap_families as families
 from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, LayerMaker, layer_maker
 from crt_exp.attention.measured import Watcher
 from crt_exp.attention.module import RandomFeatureAttention
-
-SWAPPED = {"torch": families.SwappedMultiheadAttention, "timm": families.SwappedTimmAttention}
+from crt_exp.attention.swap_call import set_mode
+from crt_exp.attention.swap_refusals import places, refusal
 
 
 def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layers: Iterable[int] | int | None = None,
@@ -54,6 +54,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     """`swap_attention` with any maker of layers (see `choices.layer_maker`); `name` is what tables call it."""
     found = _found(model)
     chosen = _choose(found, layers)
+    _refuse(model, found, chosen)
     states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
     if saved:
         _restore(model, states.values())
@@ -77,6 +78,9 @@ def unswap_attention(model: nn.Module) -> nn.Module:
             part.use_nested_tensor = part.__dict__.pop("unswapped_nested")
         for config, implementation in part.__dict__.pop("unswapped_configs", ()):
             config._attn_implementation_internal = implementation
+        for name in ("unmasked_causal", "set_attn_implementation"):
+            part.__dict__.pop(name, None)
+    _remove_check(model)
     return model
 
 
@@ -161,14 +165,39 @@ def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
     return sorted({i % len(found) for i in layers})
 
 
+# ---- refusing before anything changes
+
+def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[int]) -> None:
+    """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
+    held = places(model)
+    reasons = {i: reason for i, (_, module) in enumerate(found) if (reason := _reason(module, *held.get(id(module), (None, ""))))}
+    refused = [i for i in chosen if i in reasons]
+    if not refused:
+        return
+    first = refused[0]
+    path, module = found[first]
+    rest = f", and {len(refused) - 1} more of {len(chosen)} layers" if len(refused) > 1 else ""
+    fit = [i for i in range(len(found)) if i not in reasons]
+    way = f"layers={fit} swaps those that can be" if fit else "no layer of this model can be swapped"
+    raise ValueError(f"{path} ({type(module).__name__}){rest}: this attention {reasons[first]}, which linear attention cannot "
+                     f"represent; {way}")
+
+
+def _reason(module: nn.Module, holder: nn.Module | None, attribute: str) -> str | None:
+    if families.family(module) == "hf":
+        return refusal(module, f"{type(holder).__name__}.{attribute}")
+    return families.read_by_hand(module, holder)
+
+
 # ---- making and attaching
 
 def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool | None) -> nn.Module:
-    """The attention of one layer, on its device."""
+    """The attention of one layer, on its device; ready for causal calls and others, unless `causal` rules them out."""
     size = families.sizes(module, path)
-    state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=size.causal if causal is None else causal,
-                  scaling=size.scaling, layer=i, **({"cross": True} if size.cross else {}))
+    state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=causal is not False, scaling=size.scaling, layer=i,
+                  **({"cross": True} if size.cross else {}))
     state.path, state.mechanism = path, name
+    set_mode(state, size.causal if causal is None else causal)
     device = next((p.device for p in module.parameters()), None)
     return state.to(device).train(module.training)
 
@@ -176,41 +205,84 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
 def _attach(module: nn.Module, state: nn.Module) -> None:
     kind = families.family(module)
     module.swapped = state
-    if kind in SWAPPED and type(module) is not SWAPPED[kind]:
+    if kind in families.SWAPPED and type(module) is not families.SWAPPED[kind]:
         module.__dict__["unswapped_class"] = type(module)
-        module.__class__ = SWAPPED[kind]
+        module.__class__ = families.SWAPPED[kind]
 
 
 def _tell_libraries(model: nn.Module) -> None:
-    swapped = {id(module) for _, module in _found(model) if "swapped" in module._modules}
+    swapped = [module for _, module in _found(model) if "swapped" in module._modules]
+    inside = {id(module) for module in swapped}
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder) and any(id(inner) in swapped for inner in part.modules()):
+        if isinstance(part, nn.TransformerEncoder) and any(id(inner) in inside for inner in part.modules()):
             part.__dict__.setdefault("unswapped_nested", part.use_nested_tensor)
             part.use_nested_tensor = False  # it hands nested tensors to the layers in eval mode
-    if any(families.family(module) == "hf" for module in model.modules() if id(module) in swapped):
+    if any(families.family(module) == "hf" for module in swapped):
         _use_interface(model, swapped)
+    _check_first_pass(model)
 
 
-def _use_interface(model: nn.Module, swapped: set[int]) -> None:
-    """Names our attention in the configurations of the swapped modules and of all that contain them.
+def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
+    """Names our attention in the configurations that the swapped modules read, and in no other.
 
     Two models made from one configuration share it: this one gets copies, so that the other stays what it is.
     """
+    families.register()
+    own_configurations(model)
+    read = {id(module.config): module.config for module in swapped if families.family(module) == "hf"}
+    before = [(config, config._attn_implementation) for config in read.values() if not families.is_ours(config)]
+    others = families.others(model)
+    for part in model.modules():
+        implementation = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        if id(getattr(part, "config", None)) in read and families.family(part) == "hf" and implementation == "eager":
+            part.__dict__["unmasked_causal"] = False
+    for config, _ in before:
+        config._attn_implementation_internal = families.interface_name(config, others)
+    model.__dict__.setdefault("unswapped_configs", []).extend(before)
+    for part in model.modules():
+        if hasattr(type(part), "set_attn_implementation"):
+            part.__dict__["set_attn_implementation"] = families.refuse_implementation
+
+
+def own_configurations(model: nn.Module) -> None:
+    """Copies of the configurations, the same one for all parts that shared one; once for a model."""
     from transformers import PreTrainedConfig
 
-    families.register()
+    if "unswapped_configs" in model.__dict__:
+        return
     memo: dict = {}
-    holders = [part for part in model.modules() if any(id(inner) in swapped for inner in part.modules())]
-    ours = {id(config) for part in model.modules() for config, _ in part.__dict__.get("unswapped_configs", ())}
     for part in model.modules():
         for key, value in list(vars(part).items()):
-            if isinstance(value, PreTrainedConfig) and id(value) not in ours:
+            if isinstance(value, PreTrainedConfig):
                 vars(part)[key] = copy.deepcopy(value, memo)
-    changed = {id(config): config for part in holders for config in vars(part).values() if isinstance(config, PreTrainedConfig)}
-    before = [(config, config._attn_implementation) for config in changed.values() if id(config) not in ours]
-    for config, _ in before:
-        config._attn_implementation_internal = families.INTERFACE
-    model.__dict__.setdefault("unswapped_configs", []).extend(before)
+
+
+# ---- whether a forward pass reaches what was swapped
+
+def _check_first_pass(model: nn.Module) -> None:
+    """After the first forward pass of the whole model, says which swapped modules it did not reach."""
+    _remove_check(model)
+    for part in model.modules():
+        if "swapped" in part._modules:
+            part.swapped.__dict__["reached"] = False
+    model.__dict__["swap_check"] = model.register_forward_hook(_tell_unreached)
+
+
+def _remove_check(model: nn.Module) -> None:
+    if (hook := model.__dict__.pop("swap_check", None)) is not None:
+        hook.remove()
+
+
+def _tell_unreached(model: nn.Module, *_) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _remove_check(model)
+    swapped = [(path, module) for path, module in model.named_modules() if "swapped" in module._modules]
+    unreached = [(path, module) for path, module in swapped if not module.swapped.reached]
+    if unreached:
+        warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} swapped "
+                      f"modules: {_names(unreached)}; they may serve other inputs, or the model may compute their attention "
+                      "by other means, which swapping does not change", stacklevel=3)
 
 
 # ---- noise and statistics saved with a Hugging Face model

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from crt_exp.attention.swap_call import as_keep, attend
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
+AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # with the masks of an implementation of transformers
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
-BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "alibi")
 # arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
 OTHER_SEQUENCE = re.compile(r"^(?!past_|hidden_states$)(.*_)?(keys?|states|context)(_|$)|^k$")
 CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORECASE)
@@ -110,28 +110,51 @@ def register() -> None:
 
     AttentionInterface.register(INTERFACE, interface_attention)
     AttentionMaskInterface.register(INTERFACE, interface_mask)
+    for implementation, name in AS_BEFORE.items():
+        AttentionInterface.register(name, interface_attention)
+        AttentionMaskInterface.register(name, AttentionMaskInterface()[implementation])
+
+
+def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
+    """Under which name modules with this configuration call us: where attention of other kinds may read the same masks, with the
+    masks that they have had."""
+    shared = any(getattr(part, "config", config) is config for _, part in others)
+    return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
+
+
+def is_ours(config) -> bool:
+    return config._attn_implementation in (INTERFACE, *AS_BEFORE.values())
 
 
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                         **extras) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query (B,H,L,d), key and value (B,Hkv,S,.) -> (B,L,H,dv), matrix (B,H,L,S) or None."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
+    causal = _causal_without_mask(module, is_causal)
     if state is None:
         return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
     for name in EXTRAS:
         if extras.get(name) is not None:
             raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
-    keep, mask = (attention_mask, None) if attention_mask is None or attention_mask.ndim == 2 else (None, attention_mask)
+    keep, mask = None, attention_mask
+    if _is_causal(attention_mask, state.path):
+        keep, mask, causal = attention_mask, None, True
+    elif attention_mask is not None:
+        causal = state.causal  # of a single query; a mask of pairs tells it of more
     out, matrix = attend(state, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling, dropout=dropout,
                          matrix=matrix)
     return out.transpose(1, 2).contiguous(), matrix
 
 
 def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, kv_offset: int = 0, mask_function=None,
-                   attention_mask: Tensor | None = None, local_size: int | None = None, **options) -> Tensor | None:
-    """Key padding (B, S), True = keep, or None; a mask of pairs (B,1,L,S) where the pattern is not plainly causal or full."""
+                   attention_mask: Tensor | None = None, local_size: int | None = None, device="cpu",
+                   **options) -> Tensor:
+    """Says which attention the model asks for, so that no module need guess it: boolean masks, True = keep.
+
+    Causal: keys alone, (B, S), as transformers' flash attention has them. Bidirectional: (B,1,L,S), a view of (B, S) or of a single
+    number where there is no padding. Any other pattern: its pairs, (B,1,L,S).
+    """
     from transformers import masking_utils as masks
 
     plain = mask_function in (None, masks.causal_mask_function, masks.bidirectional_mask_function) and local_size is None
@@ -141,11 +164,29 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     if not plain or room or short:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function or masks.causal_mask_function,
-                               attention_mask, local_size, **(options | skips))
+                               attention_mask, local_size, device=device, **(options | skips))
     if attention_mask is None:
-        return None
-    keep = attention_mask[:, -kv_length:].bool()
-    return None if not torch.compiler.is_compiling() and bool(keep.all()) else keep
+        keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
+    else:
+        keep = attention_mask[:, -kv_length:].bool()
+    return keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
+
+
+def _is_causal(mask: Tensor | None, path: str) -> bool:
+    """Whether this is what `interface_mask` gives for causal attention."""
+    if mask is None or mask.ndim != 2:
+        return False
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: whether it is "
+                         "causal cannot be told; leave this layer out with layers=[...]")
+    return True
+
+
+def _causal_without_mask(module: nn.Module, is_causal: bool | None) -> bool:
+    """What no mask means: for a model that ran torch's fused attention, what the module says; for one with its own, every key."""
+    if is_causal is not None:
+        return bool(is_causal)
+    return module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
 
 
 def _wants_matrix(extras: dict) -> bool:
@@ -165,10 +206,11 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     L, S = query.shape[2], key.shape[2]
-    padding = mask is None or mask.ndim == 2  # else it says everything
-    if mask is not None and padding:
-        mask = mask[:, None, None].expand(-1, 1, L, -1)
-    if padding and causal and L > 1 and (mask is not None or matrix or L != S):
+    if _is_causal(mask, type(module).__name__):
+        mask, causal = (None if bool(mask.all()) else mask[:, None, None]), True
+    elif mask is not None:
+        causal = False  # the pairs say everything
+    if causal and L > 1 and (mask is not None or matrix or L != S):
         past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)
         mask = past if mask is None else mask & past
     if mask is not None and mask.dtype == torch.bool:
@@ -183,7 +225,24 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+def refuse_implementation(*_, **__) -> None:
+    """Stands for set_attn_implementation of a swapped model, which would undo the swap behind its back."""
+    raise ValueError("set_attn_implementation would undo swap_attention: call unswap_attention(model) first")
+
+
 # ---- finding them
+
+SWAPPED = {"torch": SwappedMultiheadAttention, "timm": SwappedTimmAttention}
+
+
+def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
+    """Why a torch attention would not be called: the module that holds it reads its weights and computes by itself."""
+    if family(module) != "torch" or isinstance(holder, (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return None
+    code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
+    reads = code is not None and not {"in_proj_weight", "q_proj_weight"}.isdisjoint(code.co_names)
+    return f"is computed by {type(holder).__name__} from its weights, with terms or shortcuts of its own" if reads else None
+
 
 def family(module: nn.Module) -> str | None:
     """Which of the families an attention module belongs to: "torch", "timm", "hf", or None."""
@@ -238,10 +297,10 @@ def sizes(module: nn.Module, path: str) -> Sizes:
         return Sizes(module.num_heads, module.head_dim, module.num_heads, True, None)
     if kind == "timm":
         return Sizes(module.num_heads, module.qkv.out_features // (3 * module.num_heads), module.num_heads, False, module.scale)
-    _check_bias(module, path)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    d = 2 * d if hasattr(module, "q_pos_sine_proj") else d  # Conditional DETR: content and position side by side
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
     causal = bool(getattr(module, "is_causal", True))
     return Sizes(heads, d, kv_heads, causal, _number(getattr(module, "scaling", None)), may_be_cross(module, path))
@@ -259,13 +318,6 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
     if hasattr(module, "is_decoder") or "SelfAttention" in type(module).__name__:
         return False
     return any(OTHER_SEQUENCE.search(name) for name in inspect.signature(inspect.unwrap(type(module).forward)).parameters)
-
-
-def _check_bias(module: nn.Module, path: str) -> None:
-    biased = any(getattr(module, name, None) not in (None, False) for name in BIASES)
-    if biased or "position_bias" in inspect.signature(type(module).forward).parameters:
-        raise ValueError(f"{path} ({type(module).__name__}): this attention adds a position bias to its logits, which linear "
-                         "attention cannot represent; leave it out with layers=[...]")
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
