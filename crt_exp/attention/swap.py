@@ -169,14 +169,14 @@ def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
 def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[int]) -> None:
     """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
     held = places(model)
-    reasons = {i: reason for i, (_, module) in enumerate(found) if (reason := _reason(module, *held.get(id(module), (None, ""))))}
-    refused = [i for i in chosen if i in reasons]
+    reasons = {i: _reason(module, *held.get(id(module), (None, ""))) for i, (_, module) in enumerate(found)}
+    refused = [i for i in chosen if reasons[i]]
     if not refused:
         return
     first = refused[0]
     path, module = found[first]
     rest = f", and {len(refused) - 1} more of {len(chosen)} layers" if len(refused) > 1 else ""
-    fit = [i for i in range(len(found)) if i not in reasons]
+    fit = [i for i, reason in reasons.items() if not reason]
     way = f"layers={fit} swaps those that can be" if fit else "no layer of this model can be swapped"
     raise ValueError(f"{path} ({type(module).__name__}){rest}: this attention {reasons[first]}, which linear attention cannot "
                      f"represent; {way}")
@@ -263,7 +263,7 @@ def _check_first_pass(model: nn.Module) -> None:
     _remove_check(model)
     for part in model.modules():
         if "swapped" in part._modules:
-            part.swapped.__dict__["reached"] = False
+            part.swapped.__dict__["reached"] = None  # not known yet
     model.__dict__["swap_check"] = model.register_forward_hook(_tell_unreached)
 
 
@@ -278,6 +278,8 @@ def _tell_unreached(model: nn.Module, *_) -> None:
     _remove_check(model)
     swapped = [(path, module) for path, module in model.named_modules() if "swapped" in module._modules]
     unreached = [(path, module) for path, module in swapped if not module.swapped.reached]
+    for _, module in unreached:
+        module.swapped.__dict__["reached"] = False
     if unreached:
         warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} swapped "
                       f"modules: {_names(unreached)}; they may serve other inputs, or the model may compute their attention "

@@ -1,7 +1,8 @@
 """One call of a swapped attention layer: which keys count, whether it is causal, dropout, and the matrix where it is asked for.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. A linear attention knows two masks, key padding (B, S)
-and causal; a mask of pairs is read as one of these, or both, or refused. The mask of the call decides, not the class of the module.
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. A linear attention knows two masks, key padding
+(B, S) and causal; a mask of pairs is read as one of these, or both, or refused. The mask of the call decides, not the class
+of the module.
 """
 
 import torch
@@ -69,7 +70,7 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int, pat
 
 
 def _of_keys_alone(mask: Tensor) -> bool:
-    """Whether a mask (B,1,L,S) is the same for all queries by its shape or its strides, so that no entry need be read."""
+    """Whether a mask (B,1,L,S) is the same for all queries by its shape or strides, so that no entry need be read."""
     return mask.ndim == 4 and all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3]))
 
 
@@ -86,8 +87,8 @@ def _allowed(mask: Tensor, path: str) -> Tensor:
         return mask
     kept = mask == 0
     if not bool((kept | (mask <= REMOVED)).all()):
-        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear attention can "
-                         "only keep or remove keys")
+        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear attention "
+                         "can only keep or remove keys")
     return kept
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from crt_exp.attention.swap_call import as_keep, attend
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
-AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # with the masks of an implementation of transformers
+AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
 # arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
@@ -91,9 +91,11 @@ class SwappedTimmAttention(nn.Module):
     """timm.layers.Attention with its submodules and arguments."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return self._attend(x, *self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4), attn_mask, is_causal)
+        projected = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self._attend(x, *projected, attn_mask, is_causal)
 
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, rope: Tensor | None = None) -> Tensor:
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
+                rope: Tensor | None = None) -> Tensor:
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
@@ -108,16 +110,18 @@ class SwappedTimmAttention(nn.Module):
 class SwappedTimmRotary(SwappedTimmAttention):
     """timm's AttentionRope and EvaAttention: rotated queries and keys, one projection or three, grouped heads."""
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
+                is_causal: bool = False) -> Tensor:
         return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         heads = lambda t: t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.qkv is None:
             return tuple(heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if getattr(self, "q_bias", None) is None:
-            return tuple(map(heads, self.qkv(x).chunk(3, -1)))
-        return tuple(map(heads, F.linear(x, self.qkv.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias))).chunk(3, -1)))
+        bias = self.qkv.bias
+        if getattr(self, "q_bias", None) is not None:
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        return tuple(map(heads, F.linear(x, self.qkv.weight, bias).chunk(3, -1)))
 
     def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
         from timm.layers.pos_embed_sincos import apply_rot_embed_cat
@@ -126,7 +130,8 @@ class SwappedTimmRotary(SwappedTimmAttention):
         return torch.cat([t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)], 2)
 
 
-TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention, ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
+TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
+        ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
         ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
 
 
@@ -145,8 +150,8 @@ def register() -> None:
 
 
 def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
-    """Under which name modules with this configuration call us: where attention of other kinds may read the same masks, with the
-    masks that they have had."""
+    """Under which name modules with this configuration call us: where attention of other kinds may read the same masks, one
+    that leaves the masks as they were."""
     shared = any(getattr(part, "config", config) is config for _, part in others)
     return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
 
@@ -181,8 +186,8 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
                    **options) -> Tensor:
     """Says which attention the model asks for, so that no module need guess it: boolean masks, True = keep.
 
-    Causal: keys alone, (B, S), as transformers' flash attention has them. Bidirectional: (B,1,L,S), a view of (B, S) or of a single
-    number where there is no padding. Any other pattern: its pairs, (B,1,L,S).
+    Causal: keys alone, (B, S), as transformers' flash attention has them. Bidirectional: (B,1,L,S), a view of (B, S) or of
+    a single number where there is no padding. Any other pattern: its pairs, (B,1,L,S).
     """
     from transformers import masking_utils as masks
 
@@ -206,13 +211,13 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
     if mask is None or mask.ndim != 2:
         return False
     if mask.dtype != torch.bool:
-        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: whether it is "
-                         "causal cannot be told; leave this layer out with layers=[...]")
+        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: whether "
+                         "it is causal cannot be told; leave this layer out with layers=[...]")
     return True
 
 
 def _causal_without_mask(module: nn.Module, is_causal: bool | None) -> bool:
-    """What no mask means: for a model that ran torch's fused attention, what the module says; for one with its own, every key."""
+    """What no mask means: what the module says, as torch's fused attention has it; every key, for a model without that."""
     if is_causal is not None:
         return bool(is_causal)
     return module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
@@ -279,11 +284,12 @@ def _swapped_timm(kind: type) -> type | None:
 
 def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
     """Why a torch attention would not be called: the module that holds it reads its weights and computes by itself."""
-    if family(module) != "torch" or isinstance(holder, (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+    known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    if family(module) != "torch" or isinstance(holder, known):
         return None
     code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
     reads = code is not None and not {"in_proj_weight", "q_proj_weight"}.isdisjoint(code.co_names)
-    return f"is computed by {type(holder).__name__} from its weights, with terms or shortcuts of its own" if reads else None
+    return f"is computed by {type(holder).__name__} from its weights, in a way of its own" if reads else None
 
 
 def family(module: nn.Module) -> str | None:

@@ -1,8 +1,8 @@
 """What linear attention cannot stand for in a Hugging Face module, found before the first call: by its attributes and its code.
 
-A linear attention keeps or removes keys, and knows causal order. Terms that a module adds to its logits for each pair, caps and sinks of
-the softmax, windows that cut, and keys chosen for each query are none of these. The forward pass of a class says which it uses: what it
-hands to the attention function, and whether that is the mask that it was given.
+A linear attention keeps or removes keys, and knows causal order. Terms that a module adds to its logits for each pair, caps
+and sinks of the softmax, windows that cut, and keys chosen for each query are none of these. The forward pass of a class says
+which it uses: what it hands to the attention function, and whether that is the mask that it was given.
 """
 
 import ast
@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias", "alibi")
-WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer -> its size in a config
+BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias",
+          "alibi")
+CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")  # held by the layer, or by the model
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer -> its size
 ROTATIONS = (None, "rotary", "absolute")  # kinds of position embeddings that add nothing to the logits
 # Masks that are made outside the class and never are padding or causal, by the class or by the holder's class and the attribute.
 OTHER_MASKS = {
@@ -55,6 +57,7 @@ def _bias(module: nn.Module, passed: Passed) -> str | None:
     handed = "position_bias" in passed.keywords and kind not in ROTATIONS
     alone = "position_bias" in passed.parameters and "position_bias" not in passed.keywords
     held = any(getattr(module, name, None) not in (None, False) for name in BIASES)
+    held = held or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
     return "adds a position bias to its logits" if handed or alone or held else None
 
 
@@ -73,7 +76,8 @@ def _chosen_keys(module: nn.Module, passed: Passed) -> str | None:
 def _window(module: nn.Module, passed: Passed) -> str | None:
     size = window(module, "sliding_window" in passed.keywords)
     longest = getattr(module.config, "max_position_embeddings", None) or float("inf")
-    return f"sees a window of {size} tokens only, in sequences of up to {longest}" if size is not None and size < longest else None
+    cuts = size is not None and size < longest
+    return f"sees a window of {size} tokens only, in sequences of up to {longest}" if cuts else None
 
 
 def window(module: nn.Module, passes_it: bool) -> int | None:
@@ -88,7 +92,8 @@ def window(module: nn.Module, passes_it: bool) -> int | None:
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    own = next((kind for name in ("layer_type", "attention_type") if isinstance(kind := getattr(module, name, None), str)), None)
+    names = ("layer_type", "attention_type")
+    own = next((kind for name in names if isinstance(kind := getattr(module, name, None), str)), None)
     types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     if own is None and types and isinstance(index, int) and index < len(types):
         return types[index]

@@ -10,7 +10,8 @@ from crt_exp.features.base import Statistics
 # the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the values that a
 # query may see; over heads and queries, measured on the batches of the last calibration; empty before
 ERRORS = ("error on calibration", "uniform's error")
-COLUMNS = ("layer", "path", "type", "mechanism", "m", "M", "A mean", "A min", "A max", "parameters", *ERRORS)
+# reached: whether the first forward pass of the model after the swap came to this module; empty before
+COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "parameters", *ERRORS)
 
 
 def table(found: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = ()):
@@ -29,10 +30,14 @@ def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
     head, empty = (i, path, kind), (None,) * 5
     if not isinstance(state, RandomFeatureAttention):
         own = "unchanged" if i is not None else "cannot be swapped"
-        return *head, own if state is None else state.mechanism, *empty, parameters, *_errors(state)
+        return *head, own if state is None else state.mechanism, _reached(state), *empty, parameters, *_errors(state)
     stats = _statistics(state)
     params = None if stats is None and state.phi.fitted else state.phi.fit(stats)
-    return (*head, state.mechanism, state.m, _width(state), *_a_range(params), parameters, *_errors(state))
+    return (*head, state.mechanism, _reached(state), state.m, _width(state), *_a_range(params), parameters, *_errors(state))
+
+
+def _reached(state: nn.Module | None) -> str:
+    return {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)]
 
 
 def _width(state: RandomFeatureAttention) -> int:
