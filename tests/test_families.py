@@ -8,7 +8,8 @@ from crt_exp.report.families import judge
 EXACT = {
     "transformers": ["aimv2", "albert", "altclip", "bart", "beit", "bert", "bigbird_pegasus", "clip", "clip_text_model",
                      "cohere", "detr", "dinov3_vit", "git", "gpt2", "gpt_neox", "llama", "llava", "marian", "mistral",
-                     "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta", "siglip_vision_model", "splinter", "vit_mae", "whisper"],
+                     "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta", "siglip_vision_model",
+                     "splinter", "vit_mae", "whisper"],
     "timm": ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224"],
     "torch": ["MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerEncoder"],
     "torchaudio": ["Conformer"],

@@ -1,4 +1,4 @@
-"""Masks of every form reach a swapped layer as what they mean, and what linear attention cannot represent is refused at the swap."""
+"""Masks of every form mean in a swapped layer what they meant before; what linear attention cannot represent is refused."""
 
 import warnings
 
@@ -49,7 +49,8 @@ def test_a_mask_of_one_sequence_serves_the_batch():
     for make, mask in ((llama, past), (bert, pads.expand(1, 1, L, L)), (bert, pads)):
         model, ids = make(), tokens()
         before = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(swap_attention(model, "exact")(input_ids=ids, attention_mask=mask).last_hidden_state, before, **CLOSE)
+        exact = swap_attention(model, "exact")(input_ids=ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(exact, before, **CLOSE)
         linear = swap_attention(model, "favorp", m=8)(input_ids=ids, attention_mask=mask).last_hidden_state
         alone = model(input_ids=ids[1:], attention_mask=mask).last_hidden_state
         torch.testing.assert_close(linear[1:], alone, **CLOSE)
@@ -108,20 +109,22 @@ def test_a_head_mask_is_refused():
 # ---- refused at the swap
 
 REFUSED = {
-    "beit": ("BeitModel", lambda: transformers.BeitConfig(**SIZES, image_size=8, patch_size=4, use_relative_position_bias=True),
-             "position bias"),
-    "swin": ("SwinModel", lambda: transformers.SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2],
-                                                          window_size=4), "position bias"),
+    "beit": ("BeitModel", lambda: transformers.BeitConfig(
+        **SIZES, image_size=8, patch_size=4, use_relative_position_bias=True), "position bias"),
+    "swin": ("SwinModel", lambda: transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4), "position bias"),
     "gemma2": ("Gemma2Model", lambda: transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=4), "caps its logits"),
-    "gemma3": ("Gemma3TextModel", lambda: transformers.Gemma3TextConfig(**TEXT, num_key_value_heads=2, head_dim=4, sliding_window=8),
-               "a window of 8 tokens only, in sequences of up to 40"),
-    "gpt_oss": ("GptOssModel", lambda: transformers.GptOssConfig(**TEXT, num_key_value_heads=2, head_dim=4, num_local_experts=2),
-                "sinks in its softmax"),
+    "gemma3": ("Gemma3TextModel", lambda: transformers.Gemma3TextConfig(
+        **TEXT, num_key_value_heads=2, head_dim=4, sliding_window=8), "a window of 8 tokens only, in sequences of up to 40"),
+    "gpt_oss": ("GptOssModel", lambda: transformers.GptOssConfig(
+        **TEXT, num_key_value_heads=2, head_dim=4, num_local_experts=2), "sinks in its softmax"),
     "llama4": ("Llama4TextModel", lambda: transformers.Llama4TextConfig(
         **TEXT, num_key_value_heads=2, head_dim=4, intermediate_size_mlp=32, num_local_experts=2, attention_chunk_size=8),
         "a window of 8 tokens"),
-    "mistral": ("MistralModel", lambda: transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=6), "a window of 6"),
-    "modernbert": ("ModernBertModel", lambda: transformers.ModernBertConfig(**TEXT, pad_token_id=0, local_attention=8), "a window of"),
+    "mistral": ("MistralModel", lambda: transformers.MistralConfig(
+        **TEXT, num_key_value_heads=2, sliding_window=6), "a window of 6"),
+    "modernbert": ("ModernBertModel", lambda: transformers.ModernBertConfig(
+        **TEXT, pad_token_id=0, local_attention=8), "a window of"),
     "conformer": ("Wav2Vec2ConformerModel", lambda: transformers.Wav2Vec2ConformerConfig(
         **SIZES, conv_dim=[8, 8], conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2,
         num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2), "position bias"),
