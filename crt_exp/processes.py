@@ -18,6 +18,7 @@ from typing import Any
 
 STEP_LIMIT = 120.0  # seconds that a step of one of several processes may take to end after a signal
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, agreed on by all processes
+SWEEP = "CRT_EXP_SWEEP"  # the name of the sweep that a run belongs to
 
 
 def rank() -> int:
