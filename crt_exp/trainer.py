@@ -379,12 +379,16 @@ class Trainer:
         self.saved = self.progress.step
 
     def restore(self) -> None:
-        """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew."""
+        """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew.
+
+        Raises CheckpointError where fewer records are left than were written before that checkpoint.
+        """
         path = self.world.broadcast(checkpoint.newest(self.root, self._say) if self.world.main else None)
         if path is None:
-            self.run.rewind(0)
+            self._begin_anew()
             return
         state = checkpoint.load_state(path)
+        self._check_records(path, state["records"])
         checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
         checkpoint.load_optimizer(self.module, self.optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
         if self.scaler and state["scaler"]:
@@ -397,3 +401,16 @@ class Trainer:
             set_rng_state(state["rng"][self.world.rank])
         else:
             self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators start afresh")
+
+    def _begin_anew(self) -> None:
+        """From the first step; the records of an earlier attempt are kept under another name."""
+        kept = self.run.begin_anew()
+        if kept:
+            self._say(f"no intact checkpoint in {self.root}: the run begins anew; its earlier records are kept in {kept.name}")
+
+    def _check_records(self, path: Path, count: int) -> None:
+        left = self.world.broadcast(len(self.run.records))
+        if left < count:
+            raise checkpoint.CheckpointError(
+                f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. Put the "
+                f"whole file back, or move {self.root} away: then the run begins anew")

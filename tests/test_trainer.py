@@ -294,14 +294,45 @@ def test_damaged_newest_checkpoint(typed, whole, tmp_path, monkeypatch):
 
 
 def test_all_checkpoints_damaged(typed, whole, tmp_path, monkeypatch):
+    """The run begins anew and says so; what it had recorded stays under another name."""
     with monkeypatch.context() as patch:
         at_call(patch, 7, send(signal.SIGTERM))
         assert typed(*ARGS)[0] == 143
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     for step in checkpoints(tmp_path / "run"):
         (tmp_path / "run" / "checkpoints" / f"step-{step}" / "manifest.json").unlink()
     code, out, _ = typed(*ARGS, "resume=auto")
     assert code == 0 and out.count("is damaged (manifest.json is missing)") == 2
+    assert "the run begins anew; its earlier records are kept in metrics.1.jsonl" in out
+    assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == before
     assert_same(tmp_path / "run", whole)
+
+
+def test_a_damaged_state_is_passed_over_however_many_are_kept(typed, whole, tmp_path, monkeypatch):
+    args = [*ARGS[:-1], "trainer.keep=50", "resume=auto"]
+    with monkeypatch.context() as patch:
+        at_call(patch, 13, send(signal.SIGTERM))
+        assert typed(*args)[0] == 143
+    os.truncate(tmp_path / "run" / "checkpoints" / "step-13" / "state.json", 5)
+    code, out, err = typed(*args)
+    assert code == 0 and "step-13 is damaged (state.json has 5 bytes" in out, err
+    assert records(tmp_path / "run") == records(whole)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_records_that_a_checkpoint_counts_must_be_there(left, typed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_call(patch, 13, send(signal.SIGTERM))
+        assert typed(*ARGS)[0] == 143
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:left]))
+    code, _, err = typed(*ARGS, "resume=auto")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"metrics.jsonl holds {left} records, and" in err and f"step-13 was written after {len(lines)}" in err
+    assert "Put the whole file back" in err and metrics.read_text() == "".join(lines[:left])
+    metrics.write_text("".join(lines))
+    assert typed(*ARGS, "resume=auto")[0] == 0
 
 
 def test_damaged_best_checkpoint(typed, tmp_path):
