@@ -26,7 +26,7 @@ from crt_exp.processes import SWEEP
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",
-             "task.cache_dir")
+             "trainer.save_minutes", "task.cache_dir")
 
 
 class Run:

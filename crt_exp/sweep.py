@@ -12,7 +12,7 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 
 from crt_exp.config import CONF, ConfigError
-from crt_exp.processes import SWEEP
+from crt_exp.processes import SWEEP, raise_interrupts
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
            "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
@@ -70,6 +70,7 @@ class Begun(Callback):
     """Hydra calls it when a sweep begins; it keeps the directory for `show`, and gives the sweep a name that its runs note."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
+        raise_interrupts()  # launchers put their workers in order
         os.environ[SWEEP] = uuid.uuid4().hex
         _started.append(Path(str(config.hydra.sweep.dir)))
 

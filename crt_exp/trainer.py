@@ -8,6 +8,7 @@ order).
 
 import math
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -58,6 +59,7 @@ class Trainer:
         self.per_epoch, self.total = self._lengths()
         self._build(make_attention)
         self.progress, self.saved, self.rate, self.stopping = Progress(), 0, 0.0, False
+        self.saved_at, self.overdue = time.monotonic(), False
         self.feed: Iterator[Any] | None = None
         self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
 
@@ -132,7 +134,7 @@ class Trainer:
 
     def _save_due(self) -> bool:
         p, every = self.progress, self.config.save_every
-        return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
+        return self.overdue or p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
 
     def _done(self) -> bool:
         p, patience = self.progress, self.config.patience
@@ -245,16 +247,22 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
-        """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was told to stop.
+        """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was told to stop
+        and if any finds the last checkpoint too old.
 
         Raises Diverged, on all processes, where one of them is not finite; float16 may lower its scale first.
         """
-        stop = torch.tensor(float(self.signals.signum is not None), device=loss.device)
-        values = torch.cat([self.world.sum(torch.stack([loss, stop])), norm.detach().float().reshape(1)]).tolist()
-        self.stopping = values[1] > 0
-        if not math.isfinite(values[0]) or not (math.isfinite(values[2]) or (self.scaler and self.scaler.get_scale() > 1)):
-            raise self._diverged(values[0], values[2], batches, before)
-        return values[0], values[2]
+        noted = torch.tensor([self.signals.signum is not None, self._too_old()], dtype=loss.dtype, device=loss.device)
+        values = torch.cat([self.world.sum(torch.cat([loss.reshape(1), noted])), norm.detach().float().reshape(1)])
+        loss, stopping, overdue, norm = values.tolist()
+        self.stopping, self.overdue = stopping > 0, overdue > 0
+        if not math.isfinite(loss) or not (math.isfinite(norm) or (self.scaler and self.scaler.get_scale() > 1)):
+            raise self._diverged(loss, norm, batches, before)
+        return loss, norm
+
+    def _too_old(self) -> bool:
+        minutes = self.config.save_minutes
+        return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
 
     def _diverged(self, loss: float, norm: float, batches: list[Any], before: Any) -> Diverged:
         """Computes the step anew to find the first layer whose numbers are not finite."""
@@ -376,7 +384,7 @@ class Trainer:
         problem = self.world.broadcast(problem)
         if problem:
             raise checkpoint.CheckpointError(problem)
-        self.saved = self.progress.step
+        self.saved, self.saved_at, self.overdue = self.progress.step, time.monotonic(), False
 
     def restore(self) -> None:
         """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew.

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,30 @@ def test_sweep_inside_torchrun_is_refused(typed, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     code, _, err = typed("-m", "seed=0,1")
     assert code == 2 and "cannot run inside torchrun" in err
+
+
+def test_version_is_the_products_and_quick():
+    out = crt_exp("--version")
+    assert out.returncode == 0 and out.stderr == ""
+    assert out.stdout == f"crt_exp {version('crt_exp')}, torch {version('torch')}\n"
+    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "crt_exp", "--version"], capture_output=True, text=True,
+                            cwd=ROOT)
+    assert not {line.split("|")[-1].strip() for line in loaded.stderr.splitlines()} & {"torch", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("module", ["hydra", "torch", "crt_exp.lock"])
+def test_an_early_interrupt_is_one_line(module, tmp_path):
+    """^C while libraries are imported: an import may swallow an exception or turn it into another."""
+    code = ("import os, signal, sys; from crt_exp.__main__ import main; name = sys.argv.pop(1)\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "class Finder:\n"
+            "    find_spec = lambda module, *rest: os.kill(os.getpid(), signal.SIGINT) if module == name else None\n"
+            "sys.meta_path.insert(0, Finder)\n"
+            "main()")
+    out = subprocess.run([sys.executable, "-c", code, module, "logger=none", f"hydra.run.dir={tmp_path}/run"],
+                         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert out.returncode == 130 and out.stderr == "crt_exp: stopped by SIGINT before the run began\n", out.stderr
+    assert not (tmp_path / "run").exists()
 
 
 # ---- one run at a time in a directory ---------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ def test_one_run_of_a_sweep_fails(typed, tmp_path):
     code, out, err = typed(*WINE, "features.m=0,4,8", f"hydra.sweep.dir={tmp_path}/s")
     assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
     assert f"the run in {tmp_path}/s/0 failed: features.m = 0: the number of projections must be" in err
+    assert err.count("number of projections") == 1
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["1", "2"]
 
 

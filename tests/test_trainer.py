@@ -21,7 +21,7 @@ from torch import nn
 from crt_exp import checkpoint
 from crt_exp.config import ConfigError
 from crt_exp.optim import make_optimizer, schedule, set_rate
-from crt_exp.processes import StopSignals
+from crt_exp.processes import StopSignals, override
 from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.train import main
@@ -180,8 +180,8 @@ def crt_exp(*args, start=(sys.executable, "-m", "crt_exp"), **options):
     return subprocess.run([*start, *BASE, *args], capture_output=True, text=True, env=env, timeout=280, **options)
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch, interruptible):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
     with monkeypatch.context() as patch:
         at_call(patch, 7, send(signum))  # in the middle of the first epoch, between two records
@@ -192,6 +192,53 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed,
     assert found == 0 and "continuing from" in out and "step-7" in out
     assert records(tmp_path / "run") == records(whole)
     assert signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler)  # handlers are put back
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_from_the_start_stays_so(signum, typed, whole, tmp_path, monkeypatch):
+    """As nohup and a shell's & start a run."""
+    before = signal.signal(signum, signal.SIG_IGN)
+    try:
+        with monkeypatch.context() as patch:
+            at_call(patch, 7, send(signum))
+            assert typed(*ARGS)[0] == 0
+        assert signal.getsignal(signum) is signal.SIG_IGN and records(tmp_path / "run") == records(whole)
+    finally:
+        signal.signal(signum, before)
+
+
+def test_the_words_that_continue_a_run_can_be_pasted(typed, whole, tmp_path, monkeypatch):
+    place = override("hydra.run.dir", tmp_path / "a 'b' \"c\"=[d],$e")
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, send(signal.SIGTERM))
+        code, _, err = typed(*ARGS, place)
+    assert code == 143 and (tmp_path / "a 'b' \"c\"=[d],$e" / "metrics.jsonl").exists()
+    shell = ["sh", "-c", f"printf '%s\\0' {err.rstrip().partition('continue with ')[2]}"]
+    words = subprocess.run(shell, capture_output=True, text=True).stdout.split("\0")[:-1]
+    assert words == ["resume=auto", place]
+    code, out, _ = typed(*ARGS, *words)
+    assert code == 0 and "continuing from" in out
+
+
+@pytest.mark.parametrize("path", ["/a/b-c.d", "/a b", "/a'b", '/a"b', "/a=b", "/a,b", "/[a]{b: c}", "/$HOME", "/a\\'b",
+                                  '/a\\"b', "/~#!", "/a\\", "/a${b}", "/a\\${b}", "/ü", "/ a\t"])
+def test_overrides_hold_any_path(path):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    found = OverridesParser.create().parse_override(override("hydra.run.dir", path)).value()
+    assert OmegaConf.create({"dir": found if isinstance(found, str) else str(found)}).dir == path
+
+
+def test_a_checkpoint_after_so_many_minutes_changes_no_number(typed, whole, tmp_path, monkeypatch):
+    """Here after every step; and it may be another number in a run that goes on."""
+    args = [*ARGS[:-1], "trainer.keep=50"]
+    with monkeypatch.context() as patch:
+        at_call(patch, 9, send(signal.SIGTERM))
+        assert typed(*args, "trainer.save_minutes=1e-9")[0] == 143
+    assert checkpoints(tmp_path / "run") == list(range(1, 10))
+    assert typed(*args, "trainer.save_minutes=null", "resume=auto")[0] == 0
+    assert records(tmp_path / "run") == records(whole) and checkpoints(tmp_path / "run")[8:] == [9, 10, 12, 15, 20, 24]
 
 
 OPTIONS = [["trainer.accumulate=2", "task.weighted=true", "trainer.precision=bf16", "trainer.optimizer=adam"],
@@ -406,6 +453,7 @@ BAD = [
     ("trainer=fsdp trainer.precision=fp16", "use bf16"),
     ("trainer.betas=[0.9,1.5]", "two numbers"),
     ("trainer.warmup=-1", "at least 0"),
+    ("trainer.save_minutes=0", "trainer.save_minutes = 0: it takes a positive number"),
     ("trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
     ("trainer=slow", "unknown trainer 'slow'"),
     ("task.streamed=true", "set trainer.steps"),
@@ -613,7 +661,7 @@ def test_progress_line_of_a_terminal(monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
-def test_only_a_later_interrupt_stops_at_once():
+def test_only_a_later_interrupt_stops_at_once(interruptible):
     with StopSignals() as signals:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as torchrun and a terminal send them together
             os.kill(os.getpid(), signum)
@@ -622,6 +670,49 @@ def test_only_a_later_interrupt_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
+
+
+ORPHAN = ("import os, subprocess, sys, time; from crt_exp import processes\n"
+          "if sys.argv[1] == 'watched': processes.death_signal = lambda: False\n"
+          "if len(sys.argv) > 2: processes.end_with_parent(int(sys.argv[2])); print(os.getpid(), flush=True); time.sleep(100)\n"
+          "subprocess.Popen([sys.executable, '-c', os.environ['ORPHAN'], sys.argv[1], str(os.getpid())]); time.sleep(100)")
+
+
+@pytest.mark.parametrize("how", [pytest.param("kernel", marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux")),
+                                 "watched"])
+def test_processes_end_with_a_parent_that_is_killed(how):
+    env = os.environ | {"PYTHONPATH": str(HERE.parent), "ORPHAN": ORPHAN}
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, how], env=env, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    assert parent.stdout.read() == ""  # it ends when nobody can write there any more: not after 100 seconds
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # who reaps it may take a moment
+            os.kill(child, 0)
+            time.sleep(0.05)
+    parent.wait()
+    parent.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["parent", "agent"])
+def test_no_process_of_a_killed_run_goes_on(victim, tmp_path):
+    """They leave a checkpoint, and the run can be continued at once."""
+    directory = tmp_path / "run"
+    args = ["trainer.epochs=20", "task.pause=0.03", "trainer.processes=2", f"hydra.run.dir={directory}"]
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "crt_exp", *BASE, *args], env=env, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    while not (directory / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    agent = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+    os.kill(process.pid if victim == "parent" else agent, signal.SIGKILL)
+    start = time.monotonic()
+    process.communicate()  # until nobody can write there any more
+    assert time.monotonic() - start < 60 and not (directory / ".lock").exists() and len(checkpoints(directory)) == 1
+    out = crt_exp(*args, "resume=auto", "trainer.processes=null")
+    assert out.returncode == 0 and "continuing from" in out.stdout, out.stderr
 
 
 def test_stopwatch_shares():
