@@ -128,8 +128,11 @@ def train(cfg, task) -> tuple[list[dict], Path]:
                 Trainer(config, task, attention, current, world, cfg.seed).fit()
     except (Preempted, Diverged) as error:
         stopped = interrupted(error) if isinstance(error, Preempted) else Stopped(str(error), DIVERGED_CODE)
-        tell(stopped)
-        world.barrier()  # torchrun ends all processes when one has ended: the first must have spoken
+        if getattr(error, "alone", False):
+            tell_alone(stopped)
+        else:
+            tell(stopped)
+            world.barrier()  # torchrun ends all processes when one has ended: the first must have spoken
         raise stopped from None
     except RuntimeError as error:
         if world.size > 1 and lost_process(error):
@@ -271,6 +274,14 @@ def tell(error: Exception) -> None:
     if rank() > 0:
         time.sleep(PATIENCE)
     say(f"crt_exp: error{f' on process {rank()}' if rank() else ''}: {story(error)}")
+
+
+def tell_alone(stopped: Stopped) -> None:
+    """What other processes may not know of, or find for themselves: the first one's word comes first."""
+    if rank() > 0:
+        time.sleep(PATIENCE)
+        stopped.told = False
+    tell(stopped)
 
 
 def story(error: Exception) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp import checkpoint
 from crt_exp.config import ConfigError
-from crt_exp.nonfinite import Diverged, first_nonfinite
+from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.optim import make_optimizer, schedule, set_rate
 from crt_exp.processes import Preempted, StopSignals, World
 from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
@@ -150,7 +150,10 @@ class Trainer:
             before = generators(self.world.device)
             self.rate = schedule(self.config.schedule, self.progress.step, self.total, self.config.warmup)
             set_rate(self.optimizer, self.rate)
-            loss = self._forward_backward(batches)
+            try:
+                loss = self._forward_backward(batches)
+            except NotFinite as error:
+                raise self._met(error, batches, before) from None
             with self.clock("clip"):
                 norm = self._clip()
             loss, norm = self._agree(loss, norm, batches, before)
@@ -267,12 +270,28 @@ class Trainer:
     def _diverged(self, loss: float, norm: float, batches: list[Any], before: Any) -> Diverged:
         """Computes the step anew to find the first layer whose numbers are not finite."""
         set_generators(self.world.device, before)
-        found = [f"{where}{f' on process {i}' if i and self.world.size > 1 else ''}"
-                 for i, where in enumerate(self.world.gather(first_nonfinite(self.module, batches, self._loss))) if where]
-        where = found[0] if found else "not found again when the step was repeated"
-        last = f"the checkpoint of step {self.saved} is the last good one" if self.saved else "there is no checkpoint before it"
-        step = self.progress.step + 1
-        return Diverged(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}; first not finite: {where}; {last}")
+        found = self._gathered(first_nonfinite(self.module, batches, self._loss))
+        return self._verdict(f"loss {loss:.6g}, gradient norm {norm:.6g}", found or "not found again when the step was repeated")
+
+    def _met(self, error: NotFinite, batches: list[Any], before: Any) -> Diverged:
+        """The same where a layer refused its numbers before there was a loss: on this process, and the others may wait for it."""
+        set_generators(self.world.device, before)
+        found = None if self.sharded else first_nonfinite(self.module, batches, self._loss)
+        return self._verdict("no loss", found or layer_of(error, self.module), alone=self.world.size > 1)
+
+    def _gathered(self, found: str | None) -> str | None:
+        """What the first process that found anything found."""
+        places = [f"{where}{f' on process {i}' if i and self.world.size > 1 else ''}"
+                  for i, where in enumerate(self.world.gather(found)) if where]
+        return places[0] if places else None
+
+    def _verdict(self, what: str, where: str, alone: bool = False, step: int | None = None) -> Diverged:
+        """step: the one under way, or one that was done and is evaluated."""
+        broken = where.startswith("parameter") or step is not None  # so a checkpoint of the last step is no good either
+        step = self.progress.step + 1 if step is None else step
+        good = [s for s in checkpoint.steps(self.root) if s < self.progress.step + (not broken)]
+        last = f"the checkpoint of step {good[-1]} is the last good one" if good else "there is no checkpoint before it"
+        return Diverged(f"step {step}: {what}; first not finite: {where}; {last}", alone)
 
     def _advance(self, loss: float, norm: float) -> None:
         p = self.progress
@@ -309,15 +328,26 @@ class Trainer:
         config, kept = self.config, rng_state()
         ranks = (0, 1) if self.sharded else (self.world.rank, self.world.size)  # sharded models must run in step
         batch = config.eval_batch or config.batch // (self.world.size * config.accumulate)
+        self._check_parameters(split)
         self.module.eval()
-        with self._interruptible(), torch.no_grad(), self._autocast():
-            found = self.task.evaluate(self.scored, split, Reader(self.task, batch, self.seed, self.world.device, *ranks))
+        try:
+            with self._interruptible(), torch.no_grad(), self._autocast():
+                found = self.task.evaluate(self.scored, split, Reader(self.task, batch, self.seed, self.world.device, *ranks))
+        except NotFinite as error:
+            raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,
+                                self.progress.step) from None
         self.module.train()
         set_rng_state(kept)
         if self.task.metric not in found:
             raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(found)}, not its metric {self.task.metric!r}")
         numbers = {key: float(value) for key, value in found.items()}
         return self.world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
+
+    def _check_parameters(self, split: str) -> None:
+        """Raises Diverged where the last step left weights that are not finite: metrics of them can look like numbers."""
+        found = self._gathered(next(iter(nonfinite_parameters(self.module)), None))
+        if found:
+            raise self._verdict(f"evaluation on {split}", found, step=self.progress.step)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -143,6 +143,20 @@ def test_official_files(files):
     assert lengths.max() <= 40 and np.all(np.diff(lengths.numpy()) >= 0)
 
 
+@pytest.mark.parametrize("args, place", [
+    (["attention=favorpp"], "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=favorp"], "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=favorpp", "trainer.steps=1", "trainer.warmup=0"],
+     "step 1: evaluation on dev; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=exact", "task.dataset=stsb", "trainer.steps=1", "trainer.warmup=0"], "step 1: evaluation on dev; first not"),
+], ids=str)
+def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, typed):
+    """Exit code 3, step and layer, as where the loss shows it."""
+    code, _, err = typed("trainer.lr=1e38" if "attention=exact" in args else "trainer.lr=1e12", *args)
+    assert code == 3 and place in err and len(err.splitlines()) == 1, err
+    assert "there is no checkpoint before it" in err
+
+
 # ---- what a user can get wrong: one message ---------------------------------------------------------------------------------
 
 

@@ -20,11 +20,13 @@ from torch import nn
 
 from crt_exp import checkpoint
 from crt_exp.config import ConfigError
+from crt_exp.nonfinite import NotFinite
 from crt_exp.optim import make_optimizer, schedule, set_rate
 from crt_exp.processes import StopSignals, override
 from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.train import main
+from crt_exp.trainer import Trainer
 from crt_exp.trainer_config import TrainerConfig, start_world
 
 HERE = Path(__file__).parent
@@ -404,6 +406,44 @@ def test_infinite_input_names_the_layer(typed, tmp_path):
     assert "the checkpoint of step 6 is the last good one" in err
     assert checkpoint.newest(tmp_path / "run" / "checkpoints").name == "step-6"
     assert all(r["split"] == "train" and r["loss"] < 10 for r in records(tmp_path / "run"))
+
+
+def refuse_after(monkeypatch, calls):
+    """Layers refuse their input after so many calls in training, as the fit of a feature map does."""
+    seen, forward = [], nn.Linear.forward
+
+    def refusing(self, x):
+        seen.append(self.training)
+        if sum(seen) > calls:
+            raise NotFinite("the fitted A is not finite")
+        return forward(self, x)
+    monkeypatch.setattr(nn.Linear, "forward", refusing)
+
+
+def test_a_layer_that_refuses_its_numbers_is_a_divergence(typed, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        refuse_after(patch, 2 * 4)  # two layers
+        code, _, err = typed("trainer.save_every=2")
+    assert code == 3 and len(err.splitlines()) == 1
+    assert "step 5: no loss; first not finite: inner.0 (Linear): the fitted A is not finite; the checkpoint of step 4" in err
+    with monkeypatch.context() as patch:
+        refuse_after(patch, -1)
+        code, _, err = typed("trainer.steps=0", directory="evaluated")
+    assert code == 3 and "step 0: evaluation on test; first not finite: inner.0 (Linear): the fitted A" in err
+
+
+def test_weights_that_are_not_finite_are_never_scored(typed, monkeypatch, tmp_path):
+    """An accuracy of them would look like a number."""
+    update = Trainer._update
+
+    def broken(self):
+        update(self)
+        if self.progress.step == 11:
+            nn.init.constant_(self.module.outer.bias, float("nan"))
+    monkeypatch.setattr(Trainer, "_update", broken)
+    code, _, err = typed("trainer.save_every=6")
+    assert code == 3 and "step 12: evaluation on validation; first not finite: parameter outer.bias" in err
+    assert "the checkpoint of step 6 is the last good one" in err
 
 
 def test_gradient_and_parameter_are_named(typed, monkeypatch, tmp_path):

@@ -20,6 +20,7 @@ from crt_exp.data import glue
 from crt_exp.data.text import check_vocabulary
 from crt_exp.metrics import glue_metrics
 from crt_exp.models import encoders
+from crt_exp.nonfinite import NotFinite
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 
@@ -114,7 +115,7 @@ class GLUE(Task):
 
     def finite(self, answers: tuple[float, ...]) -> Any:
         if not torch.tensor(answers, dtype=torch.float64).isfinite().all():
-            raise ValueError(f"{self.dataset}: the model predicts scores that are not finite; a lower trainer.lr may help")
+            raise NotFinite(f"{self.dataset}: the model predicts scores that are not finite; a lower trainer.lr may help")
         return answers
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
