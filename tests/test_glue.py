@@ -115,6 +115,19 @@ def test_subsample_is_stated(typed, tmp_path):
     assert (last["train_examples"], last["train_examples_available"], last["step"]) == (16, 48, 2)
 
 
+def test_short_files_are_stated(typed):
+    """Those of each split, for they are not the published ones."""
+    out = typed("task.dataset=mnli", "attention=exact")[1]
+    assert "dev, 12 of 9815 published examples; dev_mm, 12 of 9832 published examples; trained on" in out
+    assert "train.tsv, 48 of 392702 published examples" in out
+
+
+def test_a_cache_that_cannot_be_written_stops_no_run(typed, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = typed(f"task.cache_dir={tmp_path}/file/cache", "attention=elu")
+    assert code == 0, err
+
+
 def test_tokens_are_cached_and_resume_may_move_the_cache(typed, tmp_path):
     assert typed(f"task.cache_dir={tmp_path}/cache", "attention=elu")[0] == 0
     assert len(list((tmp_path / "cache").iterdir())) == 2

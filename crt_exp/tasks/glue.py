@@ -125,4 +125,5 @@ class GLUE(Task):
         last = records[-1]
         names = [key for key in last if key.removesuffix("_mismatched") in self.described.metrics]
         found = ", ".join(f"{key} {last[key]:.4f}" for key in names)
-        return f"{self.described.folder}: {found} (dev, {self.length('dev')} examples; trained on {self.texts['train'].source})"
+        parts = [f"{part}{texts.described}; " for part, texts in self.texts.items() if part != "train"]
+        return f"{self.described.folder}: {found} ({''.join(parts)}trained on {self.texts['train'].source})"
