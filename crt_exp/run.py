@@ -4,6 +4,7 @@ metrics.jsonl is the record: one JSON object a line, appended and flushed to dis
 """
 
 import errno
+import itertools
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from crt_exp.config import ConfigError
+from crt_exp.lock import LOCK, Lock
+from crt_exp.processes import SWEEP
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",
-             "task.cache_dir")
+             "trainer.save_minutes", "task.cache_dir")
 
 
 class Run:
     """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
 
-    Of several processes only the one with `main` reads and writes; the others' `records` stay empty.
+    Of several processes only the one with `main` reads and writes; the others' `records` stay empty. It locks the directory, so
+    that a second run in it is refused (ConfigError) while this one lives.
 
     Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued, then those of this one.
     """
@@ -37,18 +42,26 @@ class Run:
         self.directory, self.main, self.cfg, self.mirror = Path(directory), main, cfg, None
         self.metrics = self.directory / "metrics.jsonl"
         self.existed, self.records = True, []
-        if main:
-            self.existed = self._refuse_used(cfg)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self.records = read_records(self.metrics)
-            write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-            write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
+        self.lock = Lock(self.directory) if main else None
+        try:
+            if main:
+                self._open(cfg)
+        except BaseException:
+            self.lock.release()
+            raise
         self.started = time.monotonic() - (self.records[-1].get("time_s", 0.0) if self.records else 0.0)
         seed_everything(cfg.seed)
 
+    def _open(self, cfg: DictConfig) -> None:
+        """Reads what an earlier run left, and writes what this one is."""
+        self.existed = self._refuse_used(cfg)
+        self.records = read_records(self.metrics)
+        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
+
     def _refuse_used(self, cfg: DictConfig) -> bool:
         """True if an earlier run lies there and may be continued."""
-        if not self.directory.is_dir() or all(path.suffix == ".tmp" for path in self.directory.iterdir()):
+        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed in its first moments leaves a .tmp
         if cfg.resume != "auto":
             raise ConfigError(f"{self.directory} is not empty: add resume=auto to continue what lies there, or choose another "
@@ -66,8 +79,12 @@ class Run:
     def __enter__(self) -> "Run":
         from hydra.utils import instantiate
 
-        self.mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
-        self.mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
+        try:
+            self.mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
+            self.mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
+        except BaseException:
+            self._release()
+            raise
         return self
 
     def log(self, **record: Any) -> None:
@@ -86,12 +103,33 @@ class Run:
         del self.records[count:]
         write_atomic(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
 
+    def begin_anew(self) -> Path | None:
+        """Sets all records aside; returns the file that keeps them, None where there are none."""
+        if not self.records:
+            return None
+        kept = free_name(lambda i: self.metrics.with_name(f"metrics.{i}.jsonl"))
+        os.replace(self.metrics, kept)
+        self.records.clear()
+        return kept
+
     def __exit__(self, kind, error, trace) -> None:
-        if self.mirror is not None:
-            self.mirror.finish(failed=kind is not None)
-        used = self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
-        if kind is not None and not used:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        try:
+            if self.mirror is not None:
+                self.mirror.finish(failed=kind is not None)
+            used = self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
+            if kind is not None and not used:
+                shutil.rmtree(self.directory, ignore_errors=True)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+
+def free_name(name: Callable[[int], Path]) -> Path:
+    """The first of name(1), name(2), ... that does not exist."""
+    return next(path for path in map(name, itertools.count(1)) if not path.exists())
 
 
 def append_line(path: Path, line: str) -> None:
@@ -115,15 +153,23 @@ def read_records(path: Path) -> list[dict]:
     whole = path.read_bytes()
     kept = whole[:whole.rfind(b"\n") + 1]
     if kept != whole:
-        write_atomic(path, kept.decode())
-    return [json.loads(line) for line in kept.decode().splitlines()]
+        write_atomic(path, kept)
+    return [parsed(line, f"{path}, line {number}") for number, line in enumerate(kept.splitlines(), 1)]
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new, never a part."""
+def parsed(line: bytes, place: str) -> dict:
+    try:
+        return json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        raise ConfigError(f"{place}: this is no record of a run; put the file back as it was, or choose another "
+                          "hydra.run.dir") from None
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -157,8 +203,8 @@ def versions(seed: int) -> dict[str, Any]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return {"command": command(), "overrides": overrides(), "seed": seed, "commit": commit(), "python": platform.python_version(),
-            "machine": machine(), "packages": found}
+    return {"command": command(), "overrides": overrides(), "seed": seed, "sweep": os.environ.get(SWEEP), "commit": commit(),
+            "python": platform.python_version(), "machine": machine(), "packages": found}
 
 
 def command() -> str:

@@ -4,8 +4,11 @@ Everything that a user can get wrong in the configuration is found here, before 
 """
 
 import os
+import shlex
+import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,8 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.command_line import check_command_line, with_folders
 from crt_exp.config import CONF, ConfigError
-from crt_exp.processes import (Preempted, ProcessesFailed, agree_on_start, inside_torchrun, leave, lost_process, rank,
-                               torchrun, world_size)
+from crt_exp.processes import (Preempted, ProcessesFailed, agree_on_start, clear_when_early, inside_torchrun, leave,
+                               lost_process, override, raise_interrupts, rank, torchrun, world_size)
 from crt_exp.sweep import check_direction, direction, show
 
 ERROR_CODE, DIVERGED_CODE = 2, 3  # and 128 + the signal where a run was told to stop and left a checkpoint
@@ -32,6 +35,8 @@ def main() -> None:
         fail(error)
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(guarded)()
+    except KeyboardInterrupt:  # between the runs of a sweep
+        fail(Stopped("stopped by SIGINT", 128 + signal.SIGINT), 128 + signal.SIGINT)
     finally:
         show()
     if world_size() > 1:
@@ -42,8 +47,13 @@ def guarded(cfg) -> Any:
     """`run`, with a user's mistake told in one message and no traceback."""
     from crt_exp.data import DataError
 
+    clear_when_early(output_directory())
     try:
         return run(cfg)
+    except (Preempted, KeyboardInterrupt) as error:
+        remove_empty(output_directory())
+        stopped = interrupted(error)
+        end_run(stopped, stopped.code)
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError) as error:
@@ -55,17 +65,15 @@ def guarded(cfg) -> Any:
 
 def end_run(error: Exception, code: int) -> None:
     """Tells an error and exits; in a sweep only a signal ends the other runs too."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    if HydraConfig.get().mode != RunMode.MULTIRUN or code >= 128:
+    if not in_sweep() or code >= 128:
         fail(error, code)
     tell(error)
-    raise RunFailed(f"the run in {output_directory()} failed: {error}") from None
+    unseen = "SUBMITIT_EXECUTOR" in os.environ  # what a job tells is in its log
+    raise RunFailed(story(error) if unseen else "a run of this sweep failed; its error stands above") from None
 
 
 class RunFailed(CompactHydraException):
-    """One run of a sweep failed; Hydra tells it without a traceback."""
+    """One run of a sweep failed; Hydra tells it in the end, without a traceback."""
 
 
 def run(cfg) -> float | None:
@@ -93,6 +101,7 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
     if name in ("identity", "linformer") or "phi" in options:
         raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={name} estimates none: choose "
                           "features=..., a preset such as attention=favorpp, or attention=exact")
+    raise_interrupts()
     with Run(cfg, output_directory()) as current:
         if not finished(current.records):
             for record in task.records(mechanism, cfg.seed, done=list(current.records)):
@@ -112,17 +121,18 @@ def train(cfg, task) -> tuple[list[dict], Path]:
     config = instantiate(cfg.trainer, _convert_="all")
     attention = attention_of(choice("attention"), cfg.get("attention"), cfg.features, cfg.sampler, cfg.seed)
     world = start_world(config)
+    raise_interrupts()
     try:
         with Run(cfg, output_directory(), world.main) as current:
             if not world.broadcast(finished(current.records)):
                 Trainer(config, task, attention, current, world, cfg.seed).fit()
     except (Preempted, Diverged) as error:
-        if isinstance(error, Preempted):
-            stopped = Stopped(f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}", error.code)
+        stopped = interrupted(error) if isinstance(error, Preempted) else Stopped(str(error), DIVERGED_CODE)
+        if getattr(error, "alone", False):
+            tell_alone(stopped)
         else:
-            stopped = Stopped(str(error), DIVERGED_CODE)
-        tell(stopped)
-        world.barrier()  # torchrun ends all processes when one has ended: the first must have spoken
+            tell(stopped)
+            world.barrier()  # torchrun ends all processes when one has ended: the first must have spoken
         raise stopped from None
     except RuntimeError as error:
         if world.size > 1 and lost_process(error):
@@ -143,9 +153,8 @@ def run_processes(cfg) -> float:
     sources = [f"{s.schema}://{s.path}" for s in HydraConfig.get().runtime.config_sources if s.provider.endswith("command-line")]
     try:
         torchrun(cfg.trainer.processes, [*_task_overrides(), *with_folders(sources)], output_directory())
-    except (Preempted, ProcessesFailed) as error:
-        message = f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}"
-        raise Stopped(message if isinstance(error, Preempted) else str(error), error.code) from None
+    except ProcessesFailed as error:
+        raise Stopped(str(error), error.code) from None
     last = read_records(output_directory() / "metrics.jsonl")[-1]
     return last[last["metric"]]
 
@@ -156,6 +165,17 @@ class Stopped(Exception):
     def __init__(self, message: str, code: int):
         super().__init__(message)
         self.code, self.told = code, rank() > 0
+
+
+def interrupted(error: Preempted | KeyboardInterrupt) -> Stopped:
+    """What ends a run that was told to stop, with the words that continue it, as a shell takes them."""
+    from hydra.core.hydra_config import HydraConfig
+
+    name, code = (str(error), error.code) if isinstance(error, Preempted) else ("SIGINT", 128 + signal.SIGINT)
+    place = ("hydra.run.dir", output_directory())
+    if in_sweep():
+        place = ("hydra.sweep.dir", Path(HydraConfig.get().sweep.dir).absolute())
+    return Stopped(f"stopped by {name}; continue with resume=auto {shlex.quote(override(*place))}", code)
 
 
 def is_study(task: Any) -> bool:
@@ -194,10 +214,9 @@ def check_attention(cfg) -> None:
 def check_sweeper(cfg) -> None:
     """A sweeper that would look for the worst value."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
     from hydra.utils import get_class
 
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
+    if in_sweep():
         kind = get_class(cfg.task._target_)
         check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
 
@@ -249,9 +268,35 @@ def tell(error: Exception) -> None:
     """One message. Most errors are found by every process: the others give the first one time to tell it."""
     if isinstance(error, Stopped):
         if not error.told:
-            print(f"crt_exp: {error}", file=sys.stderr, flush=True)
+            say(f"crt_exp: {story(error)}")
         error.told = True
         return
     if rank() > 0:
         time.sleep(PATIENCE)
-    print(f"crt_exp: error{f' on process {rank()}' if rank() else ''}: {error}", file=sys.stderr, flush=True)
+    say(f"crt_exp: error{f' on process {rank()}' if rank() else ''}: {story(error)}")
+
+
+def tell_alone(stopped: Stopped) -> None:
+    """What other processes may not know of, or find for themselves: the first one's word comes first."""
+    if rank() > 0:
+        time.sleep(PATIENCE)
+        stopped.told = False
+    tell(stopped)
+
+
+def story(error: Exception) -> str:
+    """The message; of a sweep's run that failed, with its directory."""
+    told_to_stop = isinstance(error, Stopped) and error.code >= 128
+    return f"the run in {output_directory()} failed: {error}" if in_sweep() and not told_to_stop else str(error)
+
+
+def in_sweep() -> bool:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone (SIGHUP)
+        print(text, file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from crt_exp.processes import World, world_size
 
 PRECISIONS = ("no", "bf16", "fp16")
 STRATEGIES = ("ddp", "fsdp")
+OPTIONAL = ("steps", "eval_batch", "eval_every", "save_every", "save_minutes", "patience", "processes", "clip")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TrainerConfig:
     eval_every: int | None
     log_every: int
     save_every: int | None
+    save_minutes: float | None
     keep: int
     select: str
     patience: int | None
@@ -57,7 +59,7 @@ class TrainerConfig:
             self._check(key, lambda v: isinstance(v, int) and v >= 1, "a whole number of at least 1")
         for key in ("steps", "prefetch"):
             self._check(key, lambda v: isinstance(v, int) and v >= 0, "a whole number of at least 0")
-        for key in ("epochs", "lr", "eps", "clip"):
+        for key in ("epochs", "lr", "eps", "clip", "save_minutes"):
             self._check(key, lambda v: 0 < v < math.inf, "a positive number")
         for key in ("weight_decay", "warmup"):
             self._check(key, lambda v: 0 <= v < math.inf, "a number of at least 0")
@@ -68,7 +70,7 @@ class TrainerConfig:
 
     def _check(self, key: str, valid, kind: str) -> None:
         value = getattr(self, key)
-        if value is None and key in ("steps", "eval_batch", "eval_every", "save_every", "patience", "processes", "clip"):
+        if value is None and key in OPTIONAL:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not valid(value):
             raise ConfigError(f"trainer.{key} = {value}: it takes {kind}")

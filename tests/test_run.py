@@ -1,12 +1,17 @@
 """The command line as a user types it: real run directories; real processes where that matters."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from crt_exp.config import ConfigError
+from crt_exp.lock import LOCK, Lock
 
 ROOT = Path(__file__).parent.parent
 MISSING = "CRT_DATA is not set: the official files are needed"
@@ -156,6 +161,117 @@ def test_sweep_inside_torchrun_is_refused(typed, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     code, _, err = typed("-m", "seed=0,1")
     assert code == 2 and "cannot run inside torchrun" in err
+
+
+def test_version_is_the_products_and_quick():
+    out = crt_exp("--version")
+    assert out.returncode == 0 and out.stderr == ""
+    assert out.stdout == f"crt_exp {version('crt_exp')}, torch {version('torch')}\n"
+    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "crt_exp", "--version"], capture_output=True, text=True,
+                            cwd=ROOT)
+    assert not {line.split("|")[-1].strip() for line in loaded.stderr.splitlines()} & {"torch", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("module", ["hydra", "torch", "crt_exp.lock"])
+def test_an_early_interrupt_is_one_line(module, tmp_path):
+    """^C while libraries are imported: an import may swallow an exception or turn it into another."""
+    code = ("import os, signal, sys; from crt_exp.__main__ import main; name = sys.argv.pop(1)\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "class Finder:\n"
+            "    find_spec = lambda module, *rest: os.kill(os.getpid(), signal.SIGINT) if module == name else None\n"
+            "sys.meta_path.insert(0, Finder)\n"
+            "main()")
+    out = subprocess.run([sys.executable, "-c", code, module, "logger=none", f"hydra.run.dir={tmp_path}/run"],
+                         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert out.returncode == 130 and out.stderr == "crt_exp: stopped by SIGINT before the run began\n", out.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# ---- one run at a time in a directory ---------------------------------------------------------------------------------------
+
+
+HOLD = ("import os, sys; from pathlib import Path; from crt_exp.lock import Lock\n"
+        "lock = Lock(Path(sys.argv[1])); worker = os.fork() if len(sys.argv) > 2 else None\n"
+        "if worker == 0: os.read(0, 1); os._exit(0)\n"
+        "print(worker or 0, flush=True); os.read(0, 1); lock.release()")
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Starts a process that holds the lock of tmp_path/run until it is told to end; "fork": with a forked worker."""
+    started = []
+
+    def start(*options):
+        started.append(subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run", *options], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}))
+        assert started[-1].stdout.readline().strip().isdigit()
+        return started[-1]
+    yield start
+    for process in started:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+def test_a_second_run_in_a_directory_is_refused(held, typed, tmp_path):
+    """With one line that names the holder; when that has ended the same command works, and leaves no lock behind."""
+    holder = held()
+    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", "resume=auto", f"hydra.run.dir={tmp_path}/run"]
+    code, _, err = typed(*args)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"{tmp_path}/run is in use by process {holder.pid} on {os.uname().nodename}" in err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+    holder.communicate(b"x")
+    assert typed(*args)[0] == 0 and not (tmp_path / "run" / LOCK).exists()
+    assert typed(*args)[0] == 0  # the lock was let go of within a process, too
+
+
+def test_the_lock_of_a_killed_process_is_no_obstacle(held, tmp_path):
+    """Neither its file nor its forked workers, which may live on, keep the next run out."""
+    holder = held("fork")
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / "run" / LOCK).exists()
+    lock = Lock(tmp_path / "run")
+    assert f"process {os.getpid()} on" in lock.path.read_text()
+    lock.release()
+    lock.release()
+    assert not lock.path.exists()
+
+
+def test_a_lock_keeps_its_own_process_out_too(tmp_path):
+    lock = Lock(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"this process .{os.getpid()}. itself"):
+        Lock(tmp_path / "run")
+    other = f"from pathlib import Path; from crt_exp.lock import Lock; Lock(Path({str(tmp_path / 'run')!r}))"
+    out = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, cwd=ROOT)
+    assert f"in use by process {os.getpid()}" in out.stderr  # the attempt above did not lose it
+    lock.release()
+    Lock(tmp_path / "run").release()
+
+
+def test_a_run_that_fails_lets_go_of_its_directory(typed, tmp_path):
+    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", f"hydra.run.dir={tmp_path}/run"]
+    assert typed(*args)[0] == 0
+    assert typed(*args)[0] == 2 and typed(*args, "resume=auto", "seed=1")[0] == 2  # not empty; another configuration
+    assert typed(*args, "resume=auto")[0] == 0
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    Lock(tmp_path / "run").release()
+    assert "has no locks: mind that no two runs use it at once" in caplog.text
+
+
+def test_a_record_that_is_none_is_named(typed, tmp_path):
+    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", f"hydra.run.dir={tmp_path}/run"]
+    assert typed(*args)[0] == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("{broken\n" + metrics.read_text())
+    code, _, err = typed(*args, "resume=auto")
+    assert code == 2 and "metrics.jsonl, line 1: this is no record" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason=MISSING)

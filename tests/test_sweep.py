@@ -60,7 +60,19 @@ def test_one_run_of_a_sweep_fails(typed, tmp_path):
     code, out, err = typed(*WINE, "features.m=0,4,8", f"hydra.sweep.dir={tmp_path}/s")
     assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
     assert f"the run in {tmp_path}/s/0 failed: features.m = 0: the number of projections must be" in err
+    assert err.count("number of projections") == 1
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["1", "2"]
+
+
+def test_the_table_holds_the_runs_of_this_sweep_alone(typed, tmp_path):
+    """Also where the directory of an earlier, larger sweep is used again, and where its runs are refused."""
+    sweep_dir = f"hydra.sweep.dir={tmp_path}/s"
+    assert "sweep of 3 runs" in typed(*WINE, "features.m=4,6,8", sweep_dir)[1]
+    code, out, _ = typed(*WINE, "features.m=4,6", "resume=auto", sweep_dir)
+    assert code == 0 and "sweep of 2 runs" in out
+    assert len((tmp_path / "s" / "sweep.csv").read_text().splitlines()) == 3
+    code, out, err = typed(*WINE, "features.m=4,6", sweep_dir)
+    assert code == 1 and "sweep of" not in out and "add resume=auto" in err
 
 
 def done(name, settings, value, metric="loss", direction="minimize"):

@@ -6,6 +6,8 @@ Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries
 import torch
 from torch import Tensor
 
+from crt_exp.nonfinite import NotFinite
+
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool, key_mask: Tensor | None) -> None:
     """Raises ValueError unless x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) and the rest fit together."""
@@ -94,5 +96,5 @@ def check_result(logs: Tensor) -> None:
     """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only: elsewhere the
     answer would have to be waited for."""
     if logs.device.type == "cpu" and not bool((logs < torch.inf).all()):
-        raise ValueError("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
-                         "65504; scale the vectors down, or use bfloat16 or float32")
+        raise NotFinite("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
+                        "65504; scale the vectors down, or use bfloat16 or float32")

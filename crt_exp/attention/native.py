@@ -23,6 +23,7 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_result
 from crt_exp.attention.tiles import Form
+from crt_exp.nonfinite import NotFinite
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
@@ -132,7 +133,7 @@ class Engine:
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
         if status == BAD_DIRECTIONS:
-            raise ValueError("the noise or the parameters of the feature map hold NaN or infinite values")
+            raise NotFinite("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf))
 

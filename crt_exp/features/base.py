@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.kernels import Kernel, check_kernel, log_kernel
+from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, at_least_float32, cached
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
@@ -412,10 +413,12 @@ def log_cosh(t: Tensor) -> Tensor:
 
 
 def check_finite(value: Tensor, name: str) -> Tensor:
-    """Raises where a fitted parameter is not finite: the statistics held an infinity or a NaN."""
+    """Raises NotFinite where a fitted parameter is not finite: the statistics held an infinity or a NaN.
+
+    In compiled code, which cannot raise, it becomes NaN, and so does all that is made of it.
+    """
     if torch.compiler.is_compiling():
-        torch._assert_async(value.isfinite().all(), f"{name} is not finite")
-        return value
+        return torch.where(value.isfinite(), value, torch.nan)
     if not bool(value.isfinite().all()):
-        raise ValueError(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
+        raise NotFinite(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
     return value
