@@ -27,12 +27,22 @@ def unknown(what: str, name: str, known: list[str]) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known)}")
+    return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known) or 'none'}")
+
+
+def instantiate(node: Any, **options: Any) -> Any:
+    """hydra.utils.instantiate with the constructor's own error in place of Hydra's wrapping."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as build_node
+
+    try:
+        return build_node(node, **options)
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
 
 
 def build(group: str, name: str, **options: Any) -> Any:
     """The object that `conf/<group>/<name>.yaml` describes, with options added or replaced; `m` is left out."""
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     if name not in choices(group):

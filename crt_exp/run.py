@@ -14,11 +14,11 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, instantiate
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",
@@ -64,8 +64,6 @@ class Run:
         return True
 
     def __enter__(self) -> "Run":
-        from hydra.utils import instantiate
-
         self.mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
         self.mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
         return self
@@ -261,7 +259,7 @@ class NoMirror:
 class WandbMirror:
     """logger=wandb: mirrors every record to Weights & Biases; offline where no key is set. A continued run keeps its id."""
 
-    def __init__(self, project: str, mode: str | None = None):
+    def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None):
         self.project, self.mode = project, mode
 
     def start(self, directory: Path, config: dict) -> None:
@@ -269,9 +267,12 @@ class WandbMirror:
 
         mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         known = directory / "wandb_id"
-        self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
-                              id=known.read_text().strip() if known.is_file() else None,
-                              settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+        try:
+            self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
+                                  id=known.read_text().strip() if known.is_file() else None,
+                                  settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+        except wandb.Error as error:
+            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
         write_atomic(known, self.run.id + "\n")
 
     def log(self, record: dict) -> None:

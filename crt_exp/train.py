@@ -4,20 +4,25 @@ Everything that a user can get wrong in the configuration is found here, before 
 """
 
 import os
+import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import CompactHydraException
 
 from crt_exp.command_line import check_command_line, with_folders
-from crt_exp.config import CONF, ConfigError
+from crt_exp.composed import check_composed, located
+from crt_exp.config import CONF, ConfigError, instantiate
 from crt_exp.processes import (Preempted, ProcessesFailed, agree_on_start, inside_torchrun, leave, lost_process, rank,
                                torchrun, world_size)
 from crt_exp.sweep import check_direction, direction, show
 
 ERROR_CODE, DIVERGED_CODE = 2, 3  # and 128 + the signal where a run was told to stop and left a checkpoint
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")  # by torch
 PATIENCE = 10.0  # seconds: torchrun ends the other processes as soon as one has failed
 
 
@@ -46,11 +51,21 @@ def guarded(cfg) -> Any:
         return run(cfg)
     except Stopped as stopped:
         end_run(stopped, stopped.code)
-    except (ValueError, OSError, DataError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
+        told = out_of_memory(error) if isinstance(error, (RuntimeError, MemoryError)) else error
+        if told is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         remove_empty(output_directory())
-        end_run(error, ERROR_CODE)
+        end_run(told, ERROR_CODE)
+
+
+def out_of_memory(error: Exception) -> Exception | None:
+    """The message for tensors that this machine cannot hold; None for an error of another kind."""
+    if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in NO_MEMORY):
+        return None
+    asked = re.search(r"allocate (\d+) bytes", str(error))
+    size = f"{int(asked[1]) / 2**30:.1f} GiB were asked for" if asked else (str(error).splitlines() or ["MemoryError"])[0][:200]
+    return ConfigError(f"out of memory: {size}; choose a smaller features.m, trainer.batch (larger trainer.accumulate) or task")
 
 
 def end_run(error: Exception, code: int) -> None:
@@ -70,13 +85,18 @@ class RunFailed(CompactHydraException):
 
 def run(cfg) -> float | None:
     """Runs what is not yet in the run directory, and returns the task's metric for sweeps (None on processes but the first)."""
+    check_composed(cfg)
     check_attention(cfg)
     check_sweeper(cfg)
-    if cfg.trainer.processes and not inside_torchrun():
-        return run_processes(cfg)
     task = instantiate(cfg.task)
     mechanism = build_mechanism(cfg)
-    records, directory = study(cfg, task, mechanism) if is_study(task) else train(cfg, task)
+    if is_study(task):
+        records, directory = study(cfg, task, mechanism)
+    else:
+        check_training(cfg, task)
+        if cfg.trainer.processes and not inside_torchrun():
+            return run_processes(cfg)
+        records, directory = train(cfg, task)
     if not records:
         return None
     print(f"{task.summary(records)}  [{directory}]")
@@ -101,21 +121,39 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
     return current.records, current.directory
 
 
+def check_training(cfg, task) -> None:
+    """What can be known before the processes of a run start, and before anything is written: each of them would find the same."""
+    from crt_exp.trainer import planned_steps
+    from crt_exp.trainer_config import check_processes
+
+    config = instantiate(cfg.trainer, _convert_="all")
+    check_processes(config, world_size() if inside_torchrun() else config.processes or 1)
+    planned_steps(config, task)
+    if choice("attention"):
+        with named("attention"):
+            attention(cfg).maker()
+
+
+def attention(cfg):
+    """What makes the attention of the run's layers."""
+    from crt_exp.attention.choices import attention_of
+
+    return attention_of(choice("attention"), cfg.get("attention"), cfg.features, cfg.sampler, cfg.seed)
+
+
 def train(cfg, task) -> tuple[list[dict], Path]:
     """The records of a task that trains; none on processes but the first. Raises Stopped after a signal or a divergence."""
-    from crt_exp.attention.choices import attention_of
     from crt_exp.nonfinite import Diverged
     from crt_exp.run import Run
     from crt_exp.trainer import Trainer
     from crt_exp.trainer_config import start_world
 
     config = instantiate(cfg.trainer, _convert_="all")
-    attention = attention_of(choice("attention"), cfg.get("attention"), cfg.features, cfg.sampler, cfg.seed)
     world = start_world(config)
     try:
         with Run(cfg, output_directory(), world.main) as current:
             if not world.broadcast(finished(current.records)):
-                Trainer(config, task, attention, current, world, cfg.seed).fit()
+                Trainer(config, task, attention(cfg), current, world, cfg.seed).fit()
     except (Preempted, Diverged) as error:
         if isinstance(error, Preempted):
             stopped = Stopped(f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}", error.code)
@@ -176,10 +214,18 @@ def build_mechanism(cfg):
         return EXACT
     options = OmegaConf.to_container(cfg.features, resolve=True)
     m = options.pop("m")
-    if not isinstance(m, int) or m < 1:
-        raise ConfigError(f"features.m = {m}: the number of projections must be a whole number of at least 1")
-    instantiate(options)  # reports bad options of the map before any data is read
+    with named("features"):
+        instantiate(options)  # reports bad options of the map before any data is read
     return Mechanism(choice("features"), options, choice("sampler"), instantiate(cfg.sampler), m)
+
+
+@contextmanager
+def named(group: str) -> Iterator[None]:
+    """The errors of a constructor with the choice that it belongs to."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{group}={choice(group)}: {error}") from None
 
 
 def check_attention(cfg) -> None:
@@ -195,24 +241,10 @@ def check_sweeper(cfg) -> None:
     """A sweeper that would look for the worst value."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-    from hydra.utils import get_class
 
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        kind = get_class(cfg.task._target_)
+        kind = located("task", cfg.task._target_)
         check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
-
-
-def instantiate(node, **options) -> Any:
-    """hydra.utils.instantiate with the constructor's own message in place of Hydra's wrapping."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate as build
-
-    try:
-        return build(node, **options)
-    except InstantiationException as error:
-        if "unexpected keyword" in str(error.__cause__):
-            raise ConfigError(str(error.__cause__)) from None
-        raise (error.__cause__ or error) from None
 
 
 def choice(group: str) -> str | None:
