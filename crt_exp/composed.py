@@ -1,6 +1,6 @@
 """The composed configuration, checked as one: which keys there are, what each takes, and that every group names code of its kind.
 
-Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (see schema.py), so a new task, map or
+Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (schema.py), so a new task, map or
 sampler is checked without a line here.
 """
 

@@ -189,7 +189,7 @@ def torchrun(count: int, overrides: list[str], directory: Path) -> None:
     process failed; what went wrong stands above, on standard error.
     """
     run_dir = str(directory).replace("\\", "\\\\").replace("'", "\\'")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m", "crt_exp",
+    command = [sys.executable, "-m", "crt_exp.processes", "--standalone", f"--nproc_per_node={count}", "-m", "crt_exp",
                *overrides, f"hydra.run.dir='{run_dir}'"]
     env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}  # seconds that a checkpoint may take
     env.pop("SUBMITIT_EXECUTOR", None)  # the processes are told by SIGTERM
@@ -204,10 +204,31 @@ def torchrun(count: int, overrides: list[str], directory: Path) -> None:
             child.terminate()
             child.wait()
     if code:
-        raise ProcessesFailed(f"the run on {count} processes failed; its first error stands above")
+        raise ProcessesFailed(f"the run on {count} processes failed; its first error stands above", code if code > 0 else 1)
+
+
+def launch() -> None:
+    """torchrun itself, with the exit code of the process that failed first and without the traceback that tells of it."""
+    from logging import CRITICAL, getLogger
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    getLogger("torch.distributed.elastic").setLevel(CRITICAL)
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        sys.exit(first.exitcode if first.exitcode > 0 else 1)
 
 
 class ProcessesFailed(RuntimeError):
-    """A run that was started by torchrun ended with an error."""
+    """A run that was started by torchrun ended with an error; `code` is that of the process that failed first."""
 
-    code = 1
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+if __name__ == "__main__":
+    launch()

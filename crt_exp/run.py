@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from crt_exp.config import ConfigError, instantiate
+from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",
@@ -57,7 +57,7 @@ class Run:
         if not old.is_file():
             raise ConfigError(f"{self.directory} holds files but no config.yaml: it is no run of crt_exp; choose another "
                               "hydra.run.dir")
-        changed = {key: pair for key, pair in differences(OmegaConf.load(old), cfg).items() if not free(key)}
+        changed = {key: pair for key, pair in differences(read_yaml(old), cfg).items() if not free(key)}
         if changed:
             pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
             raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {pairs}")
@@ -107,14 +107,23 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The complete lines of a metrics.jsonl; a last line cut off by a crash is removed from the file."""
+    """The complete lines of a metrics.jsonl; a last line cut off by a crash is removed from the file.
+
+    Raises ConfigError for a line that is no JSON object.
+    """
     if not path.is_file():
         return []
     whole = path.read_bytes()
     kept = whole[:whole.rfind(b"\n") + 1]
+    try:
+        text = kept.decode()
+    except UnicodeDecodeError as error:
+        line = kept[:error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: it is no UTF-8 text") from None
+    found = [read_json(line, path, i) for i, line in enumerate(text.splitlines(), 1)]
     if kept != whole:
-        write_atomic(path, kept.decode())
-    return [json.loads(line) for line in kept.decode().splitlines()]
+        write_atomic(path, text)
+    return found
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -129,7 +138,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted names of the leaves that differ, with both values ("absent" where there is none)."""
-    a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=True))} for c in (old, new))
+    a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=c is new))} for c in (old, new))
     pairs = {k: (a.get(k, "absent"), b.get(k, "absent")) for k in sorted(a.keys() | b.keys())}
     return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 

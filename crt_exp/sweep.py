@@ -3,13 +3,12 @@
 import csv
 import importlib.util
 import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.experimental.callback import Callback
 
-from crt_exp.config import CONF, ConfigError
+from crt_exp.config import CONF, ConfigError, read_json
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
            "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
@@ -111,9 +110,9 @@ def finished_runs(directory: Path) -> list[Done]:
     found = []
     for path in directory.glob("**/versions.json"):
         lines = path.with_name("metrics.jsonl").read_text().splitlines() if path.with_name("metrics.jsonl").is_file() else []
-        record = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+        record = read_json(lines[-1], path.with_name("metrics.jsonl"), len(lines)) if lines and lines[-1].endswith("}") else {}
         if record.get("final"):
-            overrides = json.loads(path.read_text())["overrides"]
+            overrides = read_json(path.read_text(), path).get("overrides", [])
             settings = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in overrides)}
             found.append(Done(str(path.parent.relative_to(directory)), settings, record))
     return sorted(found, key=lambda run: (len(run.name), run.name))

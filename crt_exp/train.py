@@ -38,9 +38,16 @@ def main() -> None:
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(guarded)()
     finally:
-        show()
+        show_sweep()
     if world_size() > 1:
         leave()
+
+
+def show_sweep() -> None:
+    try:
+        show()
+    except (ConfigError, OSError) as error:
+        fail(error)
 
 
 def guarded(cfg) -> Any:
@@ -75,8 +82,15 @@ def end_run(error: Exception, code: int) -> None:
 
     if HydraConfig.get().mode != RunMode.MULTIRUN or code >= 128:
         fail(error, code)
-    tell(error)
-    raise RunFailed(f"the run in {output_directory()} failed: {error}") from None
+    if "SUBMITIT_EXECUTOR" in os.environ:  # what a job prints goes to a file of its own
+        raise RunFailed(f"the run in {output_directory()} failed: {error}") from None
+    reason = "as one before it" if str(error) in _told else str(error)
+    print(f"crt_exp: the run in {output_directory()} failed: {reason}", file=sys.stderr, flush=True)
+    _told.add(str(error))
+    raise RunFailed("a run of the sweep failed: its error stands above") from None
+
+
+_told: set[str] = set()  # the errors of a sweep's runs
 
 
 class RunFailed(CompactHydraException):
@@ -95,6 +109,7 @@ def run(cfg) -> float | None:
     else:
         check_training(cfg, task)
         if cfg.trainer.processes and not inside_torchrun():
+            del task, mechanism  # each process makes its own
             return run_processes(cfg)
         records, directory = train(cfg, task)
     if not records:
@@ -181,9 +196,11 @@ def run_processes(cfg) -> float:
     sources = [f"{s.schema}://{s.path}" for s in HydraConfig.get().runtime.config_sources if s.provider.endswith("command-line")]
     try:
         torchrun(cfg.trainer.processes, [*_task_overrides(), *with_folders(sources)], output_directory())
-    except (Preempted, ProcessesFailed) as error:
-        message = f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}"
-        raise Stopped(message if isinstance(error, Preempted) else str(error), error.code) from None
+    except Preempted as error:
+        raise Stopped(f"stopped by {error}; continue with resume=auto hydra.run.dir={output_directory()}", error.code) from None
+    except ProcessesFailed as error:
+        remove_empty(output_directory())
+        raise Stopped(str(error), error.code, told=error.code in (ERROR_CODE, DIVERGED_CODE)) from None
     last = read_records(output_directory() / "metrics.jsonl")[-1]
     return last[last["metric"]]
 
@@ -191,9 +208,9 @@ def run_processes(cfg) -> float:
 class Stopped(Exception):
     """A run that ended early with an exit code of its own: on all its processes, so that only the first one tells it."""
 
-    def __init__(self, message: str, code: int):
+    def __init__(self, message: str, code: int, told: bool = False):
         super().__init__(message)
-        self.code, self.told = code, rank() > 0
+        self.code, self.told = code, told or rank() > 0
 
 
 def is_study(task: Any) -> bool:

@@ -470,6 +470,31 @@ def test_two_processes_tell_an_error_once(tmp_path):
         assert out.returncode == 1 and out.stderr.count(message) == 1, out.stderr
 
 
+@pytest.mark.parametrize("args, message", [
+    (["trainer.batch=7"], "trainer.batch = 7 does not divide over 2 processes x 1 micro-batches: choose a multiple of 2"),
+    (["trainer.betas=[a,b]"], "trainer.betas[0] = a: it takes a number"),
+    (["task.rows=abc"], "task.rows = abc: it takes a number"),
+    (["task.rows=6"], "trainer.batch = 8 is more than the 6 rows"),
+    (["trainer.epochs=0.001"], "trainer.epochs = 0.001 makes no step at all: an epoch has 12"),
+    (["task.streamed=true"], "set trainer.steps"),
+    (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention=generalized: kernel_epsilon = -1"),
+], ids=str)
+def test_a_mistake_is_told_before_the_processes_start(args, message, typed, tmp_path, monkeypatch):
+    monkeypatch.setattr("crt_exp.train.torchrun", lambda *_: pytest.fail("processes were started"))
+    code, _, err = typed("trainer.processes=2", *args)
+    assert code == 2 and message in err and len(err.splitlines()) == 1, err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_what_the_processes_find_is_told_once_and_with_their_exit_code(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").touch()
+    for args, code, message in [(["hydra.run.dir=used"], 2, "used is not empty"), (["task.poison=5"], 3, "first not finite")]:
+        out = crt_exp("trainer.processes=2", *args, cwd=tmp_path)
+        assert out.returncode == code and message in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
+
+
 @pytest.mark.slow
 def test_wandb_keeps_its_id(typed, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
