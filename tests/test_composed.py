@@ -12,7 +12,6 @@ from hydra.utils import instantiate
 
 from crt_exp.composed import GROUPS, HYDRA_KEYS, check_composed, check_plain, located, plain
 from crt_exp.config import CONF, ConfigError, choices
-from crt_exp.processes import launch
 from crt_exp.samplers import hadamard, iid, orthogonal
 from crt_exp.schema import Count, Positive, Several, at_least, below, check, checked, describe, parameters
 
@@ -255,12 +254,3 @@ def test_out_of_memory_is_told(typed, tmp_path):
     code, _, err = typed("task=projections", "task.length=1000000000000", "task.samples=1", "logger=none")
     assert code == 2 and "out of memory: " in err and "GiB were asked for" in err and len(err.splitlines()) == 1
     assert not list((tmp_path / "outputs").rglob("*.*"))
-
-
-def test_one_exit_code_for_all_processes(monkeypatch, tmp_path):
-    """What a process of a torchrun exits with is what its launcher exits with; torchrun's own is 1, with a traceback."""
-    (tmp_path / "ends.py").write_text("import sys; sys.exit(3)")
-    monkeypatch.setattr("sys.argv", ["launch", "--standalone", "--nproc_per_node=1", str(tmp_path / "ends.py")])
-    with pytest.raises(SystemExit) as stop:
-        launch()
-    assert stop.value.code == 3
