@@ -64,8 +64,13 @@ class Run:
         return True
 
     def __enter__(self) -> "Run":
-        self.mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
-        self.mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
+        mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
+        try:
+            mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        self.mirror = mirror
         return self
 
     def log(self, **record: Any) -> None:
