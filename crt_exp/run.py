@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.lock import LOCK, Lock
 from crt_exp.processes import SWEEP
 
@@ -70,21 +70,20 @@ class Run:
         if not old.is_file():
             raise ConfigError(f"{self.directory} holds files but no config.yaml: it is no run of crt_exp; choose another "
                               "hydra.run.dir")
-        changed = {key: pair for key, pair in differences(OmegaConf.load(old), cfg).items() if not free(key)}
+        changed = {key: pair for key, pair in differences(read_yaml(old), cfg).items() if not free(key)}
         if changed:
             pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
             raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {pairs}")
         return True
 
     def __enter__(self) -> "Run":
-        from hydra.utils import instantiate
-
+        mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
         try:
-            self.mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
-            self.mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
-        except BaseException:
-            self._release()
+            mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
             raise
+        self.mirror = mirror
         return self
 
     def log(self, **record: Any) -> None:
@@ -147,22 +146,23 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The complete lines of a metrics.jsonl; a last line cut off by a crash is removed from the file."""
+    """The complete lines of a metrics.jsonl; a last line cut off by a crash is removed from the file.
+
+    Raises ConfigError for a line that is no JSON object.
+    """
     if not path.is_file():
         return []
     whole = path.read_bytes()
     kept = whole[:whole.rfind(b"\n") + 1]
+    try:
+        text = kept.decode()
+    except UnicodeDecodeError as error:
+        line = kept[:error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: it is no UTF-8 text") from None
+    found = [read_json(line, path, i) for i, line in enumerate(text.splitlines(), 1)]
     if kept != whole:
         write_atomic(path, kept)
-    return [parsed(line, f"{path}, line {number}") for number, line in enumerate(kept.splitlines(), 1)]
-
-
-def parsed(line: bytes, place: str) -> dict:
-    try:
-        return json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
-        raise ConfigError(f"{place}: this is no record of a run; put the file back as it was, or choose another "
-                          "hydra.run.dir") from None
+    return found
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -177,7 +177,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted names of the leaves that differ, with both values ("absent" where there is none)."""
-    a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=True))} for c in (old, new))
+    a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=c is new))} for c in (old, new))
     pairs = {k: (a.get(k, "absent"), b.get(k, "absent")) for k in sorted(a.keys() | b.keys())}
     return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -307,7 +307,7 @@ class NoMirror:
 class WandbMirror:
     """logger=wandb: mirrors every record to Weights & Biases; offline where no key is set. A continued run keeps its id."""
 
-    def __init__(self, project: str, mode: str | None = None):
+    def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None):
         self.project, self.mode = project, mode
 
     def start(self, directory: Path, config: dict) -> None:
@@ -315,9 +315,12 @@ class WandbMirror:
 
         mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         known = directory / "wandb_id"
-        self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
-                              id=known.read_text().strip() if known.is_file() else None,
-                              settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+        try:
+            self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
+                                  id=known.read_text().strip() if known.is_file() else None,
+                                  settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+        except wandb.Error as error:
+            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
         write_atomic(known, self.run.id + "\n")
 
     def log(self, record: dict) -> None:

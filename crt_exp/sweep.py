@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import io
-import json
 import os
 import uuid
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from hydra.experimental.callback import Callback
 
-from crt_exp.config import CONF, ConfigError
+from crt_exp.config import CONF, ConfigError, read_json
 from crt_exp.processes import SWEEP, raise_interrupts
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
@@ -115,13 +114,13 @@ def finished_runs(directory: Path, sweep: str) -> list[Done]:
     """The finished runs of a sweep, in the order of their numbers; below its directory runs of earlier sweeps may lie too."""
     found = []
     for path in directory.glob("**/versions.json"):
-        versions = json.loads(path.read_text())
+        versions = read_json(path.read_text(), path)
         if versions.get("sweep") != sweep:
             continue
         lines = path.with_name("metrics.jsonl").read_text().splitlines() if path.with_name("metrics.jsonl").is_file() else []
-        record = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+        record = read_json(lines[-1], path.with_name("metrics.jsonl"), len(lines)) if lines and lines[-1].endswith("}") else {}
         if record.get("final"):
-            settings = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in versions["overrides"])}
+            settings = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in versions.get("overrides", []))}
             found.append(Done(str(path.parent.relative_to(directory)), settings, record))
     return sorted(found, key=lambda run: (len(run.name), run.name))
 

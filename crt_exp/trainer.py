@@ -47,6 +47,25 @@ class Progress:
     losses: int = 0
 
 
+def planned_steps(config: TrainerConfig, task: Task) -> tuple[int | None, int]:
+    """Steps of an epoch (None: streamed) and of the run. Raises ConfigError where task and config disagree."""
+    rows = task.length("train")
+    per_epoch = None if rows is None else rows // config.batch
+    if not (task.test or task.validation):
+        raise ConfigError("this task names neither a validation nor a test split: there is nothing to report")
+    if config.steps is not None and per_epoch != 0 or config.steps == 0:
+        return per_epoch, config.steps
+    if per_epoch is None:
+        raise ConfigError("this task streams its training data: set trainer.steps, the steps after which training ends")
+    if per_epoch == 0:
+        raise ConfigError(f"trainer.batch = {config.batch} is more than the {rows} rows of the training split")
+    total = round(config.epochs * per_epoch)
+    if total == 0:
+        raise ConfigError(f"trainer.epochs = {config.epochs} makes no step at all: an epoch has {per_epoch}. trainer.steps=0 "
+                          "evaluates only")
+    return per_epoch, total
+
+
 class Trainer:
     """Trains `task` as `config` says and writes the records and checkpoints of `run`.
 
@@ -56,28 +75,12 @@ class Trainer:
     def __init__(self, config: TrainerConfig, task: Task, make_attention: Any, run: Run, world: World, seed: int):
         self.config, self.task, self.run, self.world, self.seed = config, task, run, world, seed
         self.root, self.scaler = run.directory / CHECKPOINTS, world.accelerator.scaler  # float16 alone has a scaler
-        self.per_epoch, self.total = self._lengths()
+        self.per_epoch, self.total = planned_steps(config, task)
         self._build(make_attention)
         self.progress, self.saved, self.rate, self.stopping = Progress(), 0, 0.0, False
         self.saved_at, self.overdue = time.monotonic(), False
         self.feed: Iterator[Any] | None = None
         self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
-
-    def _lengths(self) -> tuple[int | None, int]:
-        """Steps of an epoch (None: streamed) and of the run."""
-        config, rows = self.config, self.task.length("train")
-        per_epoch = None if rows is None else rows // config.batch
-        if config.steps is not None:
-            total = config.steps
-        elif per_epoch is None:
-            raise ConfigError("this task streams its training data: set trainer.steps, the steps after which training ends")
-        else:
-            total = round(config.epochs * per_epoch)
-        if per_epoch == 0 and config.steps != 0:
-            raise ConfigError(f"trainer.batch = {config.batch} is more than the {rows} rows of the training split")
-        if not (self.task.test or self.task.validation):
-            raise ConfigError("this task names neither a validation nor a test split: there is nothing to report")
-        return per_epoch, total
 
     def _build(self, make_attention: Any) -> None:
         """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""

@@ -485,20 +485,20 @@ BAD = [
     ("trainer.batch=2.5", "whole number"),
     ("trainer.batch=97", "more than the 96 rows of the training split"),
     ("trainer.batch=6 trainer.accumulate=4", "trainer.batch = 6 does not divide over 1 processes x 4 micro-batches"),
-    ("trainer.lr=-1", "trainer.lr = -1: it takes a positive number"),
-    ("trainer.schedule=step", "choose one of linear, cosine, constant"),
-    ("trainer.optimizer=sgd", "choose one of adamw, adam"),
-    ("trainer.precision=fp8", "choose one of no, bf16, fp16"),
+    ("trainer.lr=-1", "trainer.lr = -1: it takes a number above 0"),
+    ("trainer.schedule=step", "trainer.schedule = step: it takes linear, cosine or constant"),
+    ("trainer.optimizer=sgd", "it takes adamw or adam"),
+    ("trainer.precision=fp8", "it takes no, bf16 or fp16"),
     ("trainer.precision=fp16 trainer.cpu=true", "needs a GPU"),
     ("trainer=fsdp trainer.precision=fp16", "use bf16"),
-    ("trainer.betas=[0.9,1.5]", "two numbers"),
+    ("trainer.betas=[0.9,1.5]", "trainer.betas[1] = 1.5: it takes a number of at least 0 and below 1"),
     ("trainer.warmup=-1", "at least 0"),
-    ("trainer.save_minutes=0", "trainer.save_minutes = 0: it takes a positive number"),
+    ("trainer.save_minutes=0", "trainer.save_minutes = 0: it takes a number above 0"),
     ("trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
     ("trainer=slow", "unknown trainer 'slow'"),
     ("task.streamed=true", "set trainer.steps"),
     ("task=toyy", "unknown task 'toyy'; did you mean toy?"),
-    ("+trainer.momentum=0.9", "unexpected keyword argument 'momentum'"),
+    ("+trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
 ]
 
 
@@ -587,6 +587,31 @@ def test_two_processes_tell_an_error_once(tmp_path):
                           (["task.poison=5", "trainer=fsdp"], "first not finite: output of inner.0 (Linear)")]:
         out = crt_exp(*args, start=TORCHRUN, cwd=tmp_path)
         assert out.returncode == 1 and out.stderr.count(message) == 1, out.stderr
+
+
+@pytest.mark.parametrize("args, message", [
+    (["trainer.batch=7"], "trainer.batch = 7 does not divide over 2 processes x 1 micro-batches: choose a multiple of 2"),
+    (["trainer.betas=[a,b]"], "trainer.betas[0] = a: it takes a number"),
+    (["task.rows=abc"], "task.rows = abc: it takes a number"),
+    (["task.rows=6"], "trainer.batch = 8 is more than the 6 rows"),
+    (["trainer.epochs=0.001"], "trainer.epochs = 0.001 makes no step at all: an epoch has 12"),
+    (["task.streamed=true"], "set trainer.steps"),
+    (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention=generalized: kernel_epsilon = -1"),
+], ids=str)
+def test_a_mistake_is_told_before_the_processes_start(args, message, typed, tmp_path, monkeypatch):
+    monkeypatch.setattr("crt_exp.train.torchrun", lambda *_: pytest.fail("processes were started"))
+    code, _, err = typed("trainer.processes=2", *args)
+    assert code == 2 and message in err and len(err.splitlines()) == 1, err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_what_the_processes_find_is_told_once_and_with_their_exit_code(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").touch()
+    for args, code, message in [(["hydra.run.dir=used"], 2, "used is not empty"), (["task.poison=5"], 3, "first not finite")]:
+        out = crt_exp("trainer.processes=2", *args, cwd=tmp_path)
+        assert out.returncode == code and message in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
 
 
 @pytest.mark.slow

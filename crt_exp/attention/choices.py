@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from crt_exp.config import CONF, ConfigError, choices, unknown
+from crt_exp.config import CONF, ConfigError, choices, instantiate, unknown
 
 DEFAULT_M = 256
 WITHOUT_FEATURES = ("exact", "identity", "linformer")
@@ -88,8 +88,6 @@ def _options(node: DictConfig) -> dict[str, Any]:
 
 def maker_of(name: str, node: DictConfig, features: Any, sampler: Any, m: int | None, seed: int) -> LayerMaker:
     """The same from composed parts: `node` of the attention group, configurations of features and sampler (or a sampler)."""
-    from hydra.utils import instantiate
-
     options = {k: v for k, v in OmegaConf.to_container(_resolved(node)).items() if k not in ("defaults", "kernel")}
     partial = instantiate(options)
     if name in WITHOUT_FEATURES:

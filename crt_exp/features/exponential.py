@@ -10,7 +10,7 @@ Variances are given relative to the squared kernel, which makes them the same fo
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,9 +231,9 @@ class GERF(FeatureMap):
     Real A > 0 (s = -1) is unbounded: its sample variance needs A < 1/16 to be finite.
     """
 
-    s: int | str = "auto"
+    s: Literal["auto", 1, -1] = "auto"
     A: complex | None = None
-    search: str = "real"
+    search: Literal["real", "complex"] = "real"
 
     def __post_init__(self):
         super().__post_init__()

@@ -184,6 +184,18 @@ def check_length(config, length: int, option: str) -> None:
         raise ConfigError(f"{option} = {length}: this model has positions for {most} tokens")
 
 
+def check_buildable(config, option: str) -> None:
+    """Raises ConfigError where transformers makes no encoder of a configuration, which `option` set; takes no memory."""
+    from transformers import AutoModel
+
+    try:
+        with quiet(), torch.device("meta"):
+            AutoModel.from_config(config)
+    except Exception as error:  # each model and library has its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError(f"{option} makes no model: {reason}") from None
+
+
 def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
     temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL

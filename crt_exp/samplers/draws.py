@@ -1,8 +1,12 @@
 """Seeded float64 numbers, the raw material of every sampler; `generator=None` is torch's default generator."""
 
+import math
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+ALWAYS = 2**28   # bytes below which the free memory is not looked up
 U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4
 
 
@@ -41,8 +45,26 @@ def device_of(generator: torch.Generator | None) -> torch.device:
     return generator.device if generator is not None else torch.device("cpu")
 
 
-def check(m: int, d: int) -> None:
+def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generator | None = None, row: int | None = None) -> None:
+    """Raises ValueError for sizes that are no counts, or too large for the memory; row: numbers drawn for each of m, else d."""
     if not (isinstance(m, int) and m >= 1):
         raise ValueError(f"m = {m}: the number of projections must be a whole number of at least 1 (features.m)")
     if not (isinstance(d, int) and d >= 1):
         raise ValueError(f"d = {d}: the dimension must be a whole number of at least 1")
+    size = 8 * math.prod(batch) * m * (row or d)
+    if size > ALWAYS and size > (free := free_memory(device_of(generator))):
+        raise ValueError(f"m = {m}: projections of dimension {d}{f' for {math.prod(batch)} heads' if batch else ''} take "
+                         f"{size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free; choose fewer (features.m)")
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be had: of the GPU, or of the machine or the container around this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    free = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from crt_exp.data.text import check_vocabulary
 from crt_exp.metrics import glue_metrics
 from crt_exp.models import encoders
 from crt_exp.nonfinite import NotFinite
+from crt_exp.schema import Count, Whole, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 
+@checked("task")
 @dataclass(eq=False)
 class GLUE(Task):
     """One task with one encoder; see `conf/task/glue.yaml` for the options.
@@ -34,12 +36,12 @@ class GLUE(Task):
 
     dataset: str
     data_dir: str | None
-    source: str
+    source: Literal["files", "hub"]
     model: str
     init: str
-    max_length: int
-    examples: int | None
-    examples_seed: int
+    max_length: Count
+    examples: Count | None
+    examples_seed: Whole
     bucketed: bool
     cache_dir: str | None
 

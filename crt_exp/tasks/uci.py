@@ -6,7 +6,7 @@ For each random split the bandwidth sigma is tuned on the validation part; the t
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,9 +17,8 @@ from crt_exp.data.tabular import load
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
 from crt_exp.samplers import bias_record, bias_sentence
+from crt_exp.schema import Count, Positive, Several, checked
 from crt_exp.tasks.base import EXACT, Mechanism
-
-SCALINGS = ("standard", "minmax", "none")
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Split:
     y: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
+@checked("task")
 class UCI:
     """Kernel regression on one table.
 
@@ -37,16 +37,11 @@ class UCI:
     tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number (boston).
     """
 
-    def __init__(self, dataset: str, coding: str, scaling: str, split: Sequence[float], repeats: int, sigmas: Sequence[float],
-                 draws: int = 1, data_dir: str | None = None):
-        if scaling not in SCALINGS:
-            raise ValueError(f"task.scaling = {scaling!r}: choose one of {', '.join(SCALINGS)}")
-        if len(split) != 3 or min(split) <= 0 or abs(sum(split) - 1) > 1e-9:
-            raise ValueError(f"task.split = {list(split)}: it takes three positive fractions that sum to 1")
-        if not sigmas or not all(math.isfinite(s) and s > 0 for s in sigmas):
-            raise ValueError(f"task.sigmas = {list(sigmas)}: every sigma must be a positive number")
-        if min(repeats, draws) < 1:
-            raise ValueError(f"task.repeats = {repeats}, task.draws = {draws}: at least 1 each")
+    def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"], scaling: Literal["standard", "minmax", "none"],
+                 split: tuple[Positive, Positive, Positive], repeats: Count, sigmas: Several[Positive], draws: Count = 1,
+                 data_dir: str | None = None):
+        if abs(sum(split) - 1) > 1e-9:
+            raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
         self.table = load(dataset, data_dir)
         self.features = self.table.encode(coding).astype(np.float32)
         self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, tuple(split), repeats, draws, list(sigmas)
