@@ -67,6 +67,10 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     swapped = [module for _, module in _found(model) if "swapped" in module._modules]
     if not swapped:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped")
+    if any(families.family(module) == "hf" for module in swapped):
+        from crt_exp.attention import swap_cache
+
+        swap_cache.uninstall(model)
     for module in swapped:
         del module.swapped
         if "unswapped_class" in module.__dict__:
@@ -185,6 +189,8 @@ def _use_interface(model: nn.Module, swapped: set[int]) -> None:
     """
     from transformers import PreTrainedConfig
 
+    from crt_exp.attention import swap_cache
+
     families.register()
     memo: dict = {}
     holders = [part for part in model.modules() if any(id(inner) in swapped for inner in part.modules())]
@@ -198,6 +204,7 @@ def _use_interface(model: nn.Module, swapped: set[int]) -> None:
     for config, _ in before:
         config._attn_implementation_internal = families.INTERFACE
     model.__dict__.setdefault("unswapped_configs", []).extend(before)
+    swap_cache.install(model)
 
 
 # ---- noise and statistics saved with a Hugging Face model

@@ -114,8 +114,9 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
         if extras.get(name) is not None:
             raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
     keep, mask = (attention_mask, None) if attention_mask is None or attention_mask.ndim == 2 else (None, attention_mask)
-    out, matrix = attend(state, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling, dropout=dropout,
-                         matrix=matrix)
+    recurrent = getattr(key, "cache_layer", None)  # these are new keys, and what came before is in this layer of the cache
+    given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
+    out, matrix = attend(state, query, key, value, **given) if recurrent is None else recurrent.attend(state, query, **given)
     return out.transpose(1, 2).contiguous(), matrix
 
 
