@@ -105,10 +105,20 @@ class DecodingState:
         keep = None if part.keep is None else part.keep[:, None, :, None]
         if keep is not None:
             y, v = torch.where(keep, y, 0.0), torch.where(keep, v, 0.0)  # padding may hold NaN
-        keys, v = self._bound.phi_k(y), torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
-        log = keys.log_scale if keep is None else torch.where(keep, keys.log_scale, -torch.inf)
-        self.kept = _added(self.kept, keys._replace(log_scale=log), v, part.modulus)
-        part.write(_read(self.kept, self._bound.phi_q(x.to(dtype))), out)
+        keys, queries = self._features(y, x.to(dtype))
+        if keep is not None:
+            keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
+        self.kept = _added(self.kept, keys, v, part.modulus)
+        part.write(_read(self.kept, queries), out)
+
+    def _features(self, y: Tensor, x: Tensor) -> tuple[Features, Features]:
+        """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
+        if self._bound.phi_q is not self._bound.phi_k:
+            return self._bound.phi_k(y), self._bound.phi_q(x)
+        f = self._bound.phi_k(torch.cat([y, x], 2))
+        row = lambda t, i: t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
+        return Features(row(f.value, 0), row(f.log_scale, 0)), Features(row(f.value, 1), row(f.log_scale, 1))
 
     def _several(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None
@@ -149,11 +159,12 @@ class DecodingState:
 def _added(kept: Kept | None, keys: Features, v: Tensor, with_modulus: bool) -> Kept:
     """The state with one more key: features of one row, v (B, H, dv + 1, 1)."""
     top = keys.log_scale if kept is None else torch.maximum(kept.top, keys.log_scale)
-    phi = keys.value * torch.exp(keys.log_scale - finite(top))
+    at = finite(top)
+    phi = keys.value * torch.exp(keys.log_scale - at)
     modulus = phi.abs() if with_modulus else None
     if kept is None:
         return Kept(v * phi, top, modulus)
-    fade = torch.exp(kept.top - finite(top))
+    fade = torch.exp(kept.top - at)
     return Kept((kept.sums * fade).addcmul_(v, phi), top, None if modulus is None else kept.modulus * fade + modulus)
 
 

@@ -185,6 +185,13 @@ class RecurrentLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self.whole else self.length
 
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are kept for later tokens."""
+        tensors = [self.keys, self.values, self.padding, *(t for part in self.window for t in part)]
+        for state in {id(s.kept): s for s in (self.state, self.before) if s is not None and s.kept is not None}.values():
+            tensors += state.kept
+        return sum(t.nbytes for t in tensors if t is not None)
+
     def activate_past_recording(self) -> None:
         if not self.record_past and self.state is not None:
             self.before, self.window = self.state.copy(), []
