@@ -11,6 +11,7 @@ from crt_exp import calibrate_attention, swap_attention, unswap_attention
 transformers = pytest.importorskip("transformers")
 from crt_exp.attention.swap_cache import NewKeys, RecurrentLayer  # noqa: E402
 
+CALL = {"keep": None, "mask": None, "causal": True, "scaling": None, "dropout": 0.0, "matrix": False}
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 SPECIAL = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40,
@@ -344,17 +345,36 @@ def test_attention_matrices_need_all_keys():
         model(ids[:, :1], past_key_values=past, use_cache=True, output_attentions=True)
 
 
-@torch.no_grad()
-def test_modules_that_work_on_cached_keys_keep_them():
+def deepseek():
     """Keys of few dimensions, which the module expands after the cache gave them."""
-    config = transformers.DeepseekV3Config(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=32, vocab_size=40,
-        max_position_embeddings=80, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
-        first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, **SPECIAL)
-    model, ids = swapped(lambda: transformers.DeepseekV3ForCausalLM(config), "favorp"), tokens()
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+        **SIZES, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
+        first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2))
+
+
+def diffllama():
+    """Two attentions with the same keys and parts of the values."""
+    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZES))
+
+
+@pytest.mark.parametrize("make", [deepseek, diffllama])
+@torch.no_grad()
+def test_modules_that_work_on_cached_keys_keep_them(make):
+    model, ids = swapped(make, "favorp"), tokens()
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     out, without = (model.generate(ids, use_cache=use, **options) for use in (True, False))
     assert recurrent(out.past_key_values) == 0 and torch.equal(out.sequences, without.sequences)
+
+
+@torch.no_grad()
+def test_keys_that_serve_two_attentions_are_kept():
+    swap = swapped(llama).model.layers[0].self_attn.swapped
+    layer, q, k, v = RecurrentLayer(), *torch.randn(3, 2, 4, 5, 4)
+    keys, values = layer.update(k[:, :2], v[:, :2])
+    first, _ = layer.attend(swap, q, keys, values, **CALL)
+    assert layer.state is not None
+    second, _ = layer.attend(swap, q, keys, values, **CALL)
+    assert layer.whole and torch.equal(first, second) and torch.equal(layer.keys, k[:, :2])
 
 
 # ---- what a state cannot give is refused
@@ -392,12 +412,16 @@ def test_a_cache_outlives_no_change_of_the_layer():
 
 @torch.no_grad()
 def test_new_keys_are_of_no_other_use():
-    layer_cache = swapped(llama)(tokens(), use_cache=True).past_key_values
+    model = swapped(llama)
+    layer_cache = model(tokens(), use_cache=True).past_key_values
     keys, values = layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
     assert isinstance(keys, NewKeys) and keys.shape == (2, 2, 1, 4) and keys.device.type == "cpu"
     for wrong in (lambda: keys + 1, lambda: torch.cat([values, values]), lambda: values.transpose(0, 1)):
         with pytest.raises(ValueError, match="past is a recurrent state: give past_key_values=DynamicCache"):
             wrong()
+    layer, swap = layer_cache.layers[0], model.model.layers[0].self_attn.swapped
+    with pytest.raises(ValueError, match="self_attn: the same keys are used twice, or with other values"):
+        layer.attend(swap, torch.ones(2, 4, 1, 4), keys, keys, **CALL)
     with pytest.raises(ValueError, match="no swapped attention took them"):
         layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
 

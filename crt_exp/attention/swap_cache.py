@@ -57,6 +57,7 @@ class RecurrentLayer(DynamicLayer):
     def _clear(self) -> None:
         self.length, self.whole = 0, False
         self.given = None      # new keys and values that no attention function has taken yet
+        self.handed = None     # references to what `update` gave for them
         self.state = None      # of all tokens
         self.before = None     # of those before `window`, while the past is recorded
         self.window = []       # keys, values and mask of each call since
@@ -68,27 +69,31 @@ class RecurrentLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.given is not None:
             self._not_taken()
-        if self.whole:
+        if self.whole or (self.state is None and type(key_states) is not Tensor):
+            self.whole = True
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.given, self.length = (key_states, value_states), self.length + key_states.shape[-2]
         kind = Tensor if self.state is None else NewKeys  # the first keys are all keys, so they may be used in any way
         keys, values = key_states.as_subclass(kind), value_states.as_subclass(kind)
+        self.handed = weakref.ref(keys), weakref.ref(values)
         keys.cache_layer = self
         return keys, values
 
-    def attend(self, swapped: nn.Module, query: Tensor, *, keep: Tensor | None, mask: Tensor | None, causal: bool,
-               scaling: float | None, dropout: float, matrix: bool) -> tuple[Tensor, Tensor | None]:
-        """`swap_call.attend` for queries (B,H,T,d) of the new tokens: keep (B,S) and mask (B,.,T,S) are those of all tokens.
+    def attend(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, mask: Tensor | None,
+               causal: bool, scaling: float | None, dropout: float, matrix: bool) -> tuple[Tensor, Tensor | None]:
+        """`swap_call.attend` for queries (B,H,T,d) and what `update` gave; keep (B,S) and mask (B,.,T,S) are those of all tokens.
 
         Raises ValueError, naming the layer, where the state cannot give what is asked for.
         """
-        (key, value), self.given = self.given, None
-        first, used = self.state is None, self.length
+        used, first = self.length, not isinstance(key, NewKeys)
         if first:
             out = attend(swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling, dropout=dropout,
                          matrix=matrix)
+        if not self._takes(key, value, swapped.path):
+            return out
+        (key, value), self.given = self.given, None
         if mask is not None:
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
         if first:
@@ -100,6 +105,21 @@ class RecurrentLayer(DynamicLayer):
         out = self.state.step(swapped._scaled(q), swapped._scaled(key), value, keep)
         self._note(key, value, keep)
         return out, None
+
+    def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
+        """Whether these are the new keys and values as `update` gave them, and come for the first time."""
+        same = all(a() is b for a, b in zip(self.handed, (key, value)))
+        if same and self.given is not None:
+            return True
+        if isinstance(key, NewKeys):
+            raise ValueError(f"{path}: the same keys are used twice, or with other values than the cache gave, which a recurrent "
+                             f"state cannot give: {WHOLE}")
+        if self.given is not None:
+            self._not_taken()
+        elif not self.whole:  # they serve other attention too, which one state cannot
+            self.state = self.before = None
+            self._keep_whole(key, value)
+        return False
 
     def _begin(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, possible: bool) -> None:
         """After the first call: the state of its keys, or where it cannot stand for them, the keys."""

@@ -116,7 +116,7 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     keep, mask = (attention_mask, None) if attention_mask is None or attention_mask.ndim == 2 else (None, attention_mask)
     recurrent = getattr(key, "cache_layer", None)  # these are new keys, and what came before is in this layer of the cache
     given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
-    out, matrix = attend(state, query, key, value, **given) if recurrent is None else recurrent.attend(state, query, **given)
+    out, matrix = (attend if recurrent is None else recurrent.attend)(state, query, key, value, **given)
     return out.transpose(1, 2).contiguous(), matrix
 
 
