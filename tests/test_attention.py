@@ -237,6 +237,50 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
     assert state.length == 11 and state.sums.numerator.numel() == 2 * 4 * phi.width((6,) * 2 if isinstance(phi, Sum) else 6) * 3
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)])  # float32: in C, where it is
+@pytest.mark.parametrize("phi", FEW + OTHER[:1], ids=repr)
+def test_a_prompt_taken_at_once_leaves_the_same_state(phi, dtype, tolerance):
+    """Whole, and in two parts of which the first is padding for one sequence."""
+    case = Case(phi, masked=True, dtype=dtype)
+    whole = case(causal=True).detach()
+    for cuts in ((0, 9), (0, 4, 8)):
+        state = DecodingState(phi, case.noise, case.params)
+        for a, b in itertools.pairwise(cuts):
+            state.take(case.y[:, :, a:b], case.v[:, :, a:b], case.mask[:, a:b])
+        parts = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v)), case.mask[:, a:b]) for a, b in
+                 ((cuts[-1], 10), (10, 11))]
+        assert_same([torch.cat(parts, 2)], [whole[:, :, cuts[-1]:]], tolerance)
+        assert state.length == 11
+
+
+@pytest.mark.parametrize("policy", ["clamp", "abs"])
+def test_single_tokens_treat_denominators_as_the_whole_sequence_does(policy):
+    case = Case(TrigRF(), scale=2.0, m=3)
+    state = DecodingState(TrigRF(), case.noise, denominator=policy)
+    steps = [state.step(*(t[:, :, i:i + 1] for t in (case.x, case.y, case.v))) for i in range(11)]
+    assert_same([torch.cat(steps, 2)], [case(causal=True, denominator=policy).detach()], 1e-7)
+
+
+def test_a_copy_of_a_state_is_a_point_to_come_back_to():
+    case = Case(OPRF())
+    step = lambda state, t: state.step(*(u[:, :, t:t + 1] for u in (case.x, case.y, case.v)))
+    state = DecodingState(OPRF(), case.noise, case.params)
+    step(state, 0)
+    before = state.copy()
+    expected = step(state, 1)
+    assert torch.equal(step(before, 1), expected) and before.length == state.length == 2
+
+
+def test_decoding_under_autocast_keeps_its_precision():
+    case = Case(OPRF(), dtype=torch.float32)
+    outs = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            state = DecodingState(OPRF(), case.noise, case.params)
+            outs += [torch.cat([state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((0, 6), (6, 7))], 2)]
+    assert torch.equal(*outs)
+
+
 # Numbers.
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -502,6 +546,15 @@ def test_state_refuses_other_parameters():
     case.noise.rows().mul_(2)  # a redraw in place
     with pytest.raises(ValueError, match="start a new state"):
         state.step(*token)
+
+
+@pytest.mark.parametrize("phi", MAPS, ids=repr)
+def test_a_state_takes_no_intermediate_of_the_noise_for_a_change(phi):
+    """Some maps have the noise compute and keep its squared norms at the first token."""
+    case = Case(phi)
+    state = DecodingState(phi, case.noise, case.params)
+    steps = [state.step(*(t[:, :, i:i + 1] for t in (case.x, case.y, case.v))) for i in range(3)]
+    assert_same([torch.cat(steps, 2)], [case(causal=True)[:, :, :3].detach()], 1e-7)
 
 
 def test_state_follows_a_beam():

@@ -17,12 +17,30 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
 
     The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
-    rows, scale, bias = phi.exponent(noise, params)
-    dtype = compute_dtype(x, y, v)
-    cast = lambda t: t.detach().to(x.device, dtype)
-    scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
-    rows, scale, bias = _four(cast(rows)), _four(cast(scale)), _four(cast(bias)).squeeze(-2)
+    rows, scale, bias = _exponent(phi, noise, params, x.device, compute_dtype(x, y, v), factor)
     return _forward(x, y, v, rows, scale, bias, keep, phi.norm_weight * factor**2, causal)[0]
+
+
+@torch.no_grad()
+def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features: exp(-top) sum_j [v_j, 1] phi(y_j) (B,H,dv+1,M), and top (B,H,M).
+
+    The bidirectional engine computes it for its queries; one of zeros asks for no more.
+    """
+    rows, scale, bias = _exponent(phi, noise, params, y.device, compute_dtype(y, v))
+    engine = native.bidirectional if native.applies(y, v, rows) else bidirectional_engine
+    form = Form(rows, scale, bias, phi.norm_weight, keep)
+    _, _, sums, logs, *_ = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
+    top = logs + bias
+    return sums, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
+
+
+def _exponent(phi: PositiveExponential, noise, params, device, dtype, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (.,.,M,d), scale (.,.,1,1) and bias (.,.,M) of the log features of factor x."""
+    rows, scale, bias = phi.exponent(noise, params)
+    cast = lambda t: t.detach().to(device, dtype)
+    scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
+    return _four(cast(rows)), _four(cast(scale)), _four(cast(bias)).squeeze(-2)
 
 
 def _four(t: Tensor) -> Tensor:

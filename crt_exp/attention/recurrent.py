@@ -1,19 +1,42 @@
 """Decoding: causal attention token by token, with a state of M (dv + 1) numbers a head, whatever the length.
 
-The state is a `Partial` whose rows are the features; a token is merged into it and read from it, so that nothing but rounding
-distinguishes the result from that of the whole sequence at once.
+The state holds what the keys so far have left in each feature. One token is added to it and read from it at once; several go
+through the `Partial` of their own chunk, so that nothing but rounding distinguishes the result from that of the whole sequence.
+
+States are never changed in place: a copy, which costs nothing, is a point to come back to.
 """
 
+import copy
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.chunked import PIECES, Call, Part, chunks
-from crt_exp.attention.partials import DenominatorCount, Partial, check_policy
-from crt_exp.features.base import FeatureMap
+from crt_exp.attention.fused import positive_state
+from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finite, merge
+from crt_exp.features.base import FeatureMap, Features
+from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers import Noise
+
+
+class Kept(NamedTuple):
+    """sums = sum_j [v_j, 1] phi_k(y_j) exp(-top), features last: so a token is added, and the sums are read, fastest."""
+
+    sums: Tensor                     # (B, H, dv + 1, M)
+    top: Tensor                      # (B, H, 1, M or 1), -inf where no key was seen
+    modulus: Tensor | None = None    # (B, H, 1, M): sums of absolute values, where a clamp of denominators needs them
+
+    def partial(self) -> Partial:
+        sums = self.sums.mT
+        return Partial(sums[..., :-1], sums[..., -1:], self.top.mT, None if self.modulus is None else self.modulus.mT)
+
+    @classmethod
+    def of(cls, p: Partial) -> "Kept":
+        sums = torch.cat([p.numerator.mT, p.denominator.mT], -2)
+        return cls(sums, p.log_scale.mT, None if p.modulus is None else p.modulus.mT)
 
 
 class DecodingState:
@@ -26,11 +49,18 @@ class DecodingState:
     def __init__(self, phi: FeatureMap, noise, params=(), *, denominator: str = "none", normalize: bool = True,
                  counter: DenominatorCount | None = None, version: Hashable = None):
         check_policy(denominator)
-        self.version, self.length, self.sums = version, 0, None
+        self.version, self.length, self.kept = version, 0, None
         self._noise, self._params = noise, params
         self._bound = phi.bind(noise, params)
+        self._fused = isinstance(phi, PositiveExponential) and normalize
+        counter = None if self._fused else counter  # their denominators are positive
         self._call = Call(phi, noise, params, True, None, denominator, normalize, counter)
-        self._marks = _marks(noise) + _marks(params)
+        self._seen = [(t, _changes(t)) for t in _tensors((noise, params))]
+
+    @property
+    def sums(self) -> Partial | None:
+        """What the keys have left in the features; None before the first."""
+        return None if self.kept is None else self.kept.partial()
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
@@ -45,43 +75,117 @@ class DecodingState:
         self._check(x, version)
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         out = v.new_empty(*x.shape[:3], v.shape[3])
-        self._advance(Part(self._call, self._bound, key_mask), x, y, v, out)
+        with torch.autocast(x.device.type, enabled=False):
+            part = Part(self._call, self._bound, key_mask)
+            (self._one if x.shape[2] == 1 else self._several)(part, x, y, v, out)
         self.length += x.shape[2]
         return out
 
-    def _advance(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
+    @torch.no_grad()
+    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> None:
+        """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,H,T,d) with as many heads as the queries, v (B,H,T,dv).
+
+        Half of the work of `step`, in one pass: for a prompt whose outputs `attention` gives.
+        """
+        check_inputs(y, y, v, self._noise, self._params, True, key_mask)
+        self._check(y, version)
+        with torch.autocast(y.device.type, enabled=False):
+            if self._fused:
+                sums, top = positive_state(y, v, self._call.phi, self._noise, self._params, key_mask)
+                new = Kept(sums, top.unsqueeze(-2)).partial()
+            else:
+                new = Part(self._call, self._bound, key_mask).state(y, v, y.shape[2])
+        self.kept = Kept.of(merge(self.sums, new))
+        self.length += y.shape[2]
+
+    def _one(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
+        """The key of a single token goes into the state, and its query reads it there."""
+        dtype = compute_dtype(y, v)
+        y, v = y.to(dtype), v.to(dtype)
+        keep = None if part.keep is None else part.keep[:, None, :, None]
+        if keep is not None:
+            y, v = torch.where(keep, y, 0.0), torch.where(keep, v, 0.0)  # padding may hold NaN
+        keys, queries = self._features(y, x.to(dtype))
+        if keep is not None:
+            keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
+        self.kept = _added(self.kept, keys, v, part.modulus)
+        part.write(_read(self.kept, queries), out)
+
+    def _features(self, y: Tensor, x: Tensor) -> tuple[Features, Features]:
+        """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
+        if self._bound.phi_q is not self._bound.phi_k:
+            return self._bound.phi_k(y), self._bound.phi_q(x)
+        f = self._bound.phi_k(torch.cat([y, x], 2))
+        row = lambda t, i: t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
+        return Features(row(f.value, 0), row(f.log_scale, 0)), Features(row(f.value, 1), row(f.log_scale, 1))
+
+    def _several(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None
-        if part.keep is not None and self.sums is None:
+        if part.keep is not None and self.kept is None:
             seen = part.keep[:, None].cumsum(-1) > 0
+        state = self.sums
         for chunk in chunks(x.shape[2]):
             for length in PIECES:
-                after = part.pieces(x, y, v, 0, chunk, min(length, x.shape[2]), self.sums, seen, out)
+                after = part.pieces(x, y, v, 0, chunk, min(length, x.shape[2]), state, seen, out)
                 if after is not None:
                     break
-            self.sums = after
+            state = after
+        self.kept = Kept.of(state)
+
+    def copy(self) -> "DecodingState":
+        """The same state, to go on from here in two ways."""
+        return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
         """Keeps these batch entries, in this order: what a beam search needs."""
-        if self.sums is not None:
-            self.sums = Partial(*(None if t is None else t.expand(self._batch, *t.shape[1:])[rows] for t in self.sums))
+        if self.kept is not None:
+            whole = (None if t is None else t.expand(self._batch, *t.shape[1:])[rows] for t in self.kept)
+            self.kept = Kept(*whole)
 
     @property
     def _batch(self) -> int:
-        return self.sums.numerator.shape[0]
+        return self.kept.sums.shape[0]
 
     def _check(self, x: Tensor, version: Hashable) -> None:
-        changed = _marks(self._noise) + _marks(self._params) != self._marks
+        changed = any(_changes(t) != count for t, count in self._seen)
         if changed or (version is not None and version != self.version):
             raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which have "
                              f"changed since (now {version}): start a new state, and keep them fixed while decoding")
-        if self.sums is not None and self._batch != x.shape[0]:
+        if self.kept is not None and self._batch != x.shape[0]:
             raise ValueError(f"the decoding state holds {self._batch} sequences but {x.shape[0]} came")
 
 
-def _marks(of) -> tuple:
-    """Counters of in-place changes of all tensors of a noise or parameters."""
+def _added(kept: Kept | None, keys: Features, v: Tensor, with_modulus: bool) -> Kept:
+    """The state with one more key: features of one row, v (B, H, dv + 1, 1)."""
+    top = keys.log_scale if kept is None else torch.maximum(kept.top, keys.log_scale)
+    at = finite(top)
+    phi = keys.value * torch.exp(keys.log_scale - at)
+    modulus = phi.abs() if with_modulus else None
+    if kept is None:
+        return Kept(v * phi, top, modulus)
+    fade = torch.exp(kept.top - at)
+    return Kept((kept.sums * fade).addcmul_(v, phi), top, None if modulus is None else kept.modulus * fade + modulus)
+
+
+def _read(kept: Kept, queries: Features) -> Partial:
+    log = queries.log_scale + kept.top
+    top = log.amax(-1, keepdim=True)
+    phi = queries.value * torch.exp(log - finite(top))
+    sums = phi @ kept.sums.mT
+    modulus = None if kept.modulus is None else phi.abs() @ kept.modulus.mT
+    return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
+
+
+def _tensors(of) -> list[Tensor]:
+    """All tensors of noises and parameters, as they are now: a noise keeps what it computes later."""
     if isinstance(of, Tensor):
-        return (0 if of.is_inference() else of._version,)
+        return [of]
     if isinstance(of, Noise):
         of = tuple(of.__dict__.values())
-    return tuple(m for part in of for m in _marks(part)) if isinstance(of, tuple) else ()
+    return [t for part in of for t in _tensors(part)] if isinstance(of, tuple) else []
+
+
+def _changes(t: Tensor) -> int:
+    """How often a tensor was changed in place, where it counts that."""
+    return 0 if t.is_inference() else t._version

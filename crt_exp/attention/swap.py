@@ -68,6 +68,10 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     swapped = [module for _, module in _found(model) if "swapped" in module._modules]
     if not swapped:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped")
+    if any(families.family(module) == "hf" for module in swapped):
+        from crt_exp.attention import swap_cache
+
+        swap_cache.uninstall(model)
     for module in swapped:
         del module.swapped
         if "unswapped_class" in module.__dict__:
@@ -226,6 +230,8 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
 
     Two models made from one configuration share it: this one gets copies, so that the other stays what it is.
     """
+    from crt_exp.attention import swap_cache
+
     families.register()
     own_configurations(model)
     read = {id(module.config): module.config for module in swapped if families.family(module) == "hf"}
@@ -241,6 +247,7 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
     for part in model.modules():
         if hasattr(type(part), "set_attn_implementation"):
             part.__dict__["set_attn_implementation"] = families.refuse_implementation
+    swap_cache.install(model)
 
 
 def own_configurations(model: nn.Module) -> None:

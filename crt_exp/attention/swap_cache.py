@@ -1,0 +1,368 @@
+"""Decoding of swapped Hugging Face models in constant time: a layer of transformers' Cache that keeps the recurrent state.
+
+`install` has `generate`, and calls with use_cache=True, make caches with a `RecurrentLayer` for each swapped causal layer. Within
+the forward pass the attention module hands new keys to `update` and what it gets back to the attention function, with nothing
+between: so `update` gives back the new keys alone, with the layer attached to them, and the attention function finds the state
+there. The state thus belongs to the cache, however many there are. Where that path does not hold (a module that works on keys
+after the cache gave them, training, gradients, attention that is not causal), the layer keeps all keys and values, as a
+DynamicLayer does: right, in time linear in the position.
+
+Legend: B batch, H query heads, Hkv key heads, T new tokens, S tokens in all, d, dv.
+"""
+
+import copy
+import inspect
+import weakref
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.generation import GenerationMixin
+
+from crt_exp.attention.checks import repeat_heads
+from crt_exp.attention.module import RandomFeatureAttention
+from crt_exp.attention.swap_call import attend, read_mask
+
+WHOLE = "give past_key_values=DynamicCache(), which keeps all keys"
+
+
+class NewKeys(Tensor):
+    """Keys or values of new tokens alone, whose past is in the state of `cache_layer`: any other use would lose the past."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "size", "dim", "numel", "__repr__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ValueError(f"{name} was called outside of swapped attention on keys or values whose past is a recurrent state: "
+                         f"{WHOLE}")
+
+
+class RecurrentLayer(DynamicLayer):
+    """One layer's cache: M (dv + 1) numbers a head and no keys.
+
+    It decides at its first call, which sees all keys, whether the state can stand for them; else it keeps them (`whole`). `crop`
+    goes back to any token since `activate_past_recording` or the last `crop`, which is what assisted generation does: until then
+    the keys are kept beside the state.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.length, self.whole = 0, False
+        self.given = None      # new keys and values that no attention function has taken yet
+        self.handed = None     # references to what `update` gave for them
+        self.state = None      # of all tokens
+        self.before = None     # of those before `window`, while the past is recorded
+        self.window = []       # keys, values and mask of each call since
+        self.padding = None    # (B, p): which of the first p tokens count; all later ones do
+        self.owner = self.marks = None
+
+    # ---- what a forward pass calls
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.given is not None:
+            self._not_taken()
+        if self.whole or (self.state is None and type(key_states) is not Tensor):
+            self.whole = True
+            return super().update(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.given, self.length = (key_states, value_states), self.length + key_states.shape[-2]
+        kind = Tensor if self.state is None else NewKeys  # the first keys are all keys, so they may be used in any way
+        keys, values = key_states.as_subclass(kind), value_states.as_subclass(kind)
+        self.handed = weakref.ref(keys), weakref.ref(values)
+        keys.cache_layer = self
+        return keys, values
+
+    def attend(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, mask: Tensor | None,
+               causal: bool, scaling: float | None, dropout: float, matrix: bool) -> tuple[Tensor, Tensor | None]:
+        """`swap_call.attend` for queries (B,H,T,d) and what `update` gave; keep (B,S) and mask (B,.,T,S) are those of all tokens.
+
+        Raises ValueError, naming the layer, where the state cannot give what is asked for.
+        """
+        used, first = self.length, not isinstance(key, NewKeys)
+        if first:
+            out = attend(swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling, dropout=dropout,
+                         matrix=matrix)
+        if not self._takes(key, value, swapped.path):
+            return out
+        (key, value), self.given = self.given, None
+        if mask is not None:
+            keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
+        if first:
+            self._begin(swapped, query, key, value, keep, causal and not matrix and used == self.length)
+            return out
+        self._check(swapped, query, causal, matrix, used)
+        keep = self._new_padding(keep, query.shape[2], swapped.path)
+        q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
+        out = self.state.step(swapped._scaled(q), swapped._scaled(key), value, keep)
+        self._note(key, value, keep)
+        return out, None
+
+    def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
+        """Whether these are the new keys and values as `update` gave them, and come for the first time."""
+        same = all(a() is b for a, b in zip(self.handed, (key, value)))
+        if same and self.given is not None:
+            return True
+        if isinstance(key, NewKeys):
+            raise ValueError(f"{path}: the same keys are used twice, or with other values than the cache gave, which a recurrent "
+                             f"state cannot give: {WHOLE}")
+        if self.given is not None:
+            self._not_taken()
+        elif not self.whole:  # they serve other attention too, which one state cannot
+            self.state = self.before = None
+            self._keep_whole(key, value)
+        return False
+
+    def _begin(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, possible: bool) -> None:
+        """After the first call: the state of its keys, or where it cannot stand for them, the keys."""
+        possible = possible and isinstance(swapped, RandomFeatureAttention) and query.shape[2] == key.shape[2]
+        changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not possible or changing or swapped.calibrated is not None:
+            self._keep_whole(key, value)
+            return
+        self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
+        self.before = swapped.decoding()
+        self.state = self.before.copy()
+        self._take(self.state, key, value, keep)
+        self._set_padding(keep)
+        self._note(key, value, keep)
+
+    def _take(self, state, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
+        swapped = self.owner()
+        key, value = repeat_heads(key, swapped.heads), repeat_heads(value, swapped.heads)
+        state.take(swapped._scaled(key), value, keep)
+
+    def _note(self, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
+        if self.record_past:
+            self.window.append((key, value, keep))
+        else:
+            self.before, self.window = None, []
+
+    def _check(self, swapped: nn.Module, query: Tensor, causal: bool, matrix: bool, used: int) -> None:
+        if self.owner() is not swapped:
+            raise ValueError(f"{swapped.path}: the cache was made by another attention layer or before swap_attention was called "
+                             "again: start with a new cache")
+        if any(a is not b or x != y for (a, x), (b, y) in zip(self.marks, _marks(swapped), strict=True)):
+            raise ValueError(f"{swapped.path}: noise or statistics changed since the cache was made, by a redraw, a pass in "
+                             "training, calibrate_attention or loading: start with a new cache")
+        for wrong, what in ((matrix, "output_attentions=True, which needs all keys"),
+                            (swapped.training, "training mode, which needs all keys"),
+                            (torch.is_grad_enabled() and query.requires_grad, "a gradient, which the past has not: call it under "
+                             "torch.no_grad()"),
+                            (query.shape[2] > 1 and not causal, "attention that is not causal, which needs all keys"),
+                            (used != self.length, "a mask that leaves out the last tokens")):
+            if wrong:
+                raise ValueError(f"{swapped.path}: the cache holds a recurrent state and this call asks for {what}; or {WHOLE}")
+
+    # ---- padding: the state has honoured that of the past, so that a mask may not change its mind
+
+    def _new_padding(self, keep: Tensor | None, new: int, path: str) -> Tensor | None:
+        """The mask of the new tokens (B, T), of one for all tokens. Raises ValueError where that differs for the past."""
+        past = self.length - new
+        if keep is not None and keep.shape[1] != self.length:
+            raise ValueError(f"{path}: the attention mask has {keep.shape[1]} tokens, but {past} in the cache and {new} new ones "
+                             "need one each")
+        padded = 0 if self.padding is None else self.padding.shape[1]
+        same = padded == 0 if keep is None else (padded == 0 or torch.equal(keep[:, :padded], self.padding)) and bool(
+            keep[:, padded:past].all())
+        if not same:
+            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than earlier calls did, which the "
+                             f"recurrent state in the cache has taken as they were: give the same mask, or {WHOLE}")
+        if keep is None or bool(keep[:, past:].all()):
+            return None
+        self._set_padding(keep)
+        return keep[:, past:]
+
+    def _set_padding(self, keep: Tensor | None) -> None:
+        """Remembers a mask of all tokens, up to the last one that it leaves out."""
+        left_out = () if keep is None else (~keep).any(0).nonzero()
+        self.padding = keep[:, :int(left_out[-1]) + 1].clone() if len(left_out) else None
+
+    # ---- keeping the keys after all
+
+    def _keep_whole(self, key: Tensor, value: Tensor) -> None:
+        self.whole = True
+        super().update(key, value)
+
+    def _not_taken(self) -> None:
+        """Keys that no swapped attention took: the first ones are all there are, later ones would miss their past."""
+        given, self.given = self.given, None
+        if self.state is not None:
+            raise ValueError("a layer of the cache gave keys whose past is a recurrent state, and no swapped attention took them "
+                             f"(was the model unswapped, or did its forward pass stop?): start with a new cache, or {WHOLE}")
+        self._keep_whole(*given)
+
+    # ---- what generation asks of a layer
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self.whole else self.length
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are kept for later tokens."""
+        tensors = [self.keys, self.values, self.padding, *(t for part in self.window for t in part)]
+        for state in {id(s.kept): s for s in (self.state, self.before) if s is not None and s.kept is not None}.values():
+            tensors += state.kept
+        return sum(t.nbytes for t in tensors if t is not None)
+
+    def activate_past_recording(self) -> None:
+        if not self.record_past and self.state is not None:
+            self.before, self.window = self.state.copy(), []
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove tokens. Raises ValueError for more than are recorded. Later calls start here."""
+        if self.given is not None:
+            self._not_taken()
+        if self.whole or self.state is None:
+            super().crop(tokens_to_remove)
+            return
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative integer")
+        recorded = sum(keys.shape[2] for keys, *_ in self.window)
+        if -tokens_to_remove >= self.length:
+            self.reset()
+        elif -tokens_to_remove > recorded:
+            raise ValueError(f"crop({tokens_to_remove}): this cache keeps a recurrent state and the last {recorded} tokens: call "
+                             f"cache.activate_past_recording() before those that may be removed, or {WHOLE}")
+        else:
+            self._go_back(recorded + tokens_to_remove)
+            self.length += tokens_to_remove
+            self._set_padding(None if self.padding is None else self.padding[:, :self.length])
+
+    def _go_back(self, tokens: int) -> None:
+        """The state after these many tokens of the window, and the next window from there."""
+        if tokens < sum(keys.shape[2] for keys, *_ in self.window):
+            self.state = self.before
+            for keys, values, keep in self.window:
+                here = min(tokens, keys.shape[2])
+                if here:
+                    self._take(self.state, keys[:, :, :here], values[:, :, :here], None if keep is None else keep[:, :here])
+                tokens -= here
+        self.before, self.window = self.state.copy() if self.record_past else None, []
+
+    def reset(self) -> None:
+        super().reset()
+        self._clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.length:
+            self._select(torch.arange(self._batch).repeat_interleave(repeats))
+
+    @property
+    def _batch(self) -> int:
+        return (self.keys if self.whole else self.given[0] if self.given else self.state.kept.sums).shape[0]
+
+    def _select(self, rows: Tensor) -> None:
+        """These sequences of the batch, in this order."""
+        if self.given is not None:
+            self._not_taken()
+        if self.whole:
+            super().batch_select_indices(rows.to(self.keys.device))
+        if self.state is None:
+            return
+        chosen = lambda t: None if t is None else t[rows.to(t.device)]
+        for state in {id(s): s for s in (self.state, self.before) if s is not None}.values():
+            state.select(rows.to(self.device))
+        self.window = [tuple(chosen(t) for t in part) for part in self.window]
+        self._set_padding(chosen(self.padding))
+
+    def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
+        """Another cache of the same tokens, whose layer is still that of the model. Nothing in a state changes in place."""
+        other = copy.copy(self)
+        other.state, other.before = (None if s is None else s.copy() for s in (self.state, self.before))
+        other.window = list(self.window)
+        other.keys, other.values = copy.deepcopy((self.keys, self.values), memo)
+        return other
+
+
+def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
+    """The tensors that a state depends on and how often each was changed in place; reading them would wait for a device."""
+    decides = lambda name: name in ("omega", "draws", "folds") or name.startswith("running_")
+    return [(t, 0 if t.is_inference() else t._version) for name, t in swapped._buffers.items() if t is not None and decides(name)]
+
+
+# ---- how models get such caches
+
+def install(model: nn.Module) -> None:
+    """Has `generate` and use_cache=True of all models within this one make caches with recurrent layers."""
+    uninstall(model)
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        layers = frozenset(_recurrent_layers(part))
+        if layers and "past_key_values" in _arguments(type(part)):
+            hook = partial(_give_cache, layers=layers)
+            part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
+        if layers and isinstance(part, GenerationMixin):
+            part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
+
+
+def uninstall(model: nn.Module) -> None:
+    for part in model.modules():
+        part.__dict__.pop("_prepare_cache_for_generation", None)
+        if "recurrent_cache_hook" in part.__dict__:
+            part.__dict__.pop("recurrent_cache_hook").remove()
+
+
+def _recurrent_layers(model: nn.Module) -> set[int]:
+    """Indices in the cache of the layers that are causal and have random features."""
+    return {part.layer_idx for part in model.modules() if isinstance(part._modules.get("swapped"), RandomFeatureAttention)
+            and isinstance(getattr(part, "layer_idx", None), int) and getattr(part, "is_causal", True)
+            and not getattr(part, "is_cross_attention", False)}
+
+
+@cache
+def _arguments(kind: type) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]) -> tuple[tuple, dict] | None:
+    """A forward pre-hook: a cache where use_cache=True is given without one, which the model itself would make now."""
+    positional = len(args) > _arguments(type(model)).index("past_key_values")
+    if kwargs.get("use_cache") is not True or kwargs.get("past_key_values") is not None or positional:
+        return None
+    if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    config = model.config.get_text_config(decoder=True)
+    made = DynamicCache(config=config)
+    _make_recurrent(made, layers)
+    crosses = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+    if crosses or kwargs.get("encoder_hidden_states") is not None:
+        made = EncoderDecoderCache(made, DynamicCache(config=config))
+    return args, kwargs | {"past_key_values": made}
+
+
+def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, model_kwargs: dict, *args, **kwargs) -> None:
+    """In the place of `GenerationMixin._prepare_cache_for_generation`."""
+    given = model_kwargs.get("past_key_values")
+    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
+    made = model_kwargs.get("past_key_values")
+    if made is None or made is given:
+        return
+    made = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
+    if type(made) is DynamicCache and not made.offloading:
+        _make_recurrent(made, layers)
+        if generation_config.is_assistant:
+            made.activate_past_recording()
+
+
+def _make_recurrent(made: DynamicCache, layers: frozenset[int]) -> None:
+    """Puts recurrent layers in the place of plain ones; not where layers share keys, and so use each other's."""
+    if not any(isinstance(layer, DummyLayer) for layer in made.layers):
+        for i, layer in enumerate(made.layers):
+            if i in layers and type(layer) is DynamicLayer:
+                made.layers[i] = RecurrentLayer()
