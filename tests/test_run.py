@@ -122,6 +122,8 @@ BAD = [
     ("features=geom features.p=1", "0 < p < 1"),
     ("features=pois features.rate=-1", "rate must be positive"),
     ("task.sigmas=[0.0,1.0]", "task.sigmas[0] = 0.0: it takes a number above 0"),
+    ("task.sigmas=[1e300]", "task.sigmas[0] = 1e+300: it takes a number above 0 and below 1e+150"),
+    ("task.split=[0.00001,0.99998,0.00001]", "a part of the 178 rows of wine is empty"),
     ("task.sigmas=[]", "a list of at least one entry, each a number above 0"),
     ("task.split=[0.9,0.2,0.1]", "sum to 1"),
     ("task.repeats=0", "at least 1"),

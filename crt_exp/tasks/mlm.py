@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +23,7 @@ from crt_exp.data import DataError
 from crt_exp.data import text as data
 from crt_exp.data.vocabulary import wordpieces
 from crt_exp.models import encoders
-from crt_exp.schema import Count, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
+from crt_exp.schema import Count, NotNegative, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 HELD_OUT = 0.02  # of the blocks, at the end of the text, where there is no text for validation
@@ -185,23 +186,26 @@ class MLM(Task):
         return BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}, do_lower_case=self.lowercase)
 
     def new_config(self):
-        from transformers import BertConfig
+        from transformers import AutoModel, BertConfig
 
         check_keys("task.sizes.", self.sizes, {key: self.size(key, hint) for key, (hint, _) in parameters(BertConfig).items()})
-        config = BertConfig(**{"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer),
-                               "pad_token_id": self.tokenizer.pad_token_id, **self.sizes})
-        if config.hidden_size % config.num_attention_heads:
-            raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of num_attention_heads = "
-                              f"{config.num_attention_heads}")
-        encoders.check_buildable(config, f"task.sizes = {dict(self.sizes)}")
+        with encoders.buildable(f"task.sizes = {dict(self.sizes)}"):
+            config = BertConfig(**{"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer),
+                                   "pad_token_id": self.tokenizer.pad_token_id, **self.sizes})
+            if config.hidden_size % config.num_attention_heads:
+                raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of num_attention_heads = "
+                                  f"{config.num_attention_heads}")
+            with torch.device("meta"):  # which takes neither memory nor random numbers
+                AutoModel.from_config(config)
         return config
 
     def size(self, key: str, hint: Any) -> Parameter:
-        """What a key of BertConfig takes: its own annotation, and numbers that are counts not below 1."""
+        """What a key of BertConfig takes: its own annotation, but no counts below 1 and no numbers below 0."""
         from transformers import BertConfig
 
         default = getattr(BertConfig(), key, None)
-        return Parameter(Count if type(default) is int and default > 0 else hint, False)
+        bounded = {int: Count if default else Whole, float: NotNegative}
+        return Parameter(bounded.get(type(default), hint), False)
 
     def build(self, make_attention: Attention) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)

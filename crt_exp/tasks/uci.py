@@ -6,7 +6,7 @@ For each random split the bandwidth sigma is tuned on the validation part; the t
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,11 @@ from crt_exp.data.tabular import load
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
 from crt_exp.samplers import bias_record, bias_sentence
-from crt_exp.schema import Count, Positive, Several, checked
+from crt_exp.schema import Count, Positive, Several, above, below, checked
 from crt_exp.tasks.base import EXACT, Mechanism
+
+
+Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class UCI:
     """
 
     def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"], scaling: Literal["standard", "minmax", "none"],
-                 split: tuple[Positive, Positive, Positive], repeats: Count, sigmas: Several[Positive], draws: Count = 1,
+                 split: tuple[Positive, Positive, Positive], repeats: Count, sigmas: Several[Sigma], draws: Count = 1,
                  data_dir: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
@@ -48,6 +51,8 @@ class UCI:
         self.metric = "accuracy" if self.table.classes is not None else "r2"
         if len(self.table) < 20:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
+        if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
+            raise ValueError(f"task.split = {list(split)}: a part of the {len(self.table)} rows of {dataset} is empty")
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a split and draw, then the mean with its 95% interval over splits."""
