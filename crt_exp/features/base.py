@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.kernels import Kernel, check_kernel, log_kernel
-from crt_exp.samplers.noise import Noise, at_least_float32, cached
+from crt_exp.samplers.noise import Noise, at_least_float32, cached, transforming
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
@@ -381,11 +381,16 @@ def log_cosh(t: Tensor) -> Tensor:
     return torch.where(t > 1, t - LOG2 + torch.log1p(torch.exp(-2 * t)), torch.log1p(2 * torch.sinh(near / 2).square()))
 
 
+def holds(condition: Tensor) -> bool:
+    """Whether a condition holds everywhere; under vmap, for all that is mapped over."""
+    return bool((torch.func.debug_unwrap(condition) if transforming() else condition).all())
+
+
 def check_finite(value: Tensor, name: str) -> Tensor:
     """Raises where a fitted parameter is not finite: the statistics held an infinity or a NaN."""
     if torch.compiler.is_compiling():
         torch._assert_async(value.isfinite().all(), f"{name} is not finite")
         return value
-    if not bool(value.isfinite().all()):
+    if not holds(value.isfinite()):
         raise ValueError(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
     return value

@@ -20,6 +20,7 @@ from torch import Tensor
 from crt_exp.features.base import ONE, Bound, FeatureMap, Features, Statistics, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.samplers import Noise, at_least_float32
+from crt_exp.samplers.noise import transforming
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8
@@ -83,7 +84,7 @@ class DiscreteRF(FeatureMap):
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
         positive = _all_positive(shifted)
-        logs = (shifted.clamp(min=_tiny(x)) if positive else shifted.abs().clamp_(min=_tiny(x))).log_()  # (..., L, d)
+        logs = (shifted if positive else shifted.abs()).clamp(min=_tiny(x)).log_()  # (..., L, d)
         return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
@@ -116,13 +117,14 @@ class DiscreteRF(FeatureMap):
 
 def _all_positive(x: Tensor) -> bool:
     """Whether no entry is negative, where that is cheap to know: not on a device, whose answer would have to be waited for."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or bool(x.detach().amin() >= 0))
+    known = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
+    return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
 
 def _parity_sign(negative: Tensor, half_odd: Tensor, out: Tensor | None = None) -> Tensor:
     """prod_l (-1)^omega_l over the negative entries, 1 in `negative` (..., L, d) and else 0: (..., L, m)."""
     odd = torch.matmul(negative, half_odd.mT, out=out).frac_()  # 0 or 1/2
-    return torch.sub(1, odd, alpha=4, out=odd)
+    return torch.rsub(odd, 1, alpha=4) if out is None else torch.sub(1, odd, alpha=4, out=odd)
 
 
 def _tiny(x: Tensor) -> float:
