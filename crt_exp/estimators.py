@@ -17,6 +17,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from crt_exp.config import build
 from crt_exp.features import FeatureMap, Features, GeomRFPlus, PoisRFPlus, Statistics
 from crt_exp.kernels import check_kernel
+from crt_exp.samplers.draws import whole
 
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 
@@ -155,9 +156,7 @@ class _KernelRegression(_RandomFeatureEstimator):
         if self._exact:
             self.x_, self.targets_ = X[:0], None
             return
-        if not isinstance(self.n_projections, (int, np.integer)) or self.n_projections < 1:
-            raise ValueError(f"n_projections = {self.n_projections}: it must be a whole number of at least 1")
-        self._fit_map(X, int(self.n_projections))
+        self._fit_map(X, whole(self.n_projections, "n_projections"))
         self.state_, self.log_scale_ = None, None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:

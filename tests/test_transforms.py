@@ -6,8 +6,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from crt_exp import samplers
-from crt_exp.attention import DenominatorCount, attention, attention_reference, chunked, native
-from crt_exp.features import OPRF, GeomRF, HypRF, PoisRFPlus, Statistics, Sum, TrigRF
+from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention, attention_reference, chunked, native
+from crt_exp.features import OPRF, GeomRF, HypRF, PoisRF, PoisRFPlus, Statistics, Sum, TrigRF
 from maps import independent
 
 MAPS = [OPRF(), HypRF(), TrigRF(), GeomRF(), PoisRFPlus(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))]
@@ -194,3 +194,18 @@ def test_noise_keeps_nothing_of_a_transform():
     f(x)
     assert {"_rows", "sq_norm"} <= vars(noise).keys()
     torch.testing.assert_close(jvp(f, (x,), (x,))[1], tangent)
+
+
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), PoisRF()], ids=repr)
+def test_gradients_of_each_sample(phi):
+    """Of a layer that fits its map to each sequence."""
+    layer, x = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4), torch.randn(5, 6, 8)
+    weight = torch.randn(8, 24) / 3
+
+    def loss(weight, x):
+        q, k, v = (x @ weight).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return layer(q, k, v).square().sum()
+
+    ours = vmap(grad(loss), in_dims=(None, 0))(weight, x[:, None])
+    leaf = weight.clone().requires_grad_()
+    assert_same((ours, torch.stack([torch.autograd.grad(loss(leaf, row[None]), leaf)[0] for row in x])), 1e-5)

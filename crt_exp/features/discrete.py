@@ -301,7 +301,7 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
 
     The cumulative law is tabulated once per rate; upper tails use 1 - u, so that no count is lost to rounding near u = 1.
     """
-    top = float(rate.max())
+    top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())  # under vmap, of all that is mapped over
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
         raise ValueError(f"the Poisson rate {top:.3g} is too large: scale the vectors down or use another map")

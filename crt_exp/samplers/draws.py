@@ -1,5 +1,7 @@
 """Seeded float64 numbers, the raw material of every sampler; `generator=None` is torch's default generator."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,14 @@ def device_of(generator: torch.Generator | None) -> torch.device:
     return generator.device if generator is not None else torch.device("cpu")
 
 
-def check(m: int, d: int) -> None:
-    if not (isinstance(m, int) and m >= 1):
-        raise ValueError(f"m = {m}: the number of projections must be a whole number of at least 1 (features.m)")
-    if not (isinstance(d, int) and d >= 1):
-        raise ValueError(f"d = {d}: the dimension must be a whole number of at least 1")
+def check(m: int, d: int) -> tuple[int, int]:
+    """Projections and dimension as ints, or ValueError."""
+    return (whole(m, "m", what="the number of projections (features.m)"), whole(d, "d", what="the dimension"))
+
+
+def whole(value, name: str, least: int | None = 1, what: str = "it") -> int:
+    """A whole number, NumPy's too, as an int. Raises ValueError for bools, floats and what is less than `least`."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and (least is None or value >= least):
+        return int(value)
+    at_least = "" if least is None else f" of at least {least}"
+    raise ValueError(f"{name} = {value!r}: {what} must be a whole number{at_least}")
