@@ -6,12 +6,13 @@ Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of d
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.chunked import Call, chunked_attention
 from crt_exp.attention.fused import positive_attention
 from crt_exp.attention.partials import DenominatorCount, check_policy
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.samplers.noise import precise
 
 
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
@@ -38,7 +39,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     """
     check_policy(denominator)
     check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads, key_heads = x.shape[1], y.shape[1]
+    heads, key_heads, noise = x.shape[1], y.shape[1], precise(noise, compute_dtype(x, y, v))
     if heads != key_heads and not causal and _shared_by_heads(noise, params):
         x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)  # heads with the same keys and features are one longer set of queries
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])

@@ -9,11 +9,12 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.chunked import PIECES, Call, Part, chunks
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy
-from crt_exp.features.base import FeatureMap
+from crt_exp.features.base import Bound, FeatureMap
 from crt_exp.samplers import Noise
+from crt_exp.samplers.noise import precise
 
 
 class DecodingState:
@@ -28,7 +29,7 @@ class DecodingState:
         check_policy(denominator)
         self.version, self.length, self.sums = version, 0, None
         self._noise, self._params = noise, params
-        self._bound = phi.bind(noise, params)
+        self._bound = {torch.float32: phi.bind(noise, params)}
         self._call = Call(phi, noise, params, True, None, denominator, normalize, counter)
         self._marks = _marks(noise) + _marks(params)
 
@@ -45,9 +46,14 @@ class DecodingState:
         self._check(x, version)
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         out = v.new_empty(*x.shape[:3], v.shape[3])
-        self._advance(Part(self._call, self._bound, key_mask), x, y, v, out)
+        self._advance(Part(self._call, self._bind(compute_dtype(x, y, v)), key_mask), x, y, v, out)
         self.length += x.shape[2]
         return out
+
+    def _bind(self, dtype: torch.dtype) -> Bound:
+        if dtype not in self._bound:
+            self._bound[dtype] = self._call.phi.bind(precise(self._noise, dtype), self._params)
+        return self._bound[dtype]
 
     def _advance(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.kernels import Kernel, check_kernel, log_kernel
-from crt_exp.samplers.noise import Noise, at_least_float32, cached, transforming
+from crt_exp.samplers.noise import Noise, at_least_float32, cached, precise, transforming
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
@@ -203,7 +203,7 @@ class FeatureMap(ABC):
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
         """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient, in few passes."""
-        phi = self.bind(noise, params).phi_q
+        phi = self.bind(precise(noise, torch.float64), params).phi_q
         return lambda x, out: phi(x).write(out)
 
     @abstractmethod
@@ -254,10 +254,10 @@ class Sum(FeatureMap):
         return tuple(p.fit(stats) for p in self.parts)
 
     def phi_q(self, x, noise, params) -> Features:
-        return self.bind(noise, params).phi_q(x)
+        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def phi_k(self, y, noise, params) -> Features:
-        return self.bind(noise, params).phi_k(y)
+        return self.bind(precise(noise, y.dtype), params).phi_k(y)
 
     def bind(self, noise, params) -> Bound:
         bound = [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
@@ -301,10 +301,10 @@ class Product(FeatureMap):
         return tuple(p.fit(stats) for p in self.parts)
 
     def phi_q(self, x, noise, params) -> Features:
-        return self.bind(noise, params).phi_q(x)
+        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def phi_k(self, y, noise, params) -> Features:
-        return self.bind(noise, params).phi_k(y)
+        return self.bind(precise(noise, y.dtype), params).phi_k(y)
 
     def bind(self, noise, params) -> Bound:
         self._check(noise)

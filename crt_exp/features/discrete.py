@@ -20,7 +20,7 @@ from torch import Tensor
 from crt_exp.features.base import ONE, Bound, FeatureMap, Features, Statistics, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.samplers import Noise, at_least_float32
-from crt_exp.samplers.noise import transforming
+from crt_exp.samplers.noise import precise, transforming
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8
@@ -39,7 +39,7 @@ class DiscreteRF(FeatureMap):
     """Base of the discrete maps; signed: value = prod_l sgn(x_l)^omega_l."""
 
     def phi_q(self, x, noise: Noise, params: DiscreteParams) -> Features:
-        return self.bind(noise, params).phi_q(x)
+        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def bind(self, noise: Noise, params: DiscreteParams) -> Bound:
         weight, half_odd = self._weights(noise, params)
@@ -47,7 +47,7 @@ class DiscreteRF(FeatureMap):
         return Bound(phi, phi)
 
     def writer(self, noise: Noise, params: DiscreteParams):
-        weight, half_odd = self._weights(noise, params)
+        weight, half_odd = self._weights(precise(noise, torch.float64), params)
         buffer = torch.empty(0)
 
         @torch.no_grad()
@@ -312,6 +312,8 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()                                # (..., d, m)
     survival = survival.expand(*batch, *survival.shape[-2:])
     tail = torch.special.ndtr(-g)                                                      # 1 - u
+    if transforming():  # torch wants both to be mapped over by vmap, or neither
+        tail = tail + 0 * survival[..., :1]
     # omega is the number of k >= 1 with P(omega >= k) > 1 - u
     below = torch.searchsorted(-survival[..., 1:].contiguous(), -tail)
     return below.to(torch.float64).mT

@@ -73,6 +73,10 @@ class Noise(ABC):
             raise ValueError(f"the input has {x.shape[-1]} dimensions but the noise has d = {self.d}: draw it with "
                              f"d = {x.shape[-1]}, or check the order of the axes (..., L, d)")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sq_norm.dtype
+
     @cached
     def sq_norm(self) -> Tensor:
         """|omega_m|^2, (*batch, 1, m)."""
@@ -98,6 +102,10 @@ class DenseNoise(Noise):
     def rows(self) -> Tensor:
         return self.weight
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
     def _project(self, x: Tensor) -> Tensor:
         return x @ self.weight.to(x.dtype).mT
 
@@ -122,6 +130,10 @@ class HadamardNoise(Noise):
 
     def rows(self) -> Tensor:
         return self._rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lengths.dtype
 
     @cached
     def _rows(self) -> Tensor:
@@ -152,6 +164,14 @@ class HadamardNoise(Noise):
 
     def to(self, *args, **kwargs) -> "HadamardNoise":
         return HadamardNoise(self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d)
+
+
+def precise(noise, dtype: torch.dtype):
+    """The same rows, in float64 where the vectors are: what is computed of rows alone must not be rounded before. Tuples of noises
+    give tuples."""
+    if isinstance(noise, tuple):
+        return tuple(precise(part, dtype) for part in noise)
+    return noise.to(dtype) if noise is not None and dtype == torch.float64 != noise.dtype else noise
 
 
 def fwht(x: Tensor) -> Tensor:
