@@ -167,8 +167,8 @@ class HadamardNoise(Noise):
 
 
 def precise(noise, dtype: torch.dtype):
-    """The same rows, in float64 where the vectors are: what is computed of rows alone must not be rounded before. Tuples of noises
-    give tuples."""
+    """The same rows, in float64 where the vectors are: what is computed of rows alone must not be rounded before. A tuple of
+    noises gives a tuple."""
     if isinstance(noise, tuple):
         return tuple(precise(part, dtype) for part in noise)
     return noise.to(dtype) if noise is not None and dtype == torch.float64 != noise.dtype else noise
