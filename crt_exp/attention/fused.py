@@ -6,9 +6,11 @@ from torch import Tensor
 from crt_exp.attention import causal as causal_engine
 from crt_exp.attention import flash, native
 from crt_exp.attention import positive as bidirectional_engine
-from crt_exp.attention.checks import check_result, compute_dtype
+from crt_exp.attention.checks import check_result, compute_dtype, transformed
+from crt_exp.attention.chunked import Call, Part, plain_attention, plain_gradients
 from crt_exp.attention.tiles import Form
-from crt_exp.features.exponential import PositiveExponential
+from crt_exp.features.base import ONE, Bound, Features
+from crt_exp.features.exponential import PositiveExponential, sq_norm
 
 
 def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
@@ -18,7 +20,21 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
     rows, scale, bias = _exponent(phi, noise, params, x.device, compute_dtype(x, y, v), factor)
-    return _forward(x, y, v, rows, scale, bias, keep, phi.norm_weight * factor**2, causal)[0]
+    form = rows, scale, bias, keep, phi.norm_weight * factor**2
+    if transformed(x, y, v):
+        return plain_attention(x, y, v, _part(*form, causal))
+    return _forward(x, y, v, *form, causal)[0]
+
+
+def _part(rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None, norm_weight: float, causal: bool) -> Part:
+    """The map for the engine of all maps, which knows every transform."""
+    weight, bias = (rows * scale).mT, bias.unsqueeze(-2)
+
+    def phi(t: Tensor) -> Features:
+        t = t.to(weight.dtype)
+        return Features(ONE, t @ weight + bias - norm_weight * sq_norm(t))
+
+    return Part(Call(None, None, None, causal, keep), Bound(phi, phi), keep)
 
 
 @torch.no_grad()
@@ -95,6 +111,9 @@ def _keep_for_backward(ctx, inputs, output):
 
 def _gradients(ctx, grad, *_):
     x, y, v, rows, scale, bias, keep, *output = ctx.saved_tensors
+    if torch.is_grad_enabled() or transformed(grad):
+        part = _part(rows, scale, bias, keep, ctx.norm_weight, ctx.causal)
+        return *plain_gradients(x, y, v, grad, part), *(None,) * 6
     grads = _backward(grad, x, y, v, rows, scale, bias, keep, ctx.norm_weight, ctx.causal, *output)
     return *grads, *(None,) * 6
 

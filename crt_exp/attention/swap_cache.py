@@ -307,7 +307,7 @@ def install(model: nn.Module) -> None:
         if layers and "past_key_values" in _arguments(type(part)):
             hook = partial(_give_cache, layers=layers)
             part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
-        if layers and isinstance(part, GenerationMixin):
+        if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:  # others read the keys (Whisper's)
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform
+from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform, whole
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 from crt_exp.samplers.points import iid
 from crt_exp.schema import Count, Whole
@@ -25,7 +25,7 @@ def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: 
 
     `lengths`: "chi" draws row lengths from chi(d), so rows are exactly Gaussian; "sqrt_d" fixes them (SMREG noise).
     """
-    check(m, d, batch, generator)
+    m, d = check(m, d, batch, generator)
     directions = haar((*batch, -(-m // d), d, d), generator)
     return _rows_of(directions, m, lengths, generator, dtype, gaussian=lengths == "chi")
 
@@ -37,7 +37,7 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
     Less variance than orthogonal rows for positive features; more for antithetic ones (HypRF), whose rows also meet at the
     opposite cosine, and mostly for trigonometric ones. At d = 1: iid.
     """
-    check(m, d, batch, generator)
+    m, d = check(m, d, batch, generator)
     if d == 1:
         return iid(m, d, generator, batch, dtype)
     rotation = haar((*batch, -(-m // d), d, d), generator)
@@ -54,9 +54,8 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
     of a stack are. Stacks of n rows are independent. `lengths`: "chi" draws chi(n), as Gaussian rows have in n dimensions;
     "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG noise).
     """
-    if not (isinstance(blocks, int) and blocks >= 1):
-        raise ValueError(f"blocks = {blocks}: a Hadamard sampler needs at least one product of Hadamard matrix and signs")
-    check(m, d, batch, generator, row=blocks + 1)
+    blocks = whole(blocks, "blocks", what="the number of products of Hadamard matrix and signs")
+    m, d = check(m, d, batch, generator, row=blocks + 1)
     n = 2 ** (d - 1).bit_length()
     flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5
     scale = row_lengths((*batch, m), n, "sqrt_d" if lengths == "fixed" else lengths, generator)
@@ -73,8 +72,8 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     dense: the walk visits two coordinates at a time, in thousands of steps, and was 30 times slower or more at every d
     measured (python -m crt_exp.report.bench_samplers).
     """
-    check(m, d, batch, generator)
-    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else rotations
+    m, d = check(m, d, batch, generator)
+    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole(rotations, "rotations", 0)
     start = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
     directions = kac_walk(start.flatten(0, -3), steps, generator).view_as(start)
     return _rows_of(directions, m, "chi", generator, dtype, gaussian=False)

@@ -1,6 +1,7 @@
 """Seeded float64 numbers, the raw material of every sampler; `generator=None` is torch's default generator."""
 
 import math
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -45,16 +46,26 @@ def device_of(generator: torch.Generator | None) -> torch.device:
     return generator.device if generator is not None else torch.device("cpu")
 
 
-def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generator | None = None, row: int | None = None) -> None:
-    """Raises ValueError for sizes that are no counts, or too large for the memory; row: numbers drawn for each of m, else d."""
-    if not (isinstance(m, int) and m >= 1):
-        raise ValueError(f"m = {m}: the number of projections must be a whole number of at least 1 (features.m)")
-    if not (isinstance(d, int) and d >= 1):
-        raise ValueError(f"d = {d}: the dimension must be a whole number of at least 1")
+def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generator | None = None,
+          row: int | None = None) -> tuple[int, int]:
+    """Projections and dimension as ints. Raises ValueError for sizes that are no counts, or too large for the memory.
+
+    row: numbers drawn for each of m, else d.
+    """
+    m, d = whole(m, "m", what="the number of projections (features.m)"), whole(d, "d", what="the dimension")
     size = 8 * math.prod(batch) * m * (row or d)
     if size > ALWAYS and size > (free := free_memory(device_of(generator))):
         raise ValueError(f"m = {m}: projections of dimension {d}{f' for {math.prod(batch)} heads' if batch else ''} take "
                          f"{size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free; choose fewer (features.m)")
+    return m, d
+
+
+def whole(value, name: str, least: int | None = 1, what: str = "it") -> int:
+    """A whole number, NumPy's too, as an int. Raises ValueError for bools, floats and what is less than `least`."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and (least is None or value >= least):
+        return int(value)
+    at_least = "" if least is None else f" of at least {least}"
+    raise ValueError(f"{name} = {value!r}: {what} must be a whole number{at_least}")
 
 
 def free_memory(device: torch.device) -> float:
