@@ -166,7 +166,6 @@ def attention(cfg):
 def train(cfg, task) -> tuple[list[dict], Path]:
     """The records of a task that trains; none on processes but the first. Raises Stopped after a signal or a divergence."""
     from crt_exp.nonfinite import Diverged
-    from crt_exp.run import Run
     from crt_exp.trainer import Trainer
     from crt_exp.trainer_config import start_world
 
@@ -174,7 +173,7 @@ def train(cfg, task) -> tuple[list[dict], Path]:
     world = start_world(config)
     raise_interrupts()
     try:
-        with Run(cfg, output_directory(), world.main) as current:
+        with open_run(cfg, world) as current:
             if not world.broadcast(finished(current.records)):
                 Trainer(config, task, attention(cfg), current, world, cfg.seed).fit()
     except (Preempted, Diverged) as error:
@@ -193,6 +192,27 @@ def train(cfg, task) -> tuple[list[dict], Path]:
         if world.size == 1 or sys.exc_info()[0] is None:
             world.close()
     return current.records, current.directory
+
+
+def open_run(cfg, world):
+    """The run directory, on every process; where the first cannot have it, all end with the exit code of that error."""
+    from crt_exp.run import Run
+
+    current, problem = None, None
+    try:
+        current = Run(cfg, output_directory(), world.main)
+    except (ValueError, OSError) as error:
+        if world.size == 1:
+            raise
+        problem = str(error)
+    problem = world.broadcast(problem)
+    if problem:
+        refused = Stopped(f"error: {problem}", ERROR_CODE)
+        tell(refused)
+        remove_empty(output_directory())
+        world.barrier()
+        raise refused
+    return current
 
 
 def run_processes(cfg) -> float:

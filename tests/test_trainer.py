@@ -20,6 +20,7 @@ from torch import nn
 
 from crt_exp import checkpoint
 from crt_exp.config import ConfigError
+from crt_exp.lock import Lock
 from crt_exp.nonfinite import NotFinite
 from crt_exp.optim import make_optimizer, schedule, set_rate
 from crt_exp.processes import StopSignals, override
@@ -612,6 +613,16 @@ def test_what_the_processes_find_is_told_once_and_with_their_exit_code(tmp_path)
     for args, code, message in [(["hydra.run.dir=used"], 2, "used is not empty"), (["task.poison=5"], 3, "first not finite")]:
         out = crt_exp("trainer.processes=2", *args, cwd=tmp_path)
         assert out.returncode == code and message in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_are_refused_together(tmp_path):
+    """Where the first cannot have the directory, and with the exit code of that error."""
+    lock = Lock(tmp_path / "run")
+    out = crt_exp("trainer.processes=2", "resume=auto", f"hydra.run.dir={tmp_path / 'run'}")
+    lock.release()
+    assert out.returncode == 2 and out.stderr.count(f"in use by process {os.getpid()}") == 1, out.stderr
+    assert "terminate called" not in out.stderr
 
 
 @pytest.mark.slow
