@@ -6,6 +6,7 @@ from torch import Tensor
 from crt_exp.attention import causal as causal_engine
 from crt_exp.attention import flash, native
 from crt_exp.attention import positive as bidirectional_engine
+from crt_exp.attention.at_once import attend_at_once
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.attention.chunked import Call, Part, plain_attention, plain_gradients
 from crt_exp.attention.tiles import Form
@@ -25,6 +26,8 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
     rows, scale, bias = _four(cast(rows)), _four(cast(scale)), _four(cast(bias)).squeeze(-2)
     form = rows, scale, bias, keep, phi.norm_weight * factor**2
+    if torch.compiler.is_exporting():  # torch's own operators alone: the program runs without this package
+        return attend_at_once(x, y, v, _part(*form, causal))
     if transformed(x, y, v):
         return plain_attention(x, y, v, _part(*form, causal))
     return _forward(x, y, v, *form, causal)[0]
