@@ -650,6 +650,10 @@ BAD = {
     "d = 4 and dv = 0": lambda: call(v=(2, 4, 6, 0)),
     r"x has shape \(4, 6, 4\)": lambda: call(x=(4, 6, 4)),
     "x holds torch.int64": lambda: call(x=torch.zeros(2, 4, 6, 4, dtype=torch.long), y=(2, 4, 6, 4)),
+    "x is on meta, y on cpu and v on cpu: all three must be on one device": lambda: call(
+        x=torch.zeros(2, 4, 6, 4, device="meta"), y=(2, 4, 6, 4)),
+    "x is on cpu, y on cpu and v on meta": lambda: call(v=torch.zeros(2, 4, 6, 4, device="meta")),
+    "x is on cpu and y on meta": lambda: Statistics.of(torch.zeros(3, 2), torch.zeros(3, 2, device="meta")),
     "batch sizes 2, 3 and 3": lambda: call(y=(3, 4, 6, 4)),
     "x has d = 4 and y has d = 5": lambda: call(y=(2, 4, 6, 5)),
     "v has .4, 7.": lambda: call(v=(2, 4, 7, 4)),

@@ -20,6 +20,8 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool, k
             raise ValueError(f"{name} has shape {tuple(t.shape)}: attention needs (batch, heads, length, dimension)")
         if not t.is_floating_point():
             raise ValueError(f"{name} holds {t.dtype}: attention needs floating-point vectors")
+    if not x.device == y.device == v.device:
+        raise ValueError(f"x is on {x.device}, y on {y.device} and v on {v.device}: all three must be on one device")
     _check_sizes(x, y, v)
     if causal and x.shape[2] > y.shape[2]:
         raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last ones of "

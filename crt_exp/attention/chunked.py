@@ -52,6 +52,9 @@ class Call:
 
 def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
     """Attention of checked arguments, with as many key heads as query heads."""
+    if torch.jit.is_tracing():
+        raise ValueError(f"torch.jit.trace cannot record attention with {type(call.phi).__name__}: it would keep the masks and "
+                         "statistics of this call. Use torch.export.export with dynamic_shapes, or a positive map such as OPRF")
     if torch.compiler.is_compiling() or transformed(x, y, v):
         return plain_attention(x, y, v, call.whole())
     return _Chunked.apply(x, y, v, call)

@@ -6,6 +6,7 @@ from torch import Tensor
 from crt_exp.attention import causal as causal_engine
 from crt_exp.attention import flash, native
 from crt_exp.attention import positive as bidirectional_engine
+from crt_exp.attention.at_once import attend_at_once
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.attention.chunked import Call, Part, plain_attention, plain_gradients
 from crt_exp.attention.tiles import Form
@@ -21,6 +22,8 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     """
     rows, scale, bias = _exponent(phi, noise, params, x.device, compute_dtype(x, y, v), factor)
     form = rows, scale, bias, keep, phi.norm_weight * factor**2
+    if torch.compiler.is_exporting():  # torch's own operators alone: the program runs without this package
+        return attend_at_once(x, y, v, _part(*form, causal))
     if transformed(x, y, v):
         return plain_attention(x, y, v, _part(*form, causal))
     return _forward(x, y, v, *form, causal)[0]

@@ -6,6 +6,7 @@ Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of d
 import torch
 from torch import Tensor
 
+from crt_exp.attention.at_once import attend_at_once
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.chunked import Call, chunked_attention
 from crt_exp.attention.fused import positive_attention
@@ -25,7 +26,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from `phi.fit` of the scaled vectors,
     with leading dimensions that broadcast to (B, H). Differentiable in x, y and v; noise and parameters are constants.
     Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the backward pass too. Forward-mode and second
-    derivatives, and the transforms of torch.func (grad, vmap, jvp, ...), go through plain operations: O(L M) memory.
+    derivatives, the transforms of torch.func (grad, vmap, jvp, ...) and torch.export go through plain operations: O(L M) memory.
 
     `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query that sees
     no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
@@ -48,7 +49,9 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     else:
         x, y = (x, y) if scale == 1 else (x * scale, y * scale)
         count = counter or DenominatorCount()
-        out = chunked_attention(x, y, v, Call(phi, noise, params, causal, key_mask, denominator, normalize, count))
+        call = Call(phi, noise, params, causal, key_mask, denominator, normalize, count)
+        exporting = torch.compiler.is_exporting()
+        out = attend_at_once(x, y, v, call.whole()) if exporting else chunked_attention(x, y, v, call)
         if counter is None and normalize and not torch.compiler.is_compiling():
             count.warn()
     return out if x.shape[1] == heads else out.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)

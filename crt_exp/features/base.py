@@ -169,6 +169,8 @@ class Statistics:
         """x (..., L, d), y (..., S, d), both times `scale`; masks (..., L) and (..., S), True = keep."""
         if x.shape[-1] != y.shape[-1]:
             raise ValueError(f"x has {x.shape[-1]} dimensions and y has {y.shape[-1]}: they must agree")
+        if x.device != y.device:
+            raise ValueError(f"x is on {x.device} and y on {y.device}: queries and keys must be on one device")
         return cls(Moments.of(x, x_mask, scale), Moments.of(y, y_mask, scale))
 
     @property

@@ -13,6 +13,11 @@ MATRIX_FREE_FROM = 768
 RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
 
 
+def lasting() -> bool:
+    """Whether a tensor that is made now may be kept for later: not one of a transform of torch.func, or of torch.export."""
+    return not (transforming() or torch.compiler.is_exporting())
+
+
 def transforming() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work: its tensors stand for others and end with it."""
     return torch._C._are_functorch_transforms_active()
@@ -20,7 +25,7 @@ def transforming() -> bool:
 
 class cached:  # noqa: N801 (used as a decorator)
     """A property that is computed when first asked for and kept: functools.cached_property without its lock, which
-    torch.compile cannot enter. Under a transform of torch.func it is not kept."""
+    torch.compile cannot enter. Kept where it lasts."""
 
     def __init__(self, function):
         self.function, self.__doc__ = function, function.__doc__
@@ -32,7 +37,7 @@ class cached:  # noqa: N801 (used as a decorator)
         if instance is None:
             return self
         value = self.function(instance)
-        if not transforming():
+        if lasting():
             instance.__dict__[self.name] = value
         return value
 
@@ -183,7 +188,7 @@ def fwht(x: Tensor) -> Tensor:
     if n & (n - 1):
         raise ValueError(f"the transform needs a power of two, not {n} entries")
     for r in _radices(n):
-        matrix = (_hadamard_matrix.__wrapped__ if transforming() else _hadamard_matrix)(r, x.dtype, x.device)
+        matrix = (_hadamard_matrix if lasting() else _hadamard_matrix.__wrapped__)(r, x.dtype, x.device)
         x = x.unflatten(-1, (-1, r, h) if h > 1 else (-1, r))
         x = (matrix @ x).flatten(-3) if h > 1 else (x @ matrix).flatten(-2)
         h *= r

@@ -1,0 +1,130 @@
+"""Attention by torch.export and torch.jit.trace: equal to eager at every length."""
+
+import io
+
+import pytest
+import torch
+
+from crt_exp import samplers
+from crt_exp.attention import Generalized, RandomFeatureAttention, at_once, attention, attention_reference, chunked
+from crt_exp.features import OPRF, GeomRF, HypRF, PosRF, Statistics, Sum, TrigRF
+from crt_exp.samplers.noise import precise
+from maps import independent
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),
+              pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+both_ways = pytest.mark.parametrize("causal", [False, True])
+LENGTHS = (300, 2, 7, 127, 128, 129, 600)
+
+
+def qkv(length, heads=2):
+    g = torch.Generator().manual_seed(length)
+    return tuple(torch.randn(2, heads, length, 4, generator=g) / 3 for _ in range(3))
+
+
+def mask(length):
+    return torch.rand(2, length, generator=torch.Generator().manual_seed(length)) > 0.3
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, phi, causal):
+        super().__init__()
+        self.phi, self.causal, self.params = phi, causal, phi.fit(None)
+        self.noise = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), batch=(2,))
+
+    def forward(self, x, y, v, key_mask):
+        return attention(x, y, v, self.phi, self.noise, self.params, causal=self.causal, key_mask=key_mask)
+
+
+def exported(module, *inputs, strict=False):
+    """The program with its length left open, saved and read again."""
+    length = torch.export.Dim("length", min=2, max=8192)
+    shapes = tuple({t.ndim - 2 if t.ndim == 4 else 1: length} for t in inputs)
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=strict)
+    operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert not any("crt_exp" in name for name in operators)  # it runs where this package is not
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+@both_ways
+@pytest.mark.parametrize("phi", [OPRF(A=-0.1), TrigRF()], ids=repr)
+def test_attention_exports_with_any_length(phi, causal):
+    module = Attend(phi, causal)
+    program = exported(module, *qkv(300), mask(300))
+    assert "sq_norm" not in vars(module.noise)  # nothing of the export stays
+    for length in LENGTHS:
+        expected = module(*qkv(length), mask(length))
+        torch.testing.assert_close(program(*qkv(length), mask(length)), expected, rtol=1e-3, atol=1e-5)
+
+
+@both_ways
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layer_exports_with_any_length(phi, causal, strict):
+    layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4, causal=causal)
+    if layer.running:
+        layer(*qkv(40)), layer(*qkv(50))
+    layer.eval()
+    program = exported(layer, *qkv(300), strict=strict)
+    for length in LENGTHS:
+        torch.testing.assert_close(program(*qkv(length)), layer(*qkv(length)), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [5, 11])
+@both_ways
+@pytest.mark.parametrize("phi", [OPRF(), HypRF(), TrigRF(), GeomRF(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7)), Generalized()],
+                         ids=repr)
+def test_at_once_equals_reference(phi, causal, queries, monkeypatch):
+    """The computation that is exported, in float64, with ragged chunks, padding and fewer queries than keys."""
+    monkeypatch.setattr(at_once, "CHUNK", 4)
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(2, 2, 11, 3, generator=g, dtype=torch.float64) / 2 for _ in range(3))
+    noise = precise(independent(phi, lambda: samplers.orthogonal(6, 3, g, batch=(2,))), torch.float64)
+    params, keep = phi.fit(Statistics.of(x, y)), torch.rand(2, 11, generator=g) > 0.3
+    keep[0, :6] = False
+    y = y.masked_fill(~keep[:, None, :, None], torch.nan)
+    x = x[:, :, 11 - queries:]
+    for policy in ("none", "clamp"):
+        part = chunked.Call(phi, noise, params, causal, keep, policy).whole()
+        torch.testing.assert_close(at_once.attend_at_once(x, y, v, part), attention_reference(
+            x, y, v, phi, noise, params, causal=causal, key_mask=keep, denominator=policy), rtol=1e-9, atol=1e-12)
+
+
+def test_growing_keys():
+    """Chunks whose largest key features differ by e^300: the past is exact whatever comes later."""
+    module = Attend(PosRF(), True)
+    x, y, v = qkv(600)
+    y = y + torch.linspace(0, 1, 600).square()[:, None] * 8
+    program = exported(module, *qkv(300), mask(300))
+    keep = torch.ones(2, 600, dtype=torch.bool)
+    torch.testing.assert_close(program(x, y, v, keep), module(x, y, v, keep), rtol=1e-2, atol=1e-4)
+
+
+def test_underflow_within_a_chunk_stops_the_program():
+    module = Attend(OPRF(A=-0.05), True)
+    x, y, v = qkv(200)
+    y[:, :, :60] += 20.0
+    program, keep = exported(module, *qkv(300), mask(300)), torch.ones(2, 200, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="outweighs"):
+        program(x, y, v, keep)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@both_ways
+def test_positive_maps_can_be_traced(causal):
+    """torch.jit.trace calls the operators, whatever the length."""
+    module = Attend(OPRF(A=-0.1), causal).eval()
+    traced = torch.jit.trace(module, (*qkv(300), mask(300)), check_trace=False)
+    for length in LENGTHS:
+        torch.testing.assert_close(traced(*qkv(length), mask(length)), module(*qkv(length), mask(length)))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@both_ways
+@pytest.mark.parametrize("phi", [TrigRF(), GeomRF(p=0.6)], ids=repr)
+def test_other_maps_cannot_be_traced(phi, causal):
+    with pytest.raises(ValueError, match="Use torch.export.export"):
+        torch.jit.trace(Attend(phi, causal).eval(), (*qkv(30), mask(30)), check_trace=False)
