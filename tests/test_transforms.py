@@ -209,3 +209,13 @@ def test_gradients_of_each_sample(phi):
     ours = vmap(grad(loss), in_dims=(None, 0))(weight, x[:, None])
     leaf = weight.clone().requires_grad_()
     assert_same((ours, torch.stack([torch.autograd.grad(loss(leaf, row[None]), leaf)[0] for row in x])), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*no statistics yet.*:UserWarning")
+@pytest.mark.parametrize("options", [{"causal": True}, {"redraw_every": 2}], ids=str)
+def test_a_layer_that_would_change_under_a_transform_says_so(options):
+    layer = RandomFeatureAttention(OPRF(), samplers.orthogonal, 8, 2, 4, **options).double()
+    q = torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"eval\(\)"):
+        torch.func.grad(lambda q: layer(q, q, q).sum())(q)
+    assert torch.func.grad(lambda q: layer.eval()(q, q, q).sum())(q).isfinite().all()

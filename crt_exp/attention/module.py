@@ -23,6 +23,7 @@ from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.recurrent import DecodingState
 from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
+from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Count, Whole
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
@@ -183,6 +184,9 @@ class RandomFeatureAttention(nn.Module):
 
     def _advance(self) -> None:
         """The moment of change: folds in what the last pass noted, and draws anew where it is time."""
+        if transforming() and (self.running or self.redraw_every):
+            raise ValueError("this layer changes its statistics or noise in training mode, which torch.func's transforms cannot "
+                             "follow: call eval() before")
         if self.running:
             self._fold((1 - self.decay) * self.pending_weight)
         if not self.redraw_every or self.omega is None:
