@@ -9,7 +9,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in on
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard sweep-example bench-estimators speed
+.PHONY: help setup demo test test-all lint table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -63,6 +63,9 @@ performers-fig14: $(STAMP)  ## Performers Figure 14: how the error of attention 
 
 hadamard: $(STAMP)  ## structured projections: MSE, bias and time of iid, orthogonal, Hadamard k = 1, 2, 3, Givens
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+families: $(STAMP)  ## every model type of transformers, timm, torch and torchaudio, swapped: exact, refused or wrong
+	@$(PY) -m crt_exp.report $@
 
 sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on wine, the table of the runs and the best
 	@$(PY) -m crt_exp -m task=uci features=trig,gerf,oprf features.m=8,64 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \

@@ -186,6 +186,21 @@ def test_predicted_best_is_near_the_measured_best():
         assert heads["best_unbiased"][0] != "smreg"
 
 
+def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_told():
+    weak = Approximation(**SMALL | {"ms": [2, 2048], "samples": 1, "depth": 0}, length=64)
+    records = list(weak.records(mechanism(), 0))
+    few, many, last = (r for r in records if r["split"] in ("layer", "test"))
+    layer = weak.source.layers(0, 0)[0]
+    mean = layer.v.mean(2, keepdim=True).expand_as(layer.v)
+    expected = ((mean - layer.output).square().sum((-2, -1)) / layer.output.square().sum((-2, -1))).sqrt().mean()
+    assert few["uniform_error"] == many["uniform_error"] == last["uniform_error"]
+    assert few["uniform_error"] == pytest.approx(expected.item(), rel=1e-5)
+    assert many["output_error"] < few["uniform_error"] < few["output_error"]
+    told = weak.summary(records)
+    assert "WARNING" in told and "in 1 of 1 layers with m = 2\n" in told and "uniform" in told.splitlines()[0]
+    assert weak.warning([many]) == ""
+
+
 # ---- the command
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Attention in linear time: `attention`, its materialised twin `attention_reference`, and exact `softmax_attention`."""
 
-from crt_exp.attention.generalized import Generalized, Linformer, exact_attention, identity_attention
+from crt_exp.attention.generalized import Generalized, Linformer, exact_attention, identity_attention, uniform_attention
 from crt_exp.attention.linear import attention
 from crt_exp.attention.module import Baseline, RandomFeatureAttention, exact, identity, linformer
 from crt_exp.attention.partials import DenominatorCount, Partial, merge
@@ -9,4 +9,4 @@ from crt_exp.attention.reference import attention_reference, softmax_attention
 
 __all__ = ["Baseline", "DecodingState", "DenominatorCount", "Generalized", "Linformer", "Partial", "RandomFeatureAttention",
            "attention", "attention_reference", "exact", "exact_attention", "identity", "identity_attention", "linformer", "merge",
-           "softmax_attention"]
+           "softmax_attention", "uniform_attention"]

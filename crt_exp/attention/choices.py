@@ -11,7 +11,7 @@ from crt_exp.config import CONF, ConfigError, choices, unknown
 
 DEFAULT_M = 256
 WITHOUT_FEATURES = ("exact", "identity", "linformer")
-LayerMaker = Callable[..., nn.Module]  # (heads, d, *, kv_heads, causal, scaling, layer) -> module of (q, k, v, key_mask)
+LayerMaker = Callable[..., nn.Module]  # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def maker_of(name: str, node: DictConfig, features: Any, sampler: Any, m: int | 
     if name in WITHOUT_FEATURES:
         if m is not None:
             raise ConfigError(f"attention {name} has no random features: leave m out")
-        return lambda heads, d, *, kv_heads=None, layer=0, **sizes: partial(heads, d, **sizes)
+        return lambda heads, d, *, kv_heads=None, layer=0, cross=False, **sizes: partial(heads, d, **sizes)
     if m is not None and not (isinstance(m, int) and m >= 1):
         raise ConfigError(f"m = {m}: the number of projections must be a whole number of at least 1")
     phi = partial.keywords.pop("phi", None) or instantiate(_without_m(features), kernel="softmax")

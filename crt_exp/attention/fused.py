@@ -1,5 +1,7 @@
 """The closed-form engines as operators of torch: opaque to torch.compile, so that nothing breaks its graphs."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from crt_exp.attention import flash, native
 from crt_exp.attention import positive as bidirectional_engine
 from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.attention.tiles import Form
+from crt_exp.features.base import Bound
 from crt_exp.features.exponential import PositiveExponential
 
 
@@ -33,6 +36,15 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
     _, _, sums, logs, *_ = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
     top = logs + bias
     return sums, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
+
+
+def positive_bound(phi: PositiveExponential, noise, params, device, dtype) -> Bound:
+    """The map as these engines compute it for vectors of this type, to the last bit of its directions and biases."""
+    rows, scale, bias = _exponent(phi, noise, params, device, dtype)
+    rows, bias = torch.broadcast_tensors(rows * scale, bias.unsqueeze(-1))
+    weight = torch.cat([rows, bias[..., :1], torch.full_like(bias[..., :1], -phi.norm_weight)], -1)
+    features = partial(phi.with_weight, noise=noise, weight=weight)
+    return Bound(features, features)
 
 
 def _exponent(phi: PositiveExponential, noise, params, device, dtype, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

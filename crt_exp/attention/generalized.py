@@ -89,6 +89,19 @@ def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     return repeat_heads(v, x.shape[1])
 
 
+def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+    """The mean of the values over the keys that a query may see, whatever it is: what an approximation must be nearer than."""
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    v, (L, S) = repeat_heads(v, x.shape[1]), (x.shape[2], y.shape[2])
+    keep = torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device) if key_mask is None else key_mask[:, None, :, None]
+    values = torch.where(keep, at_least_float32(v), 0.0)
+    if causal:
+        sums, counts = (t.cumsum(2)[:, :, S - L:] for t in (values, keep))
+    else:
+        sums, counts = (t.sum(2, keepdim=True) for t in (values, keep))
+    return (sums / counts.clamp(min=1)).to(v.dtype).expand(-1, -1, L, -1)
+
+
 class Linformer(nn.Module):
     """Softmax attention to `rank` learned mixtures of the keys, for sequences of up to `length` tokens, not causal.
 

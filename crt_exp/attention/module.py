@@ -21,7 +21,7 @@ from crt_exp.attention.generalized import Linformer, exact_attention, identity_a
 from crt_exp.attention.linear import attention
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.recurrent import DecodingState
-from crt_exp.features.base import FeatureMap, Moments, Statistics
+from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
@@ -35,34 +35,38 @@ class RandomFeatureAttention(nn.Module):
     the sphere of radius d^(1/4), the mean length of x for entries of unit variance. scaling: the logit is scaling q.k, by default
     d^(-1/2). denominator: see `attention`; non-positive ones are counted in `denominators`.
 
-    Parameters of the map are fitted to each (batch, head) in bidirectional use. In causal use, where the sequence's own
-    statistics would show it the future, they are fitted to running averages of earlier batches (decay 0.99, corrected for the
-    start); before the first training pass or calibration they are those of zero vectors (A = 0).
+    What the parameters of the map are fitted to, so that a query never sees a later one:
+    - bidirectional attention of a sequence to itself: to its own queries and keys, each (batch, head) by itself;
+    - causal: to running averages of earlier batches (decay 0.99, corrected for the start); before the first training pass or
+      calibration to zero vectors (A = 0);
+    - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the running
+      averages of queries; where there are none, queries are taken to be as large as the keys, of either sign.
 
-    Buffers: omega (H, m, d); steps and draws; running and pending statistics where the map is fitted and causal. Saved and
-    restored exactly; the same on every rank, being drawn from (seed, layer, draw).
+    Buffers: omega (H, m, d); steps and draws; running and pending statistics where the map is fitted and causal or cross. Saved
+    and restored exactly; the same on every rank, being drawn from (seed, layer, draw).
     """
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: int, heads: int, d: int, *, kv_heads: int | None = None,
-                 causal: bool = False, scaling: float | None = None, redraw_every: int = 0, normalize_qk: bool = False,
-                 denominator: str = "none", decay: float = 0.99, seed: int = 0, layer: int = 0):
+                 causal: bool = False, cross: bool = False, scaling: float | None = None, redraw_every: int = 0,
+                 normalize_qk: bool = False, denominator: str = "none", decay: float = 0.99, seed: int = 0,
+                 layer: int = 0):
         super().__init__()
         if redraw_every < 0:
             raise ValueError(f"redraw_every = {redraw_every}: 0 (never) or a number of training passes")
         if phi.kernel != "softmax":
             raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
         self.phi, self.sampler, self.m, self.heads, self.d = phi, sampler, m, heads, d
-        self.kv_heads, self.causal = kv_heads or heads, causal
+        self.kv_heads, self.causal, self.cross = kv_heads or heads, causal, cross
         self.scaling = d**-0.5 if scaling is None else scaling
         self.redraw_every, self.normalize_qk, self.denominator, self.decay = redraw_every, normalize_qk, denominator, decay
         self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
+        self.columns = None  # of the values proper, where a caller has put others behind them
         noise = self._draw(0) if getattr(phi, "projection", True) else None
         self.gaussian = noise is not None and noise.gaussian
         self.register_buffer("omega", None if noise is None else noise.rows().contiguous())
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
-        self.running = bool(causal and phi.fitted)
-        if self.running:
+        if phi.fitted and (causal or cross):
             self._register_statistics()
         _MODULES[id(self)] = self
 
@@ -76,15 +80,32 @@ class RandomFeatureAttention(nn.Module):
         changing = self.training and not in_backward()
         if changing:
             self._advance()
-        out = attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal, key_mask=key_mask,
-                        denominator=self.denominator, counter=self.denominators, scale=self.root)
+        out = self._attend(q, k, v, key_mask, self.denominators)
         if self.running and (changing or self.calibrated is not None):
             self._note(q, k, key_mask)
         return out
 
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """What `forward` would give as the layer now stands: nothing is drawn, noted or counted."""
+        return self._attend(self._normalized(q), self._normalized(k), v, key_mask, DenominatorCount())
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
+        return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal, key_mask=key_mask,
+                         denominator=self.denominator, counter=counter, scale=self.root)
+
     @property
     def noise(self) -> DenseNoise | None:
         return None if self.omega is None else DenseNoise(self.omega, self.gaussian)
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether there are running statistics: some layers are causal in one call and not in the next."""
+        return "running_weight" in self._buffers
+
+    @property
+    def running(self) -> bool:
+        """Whether calls as the layer now stands use and fill the running statistics."""
+        return self.keeps_statistics and (self.causal or self.cross)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -105,7 +126,7 @@ class RandomFeatureAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return (f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, d={self.d}, "
-                f"causal={self.causal}, redraw_every={self.redraw_every}")
+                f"causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}")
 
     # ---- noise and parameters
 
@@ -129,10 +150,20 @@ class RandomFeatureAttention(nn.Module):
             return self.phi.fit(None)
         if self.causal:
             return self._running_params()
-        return self._for_query_heads(self.phi.fit(self._statistics(q, k, key_mask)))
+        own = not self.cross and q.shape[2] == k.shape[2]
+        stats = self._statistics(q, k, key_mask) if own else self._without_queries(k, key_mask)
+        return self._for_query_heads(self.phi.fit(stats))
 
     def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
-        return grouped_statistics(q, k, key_mask, self.root)
+        return grouped_statistics(q, k, key_mask, self.root, same=self.causal or not self.cross)
+
+    def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
+        """Of the keys at hand and the queries of earlier batches, nothing of those of this call: some may lie in the future."""
+        keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.root)
+        queries = Mirrored(keys)
+        if self.keeps_statistics:
+            queries = Chosen(self.running_weight > 0, self._running_moments("x"), queries)
+        return Statistics(queries, keys)
 
     def _for_query_heads(self, params):
         return for_query_heads(params, self.heads // self.kv_heads)
@@ -166,12 +197,17 @@ class RandomFeatureAttention(nn.Module):
         if not self.phi.fitted:
             return self.phi.fit(None)
         self._say_uncalibrated()
+        return self._for_query_heads(self.phi.fit(self.running_statistics()))
+
+    def running_statistics(self) -> Statistics:
+        """The running averages of queries and keys, (key heads, d) each; those of zero vectors where nothing has been seen."""
+        return Statistics(*(self._running_moments(side) for side in "xy"))
+
+    def _running_moments(self, side: str) -> Moments:
         seen = self.running_weight > 0
         weight = torch.where(seen, self.running_weight, 1.0)
-        moments = [{name: getattr(self, f"running_{side}_{name}") / weight for name in MOMENTS} | {"minimum": torch.where(
-            seen, getattr(self, f"running_{side}_minimum"), 0.0)} for side in "xy"]
-        params = self.phi.fit(Statistics(*(Moments.known(**m) for m in moments)))
-        return self._for_query_heads(params)
+        moments = {name: getattr(self, f"running_{side}_{name}") / weight for name in MOMENTS}
+        return Moments.known(**moments, minimum=torch.where(seen, getattr(self, f"running_{side}_minimum"), 0.0))
 
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
@@ -212,7 +248,7 @@ class RandomFeatureAttention(nn.Module):
     @contextmanager
     def calibration(self):
         """In this context passes in eval mode fill the running statistics anew: the mean over passes, all counting alike."""
-        self.calibrated = 0 if self.running else None
+        self.calibrated = 0 if self.keeps_statistics else None
         try:
             yield
         finally:
@@ -226,12 +262,12 @@ class RandomFeatureAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0) -> Statistics:
+def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0, same: bool = True) -> Statistics:
     """Of scale x and scale y of each (batch, key head), the query heads of a group together; a query at a padded place does not
-    count."""
+    count where queries and keys are of the same sequence."""
     groups = x.shape[1] // y.shape[1]
     y_mask = None if key_mask is None else key_mask[:, None]
-    x_mask = y_mask if key_mask is not None and x.shape[2] == y.shape[2] else None
+    x_mask = y_mask if same and x.shape[2] == y.shape[2] else None
     if groups > 1:
         x = x.unflatten(1, (y.shape[1], groups)).flatten(2, 3)
         x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)

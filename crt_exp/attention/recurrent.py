@@ -15,9 +15,9 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.chunked import PIECES, Call, Part, chunks
-from crt_exp.attention.fused import positive_state
+from crt_exp.attention.fused import positive_bound, positive_state
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finite, merge
-from crt_exp.features.base import FeatureMap, Features
+from crt_exp.features.base import Bound, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers import Noise
 
@@ -51,8 +51,8 @@ class DecodingState:
         check_policy(denominator)
         self.version, self.length, self.kept = version, 0, None
         self._noise, self._params = noise, params
-        self._bound = phi.bind(noise, params)
         self._fused = isinstance(phi, PositiveExponential) and normalize
+        self._bounds = {}
         counter = None if self._fused else counter  # their denominators are positive
         self._call = Call(phi, noise, params, True, None, denominator, normalize, counter)
         self._seen = [(t, _changes(t)) for t in _tensors((noise, params))]
@@ -76,7 +76,7 @@ class DecodingState:
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         out = v.new_empty(*x.shape[:3], v.shape[3])
         with torch.autocast(x.device.type, enabled=False):
-            part = Part(self._call, self._bound, key_mask)
+            part = Part(self._call, self._bound(x.device, compute_dtype(x, y, v)), key_mask)
             (self._one if x.shape[2] == 1 else self._several)(part, x, y, v, out)
         self.length += x.shape[2]
         return out
@@ -94,7 +94,7 @@ class DecodingState:
                 sums, top = positive_state(y, v, self._call.phi, self._noise, self._params, key_mask)
                 new = Kept(sums, top.unsqueeze(-2)).partial()
             else:
-                new = Part(self._call, self._bound, key_mask).state(y, v, y.shape[2])
+                new = Part(self._call, self._bound(y.device, compute_dtype(y, v)), key_mask).state(y, v, y.shape[2])
         self.kept = Kept.of(merge(self.sums, new))
         self.length += y.shape[2]
 
@@ -105,20 +105,19 @@ class DecodingState:
         keep = None if part.keep is None else part.keep[:, None, :, None]
         if keep is not None:
             y, v = torch.where(keep, y, 0.0), torch.where(keep, v, 0.0)  # padding may hold NaN
-        keys, queries = self._features(y, x.to(dtype))
+        keys, queries = _features(part.bound, y, x.to(dtype))
         if keep is not None:
             keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
         self.kept = _added(self.kept, keys, v, part.modulus)
         part.write(_read(self.kept, queries), out)
 
-    def _features(self, y: Tensor, x: Tensor) -> tuple[Features, Features]:
-        """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
-        if self._bound.phi_q is not self._bound.phi_k:
-            return self._bound.phi_k(y), self._bound.phi_q(x)
-        f = self._bound.phi_k(torch.cat([y, x], 2))
-        row = lambda t, i: t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
-        return Features(row(f.value, 0), row(f.log_scale, 0)), Features(row(f.value, 1), row(f.log_scale, 1))
+    def _bound(self, device: torch.device, dtype: torch.dtype) -> Bound:
+        """The map for vectors of this type: that of the engine which gives the outputs of prompts."""
+        if dtype not in self._bounds:
+            of_this = (self._call.phi, self._noise, self._params)
+            self._bounds[dtype] = positive_bound(*of_this, device, dtype) if self._fused else of_this[0].bind(*of_this[1:])
+        return self._bounds[dtype]
 
     def _several(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None
@@ -154,6 +153,15 @@ class DecodingState:
                              f"changed since (now {version}): start a new state, and keep them fixed while decoding")
         if self.kept is not None and self._batch != x.shape[0]:
             raise ValueError(f"the decoding state holds {self._batch} sequences but {x.shape[0]} came")
+
+
+def _features(bound: Bound, y: Tensor, x: Tensor) -> tuple[Features, Features]:
+    """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
+    if bound.phi_q is not bound.phi_k:
+        return bound.phi_k(y), bound.phi_q(x)
+    f = bound.phi_k(torch.cat([y, x], 2))
+    row = lambda t, i: t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
+    return Features(row(f.value, 0), row(f.log_scale, 0)), Features(row(f.value, 1), row(f.log_scale, 1))
 
 
 def _added(kept: Kept | None, keys: Features, v: Tensor, with_modulus: bool) -> Kept:

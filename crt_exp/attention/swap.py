@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from crt_exp.attention import swap_families as families
 from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, LayerMaker, layer_maker
+from crt_exp.attention.measured import Watcher
 from crt_exp.attention.module import RandomFeatureAttention
-from crt_exp.attention.swap_call import keeps_statistics
-
-SWAPPED = {"torch": families.SwappedMultiheadAttention, "timm": families.SwappedTimmAttention}
+from crt_exp.attention.swap_refusals import places, refusal
 
 
 def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layers: Iterable[int] | int | None = None,
@@ -35,7 +34,8 @@ def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layer
 
     Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training, loses keys:
     each with its probability for all queries of a head at once, since the matrix is never formed. `output_attentions=True` (and
-    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training.
+    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training;
+    cross-attention, which is fitted to its keys alone until then, gains by it: no query's features depend on another query.
 
     Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention with position
     biases, for saved noise of another m; when called, for masks that are neither key padding nor causal. Each names the layer.
@@ -53,6 +53,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     """`swap_attention` with any maker of layers (see `choices.layer_maker`); `name` is what tables call it."""
     found = _found(model)
     chosen = _choose(found, layers)
+    _refuse(model, found, chosen)
     states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
     if saved:
         _restore(model, states.values())
@@ -80,31 +81,46 @@ def unswap_attention(model: nn.Module) -> nn.Module:
             part.use_nested_tensor = part.__dict__.pop("unswapped_nested")
         for config, implementation in part.__dict__.pop("unswapped_configs", ()):
             config._attn_implementation_internal = implementation
+        for name in ("unmasked_causal", "set_attn_implementation"):
+            part.__dict__.pop(name, None)
+    _remove_check(model)
+    return model
+
+
+def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
+    """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal layers
+    are fitted to, and of the queries of cross-attention. Measures each layer's error on the way, for `describe_attention`.
+
+    A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one tensor;
+    tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Layers that attend to their
+    own sequence in both directions fit each by itself and change nothing.
+
+    The error is |output - exact| / |exact| with the layer's own q, k, v and noise, over heads and queries: of the first 4
+    sequences of each batch and at most 128 queries of each, 16 MB of the exact matrix at a time. Warns of layers that are further
+    from exact attention than uniform attention is, the mean of the values that a query may see.
+
+    Returns the model. Raises ValueError where no layer has random features, and for no batches.
+    """
+    with ExitStack() as stack:
+        for state in _states(model).values():
+            stack.callback(state.register_forward_hook(Watcher(state), with_kwargs=True).remove)
+        fill_statistics(model, batches)
+    _warn_of_errors(model)
     return model
 
 
 @torch.no_grad()
-def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
-    """Runs the model over batches, in eval mode and without gradient, to fill the statistics that causal layers are fitted to.
-
-    A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one tensor;
-    tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Bidirectional layers fit
-    each sequence by itself and change nothing, but remember what they saw for `describe_attention`. Returns the model. Raises
-    ValueError where no layer has random features, and for no batches.
-    """
-    states = [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
-    if not states:
-        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate: call swap_attention first")
+def fill_statistics(model: nn.Module, batches: Iterable) -> None:
+    """What `calibrate_attention` does, without measuring."""
     count = 0
     with _eval_mode(model), ExitStack() as stack:
-        for state in states:
-            _begin(state, stack)
+        for state in _states(model).values():
+            stack.enter_context(state.calibration())
         for batch in batches:
             _call(model, batch)
             count += 1
     if not count:
         raise ValueError("no batches to calibrate with")
-    return model
 
 
 def describe_attention(model: nn.Module):
@@ -152,59 +168,129 @@ def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
     return sorted({i % len(found) for i in layers})
 
 
+# ---- refusing before anything changes
+
+def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[int]) -> None:
+    """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
+    held = places(model)
+    reasons = {i: _reason(module, *held.get(id(module), (None, ""))) for i, (_, module) in enumerate(found)}
+    refused = [i for i in chosen if reasons[i]]
+    if not refused:
+        return
+    first = refused[0]
+    path, module = found[first]
+    rest = f", and {len(refused) - 1} more of {len(chosen)} layers" if len(refused) > 1 else ""
+    fit = [i for i, reason in reasons.items() if not reason]
+    way = f"layers={fit} swaps those that can be" if fit else "no layer of this model can be swapped"
+    raise ValueError(f"{path} ({type(module).__name__}){rest}: this attention {reasons[first]}, which linear attention cannot "
+                     f"represent; {way}")
+
+
+def _reason(module: nn.Module, holder: nn.Module | None, attribute: str) -> str | None:
+    if families.family(module) == "hf":
+        return refusal(module, f"{type(holder).__name__}.{attribute}")
+    return families.read_by_hand(module, holder)
+
+
 # ---- making and attaching
 
 def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool | None) -> nn.Module:
-    """The attention of one layer, on its device."""
+    """The attention of one layer, on its device; ready for causal calls and others, unless `causal` rules them out."""
     size = families.sizes(module, path)
-    state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=size.causal if causal is None else causal,
-                  scaling=size.scaling, layer=i)
+    state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=causal is not False, scaling=size.scaling, layer=i,
+                  **({"cross": True} if size.cross else {}))
     state.path, state.mechanism = path, name
+    state.causal = size.causal if causal is None else causal
     device = next((p.device for p in module.parameters()), None)
     return state.to(device).train(module.training)
 
 
 def _attach(module: nn.Module, state: nn.Module) -> None:
-    kind = families.family(module)
+    swapped = families.swapped_class(module)
     module.swapped = state
-    if kind in SWAPPED and type(module) is not SWAPPED[kind]:
+    if swapped is not None and type(module) is not swapped:
         module.__dict__["unswapped_class"] = type(module)
-        module.__class__ = SWAPPED[kind]
+        module.__class__ = swapped
 
 
 def _tell_libraries(model: nn.Module) -> None:
-    swapped = {id(module) for _, module in _found(model) if "swapped" in module._modules}
+    swapped = [module for _, module in _found(model) if "swapped" in module._modules]
+    inside = {id(module) for module in swapped}
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder) and any(id(inner) in swapped for inner in part.modules()):
+        if isinstance(part, nn.TransformerEncoder) and any(id(inner) in inside for inner in part.modules()):
             part.__dict__.setdefault("unswapped_nested", part.use_nested_tensor)
             part.use_nested_tensor = False  # it hands nested tensors to the layers in eval mode
-    if any(families.family(module) == "hf" for module in model.modules() if id(module) in swapped):
+    if any(families.family(module) == "hf" for module in swapped):
         _use_interface(model, swapped)
+    _check_first_pass(model)
 
 
-def _use_interface(model: nn.Module, swapped: set[int]) -> None:
-    """Names our attention in the configurations of the swapped modules and of all that contain them.
+def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
+    """Names our attention in the configurations that the swapped modules read, and in no other.
 
     Two models made from one configuration share it: this one gets copies, so that the other stays what it is.
     """
-    from transformers import PreTrainedConfig
-
     from crt_exp.attention import swap_cache
 
     families.register()
+    own_configurations(model)
+    read = {id(module.config): module.config for module in swapped if families.family(module) == "hf"}
+    before = [(config, config._attn_implementation) for config in read.values() if not families.is_ours(config)]
+    others = families.others(model)
+    for part in model.modules():
+        implementation = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        if id(getattr(part, "config", None)) in read and families.family(part) == "hf" and implementation == "eager":
+            part.__dict__["unmasked_causal"] = False
+    for config, _ in before:
+        config._attn_implementation_internal = families.interface_name(config, others)
+    model.__dict__.setdefault("unswapped_configs", []).extend(before)
+    for part in model.modules():
+        if hasattr(type(part), "set_attn_implementation"):
+            part.__dict__["set_attn_implementation"] = families.refuse_implementation
+    swap_cache.install(model)
+
+
+def own_configurations(model: nn.Module) -> None:
+    """Copies of the configurations, the same one for all parts that shared one; once for a model."""
+    from transformers import PreTrainedConfig
+
+    if "unswapped_configs" in model.__dict__:
+        return
     memo: dict = {}
-    holders = [part for part in model.modules() if any(id(inner) in swapped for inner in part.modules())]
-    ours = {id(config) for part in model.modules() for config, _ in part.__dict__.get("unswapped_configs", ())}
     for part in model.modules():
         for key, value in list(vars(part).items()):
-            if isinstance(value, PreTrainedConfig) and id(value) not in ours:
+            if isinstance(value, PreTrainedConfig):
                 vars(part)[key] = copy.deepcopy(value, memo)
-    changed = {id(config): config for part in holders for config in vars(part).values() if isinstance(config, PreTrainedConfig)}
-    before = [(config, config._attn_implementation) for config in changed.values() if id(config) not in ours]
-    for config, _ in before:
-        config._attn_implementation_internal = families.INTERFACE
-    model.__dict__.setdefault("unswapped_configs", []).extend(before)
-    swap_cache.install(model)
+
+
+# ---- whether a forward pass reaches what was swapped
+
+def _check_first_pass(model: nn.Module) -> None:
+    """After the first forward pass of the whole model, says which swapped modules it did not reach."""
+    _remove_check(model)
+    for part in model.modules():
+        if "swapped" in part._modules:
+            part.swapped.__dict__["reached"] = None  # not known yet
+    model.__dict__["swap_check"] = model.register_forward_hook(_tell_unreached)
+
+
+def _remove_check(model: nn.Module) -> None:
+    if (hook := model.__dict__.pop("swap_check", None)) is not None:
+        hook.remove()
+
+
+def _tell_unreached(model: nn.Module, *_) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _remove_check(model)
+    swapped = [(path, module) for path, module in model.named_modules() if "swapped" in module._modules]
+    unreached = [(path, module) for path, module in swapped if not module.swapped.reached]
+    for _, module in unreached:
+        module.swapped.__dict__["reached"] = False
+    if unreached:
+        warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} swapped "
+                      f"modules: {_names(unreached)}; they may serve other inputs, or the model may compute their attention "
+                      "by other means, which swapping does not change", stacklevel=3)
 
 
 # ---- noise and statistics saved with a Hugging Face model
@@ -261,15 +347,24 @@ def _eval_mode(model: nn.Module):
             part.training = True
 
 
-def _begin(state: RandomFeatureAttention, stack: ExitStack) -> None:
-    if keeps_statistics(state):
-        state.causal = state.running = True  # until a call says otherwise
-        stack.enter_context(state.calibration())
-        return
-    if state.phi.fitted or hasattr(state.phi, "log_relative_second_moment"):
-        from crt_exp.attention.swap_table import Watcher
+def _states(model: nn.Module) -> dict[str, RandomFeatureAttention]:
+    """The layers with random features, by path."""
+    states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
+              if isinstance(part, RandomFeatureAttention)}
+    if not states:
+        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate: call swap_attention first")
+    return states
 
-        stack.callback(state.register_forward_pre_hook(Watcher(state)).remove)
+
+def _warn_of_errors(model: nn.Module) -> None:
+    states = _states(model)
+    worse = [f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
+             for path, state in states.items() if state.measured.error > state.measured.uniform]
+    if worse:
+        shown = ", ".join(worse[:3]) + (f" and {len(worse) - 3} more" if len(worse) > 3 else "")
+        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of random-feature attention is further from exact "
+                      f"attention than the mean of the values is (uniform attention): {shown}. Take more features (m), another "
+                      "mechanism, or leave these layers as they are with layers=[...]", stacklevel=3)
 
 
 def _call(model: nn.Module, batch) -> None:

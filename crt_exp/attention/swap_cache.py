@@ -96,6 +96,7 @@ class RecurrentLayer(DynamicLayer):
         (key, value), self.given = self.given, None
         if mask is not None:
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
+        keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
         if first:
             self._begin(swapped, query, key, value, keep, causal and not matrix and used == self.length)
             return out
@@ -200,6 +201,28 @@ class RecurrentLayer(DynamicLayer):
                              f"(was the model unswapped, or did its forward pass stop?): start with a new cache, or {WHOLE}")
         self._keep_whole(*given)
 
+    @property
+    def keys(self) -> Tensor | None:
+        return self._all("_keys")
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._keys = value
+
+    @property
+    def values(self) -> Tensor | None:
+        return self._all("_values")
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._values = value
+
+    def _all(self, name: str) -> Tensor | None:
+        """What some generation code reads for itself. Raises ValueError where a state stands for it."""
+        if self.__dict__.get("state") is not None:
+            raise ValueError(f"this layer of the cache keeps a recurrent state and no keys or values: {WHOLE}")
+        return getattr(self, name)
+
     # ---- what generation asks of a layer
 
     def get_seq_length(self) -> int:
@@ -207,7 +230,7 @@ class RecurrentLayer(DynamicLayer):
 
     def nbytes(self) -> int:
         """Bytes of all tensors that are kept for later tokens."""
-        tensors = [self.keys, self.values, self.padding, *(t for part in self.window for t in part)]
+        tensors = [self._keys, self._values, self.padding, *(t for part in self.window for t in part)]
         for state in {id(s.kept): s for s in (self.state, self.before) if s is not None and s.kept is not None}.values():
             tensors += state.kept
         return sum(t.nbytes for t in tensors if t is not None)
@@ -285,7 +308,7 @@ class RecurrentLayer(DynamicLayer):
         other = copy.copy(self)
         other.state, other.before = (None if s is None else s.copy() for s in (self.state, self.before))
         other.window = list(self.window)
-        other.keys, other.values = copy.deepcopy((self.keys, self.values), memo)
+        other.keys, other.values = copy.deepcopy((self._keys, self._values), memo)
         return other
 
 
@@ -351,7 +374,8 @@ def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, 
     given = model_kwargs.get("past_key_values")
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
     made = model_kwargs.get("past_key_values")
-    if made is None or made is given:
+    splits = generation_config.return_dict_in_generate and hasattr(model, "_postprocess_outputs")  # Whisper's reads the keys
+    if made is None or made is given or splits:
         return
     made = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
     if type(made) is DynamicCache and not made.offloading:

@@ -1,7 +1,8 @@
 """One call of a swapped attention layer: which keys count, whether it is causal, dropout, and the matrix where it is asked for.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. A linear attention knows two masks, key padding (B, S)
-and causal; a mask of pairs is read as one of these, or both, or refused.
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. A linear attention knows two masks, key padding
+(B, S) and causal; a mask of pairs is read as one of these, or both, or refused. The mask of the call decides, not the class
+of the module.
 """
 
 import torch
@@ -13,22 +14,26 @@ REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually
 
 
 def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None,
-           causal: bool = False, scaling: float | None = None, dropout: float = 0.0,
+           causal: bool = False, cross: bool | None = None, scaling: float | None = None, dropout: float = 0.0,
            matrix: bool = False) -> tuple[Tensor, Tensor | None]:
     """Attention of q (B,H,L,d) to k (B,Hkv,S,d), v (B,Hkv,S,dv) by `state`: (B,H,L,dv), and its matrix (B,H,L,S) or None.
 
-    keep (B, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B,1 or H,L,S), boolean with True = keep or additive; it decides
-    over `causal`, unless there is one query. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask that is
-    not padding, causal or both, and for sizes other than those of the swap.
+    keep (B or 1, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B or 1, 1 or H, L or 1, S), boolean with True = keep
+    or additive; it decides over `causal`, unless there is one query. cross: whether queries and keys are of different
+    sequences, None as the layer was swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask that
+    is not padding, causal or both, and for sizes other than those of the swap.
     """
     _check_sizes(state, q, k)
+    _note_reached(state)
     if mask is not None:
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
         k, v = k[:, :, :used], v[:, :, :used]
-    _set_causal(state, causal)
+    if keep is not None:
+        keep = None if _known_true(keep) else keep.expand(k.shape[0], -1)
+    _set_mode(state, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
-    dv = v.shape[-1]
+    dv = state.columns = v.shape[-1]
     if matrix:  # attention to the unit vectors
         S = v.shape[2]
         v = torch.cat([v, torch.eye(S, dtype=v.dtype, device=v.device).expand(*v.shape[:2], S, S)], -1)
@@ -48,11 +53,11 @@ def drop_keys(v: Tensor, p: float) -> Tensor:
 
 
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int, path: str) -> tuple[Tensor | None, bool, int]:
-    """A mask of pairs as (keep (B, S) or None, causal, number of keys in use)."""
-    allowed = _allowed(mask)
-    if allowed is None:
-        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear attention can "
-                         "only keep or remove keys")
+    """A mask of pairs as (keep (B or 1, S) or None, causal, number of keys in use)."""
+    if _of_keys_alone(mask):
+        seen = _allowed(mask[:, 0, 0], path)
+        return (seen if keep is None else seen & keep), (causal if queries == 1 else False), mask.shape[-1]
+    allowed = _allowed(mask, path)
     while allowed.ndim < 4:
         allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
     found = _pattern(allowed)
@@ -61,26 +66,30 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int, pat
                          "(a sliding window, packed sequences, a mask of one's own?), which linear attention cannot represent: "
                          "leave this layer out with layers=[...], or change the mask")
     seen, is_causal, used = found
-    seen = seen if keep is None else seen & keep[:, :used]
-    return (None if _known_true(seen) else seen), (causal if queries == 1 else is_causal), used
+    return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
+
+
+def _of_keys_alone(mask: Tensor) -> bool:
+    """Whether a mask (B,1,L,S) is the same for all queries by its shape or strides, so that no entry need be read."""
+    return mask.ndim == 4 and all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3]))
 
 
 def as_keep(mask: Tensor | None, path: str) -> Tensor | None:
     """A key padding mask in torch's manner, True or -inf = padding, as True = keep."""
     if mask is None:
         return None
-    keep = ~mask if mask.dtype == torch.bool else _allowed(mask)
-    if keep is None:
-        raise ValueError(f"{path}: key_padding_mask adds finite values to the logits: linear attention can only keep or remove "
-                         "keys")
-    return keep
+    return ~mask if mask.dtype == torch.bool else _allowed(mask, path)
 
 
-def _allowed(mask: Tensor) -> Tensor | None:
+def _allowed(mask: Tensor, path: str) -> Tensor:
+    """A mask, boolean with True = keep or additive, as the boolean one."""
     if mask.dtype == torch.bool:
         return mask
     kept = mask == 0
-    return kept if bool((kept | (mask <= REMOVED)).all()) else None
+    if not bool((kept | (mask <= REMOVED)).all()):
+        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear attention "
+                         "can only keep or remove keys")
+    return kept
 
 
 def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
@@ -103,6 +112,11 @@ def _known_true(keep: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(keep.all())
 
 
+def _note_reached(state: nn.Module) -> None:
+    if not torch.compiler.is_compiling():
+        state.__dict__["reached"] = True
+
+
 def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
     if not isinstance(state, RandomFeatureAttention):
         return
@@ -111,19 +125,11 @@ def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, but the layer was swapped for {made}")
 
 
-def _set_causal(state: nn.Module, causal: bool) -> None:
-    """Some modules are causal in one call and not in the next; the running statistics serve the causal ones only."""
-    if state.causal == causal:
-        return
-    fitted = isinstance(state, RandomFeatureAttention) and state.phi.fitted
-    if causal and fitted and not keeps_statistics(state):
-        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
-                         "swap_attention(..., causal=True)")
+def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:
+    """Some modules are causal, or attend to another sequence, in one call and not in the next."""
+    if isinstance(state, RandomFeatureAttention):
+        if causal and state.phi.fitted and not state.keeps_statistics:
+            raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
+                             "swap_attention(..., causal=True)")
+        state.cross = state.cross if cross is None else cross
     state.causal = causal
-    if fitted:
-        state.running = causal
-
-
-def keeps_statistics(state: nn.Module) -> bool:
-    """Whether the layer has running statistics, for causal use."""
-    return "running_weight" in state._buffers

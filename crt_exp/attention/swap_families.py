@@ -5,6 +5,7 @@ MultiheadAttention change their class in place, so that parameters, hooks and re
 """
 
 import inspect
+import re
 from functools import cache
 from typing import NamedTuple
 
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 from crt_exp.attention.swap_call import as_keep, attend
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
+AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
-BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "alibi")
+# arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
+OTHER_SEQUENCE = re.compile(r"^(?!past_|hidden_states$)(.*_)?(keys?|states|context)(_|$)|^k$")
+CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORECASE)
 EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")      # arguments that change the logits or the softmax
 
 
@@ -27,6 +31,7 @@ class Sizes(NamedTuple):
     kv_heads: int
     causal: bool
     scaling: float | None
+    cross: bool = False
 
 
 # ---- torch.nn.MultiheadAttention, and with it TransformerEncoder and torchaudio's Conformer
@@ -46,8 +51,8 @@ class SwappedMultiheadAttention(nn.Module):
         q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
         keep = as_keep(key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None], self.swapped.path)
         mask, causal = self._mask(attn_mask, q, k, is_causal)
-        out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, matrix=need_weights,
-                             dropout=self.dropout if self.training else 0.0)
+        out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, cross=not _same(query, key),
+                             matrix=need_weights, dropout=self.dropout if self.training else 0.0)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         out = out.transpose(0, 1) if time_first else out if batched else out[0]
         if matrix is None:
@@ -75,20 +80,59 @@ class SwappedMultiheadAttention(nn.Module):
         return (mask.unflatten(0, q.shape[:2]) if mask.ndim == 3 else mask), is_causal
 
 
+def _same(query: Tensor, key: Tensor) -> bool:
+    """Whether both are one tensor; a checkpointed module gets two that share their memory."""
+    return query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
+
+
 # ---- timm
 
 class SwappedTimmAttention(nn.Module):
     """timm.layers.Attention with its submodules and arguments."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        out, _ = attend(self.swapped, self.q_norm(q), self.k_norm(k), v, mask=attn_mask, causal=is_causal,
+        projected = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self._attend(x, *projected, attn_mask, is_causal)
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
+                rope: Tensor | None = None) -> Tensor:
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
+        out, _ = attend(self.swapped, q, k, v, mask=None if causal else mask, causal=causal,
                         dropout=self.attn_drop.p if self.training else 0.0)
-        out = out.transpose(1, 2).flatten(2)
-        out = getattr(self, "norm", nn.Identity())(out)
+        out = getattr(self, "norm", nn.Identity())(out.transpose(1, 2).flatten(2))
         if getattr(self, "gate", None) is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+
+class SwappedTimmRotary(SwappedTimmAttention):
+    """timm's AttentionRope and EvaAttention: rotated queries and keys, one projection or three, grouped heads."""
+
+    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
+                is_causal: bool = False) -> Tensor:
+        return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        heads = lambda t: t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if self.qkv is None:
+            return tuple(heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        bias = self.qkv.bias
+        if getattr(self, "q_bias", None) is not None:
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        return tuple(map(heads, F.linear(x, self.qkv.weight, bias).chunk(3, -1)))
+
+    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
+        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+        before = self.num_prefix_tokens
+        return torch.cat([t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)], 2)
+
+
+TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
+        ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
+        ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
 
 
 # ---- Hugging Face
@@ -100,20 +144,38 @@ def register() -> None:
 
     AttentionInterface.register(INTERFACE, interface_attention)
     AttentionMaskInterface.register(INTERFACE, interface_mask)
+    for implementation, name in AS_BEFORE.items():
+        AttentionInterface.register(name, interface_attention)
+        AttentionMaskInterface.register(name, AttentionMaskInterface()[implementation])
+
+
+def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
+    """Under which name modules with this configuration call us: where attention of other kinds may read the same masks, one
+    that leaves the masks as they were."""
+    shared = any(getattr(part, "config", config) is config for _, part in others)
+    return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
+
+
+def is_ours(config) -> bool:
+    return config._attn_implementation in (INTERFACE, *AS_BEFORE.values())
 
 
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                         **extras) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query (B,H,L,d), key and value (B,Hkv,S,.) -> (B,L,H,dv), matrix (B,H,L,S) or None."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
+    causal = _causal_without_mask(module, is_causal)
     if state is None:
         return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
     for name in EXTRAS:
         if extras.get(name) is not None:
             raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
-    keep, mask = (attention_mask, None) if attention_mask is None or attention_mask.ndim == 2 else (None, attention_mask)
+    keep, mask = None, attention_mask
+    if _is_causal(attention_mask, state.path):
+        keep, mask, causal = attention_mask, None, True
+    elif attention_mask is not None:
+        causal = state.causal  # of a single query; a mask of pairs tells it of more
     recurrent = getattr(key, "cache_layer", None)  # these are new keys, and what came before is in this layer of the cache
     given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
     out, matrix = (attend if recurrent is None else recurrent.attend)(state, query, key, value, **given)
@@ -121,8 +183,13 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
 
 
 def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, kv_offset: int = 0, mask_function=None,
-                   attention_mask: Tensor | None = None, local_size: int | None = None, **options) -> Tensor | None:
-    """Key padding (B, S), True = keep, or None; a mask of pairs (B,1,L,S) where the pattern is not plainly causal or full."""
+                   attention_mask: Tensor | None = None, local_size: int | None = None, device="cpu",
+                   **options) -> Tensor:
+    """Says which attention the model asks for, so that no module need guess it: boolean masks, True = keep.
+
+    Causal: keys alone, (B, S), as transformers' flash attention has them. Bidirectional: (B,1,L,S), a view of (B, S) or of
+    a single number where there is no padding. Any other pattern: its pairs, (B,1,L,S).
+    """
     from transformers import masking_utils as masks
 
     plain = mask_function in (None, masks.causal_mask_function, masks.bidirectional_mask_function) and local_size is None
@@ -132,11 +199,29 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     if not plain or room or short:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function or masks.causal_mask_function,
-                               attention_mask, local_size, **(options | skips))
+                               attention_mask, local_size, device=device, **(options | skips))
     if attention_mask is None:
-        return None
-    keep = attention_mask[:, -kv_length:].bool()
-    return None if not torch.compiler.is_compiling() and bool(keep.all()) else keep
+        keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
+    else:
+        keep = attention_mask[:, -kv_length:].bool()
+    return keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
+
+
+def _is_causal(mask: Tensor | None, path: str) -> bool:
+    """Whether this is what `interface_mask` gives for causal attention."""
+    if mask is None or mask.ndim != 2:
+        return False
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: whether "
+                         "it is causal cannot be told; leave this layer out with layers=[...]")
+    return True
+
+
+def _causal_without_mask(module: nn.Module, is_causal: bool | None) -> bool:
+    """What no mask means: what the module says, as torch's fused attention has it; every key, for a model without that."""
+    if is_causal is not None:
+        return bool(is_causal)
+    return module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
 
 
 def _wants_matrix(extras: dict) -> bool:
@@ -156,10 +241,11 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     L, S = query.shape[2], key.shape[2]
-    padding = mask is None or mask.ndim == 2  # else it says everything
-    if mask is not None and padding:
-        mask = mask[:, None, None].expand(-1, 1, L, -1)
-    if padding and causal and L > 1 and (mask is not None or matrix or L != S):
+    if _is_causal(mask, type(module).__name__):
+        mask, causal = (None if bool(mask.all()) else mask[:, None, None]), True
+    elif mask is not None:
+        causal = False  # the pairs say everything
+    if causal and L > 1 and (mask is not None or matrix or L != S):
         past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)
         mask = past if mask is None else mask & past
     if mask is not None and mask.dtype == torch.bool:
@@ -174,24 +260,45 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+def refuse_implementation(*_, **__) -> None:
+    """Stands for set_attn_implementation of a swapped model, which would undo the swap behind its back."""
+    raise ValueError("set_attn_implementation would undo swap_attention: call unswap_attention(model) first")
+
+
 # ---- finding them
+
+def swapped_class(module: nn.Module) -> type | None:
+    """The class that takes the place of a torch or timm attention's own; None for modules that keep theirs."""
+    kind = type(module)
+    if kind is SwappedMultiheadAttention or getattr(kind, "forward", None) is nn.MultiheadAttention.forward:
+        return SwappedMultiheadAttention
+    return kind if kind in TIMM.values() else _swapped_timm(kind)
+
+
+def _swapped_timm(kind: type) -> type | None:
+    """For timm's attention, or a subclass with the same forward pass."""
+    for base in kind.__mro__:
+        if (base.__module__, base.__name__) in TIMM:
+            return TIMM[base.__module__, base.__name__] if kind.forward is base.forward else None
+    return None
+
+
+def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
+    """Why a torch attention would not be called: the module that holds it reads its weights and computes by itself."""
+    known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    if family(module) != "torch" or isinstance(holder, known):
+        return None
+    code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
+    reads = code is not None and not {"in_proj_weight", "q_proj_weight"}.isdisjoint(code.co_names)
+    return f"is computed by {type(holder).__name__} from its weights, in a way of its own" if reads else None
+
 
 def family(module: nn.Module) -> str | None:
     """Which of the families an attention module belongs to: "torch", "timm", "hf", or None."""
-    kind = type(module)
-    if kind is SwappedMultiheadAttention or getattr(kind, "forward", None) is nn.MultiheadAttention.forward:
-        return "torch"
-    if kind is SwappedTimmAttention or _is_timm(kind):
-        return "timm"
-    return "hf" if uses_interface(kind) else None
-
-
-def _is_timm(kind: type) -> bool:
-    """timm's Attention, or a subclass with the same forward pass."""
-    for base in kind.__mro__:
-        if base.__name__ == "Attention" and base.__module__ == "timm.layers.attention":
-            return kind.forward is base.forward
-    return False
+    swapped = swapped_class(module)
+    if swapped is not None:
+        return "torch" if swapped is SwappedMultiheadAttention else "timm"
+    return "hf" if uses_interface(type(module)) else None
 
 
 @cache
@@ -228,20 +335,29 @@ def sizes(module: nn.Module, path: str) -> Sizes:
             raise ValueError(f"{path}: add_bias_kv and add_zero_attn are not supported")
         return Sizes(module.num_heads, module.head_dim, module.num_heads, True, None)
     if kind == "timm":
-        return Sizes(module.num_heads, module.qkv.out_features // (3 * module.num_heads), module.num_heads, False, module.scale)
-    _check_bias(module, path)
+        d = module.head_dim if hasattr(module, "head_dim") else module.qkv.out_features // (3 * module.num_heads)
+        return Sizes(module.num_heads, d, getattr(module, "num_kv_heads", module.num_heads), False, module.scale)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    d = 2 * d if hasattr(module, "q_pos_sine_proj") else d  # Conditional DETR: content and position side by side
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
-    return Sizes(heads, d, kv_heads, bool(getattr(module, "is_causal", True)), _number(getattr(module, "scaling", None)))
+    causal = bool(getattr(module, "is_causal", True))
+    return Sizes(heads, d, kv_heads, causal, _number(getattr(module, "scaling", None)), may_be_cross(module, path))
 
 
-def _check_bias(module: nn.Module, path: str) -> None:
-    biased = any(getattr(module, name, None) not in (None, False) for name in BIASES)
-    if biased or "position_bias" in inspect.signature(type(module).forward).parameters:
-        raise ValueError(f"{path} ({type(module).__name__}): this attention adds a position bias to its logits, which linear "
-                         "attention cannot represent; leave it out with layers=[...]")
+def may_be_cross(module: nn.Module, path: str) -> bool:
+    """Whether a Hugging Face module may attend to another sequence than that of its queries: by its attributes; else by its name
+    and place in the model; else by the arguments of its forward pass. Some serve encoders and decoders alike: a decoder's may.
+    """
+    told = getattr(module, "is_cross_attention", None)
+    if told is not None:
+        return bool(told)
+    if CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__])) or getattr(module, "is_decoder", False):
+        return True
+    if hasattr(module, "is_decoder") or "SelfAttention" in type(module).__name__:
+        return False
+    return any(OTHER_SEQUENCE.search(name) for name in inspect.signature(inspect.unwrap(type(module).forward)).parameters)
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:

@@ -1,17 +1,17 @@
-"""What `describe_attention` tells of each layer, from the statistics that the layer last saw."""
+"""What `describe_attention` tells of each layer, from the statistics that it is fitted to or last saw."""
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from crt_exp.attention.module import MOMENTS, RandomFeatureAttention
-from crt_exp.attention.swap_call import keeps_statistics
-from crt_exp.features.base import Moments, Statistics
+from crt_exp.attention.module import RandomFeatureAttention
+from crt_exp.features.base import Statistics
 
-# predicted relative error: sqrt of the mean over heads of Var / K^2 of one entry of the kernel matrix with m iid projections, at
-# a pair with the mean |x|^2, |y|^2 and |x + y|^2 that the layer saw (calibration, or training of causal layers); empty before
-COLUMNS = ("layer", "path", "type", "mechanism", "m", "M", "A mean", "A min", "A max", "parameters", "predicted relative error")
+# the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the values that a
+# query may see; over heads and queries, measured on the batches of the last calibration; empty before
+ERRORS = ("error on calibration", "uniform's error")
+# reached: whether the first forward pass of the model after the swap came to this module; empty before
+COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "parameters", *ERRORS)
 
 
 def table(found: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = ()):
@@ -23,32 +23,6 @@ def table(found: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64"})
 
 
-class Watcher:
-    """A forward pre-hook that keeps the mean statistics of what a bidirectional layer sees."""
-
-    def __init__(self, state: RandomFeatureAttention):
-        self.count, state.seen = 0, None
-
-    def __call__(self, state: RandomFeatureAttention, inputs: tuple) -> None:
-        q, k, *_, mask = inputs
-        stats = state._statistics(state._normalized(q), state._normalized(k), mask)
-        new = {side: _pooled(getattr(stats, side)) for side in "xy"}
-        self.count += 1
-        if state.seen is not None:
-            new = {side: _mix(getattr(state.seen, side), new[side], 1 / self.count) for side in "xy"}
-        state.seen = Statistics(*(Moments.known(**new[side]) for side in "xy"))
-
-
-def _pooled(moments: Moments) -> dict[str, Tensor]:
-    """(B, heads, d) -> (heads, d)."""
-    return {name: getattr(moments, name).mean(0) for name in MOMENTS} | {"minimum": moments.minimum.amin(0)}
-
-
-def _mix(old: Moments, new: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
-    return {name: torch.lerp(getattr(old, name), new[name], rate) for name in MOMENTS} | {
-        "minimum": torch.minimum(old.minimum, new["minimum"])}
-
-
 def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
     kind = module.__dict__.get("unswapped_class", type(module)).__name__
     parameters = sum(p.numel() for p in module.parameters())
@@ -56,10 +30,14 @@ def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
     head, empty = (i, path, kind), (None,) * 5
     if not isinstance(state, RandomFeatureAttention):
         own = "unchanged" if i is not None else "cannot be swapped"
-        return *head, own if state is None else state.mechanism, *empty, parameters, None
+        return *head, own if state is None else state.mechanism, _reached(state), *empty, parameters, *_errors(state)
     stats = _statistics(state)
     params = None if stats is None and state.phi.fitted else state.phi.fit(stats)
-    return (*head, state.mechanism, state.m, _width(state), *_a_range(params), parameters, _relative_error(state, stats, params))
+    return (*head, state.mechanism, _reached(state), state.m, _width(state), *_a_range(params), parameters, *_errors(state))
+
+
+def _reached(state: nn.Module | None) -> str:
+    return {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)]
 
 
 def _width(state: RandomFeatureAttention) -> int:
@@ -68,13 +46,9 @@ def _width(state: RandomFeatureAttention) -> int:
 
 def _statistics(state: RandomFeatureAttention) -> Statistics | None:
     """Those of the running averages, or of the last calibration."""
-    if not keeps_statistics(state):
-        return getattr(state, "seen", None)
-    if not float(state.running_weight) > 0:
-        return None
-    moments = [{name: getattr(state, f"running_{side}_{name}") / state.running_weight for name in MOMENTS}
-               | {"minimum": getattr(state, f"running_{side}_minimum")} for side in "xy"]
-    return Statistics(*(Moments.known(**each) for each in moments))
+    if state.keeps_statistics and float(state.running_weight) > 0:
+        return state.running_statistics()
+    return getattr(state, "seen", None)
 
 
 def _a_range(params) -> tuple[float | None, ...]:
@@ -86,27 +60,6 @@ def _a_range(params) -> tuple[float | None, ...]:
     return float(A.mean()), float(A.min()), float(A.max())
 
 
-def _relative_error(state: RandomFeatureAttention, stats: Statistics | None, params) -> float | None:
-    if stats is None:
-        return None
-    try:
-        moment = state.phi.log_relative_second_moment(*_typical_pair(stats), params)
-    except (NotImplementedError, AttributeError):
-        return None
-    return float((torch.expm1(moment.double()) / state.m).mean().sqrt())
-
-
-def _typical_pair(stats: Statistics) -> tuple[Tensor, Tensor]:
-    """x and y (heads, 1, d) with the mean |x|^2, |y|^2 and |x + y|^2 of the statistics; spread over the coordinates."""
-    a, b = stats.x.mean_norm, stats.y.mean_norm
-    inner = ((stats.mean_sq_sum - a - b) / 2).clamp(-(a * b).sqrt(), (a * b).sqrt())
-    d = stats.d
-    ones = torch.ones(d, dtype=torch.float64, device=a.device) / d**0.5
-    signs = torch.ones_like(ones)
-    signs[1::2] = -1
-    across = signs - (signs @ ones) * ones  # orthogonal to ones
-    across = across / across.norm().clamp(min=1e-12)
-    along = inner / a.clamp(min=1e-30).sqrt()
-    rest = (b - along.square()).clamp(min=0).sqrt()
-    x, y = a.sqrt()[:, None] * ones, along[:, None] * ones + rest[:, None] * across
-    return x[:, None], y[:, None]
+def _errors(state: nn.Module | None) -> tuple[float | None, float | None]:
+    measured = getattr(state, "measured", None)
+    return (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)

@@ -118,8 +118,38 @@ class Moments:
         low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
         return torch.where(low.isinf(), 0.0, low) * self._scale  # nothing but masked positions
 
+    @cached
+    def largest(self) -> Tensor:
+        """The largest |x_l| of each coordinate, (..., d)."""
+        return self._x.abs().amax(-2) * self._scale
+
     def _average(self, values: Tensor) -> Tensor:
         return values.sum(-2) / self.count
+
+
+class Mirrored:
+    """Moments of a set and its negatives together: what to expect of vectors of which no more is known than their size.
+
+    The minimum lies half as far again below, since shifted maps lose their sign at vectors beyond it, which costs more.
+    """
+
+    def __init__(self, of: Moments):
+        self._of, self.d = of, of.d
+
+    def __getattr__(self, name):  # the squares and absolute values are those of the set
+        if name == "mean":
+            return torch.zeros_like(self._of.mean_sq)
+        return -1.5 * self._of.largest if name == "minimum" else getattr(self._of, name)
+
+
+class Chosen:
+    """Moments of one set where `condition` holds, else of another, each computed when asked for; nothing waits for a device."""
+
+    def __init__(self, condition: Tensor, first: Moments, other: "Moments | Mirrored"):
+        self._condition, self._first, self._other, self.d = condition, first, other, other.d
+
+    def __getattr__(self, name):
+        return torch.where(self._condition, getattr(self._first, name), getattr(self._other, name))
 
 
 @dataclass(frozen=True)
@@ -129,7 +159,7 @@ class Statistics:
     Scalars have the shape (...) of the batch dimensions, float64: they feed closed forms.
     """
 
-    x: Moments
+    x: Moments | Mirrored | Chosen
     y: Moments
 
     @classmethod

@@ -92,7 +92,7 @@ class PositiveExponential(FeatureMap):
             noise = self.directions(noise)
             phi = partial(self._phi_matrix_free, noise=noise, affine=self.affine(noise, params))
         else:
-            phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
+            phi = partial(self.with_weight, noise=noise, weight=self._weight(noise, params))
         return Bound(phi, phi)
 
     def writer(self, noise, params=()):
@@ -108,7 +108,8 @@ class PositiveExponential(FeatureMap):
         bias = bias.mT.expand(*rows.shape[:-1], 1)
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
-    def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
+    def with_weight(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
+        """Features of x, given [scale rows, bias, -norm_weight] (..., M, d + 2)."""
         with torch.autocast(x.device.type, enabled=False):
             inputs = self._inputs(x, noise)
             return Features(ONE, inputs @ weight.to(inputs.dtype).mT)

@@ -16,7 +16,7 @@ SIZES = ("small", "gpu", "full")
 
 def main() -> None:
     modules = {m.name for m in pkgutil.iter_modules(crt_exp.report.__path__)}
-    names = sorted(modules - {"__main__", "writing"})
+    names = sorted(modules - {"__main__", "tiny_models", "writing"})
     parser = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__)
     parser.add_argument("name", choices=names)
     parser.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"))

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from crt_exp.data.glue import TASKS
+from crt_exp.features import FeatureMap, Statistics
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
 from crt_exp.run import read_records
 from crt_exp.tasks.uci import interval
@@ -155,7 +158,7 @@ def fine_tune(overrides: list[str], option: str, start: Any) -> dict[str, Any]:
 def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
     """What the closed forms predict for one entry of the kernel matrix of the exact encoder, a number a layer, and its mean
     |x + y|^2, on lines of WikiText-2's validation text."""
-    from crt_exp import calibrate_attention, describe_attention, swap_attention
+    from crt_exp import calibrate_attention, swap_attention
     from crt_exp.data.text import lines_of, official_file
     from crt_exp.models.encoders import Origin, folder_of, load_tokenizer, quiet
     from transformers import AutoModelForMaskedLM
@@ -164,11 +167,34 @@ def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
     lines = [line for line in lines_of([official_file("wikitext2", "valid")]) if len(line) > 200][:LINES]
     batch = load_tokenizer(Origin(name, "task.model", True, False))(lines, truncation=True, max_length=64, padding=True,
                                                                      return_tensors="pt")
-    with quiet(), redirect_stdout(io.StringIO()):
+    with quiet():
         model = swap_attention(AutoModelForMaskedLM.from_pretrained(name), attention, m=m, saved=False)
-        errors = describe_attention(calibrate_attention(model, [batch]))["predicted relative error"]
-    seen = [part.seen for part in model.modules() if getattr(part, "seen", None) is not None]
-    return {"errors": [float(e) for e in errors], "S": float(np.mean([s.mean_sq_sum.mean() for s in seen]))}
+        calibrate_attention(model, [batch])
+    states = [part for part in model.modules() if getattr(part, "seen", None) is not None]
+    return {"errors": [predicted_error(s.phi, s.seen, s.m) for s in states],
+            "S": float(np.mean([s.seen.mean_sq_sum.mean() for s in states]))}
+
+
+def predicted_error(phi: FeatureMap, stats: Statistics, m: int) -> float:
+    """sqrt of the mean over heads of Var / K^2 of one entry of the kernel matrix, m iid projections, at a typical pair."""
+    moment = phi.log_relative_second_moment(*typical_pair(stats), phi.fit(stats))
+    return float((torch.expm1(moment.double()) / m).mean().sqrt())
+
+
+def typical_pair(stats: Statistics) -> tuple[Tensor, Tensor]:
+    """x and y (heads, 1, d) with the mean |x|^2, |y|^2 and |x + y|^2 of the statistics; spread over the coordinates."""
+    a, b = stats.x.mean_norm, stats.y.mean_norm
+    inner = ((stats.mean_sq_sum - a - b) / 2).clamp(-(a * b).sqrt(), (a * b).sqrt())
+    d = stats.d
+    ones = torch.ones(d, dtype=torch.float64, device=a.device) / d**0.5
+    signs = torch.ones_like(ones)
+    signs[1::2] = -1
+    across = signs - (signs @ ones) * ones  # orthogonal to ones
+    across = across / across.norm().clamp(min=1e-12)
+    along = inner / a.clamp(min=1e-30).sqrt()
+    rest = (b - along.square()).clamp(min=0).sqrt()
+    x, y = a.sqrt()[:, None] * ones, along[:, None] * ones + rest[:, None] * across
+    return x[:, None], y[:, None]
 
 
 def place(start: Any) -> Path | str:

@@ -27,7 +27,7 @@ from crt_exp.tasks.captured import Layer, Pretrained, Synthetic, relative_error
 DRAWS = 200      # of the noise, for sample variances
 AT_ONCE = 2**24  # numbers of features held for them
 PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
-MEANS = ("output_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators", "log_variance",
+MEANS = ("output_error", "uniform_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators", "log_variance",
          "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
 LENGTH = 1024    # of synthetic tensors
 BIASED = ("smreg",)
@@ -116,12 +116,13 @@ class Approximation:
         return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
 
     def errors(self, phi: FeatureMap, noise: Noise, layer: Layer, count: DenominatorCount, seed: int) -> dict[str, Tensor]:
-        """Relative error and mean squared error of output and matrix, (H,) each."""
+        """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform attention:
+        (H,) each."""
         params, tensors = layer.fit(phi), (layer.x, layer.y)
         rows = torch.randperm(layer.x.shape[2], generator=_generator(seed))[:self.rows].sort().values
         output = attention(*tensors, layer.v, phi, noise, params, causal=layer.causal, counter=count)
         matrix = attention_matrix(*tensors, phi, noise, params, causal=layer.causal, rows=rows)
-        found = {}
+        found = {"uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
         for name, estimate, exact in (("output", output, layer.output), ("matrix", matrix, layer.matrix(rows))):
             found[f"{name}_error"] = relative_error(estimate, exact, (-2, -1))[0]
             found[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
@@ -160,12 +161,23 @@ class Approximation:
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        errors = {"the output": "output_error", "the matrix": "matrix_error", "the last hidden states": "hidden_error"}
+        errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
+                  "the last hidden states": "hidden_error"}
         shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)
         count = lambda key: ", ".join(f"{name} {n}" for name, n in last[key].items())
-        return (f"{self.table(records)}\nheads by the mechanism that the closed forms predict best at equal M: {count('best')} "
+        return (f"{self.table(records)}{self.warning(records)}\n"
+                f"heads by the mechanism that the closed forms predict best at equal M: {count('best')} "
                 f"(of the unbiased ones: {count('best_unbiased')}){bias_sentence(last)}\n"
                 f"{self.source}, m = {last['m']}: relative error {shown}")
+
+    def warning(self, records: list[dict]) -> str:
+        """Names the layers and m whose output is no nearer to exact attention than the control is."""
+        found = [r for r in records if r["split"] == "layer"]
+        lost = [r for r in found if r["output_error"] is None or r["output_error"] > r["uniform_error"]]
+        layers, counts = len(found) // len(self.ms), Counter(r["m"] for r in lost)
+        shown = ", ".join(f"in {n} of {layers} layers with m = {m}" for m, n in counts.items())
+        told = "\nWARNING: the output is further from exact attention than uniform attention is, the mean of the values, "
+        return told + shown if lost else ""
 
     def table(self, records: list[dict]) -> str:
         """A line for each layer, at the largest m."""
@@ -175,7 +187,8 @@ class Approximation:
         found = [r for r in records if r["split"] == "layer" and r["m"] == max(self.ms)]
         lines = [{"layer": h["layer"], "path": h["path"], "|x + y|^2": sum(h["mean_sq_sum"]) / h["heads"],
                   "least": min(h["mean_sq_sum"]), "most": max(h["mean_sq_sum"]), "output": r["output_error"],
-                  "matrix": r["matrix_error"], "log variance": r.get("log_variance"), "sampled": r.get("log_variance_sampled"),
+                  "uniform": r["uniform_error"], "matrix": r["matrix_error"], "log variance": r.get("log_variance"),
+                  "sampled": r.get("log_variance_sampled"),
                   "predicted best": Counter(h["best"]).most_common(1)[0][0],
                   "unbiased": Counter(h["best_unbiased"]).most_common(1)[0][0]} for h, r in zip(heads, found)]
         return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention import exact_attention
+from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.choices import Attention, LayerMaker, layer_maker
 from crt_exp.attention.module import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.attention.swap import calibrate_attention, swap_attention, swap_layers, unswap_attention
+from crt_exp.attention.swap import fill_statistics, swap_attention, swap_layers, unswap_attention
 from crt_exp.data.text import bert_tokenizer, check_vocabulary
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
@@ -49,6 +49,11 @@ class Layer:
     def output(self) -> Tensor:
         """Of exact attention, (1, H, L, dv)."""
         return exact_attention(self.x, self.y, self.v, causal=self.causal)
+
+    @cached
+    def uniform(self) -> Tensor:
+        """The mean of the values that each query may see, (1, H, L, dv): the control."""
+        return uniform_attention(self.x, self.y, self.v, causal=self.causal)
 
     def matrix(self, rows: Tensor) -> Tensor:
         """Those rows of the exact attention matrix, (1, H, rows, S) float64."""
@@ -189,7 +194,7 @@ class Pretrained:
             for state in states if sample else ():
                 state.redraw()
             if any(state.running for state in states):
-                calibrate_attention(self.model, [dict(self.inputs)])
+                fill_statistics(self.model, [dict(self.inputs)])
             errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(self._run(), self.states)]))
         unswap_attention(self.model)
         return torch.stack(errors)

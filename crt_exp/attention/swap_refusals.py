@@ -1,0 +1,167 @@
+"""What linear attention cannot stand for in a Hugging Face module, found before the first call: by its attributes and its code.
+
+A linear attention keeps or removes keys, and knows causal order. Terms that a module adds to its logits for each pair, caps
+and sinks of the softmax, windows that cut, and keys chosen for each query are none of these. The forward pass of a class says
+which it uses: what it hands to the attention function, and whether that is the mask that it was given.
+"""
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from typing import NamedTuple
+
+from torch import nn
+
+BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias",
+          "alibi")
+CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")  # held by the layer, or by the model
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer -> its size
+ROTATIONS = (None, "rotary", "absolute")  # kinds of position embeddings that add nothing to the logits
+# Masks that are made outside the class and never are padding or causal, by the class or by the holder's class and the attribute.
+OTHER_MASKS = {
+    "Sam3DetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
+    "Sam3LiteTextDetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
+    "T5Gemma2MergedAttention": "attends to its own tokens, in causal order, and to the encoder's, in none, in one softmax",
+    "PixtralAttention": "keeps apart the images that are packed into one sequence",
+}
+
+
+class Passed(NamedTuple):
+    """What a forward pass hands to the attention function: names of keywords, and whether it works on the mask before."""
+
+    keywords: frozenset[str]
+    parameters: frozenset[str]
+    own_mask: bool
+
+
+def refusal(module: nn.Module, place: str) -> str | None:
+    """Why linear attention cannot stand for this module of the attention interface, as the end of a sentence; None where it can.
+
+    place: the class of the module that holds it, and the attribute, "Holder.attribute".
+    """
+    name, passed = type(module).__name__, what_is_passed(type(module))
+    if known := OTHER_MASKS.get(name) or OTHER_MASKS.get(place):
+        return known
+    checks = (_bias, _softmax, _chosen_keys, _window, _mask)
+    return next((reason for check in checks if (reason := check(module, passed))), None)
+
+
+def places(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """id of a module -> the module that holds it, and the attribute."""
+    return {id(child): (part, name) for part in model.modules() for name, child in part.named_children()}
+
+
+def _bias(module: nn.Module, passed: Passed) -> str | None:
+    kind = getattr(module, "position_embeddings_type", "relative")
+    handed = "position_bias" in passed.keywords and kind not in ROTATIONS
+    alone = "position_bias" in passed.parameters and "position_bias" not in passed.keywords
+    held = any(getattr(module, name, None) not in (None, False) for name in BIASES)
+    held = held or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
+    return "adds a position bias to its logits" if handed or alone or held else None
+
+
+def _softmax(module: nn.Module, passed: Passed) -> str | None:
+    if "softcap" in passed.keywords and getattr(module, "attn_logit_softcapping", 1) is not None:
+        return "caps its logits (softcap)"
+    if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
+        return "has sinks in its softmax (s_aux)"
+    return None
+
+
+def _chosen_keys(module: nn.Module, passed: Passed) -> str | None:
+    return "chooses keys for each query (a sparse index)" if "indices" in passed.keywords else None
+
+
+def _window(module: nn.Module, passed: Passed) -> str | None:
+    size = window(module, "sliding_window" in passed.keywords)
+    longest = getattr(module.config, "max_position_embeddings", None) or float("inf")
+    cuts = size is not None and size < longest
+    return f"sees a window of {size} tokens only, in sequences of up to {longest}" if cuts else None
+
+
+def window(module: nn.Module, passes_it: bool) -> int | None:
+    """Tokens that this layer looks back to at most, or None."""
+    config = module.config
+    kind = _layer_type(module)
+    if kind in WINDOWS:
+        return _whole(getattr(config, WINDOWS[kind], None))
+    if kind is not None or not passes_it or getattr(module, "is_sliding", True) is False:
+        return None
+    return _whole(module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None))
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    names = ("layer_type", "attention_type")
+    own = next((kind for name in names if isinstance(kind := getattr(module, name, None), str)), None)
+    types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    if own is None and types and isinstance(index, int) and index < len(types):
+        return types[index]
+    return own
+
+
+def _whole(value) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _mask(module: nn.Module, passed: Passed) -> str | None:
+    return "changes its mask for each pair of a query and a key" if passed.own_mask else None
+
+
+@cache
+def what_is_passed(kind: type) -> Passed:
+    """Read from the source of the class's forward pass."""
+    function = inspect.unwrap(kind.forward)
+    parameters = frozenset(inspect.signature(function).parameters)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # a class without source
+        return Passed(frozenset(), parameters, False)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _calls_interface(node)]
+    keywords = frozenset(word.arg for call in calls for word in call.keywords if word.arg and not _is_none(word.value))
+    return Passed(keywords, parameters, any(_computed(_mask_of(call), tree, parameters) for call in calls))
+
+
+def _calls_interface(call: ast.Call) -> bool:
+    """attention_interface(self, query, key, value, mask, ...), whatever the variable is called."""
+    takes_self = bool(call.args) and isinstance(call.args[0], ast.Name) and call.args[0].id == "self"
+    named = {word.arg for word in call.keywords}
+    return isinstance(call.func, ast.Name) and takes_self and (len(call.args) >= 4 or {"query", "key", "value"} <= named)
+
+
+def _mask_of(call: ast.Call) -> ast.expr | None:
+    named = next((word.value for word in call.keywords if word.arg == "attention_mask"), None)
+    return call.args[4] if len(call.args) > 4 else named
+
+
+def _computed(mask: ast.expr | None, tree: ast.AST, parameters: frozenset[str], seen: frozenset[str] = frozenset()) -> bool:
+    """Whether an expression for a mask is more than a choice between, or a part of, masks that were given."""
+    match mask:
+        case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):  # out of a mapping that was given
+            return False
+        case ast.Name(id=name):
+            if name in seen:
+                return False
+            values = [value for target, value in _assignments(tree) if target == name]
+            return any(_computed(value, tree, parameters, seen | {name}) for value in values)
+        case ast.IfExp(body=one, orelse=other):
+            return any(_computed(value, tree, parameters, seen) for value in (one, other))
+        case ast.Subscript(value=whole) | ast.Attribute(value=whole):
+            return _computed(whole, tree, parameters, seen)
+        case ast.Call(func=ast.Attribute(value=whole, attr="to")):
+            return _computed(whole, tree, parameters, seen)
+        case _:
+            return True
+
+
+def _assignments(tree: ast.AST):
+    """(name, value) of every assignment to one name."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
+            yield node.target.id, ast.BinOp(node.target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
