@@ -1,3 +1,33 @@
-from crt_exp.train import main
+"""`python -m crt_exp` and the console script: what must be there before the libraries, whose imports take seconds."""
 
-main()
+import sys
+
+
+def main() -> None:
+    try:
+        from crt_exp.processes import catch_interrupts, end_with_agent
+
+        catch_interrupts()
+        end_with_agent()
+    except KeyboardInterrupt:
+        sys.stderr.write("crt_exp: stopped by SIGINT before the run began\n")
+        sys.exit(130)
+    if "--version" in sys.argv[1:]:
+        print(version())
+        return
+    from crt_exp.train import main
+
+    main()
+
+
+def version() -> str:
+    """The product's and torch's, without importing torch."""
+    from importlib import metadata
+
+    from crt_exp import __version__
+
+    return f"crt_exp {__version__}, torch {metadata.version('torch')}"
+
+
+if __name__ == "__main__":
+    main()

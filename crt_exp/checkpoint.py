@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from crt_exp.run import free_name
 from crt_exp.sharding import sharded_like, whole
 
 FORMAT = 1
@@ -37,7 +38,7 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         manifest = {name: write_file(temporary / name, content) for name, content in files.items()}
         write_file(temporary / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1).encode())
         sync_directory(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can lie there: see newest
+        shutil.rmtree(final, ignore_errors=True)  # one that `newest` found damaged and could not set aside
         temporary.rename(final)
         sync_directory(root)
     except OSError as error:
@@ -71,11 +72,11 @@ def steps(root: Path) -> list[int]:
     return sorted(int(name) for name in found if name.isdigit())
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory; None where every file is as it was written."""
+def damage(path: Path, only: str | None = None) -> str | None:
+    """What is wrong with a checkpoint directory, or with the file `only` of it; None where all is as it was written."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        for name, entry in manifest["files"].items():
+        for name, entry in manifest["files"].items() if only is None else [(only, manifest["files"][only])]:
             found = (path / name).stat().st_size
             if found != entry["bytes"]:
                 return f"{name} has {found} bytes where {entry['bytes']} were written"
@@ -94,21 +95,35 @@ def checksum(path: Path) -> str:
 
 
 def newest(root: Path, say=print) -> Path | None:
-    """The newest intact checkpoint; each damaged one that is passed over is named through `say`. None where there is none."""
+    """The newest intact checkpoint; None where there is none.
+
+    Damaged ones on the way to it are set aside as damaged-step-N, so that no later run meets them, and named through `say`.
+    """
     clear_temporary(root)
     for step in reversed(steps(root)):
         path = root / f"step-{step}"
         reason = damage(path)
         if reason is None:
             return path
-        say(f"checkpoint {path} is damaged ({reason}): going back to the one before")
+        say(f"checkpoint {path} is damaged ({reason}): going back to the one before; it is kept as {set_aside(path).name}")
     return None
 
 
+def set_aside(path: Path) -> Path:
+    """Gives a damaged checkpoint a name under which nothing looks for it; the same where the disk refuses that."""
+    aside = free_name(lambda i: path.with_name(f"damaged-{path.name}" + (f".{i}" if i > 1 else "")))
+    try:
+        path.rename(aside)
+    except OSError:
+        return path
+    return aside
+
+
 def prune(root: Path, keep: int, best: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, the best, and those that the newest ones call the best."""
+    """Removes all but the newest `keep` checkpoints, the best, and those that intact ones of the newest call the best."""
     newest_steps = steps(root)[-keep:]
-    bests = {(load_state(root / f"step-{step}").get("best") or {}).get("step") for step in newest_steps}
+    intact = [path for path in (root / f"step-{step}" for step in newest_steps) if damage(path, "state.json") is None]
+    bests = {(load_state(path).get("best") or {}).get("step") for path in intact}
     for step in set(steps(root)) - {*newest_steps, best} - bests:
         target = root / f".step-{step}.old"  # a half-removed directory must not look like a checkpoint
         (root / f"step-{step}").rename(target)

@@ -1,22 +1,30 @@
 """The command line, checked before Hydra acts on it: what does not exist is told with the nearest thing that does."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from omegaconf import ListConfig
+from omegaconf.errors import OmegaConfBaseException
 
+from crt_exp.composed import GROUPS, check_plain, explained, names_code, plain
 from crt_exp.config import CONF, ConfigError, choices, groups, unknown
 from crt_exp.processes import inside_torchrun, rank
 from crt_exp.sweep import adjust_plugins, check_plugin
 
 
 def check_command_line(args: list[str]) -> None:
-    """Raises ConfigError for a group choice or a key that does not exist, naming the nearest one that does."""
+    """Raises ConfigError for a group choice or a key that does not exist, naming the nearest one that does, and for values that
+    do not fit; of a sweep, for each of its values."""
     from hydra._internal.utils import get_args_parser
 
     flags = get_args_parser().parse_args(args)
     if flags.help or flags.hydra_help or flags.info or flags.shell_completion:
         return
+    if flags.config_name or flags.config_path:
+        raise ConfigError("--config-name and --config-path would replace the whole configuration: add files of your own with "
+                          "--config-dir=DIR, which holds DIR/<group>/<name>.yaml")
+    if flags.experimental_rerun:
+        raise ConfigError("--experimental-rerun would run what a file says: repeat the run's command, it stands in versions.json")
     if flags.multirun and inside_torchrun():
         raise ConfigError("a sweep (-m) cannot run inside torchrun: leave torchrun out and add trainer.processes=N, which starts "
                           "one for each run")
@@ -26,17 +34,21 @@ def check_command_line(args: list[str]) -> None:
     folders = search_path(flags.config_dir, overrides)
     overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
     for override in overrides:
+        check_names_no_code(override)
+    for override in overrides:
         check_choice(override, folders)
     cfg = compose_groups(tuple(first_value(o) for o in overrides if is_group(o)), tuple(folders))
     for override in overrides:
         check_key(override, cfg)
         check_sweep(override, flags.multirun)
     final = compose([first_value(o) for o in overrides], folders)
-    for override in overrides:
-        if not is_group(override) and not override.is_delete() and not override.key_or_group.startswith("hydra"):
-            check_type(override, cfg, final)
-    if not flags.cfg and rank() == 0:
-        check_writable(planned_directory(final, flags.multirun))
+    if flags.cfg:
+        return
+    directory = planned_directory(final, flags.multirun)
+    for given in variants(overrides, final, folders):
+        check_plain(given)
+    if rank() == 0:
+        check_writable(directory)
 
 
 def parse_overrides(args: list[str]) -> list:
@@ -55,6 +67,14 @@ def parse_overrides(args: list[str]) -> list:
     return parsed
 
 
+def check_names_no_code(override) -> None:
+    """What is built stands in files alone, those of conf/ and of a folder that the user names."""
+    keys = override.key_or_group.split("@")[0].split(".")
+    if any(key.startswith("_") for key in keys) or (not override.is_sweep_override() and names_code(override.value())):
+        raise ConfigError(f"{override.input_line}: the command line cannot name code to run; write it to DIR/<group>/<name>.yaml "
+                          "and add --config-dir=DIR <group>=<name>")
+
+
 def is_group(override) -> bool:
     name = override.key_or_group.split("@")[0]
     return name in groups() or "/" in name
@@ -62,8 +82,15 @@ def is_group(override) -> bool:
 
 def values(override) -> list:
     """What an override sets, one value for each run of a sweep."""
+    from hydra.core.override_parser.types import Glob
+
+    if isinstance(override.value(), Glob):
+        return override.value().filter(choices(override.key_or_group))
     if override.is_sweep_override() and override.is_discrete_sweep():
         return list(override.sweep_string_iterator())
+    if override.is_sweep_override():  # an interval; a number from an open one lies between its ends
+        start, end = override.value().start, override.value().end
+        return [start, end] if isinstance(start, int) else [(start + end) / 2]
     return [override.get_value_element_as_str() if override.value() is not None else None]
 
 
@@ -73,6 +100,9 @@ def check_choice(override, folders: list[str]) -> None:
     if not is_group(override) or override.is_delete():
         return
     for value in map(str, values(override)):
+        if group in GROUPS and value in ("None", "null"):
+            advice = f"leave it out, or write ~{group}" if GROUPS[group].optional else "a run needs one"
+            raise ConfigError(f"{group} = null: {advice} (known: {' '.join(choices(group) + added(group, folders))})")
         if group in ("hydra/launcher", "hydra/sweeper"):
             check_plugin(group, value)
         elif "/" not in group and value not in ("None", "null", *choices(group), *added(group, folders)):
@@ -81,7 +111,12 @@ def check_choice(override, folders: list[str]) -> None:
 
 def search_path(config_dir: str | None, overrides: list) -> list[str]:
     """Folders with further configuration files, from --config-dir and hydra.searchpath, as Hydra writes them: file://..."""
-    given = [str(getattr(path, "text", path)) for o in overrides if o.key_or_group == "hydra.searchpath" for path in o.value()]
+    given = [o.value() for o in overrides if o.key_or_group == "hydra.searchpath"]
+    if any(not isinstance(paths, list) for paths in given):
+        raise ConfigError(f"hydra.searchpath = {given[0]}: it takes a list of folders, [file:///home/me/conf]")
+    given = [str(path) for paths in given for path in paths]
+    if config_dir and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir={config_dir}: there is no such folder")
     return ([f"file://{Path(config_dir).absolute()}"] if config_dir else []) + given
 
 
@@ -107,16 +142,24 @@ def check_key(override, cfg) -> None:
         node = node._get_node(part)  # unresolved: an interpolation is a valid key too
 
 
-def check_type(override, before, after) -> None:
-    """Raises where a number, a list or a switch is replaced by something of another kind."""
-    from omegaconf import OmegaConf
+def variants(overrides: list, cfg, folders: list[str]) -> Iterator[dict]:
+    """The composed configuration as plain dictionaries: first values of a sweep, then each other value of each key."""
+    first = plain(cfg)
+    yield first
+    for override in overrides:
+        for value in values(override)[1:] if override.is_sweep_override() else ():
+            text = f"{override.get_key_element()}={value}"
+            if is_group(override):
+                yield plain(compose([text if o is override else first_value(o) for o in overrides], folders))
+            else:
+                yield with_value(first, override.key_or_group, parse_overrides([text])[0].value())
 
-    old, new = (OmegaConf.select(cfg, override.key_or_group) for cfg in (before, after))
-    kinds = {"a number": (int, float), "a list": ListConfig, "true or false": bool}
-    for kind, types in kinds.items():
-        is_kind = lambda v, types=types: isinstance(v, types) and (types is bool or not isinstance(v, bool))
-        if is_kind(old) and new is not None and not is_kind(new):
-            raise ConfigError(f"{override.key_or_group} = {new}: it takes {kind}, such as {old}")
+
+def with_value(node: dict, key: str, value) -> dict:
+    """A copy in which a dotted key has another value."""
+    name, _, rest = key.partition(".")
+    inner = node.get(name)
+    return node | {name: with_value(inner, rest, value) if rest and isinstance(inner, dict) else value}
 
 
 def check_sweep(override, multirun: bool) -> None:
@@ -129,11 +172,7 @@ def first_value(override) -> str:
     """The override as text; of a sweep its first value."""
     if not override.is_sweep_override():
         return override.input_line
-    first = values(override)[0] if override.is_discrete_sweep() else None
-    if first is None:  # a continuous sweep (interval): its lower end
-        first = override.value().start
-    prefix = "+" if override.is_add() else "++" if override.is_force_add() else ""
-    return f"{prefix}{override.key_or_group}={first}"
+    return f"{override.get_key_element()}={values(override)[0]}"
 
 
 def compose(overrides: list[str], folders: list[str] = ()):
@@ -141,13 +180,15 @@ def compose(overrides: list[str], folders: list[str] = ()):
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
             return hydra_compose("config", overrides=[*with_folders(folders), *overrides], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error.__cause__ or error).splitlines()[0]) from None
+    except OmegaConfBaseException as error:
+        raise explained(error) from None
+    except (HydraException, ValueError) as error:
+        cause = error.__cause__
+        raise explained(cause) if isinstance(cause, OmegaConfBaseException) else ConfigError(str(error).splitlines()[0]) from None
 
 
 @lru_cache
@@ -163,11 +204,16 @@ def with_folders(folders: list[str]) -> list[str]:
 
 
 def planned_directory(cfg, multirun: bool) -> Path:
-    """Where Hydra will write; its own settings must be current for the interpolations in the name."""
+    """Where Hydra will write; its own settings become current, for the interpolations in this name and in the configuration."""
     from hydra.core.hydra_config import HydraConfig
+    from omegaconf import read_write
 
     HydraConfig.instance().set_config(cfg)
-    return Path(str(cfg.hydra.sweep.dir if multirun else cfg.hydra.run.dir))
+    directory = Path(str(cfg.hydra.sweep.dir if multirun else cfg.hydra.run.dir))
+    with read_write(cfg.hydra):
+        cfg.hydra.runtime.output_dir, cfg.hydra.job.id, cfg.hydra.job.num = str(directory), "0", 0
+    HydraConfig.instance().set_config(cfg)
+    return directory
 
 
 def check_writable(directory: Path) -> None:

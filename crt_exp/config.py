@@ -4,8 +4,12 @@ The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.
 """
 
 import difflib
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _PACKAGED = Path(__file__).with_name("conf")
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
@@ -27,12 +31,51 @@ def unknown(what: str, name: str, known: list[str]) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known)}")
+    return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known) or 'none'}")
+
+
+def read_yaml(path: Path) -> "DictConfig":
+    """A saved configuration, to compare with: nothing in it is resolved or built. Raises ConfigError naming the wrong line."""
+    from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError
+
+    try:
+        found = OmegaConf.load(path)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: it is no YAML: {getattr(error, 'problem', None) or error}") from None
+    except (UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, DictConfig):
+        raise ConfigError(f"{path}, line 1: it holds no keys with values")
+    return found
+
+
+def read_json(text: str, path: Path, line: int = 1) -> dict[str, Any]:
+    """The object that begins at that line of a file. Raises ConfigError with the line that is wrong."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {line + error.lineno - 1}: it is no JSON: {error.msg}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}, line {line}: it is no JSON object")
+    return found
+
+
+def instantiate(node: Any, **options: Any) -> Any:
+    """hydra.utils.instantiate with the constructor's own error in place of Hydra's wrapping."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as build_node
+
+    try:
+        return build_node(node, **options)
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
 
 
 def build(group: str, name: str, **options: Any) -> Any:
     """The object that `conf/<group>/<name>.yaml` describes, with options added or replaced; `m` is left out."""
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     if name not in choices(group):

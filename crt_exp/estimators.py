@@ -9,16 +9,20 @@ from numbers import Real
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, RegressorMixin, TransformerMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.config import build
-from crt_exp.features import FeatureMap, Features, GeomRFPlus, PoisRFPlus, Statistics
+from crt_exp.features import GERF, FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics, TrigRF
+from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import check_kernel
+from crt_exp.samplers.draws import whole
 
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
+SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
 
 
 class _RandomFeatureEstimator(BaseEstimator):
@@ -39,35 +43,52 @@ class _RandomFeatureEstimator(BaseEstimator):
     def _sampler(self):
         return self.sampler if callable(self.sampler) else build("sampler", self.sampler)
 
-    def _draw(self, m: int, dtype: torch.dtype) -> None:
-        """Noise and parameters: the part of a fit that later batches share."""
+    def _draw(self, m: int) -> torch.Generator:
+        """The noise, the same for every dtype of the data; returns what further numbers may be drawn from."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        self.noise_ = self._sampler()(m, self.n_features_in_, torch.Generator().manual_seed(seed), dtype=dtype)
+        generator = torch.Generator().manual_seed(seed)
+        self.noise_ = self._sampler()(m, self.n_features_in_, generator, dtype=torch.float64)
+        return generator
 
-    def _set_scale(self, X: np.ndarray) -> None:
+    def _set_scale(self, X) -> None:
         """gamma_: as given, or 1 / (d variance of X) for 'scale', as in RBFSampler; center_: the mean of X.
 
         The Gaussian kernel does not see a common shift, but positive features do: their variance grows with |x + y|^2.
         """
-        spread = float(X.var()) if self.gamma == "scale" else 0.0
-        self.gamma_ = 1 / (X.shape[1] * (spread or 1.0)) if self.gamma == "scale" else float(self.gamma)
-        mean = X.mean(0, dtype=np.float64).astype(X.dtype)
+        self.gamma_ = 1.0 if self.gamma == "scale" else float(self.gamma)
+        if self.gamma == "scale" and (spread := _variance(X)):
+            self.gamma_ = 1 / (X.shape[1] * spread)
+        mean = np.asarray(X.mean(0, dtype=np.float64)).ravel()
         self.center_ = mean if self.kernel == "gaussian" else np.zeros_like(mean)
 
-    def _scaled(self, X: np.ndarray) -> torch.Tensor:
-        """sqrt(2 gamma) (X - center)."""
+    def _scaled(self, X) -> torch.Tensor:
+        """sqrt(2 gamma) (X - center), dense."""
+        X = X.toarray() if issparse(X) else X
         return torch.from_numpy(X - self.center_.astype(X.dtype)).mul_((2 * self.gamma_) ** 0.5)
 
-    def _fit_map(self, X: np.ndarray, m: int) -> None:
-        x = self._scaled(X)
-        self._draw(m, x.dtype)
+    def _fit_map(self, X, m: int) -> torch.Generator:
+        generator = self._draw(m)
         self.map_ = self._map()
-        self.params_ = self.map_.fit(Statistics.of(x, x))
+        self.params_ = self.map_.fit(self._statistics(X) if self.map_.fitted else None)
+        return generator
+
+    def _statistics(self, X) -> Statistics:
+        """Of the scaled rows, block by block in float64."""
+        sums, low = torch.zeros(3, X.shape[1], dtype=torch.float64), torch.tensor(torch.inf)
+        for rows in _rows_of(X):
+            x = self._scaled(X[rows].astype(np.float64, copy=False))
+            sums += torch.stack([x.sum(0), x.square().sum(0), x.abs().sum(0)])
+            low = torch.minimum(x.amin(0), low)
+        mean, mean_sq, mean_abs = sums / X.shape[0]
+        moments = Moments.known(mean=mean, mean_sq=mean_sq, mean_abs=mean_abs, minimum=low)
+        return Statistics(moments, moments)
 
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
-            raise ValueError(f"{type(self.map_).__name__} was fitted on other data: some entries lie below its shift, where its "
-                             "features are no longer positive. Fit it on data that covers the range, or use pois, geom or oprf")
+            name = type(self.map_).__name__
+            raise ValueError(f"some entries lie below the shift that {name} was fitted to, where its features are no longer "
+                             f"positive: give it more room by mechanism={name}({self.kernel!r}, margin=1.0), in standard "
+                             f"deviations below the least entry (now {self.map_.margin}), or use pois, geom or oprf")
         return x
 
     def __sklearn_tags__(self):
@@ -80,11 +101,17 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
     """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
 
     mechanism: a name of `conf/features` (trig pos hyp smreg oprf pois geom pois_plus geom_plus pois_coord) or a FeatureMap.
-    sampler: a name of `conf/sampler` or a sampler. n_components: output columns (trig and hyp make two of a projection).
-    gamma: as in RBFSampler, sigma^2 / 2 or 'scale'. gerf has different maps for the two sides and raises in `transform`: use
-    KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k of crt_exp.features.
+    sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig and hyp make two of a projection, and one
+    of the last where the number is odd, which leaves the estimate unbiased. gamma: as in RBFSampler, sigma^2 / 2 or 'scale'.
+    gerf has different maps for the two sides and raises in `transform`: use KernelRegressionClassifier or
+    KernelRegressionRegressor, or phi_q and phi_k of crt_exp.features. pois_plus and geom_plus raise for rows below the least
+    entry that they were fitted to; a map with a larger `margin` leaves them room. X may be sparse; Z is dense.
 
-    Attributes: map_, params_, noise_, gamma_, center_, n_features_in_.
+    Attributes: map_, params_, noise_, gamma_, center_, n_features_in_; random_weights_ (n_features, n_components) and
+    random_offset_ (n_components,) of trig, where Z = sqrt(2 / n_components) cos(X random_weights_ + random_offset_) as in
+    RBFSampler (times e^(gamma_ |X|^2) for kernel="softmax"), and of pos, hyp, smreg and oprf, where
+    Z = exp(X random_weights_ + random_offset_ - c |X - center_|^2) with c = 2 gamma_ (gamma_ for kernel="softmax"). The other
+    maps have none.
     """
 
     def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=1.0, random_state=None):
@@ -96,39 +123,85 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         self.random_state = random_state
 
     def fit(self, X, y=None):
-        """X (n, d): fits the parameters to its statistics and draws the projections."""
-        X = validate_data(self, X, dtype=(np.float64, np.float32))
+        """X (n, d), dense or sparse: fits the parameters to its statistics and draws the projections."""
+        X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32))
         self._check_options()
         self._set_scale(X)
-        self._fit_map(X, self._projections())
-        self._n_features_out = self.n_components
+        generator = self._fit_map(X, self._projections())
+        self._dtype, self._n_features_out = X.dtype, int(self.n_components)
+        self._turn = 0.0  # of the pair that gives one column: its first feature, unbiased by itself
+        if self._odd and isinstance(self.map_, TrigRF):  # cos is not, but cos(w.x + b) with a random b is
+            self._turn = 2 * np.pi * float(torch.rand((), generator=generator, dtype=torch.float64))
         return self
 
     def transform(self, X):
         """X (n, d) -> Z (n, n_components), of X's dtype."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
+        X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
         if type(self.map_).phi_k is not FeatureMap.phi_k:
             raise ValueError(f"{type(self.map_).__name__} has different features for the two sides of the kernel, which one "
                              "transform cannot give: use KernelRegressionClassifier or KernelRegressionRegressor, or "
                              "map_.phi_q and map_.phi_k")
-        out = np.empty((len(X), self.n_components), dtype=X.dtype)
-        write = self.map_.writer(self.noise_, self.params_)
-        for rows in _blocks(len(X)):
+        out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
+        write = self._write_odd if self._odd else self.map_.writer(self.noise_, self.params_)
+        for rows in _rows_of(X):
             write(self._check_range(self._scaled(X[rows])), torch.from_numpy(out[rows]))
         return out
 
     def _projections(self) -> int:
-        each = self._map().width(1)
-        if not isinstance(self.n_components, (int, np.integer)) or self.n_components < 1:
-            raise ValueError(f"n_components = {self.n_components}: it must be a whole number of at least 1")
-        if self.n_components % each:
-            raise ValueError(f"n_components = {self.n_components}: {self.mechanism} makes {each} columns of a projection, so it "
-                             f"must be a multiple of {each}")
-        return self.n_components // each
+        phi, n = self._map(), whole(self.n_components, "n_components")
+        each = phi.width(1)
+        if n % each and not (each == 2 and isinstance(phi, (TrigRF, PositiveExponential, GERF))):
+            raise ValueError(f"n_components = {n}: {self.mechanism} makes {each} columns of a projection, so it must be a "
+                             f"multiple of {each}")
+        return -(-n // each)
+
+    @property
+    def _odd(self) -> bool:
+        """Whether one column is made of the last pair."""
+        return self._n_features_out < self.map_.width(self.noise_.m)
+
+    def _write_odd(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The first features of all pairs, the last one turned, then the second ones of all but the last."""
+        m, n = self.noise_.m, self._n_features_out
+        pairs = x.new_empty(len(x), 2 * m)
+        self.map_.writer(self.noise_, self.params_)(x, pairs)
+        pairs *= (2 * m / n) ** 0.5
+        out.copy_(pairs[:, :n])
+        out[:, m - 1] = np.cos(self._turn) * pairs[:, m - 1] - np.sin(self._turn) * pairs[:, -1]
+
+    @property
+    def random_weights_(self) -> np.ndarray:
+        return self._affine()[0]
+
+    @property
+    def random_offset_(self) -> np.ndarray:
+        return self._affine()[1]
+
+    def _affine(self) -> tuple[np.ndarray, np.ndarray]:
+        """Weights and offsets of the columns, in the dtype of the data."""
+        if not isinstance(getattr(self, "map_", None), (TrigRF, PositiveExponential)):
+            raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and oprf")
+        n, m = self._n_features_out, self.noise_.m
+        if isinstance(self.map_, TrigRF):
+            rows = self.noise_.rows().repeat(2, 1)[:n].numpy()
+            offset = np.where(np.arange(n) < m, 0.0, -np.pi / 2)
+            offset[m - 1] += self._turn
+        else:
+            rows, scale, bias = self.map_.exponent(self.noise_, self.params_)
+            rows = (rows if scale is None else rows * scale)[:n].numpy()
+            offset = bias[0, :n].numpy() + np.log(len(bias[0]) / n) / 2
+        weights = (2 * self.gamma_) ** 0.5 * rows.T
+        return weights.astype(self._dtype), (offset - self.center_ @ weights).astype(self._dtype)
+
+    @property
+    def _gamma(self) -> float:
+        """The name that RBFSampler has for gamma_."""
+        return self.gamma_
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
 
@@ -155,9 +228,7 @@ class _KernelRegression(_RandomFeatureEstimator):
         if self._exact:
             self.x_, self.targets_ = X[:0], None
             return
-        if not isinstance(self.n_projections, (int, np.integer)) or self.n_projections < 1:
-            raise ValueError(f"n_projections = {self.n_projections}: it must be a whole number of at least 1")
-        self._fit_map(X, int(self.n_projections))
+        self._fit_map(X, whole(self.n_projections, "n_projections"))
         self.state_, self.log_scale_ = None, None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:
@@ -315,6 +386,19 @@ def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Phi^T r (M, C) over exp(log_scale), and log_scale (1, M): the largest log feature of each column."""
     log_scale = f.log_scale.amax(-2, keepdim=True)
     return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale
+
+
+def _variance(X) -> float:
+    """Of all entries."""
+    if not issparse(X):
+        return float(X.var(dtype=np.float64))
+    mean = X.mean(dtype=np.float64)
+    return max(0.0, float((X.data.astype(np.float64) ** 2).sum() / np.prod(X.shape, dtype=np.float64) - mean**2))
+
+
+def _rows_of(X) -> list[slice]:
+    """Blocks of rows; shorter where X is sparse, whose columns may be many: a block is made dense."""
+    return _blocks(X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS)
 
 
 def _blocks(n: int, size: int = ROWS) -> list[slice]:

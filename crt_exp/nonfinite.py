@@ -1,5 +1,6 @@
 """Where a number stopped being finite: the layer that a diverged run names."""
 
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,8 +8,19 @@ import torch
 from torch import Tensor, nn
 
 
+class NotFinite(ValueError):
+    """What a computation that needs finite numbers raises where it meets others, before they reach a loss."""
+
+
 class Diverged(RuntimeError):
-    """A loss or gradient that is not finite; the message names step, loss and the first offending layer."""
+    """A loss or gradient that is not finite; the message names step, loss and the first offending layer.
+
+    alone: raised without asking the other processes of the run, which may wait for this one.
+    """
+
+    def __init__(self, message: str, alone: bool = False):
+        super().__init__(message)
+        self.alone = alone
 
 
 def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
@@ -18,7 +30,7 @@ def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn
     Hooks do not run in compiled code: `model` must be the one that was not compiled. Everything is computed to the end, because
     the layers of a sharded model only work when all processes take part. Leaves gradients behind.
     """
-    found = [f"parameter {name}" for name, parameter in model.named_parameters() if not finite(parameter)]
+    found = nonfinite_parameters(model)
     model.zero_grad()
     for batch in batches:
         replay(model, batch, loss, found)
@@ -26,6 +38,18 @@ def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn
         late = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
         found = [f"gradient of {name}" for name in reversed(late)]
     return found[0] if found else None
+
+
+def nonfinite_parameters(model: nn.Module) -> list[str]:
+    return [f"parameter {name}" for name, parameter in model.named_parameters() if not finite(parameter)]
+
+
+def layer_of(error: BaseException, model: nn.Module) -> str:
+    """The innermost layer of `model` that was at work when `error` was raised, and what the error says."""
+    names = {module: name for name, module in model.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layers = [module for module in frames if isinstance(module, nn.Module) and names.get(module)]
+    return f"{names[layers[-1]]} ({type(layers[-1]).__name__}): {error}" if layers else str(error)
 
 
 def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], found: list[str]) -> None:
@@ -37,6 +61,9 @@ def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor
         if not found and not finite(value):
             found.append("the loss itself")
         value.backward()
+    except NotFinite as error:
+        if not found:
+            found.append(layer_of(error, model))
     finally:
         for hook in hooks:
             hook.remove()

@@ -5,19 +5,24 @@ in sweeps, where each run then is a torchrun of its own, and returns exit codes 
 """
 
 import atexit
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 STEP_LIMIT = 120.0  # seconds that a step of one of several processes may take to end after a signal
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, agreed on by all processes
+SWEEP = "CRT_EXP_SWEEP"  # the name of the sweep that a run belongs to
 
 
 def rank() -> int:
@@ -128,13 +133,17 @@ class Preempted(Exception):
         self.code = 128 + signum
 
 
-def stop_signals() -> tuple[int, int]:
-    """What tells a run to stop. A submitit job is told by SIGUSR2, and its SIGTERM is only a companion of that."""
-    return (signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM), signal.SIGINT
+def stop_signals() -> list[int]:
+    """What tells a run to stop; what it was started to ignore (nohup, a shell's &) stays ignored.
+
+    A submitit job is told by SIGUSR2, and its SIGTERM is only a companion of that. SIGHUP: the terminal is gone.
+    """
+    told = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
+    return [s for s in (told, signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
 
 
 class StopSignals:
-    """SIGTERM and SIGINT, remembered until the step is done. Within `interruptible` they raise Preempted at once.
+    """SIGTERM, SIGHUP and SIGINT, remembered until the step is done. Within `interruptible` they raise Preempted at once.
 
     on_stop is called with the first signal. Torchrun repeats a signal that its children already got, so only a SIGINT more than a
     second after another one stops at once without a checkpoint. When a run ends by Preempted, submitit's own handler is called
@@ -179,6 +188,72 @@ class StopSignals:
             self.previous[self.signum](self.signum, None)
 
 
+# ---- ^C before there is anything to save -------------------------------------------------------------------------------
+
+_made: list[Path] = []  # directories that an early end takes away where they are empty
+
+
+def catch_interrupts() -> None:
+    """Makes ^C end this process at once with one line, until `raise_interrupts`: a library's import may do anything with it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        signal.signal(signal.SIGINT, end_early)
+
+
+def raise_interrupts() -> None:
+    """Makes ^C a KeyboardInterrupt again: from here on there is something to put in order."""
+    if signal.getsignal(signal.SIGINT) is end_early:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def clear_when_early(directory: Path) -> None:
+    """An early end leaves no such directory behind where it is empty."""
+    _made.append(directory)
+
+
+def end_early(*unused: Any) -> None:
+    for directory in _made if rank() == 0 else ():
+        with suppress(OSError):  # not empty
+            directory.rmdir()
+    if rank() == 0:
+        os.write(2, b"crt_exp: stopped by SIGINT before the run began\n")
+    os._exit(128 + signal.SIGINT)
+
+
+# ---- processes that end with their parent ------------------------------------------------------------------------------
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on this process gets a SIGTERM when its parent, the process `parent`, ends, however that ends (kill -9).
+
+    On Linux the kernel sends it; elsewhere a thread looks each second.
+    """
+    if not death_signal():
+        threading.Thread(target=follow, args=(parent,), daemon=True).start()
+    elif os.getppid() != parent:  # it had ended before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_agent() -> None:
+    """Under torchrun the processes of a run end with its agent, which may be killed too."""
+    if inside_torchrun():
+        end_with_parent(os.getppid())
+
+
+def death_signal() -> bool:
+    """Asks the kernel for the signal; whether it can."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) == 0
+
+
+def follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 # ---- a run that starts its own torchrun -------------------------------------------------------------------------------
 
 
@@ -186,11 +261,10 @@ def torchrun(count: int, overrides: list[str], directory: Path) -> None:
     """Runs `crt_exp <overrides>` on `count` processes of this machine, in `directory`.
 
     A signal to stop is passed on once, and the run's Preempted raised when it has checkpointed. Raises ProcessesFailed where a
-    process failed; what went wrong stands above, on standard error.
+    process failed; what went wrong stands above, on standard error. The processes end when this one is killed.
     """
-    run_dir = str(directory).replace("\\", "\\\\").replace("'", "\\'")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m", "crt_exp",
-               *overrides, f"hydra.run.dir='{run_dir}'"]
+    command = [sys.executable, "-m", "crt_exp.processes", str(os.getpid()), "--standalone", f"--nproc_per_node={count}", "-m",
+               "crt_exp", *overrides, override("hydra.run.dir", directory)]
     env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}  # seconds that a checkpoint may take
     env.pop("SUBMITIT_EXECUTOR", None)  # the processes are told by SIGTERM
     child = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's ^C reaches it once, through us
@@ -204,10 +278,45 @@ def torchrun(count: int, overrides: list[str], directory: Path) -> None:
             child.terminate()
             child.wait()
     if code:
-        raise ProcessesFailed(f"the run on {count} processes failed; its first error stands above")
+        raise ProcessesFailed(count, code)
 
 
 class ProcessesFailed(RuntimeError):
-    """A run that was started by torchrun ended with an error."""
+    """A run that was started by torchrun ended with an error; `code` is the exit code of the process that failed first."""
 
-    code = 1
+    def __init__(self, count: int, code: int):
+        super().__init__(f"the run on {count} processes failed; its first error stands above")
+        self.code = max(code, 1)
+
+
+def agent(parent: int, args: list[str]) -> int:
+    """torchrun itself, on a process of its own that ends with its parent; returns the exit code of the first that failed."""
+    end_with_parent(parent)
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for name in ("agent.server.api", "multiprocessing.api"):  # their warnings tell how a signal is passed on
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    try:
+        main(args)
+    except ChildFailedError as error:  # its account of the exit codes says nothing that the processes did not say
+        return max(error.get_first_failure()[1].exitcode, 1)
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def override(key: str, value: Any) -> str:
+    """key=value in Hydra's grammar, for values of any characters."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    text = str(value)
+    if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
+        return f"{key}={text}"
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
+    return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
+
+
+if __name__ == "__main__":
+    sys.exit(agent(int(sys.argv[1]), sys.argv[2:]))

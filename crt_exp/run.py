@@ -4,6 +4,7 @@ metrics.jsonl is the record: one JSON object a line, appended and flushed to dis
 """
 
 import errno
+import itertools
 import json
 import os
 import platform
@@ -12,23 +13,27 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
+from crt_exp.lock import LOCK, Lock
+from crt_exp.processes import SWEEP
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",
-             "task.cache_dir")
+             "trainer.save_minutes", "task.cache_dir")
 
 
 class Run:
     """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
 
-    Of several processes only the one with `main` reads and writes; the others' `records` stay empty.
+    Of several processes only the one with `main` reads and writes; the others' `records` stay empty. It locks the directory, so
+    that a second run in it is refused (ConfigError) while this one lives.
 
     Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued, then those of this one.
     """
@@ -37,18 +42,26 @@ class Run:
         self.directory, self.main, self.cfg, self.mirror = Path(directory), main, cfg, None
         self.metrics = self.directory / "metrics.jsonl"
         self.existed, self.records = True, []
-        if main:
-            self.existed = self._refuse_used(cfg)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self.records = read_records(self.metrics)
-            write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-            write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
+        self.lock = Lock(self.directory) if main else None
+        try:
+            if main:
+                self._open(cfg)
+        except BaseException:
+            self.lock.release()
+            raise
         self.started = time.monotonic() - (self.records[-1].get("time_s", 0.0) if self.records else 0.0)
         seed_everything(cfg.seed)
 
+    def _open(self, cfg: DictConfig) -> None:
+        """Reads what an earlier run left, and writes what this one is."""
+        self.existed = self._refuse_used(cfg)
+        self.records = read_records(self.metrics)
+        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
+
     def _refuse_used(self, cfg: DictConfig) -> bool:
         """True if an earlier run lies there and may be continued."""
-        if not self.directory.is_dir() or all(path.suffix == ".tmp" for path in self.directory.iterdir()):
+        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed in its first moments leaves a .tmp
         if cfg.resume != "auto":
             raise ConfigError(f"{self.directory} is not empty: add resume=auto to continue what lies there, or choose another "
@@ -57,17 +70,20 @@ class Run:
         if not old.is_file():
             raise ConfigError(f"{self.directory} holds files but no config.yaml: it is no run of crt_exp; choose another "
                               "hydra.run.dir")
-        changed = {key: pair for key, pair in differences(OmegaConf.load(old), cfg).items() if not free(key)}
+        changed = {key: pair for key, pair in differences(read_yaml(old), cfg).items() if not free(key)}
         if changed:
             pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
             raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {pairs}")
         return True
 
     def __enter__(self) -> "Run":
-        from hydra.utils import instantiate
-
-        self.mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
-        self.mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
+        mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
+        try:
+            mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        self.mirror = mirror
         return self
 
     def log(self, **record: Any) -> None:
@@ -86,12 +102,33 @@ class Run:
         del self.records[count:]
         write_atomic(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
 
+    def begin_anew(self) -> Path | None:
+        """Sets all records aside; returns the file that keeps them, None where there are none."""
+        if not self.records:
+            return None
+        kept = free_name(lambda i: self.metrics.with_name(f"metrics.{i}.jsonl"))
+        os.replace(self.metrics, kept)
+        self.records.clear()
+        return kept
+
     def __exit__(self, kind, error, trace) -> None:
-        if self.mirror is not None:
-            self.mirror.finish(failed=kind is not None)
-        used = self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
-        if kind is not None and not used:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        try:
+            if self.mirror is not None:
+                self.mirror.finish(failed=kind is not None)
+            used = self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
+            if kind is not None and not used:
+                shutil.rmtree(self.directory, ignore_errors=True)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+
+def free_name(name: Callable[[int], Path]) -> Path:
+    """The first of name(1), name(2), ... that does not exist."""
+    return next(path for path in map(name, itertools.count(1)) if not path.exists())
 
 
 def append_line(path: Path, line: str) -> None:
@@ -109,21 +146,30 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The complete lines of a metrics.jsonl; a last line cut off by a crash is removed from the file."""
+    """The complete lines of a metrics.jsonl; a last line cut off by a crash is removed from the file.
+
+    Raises ConfigError for a line that is no JSON object.
+    """
     if not path.is_file():
         return []
     whole = path.read_bytes()
     kept = whole[:whole.rfind(b"\n") + 1]
+    try:
+        text = kept.decode()
+    except UnicodeDecodeError as error:
+        line = kept[:error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: it is no UTF-8 text") from None
+    found = [read_json(line, path, i) for i, line in enumerate(text.splitlines(), 1)]
     if kept != whole:
-        write_atomic(path, kept.decode())
-    return [json.loads(line) for line in kept.decode().splitlines()]
+        write_atomic(path, kept)
+    return found
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new, never a part."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -131,7 +177,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted names of the leaves that differ, with both values ("absent" where there is none)."""
-    a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=True))} for c in (old, new))
+    a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=c is new))} for c in (old, new))
     pairs = {k: (a.get(k, "absent"), b.get(k, "absent")) for k in sorted(a.keys() | b.keys())}
     return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -157,8 +203,8 @@ def versions(seed: int) -> dict[str, Any]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return {"command": command(), "overrides": overrides(), "seed": seed, "commit": commit(), "python": platform.python_version(),
-            "machine": machine(), "packages": found}
+    return {"command": command(), "overrides": overrides(), "seed": seed, "sweep": os.environ.get(SWEEP), "commit": commit(),
+            "python": platform.python_version(), "machine": machine(), "packages": found}
 
 
 def command() -> str:
@@ -261,7 +307,7 @@ class NoMirror:
 class WandbMirror:
     """logger=wandb: mirrors every record to Weights & Biases; offline where no key is set. A continued run keeps its id."""
 
-    def __init__(self, project: str, mode: str | None = None):
+    def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None):
         self.project, self.mode = project, mode
 
     def start(self, directory: Path, config: dict) -> None:
@@ -269,9 +315,12 @@ class WandbMirror:
 
         mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         known = directory / "wandb_id"
-        self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
-                              id=known.read_text().strip() if known.is_file() else None,
-                              settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+        try:
+            self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
+                                  id=known.read_text().strip() if known.is_file() else None,
+                                  settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+        except wandb.Error as error:
+            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
         write_atomic(known, self.run.id + "\n")
 
     def log(self, record: dict) -> None:

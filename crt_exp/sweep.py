@@ -3,13 +3,15 @@
 import csv
 import importlib.util
 import io
-import json
+import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.experimental.callback import Callback
 
-from crt_exp.config import CONF, ConfigError
+from crt_exp.config import CONF, ConfigError, read_json
+from crt_exp.processes import SWEEP, raise_interrupts
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
            "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
@@ -64,9 +66,11 @@ _started: list[Path] = []
 
 
 class Begun(Callback):
-    """Hydra calls it when a sweep begins; it keeps the directory for `show`."""
+    """Hydra calls it when a sweep begins; it keeps the directory for `show`, and gives the sweep a name that its runs note."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
+        raise_interrupts()  # launchers put their workers in order
+        os.environ[SWEEP] = uuid.uuid4().hex
         _started.append(Path(str(config.hydra.sweep.dir)))
 
 
@@ -100,21 +104,23 @@ def show() -> None:
     """Prints the table of the sweep that this process ran, if it ran one, and writes its sweep.csv."""
     while _started:
         directory = _started.pop()
-        found = finished_runs(directory)
+        found = finished_runs(directory, os.environ.pop(SWEEP))
         if len(found) > 1:
             write_csv(directory / "sweep.csv", found)
             print(table(found) + f"\n[{directory}; one line a run in sweep.csv]")
 
 
-def finished_runs(directory: Path) -> list[Done]:
-    """The finished runs below a directory, in the order of their numbers."""
+def finished_runs(directory: Path, sweep: str) -> list[Done]:
+    """The finished runs of a sweep, in the order of their numbers; below its directory runs of earlier sweeps may lie too."""
     found = []
     for path in directory.glob("**/versions.json"):
+        versions = read_json(path.read_text(), path)
+        if versions.get("sweep") != sweep:
+            continue
         lines = path.with_name("metrics.jsonl").read_text().splitlines() if path.with_name("metrics.jsonl").is_file() else []
-        record = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+        record = read_json(lines[-1], path.with_name("metrics.jsonl"), len(lines)) if lines and lines[-1].endswith("}") else {}
         if record.get("final"):
-            overrides = json.loads(path.read_text())["overrides"]
-            settings = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in overrides)}
+            settings = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in versions.get("overrides", []))}
             found.append(Done(str(path.parent.relative_to(directory)), settings, record))
     return sorted(found, key=lambda run: (len(run.name), run.name))
 

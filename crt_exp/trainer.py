@@ -8,6 +8,7 @@ order).
 
 import math
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp import checkpoint
 from crt_exp.config import ConfigError
-from crt_exp.nonfinite import Diverged, first_nonfinite
+from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.optim import make_optimizer, schedule, set_rate
 from crt_exp.processes import Preempted, StopSignals, World
 from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
@@ -46,6 +47,25 @@ class Progress:
     losses: int = 0
 
 
+def planned_steps(config: TrainerConfig, task: Task) -> tuple[int | None, int]:
+    """Steps of an epoch (None: streamed) and of the run. Raises ConfigError where task and config disagree."""
+    rows = task.length("train")
+    per_epoch = None if rows is None else rows // config.batch
+    if not (task.test or task.validation):
+        raise ConfigError("this task names neither a validation nor a test split: there is nothing to report")
+    if config.steps is not None and per_epoch != 0 or config.steps == 0:
+        return per_epoch, config.steps
+    if per_epoch is None:
+        raise ConfigError("this task streams its training data: set trainer.steps, the steps after which training ends")
+    if per_epoch == 0:
+        raise ConfigError(f"trainer.batch = {config.batch} is more than the {rows} rows of the training split")
+    total = round(config.epochs * per_epoch)
+    if total == 0:
+        raise ConfigError(f"trainer.epochs = {config.epochs} makes no step at all: an epoch has {per_epoch}. trainer.steps=0 "
+                          "evaluates only")
+    return per_epoch, total
+
+
 class Trainer:
     """Trains `task` as `config` says and writes the records and checkpoints of `run`.
 
@@ -55,27 +75,12 @@ class Trainer:
     def __init__(self, config: TrainerConfig, task: Task, make_attention: Any, run: Run, world: World, seed: int):
         self.config, self.task, self.run, self.world, self.seed = config, task, run, world, seed
         self.root, self.scaler = run.directory / CHECKPOINTS, world.accelerator.scaler  # float16 alone has a scaler
-        self.per_epoch, self.total = self._lengths()
+        self.per_epoch, self.total = planned_steps(config, task)
         self._build(make_attention)
         self.progress, self.saved, self.rate, self.stopping = Progress(), 0, 0.0, False
+        self.saved_at, self.overdue = time.monotonic(), False
         self.feed: Iterator[Any] | None = None
         self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
-
-    def _lengths(self) -> tuple[int | None, int]:
-        """Steps of an epoch (None: streamed) and of the run."""
-        config, rows = self.config, self.task.length("train")
-        per_epoch = None if rows is None else rows // config.batch
-        if config.steps is not None:
-            total = config.steps
-        elif per_epoch is None:
-            raise ConfigError("this task streams its training data: set trainer.steps, the steps after which training ends")
-        else:
-            total = round(config.epochs * per_epoch)
-        if per_epoch == 0 and config.steps != 0:
-            raise ConfigError(f"trainer.batch = {config.batch} is more than the {rows} rows of the training split")
-        if not (self.task.test or self.task.validation):
-            raise ConfigError("this task names neither a validation nor a test split: there is nothing to report")
-        return per_epoch, total
 
     def _build(self, make_attention: Any) -> None:
         """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
@@ -132,7 +137,7 @@ class Trainer:
 
     def _save_due(self) -> bool:
         p, every = self.progress, self.config.save_every
-        return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
+        return self.overdue or p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
 
     def _done(self) -> bool:
         p, patience = self.progress, self.config.patience
@@ -148,7 +153,10 @@ class Trainer:
             before = generators(self.world.device)
             self.rate = schedule(self.config.schedule, self.progress.step, self.total, self.config.warmup)
             set_rate(self.optimizer, self.rate)
-            loss = self._forward_backward(batches)
+            try:
+                loss = self._forward_backward(batches)
+            except NotFinite as error:
+                raise self._met(error, batches, before) from None
             with self.clock("clip"):
                 norm = self._clip()
             loss, norm = self._agree(loss, norm, batches, before)
@@ -245,26 +253,48 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
-        """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was told to stop.
+        """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was told to stop
+        and if any finds the last checkpoint too old.
 
         Raises Diverged, on all processes, where one of them is not finite; float16 may lower its scale first.
         """
-        stop = torch.tensor(float(self.signals.signum is not None), device=loss.device)
-        values = torch.cat([self.world.sum(torch.stack([loss, stop])), norm.detach().float().reshape(1)]).tolist()
-        self.stopping = values[1] > 0
-        if not math.isfinite(values[0]) or not (math.isfinite(values[2]) or (self.scaler and self.scaler.get_scale() > 1)):
-            raise self._diverged(values[0], values[2], batches, before)
-        return values[0], values[2]
+        noted = torch.tensor([self.signals.signum is not None, self._too_old()], dtype=loss.dtype, device=loss.device)
+        values = torch.cat([self.world.sum(torch.cat([loss.reshape(1), noted])), norm.detach().float().reshape(1)])
+        loss, stopping, overdue, norm = values.tolist()
+        self.stopping, self.overdue = stopping > 0, overdue > 0
+        if not math.isfinite(loss) or not (math.isfinite(norm) or (self.scaler and self.scaler.get_scale() > 1)):
+            raise self._diverged(loss, norm, batches, before)
+        return loss, norm
+
+    def _too_old(self) -> bool:
+        minutes = self.config.save_minutes
+        return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
 
     def _diverged(self, loss: float, norm: float, batches: list[Any], before: Any) -> Diverged:
         """Computes the step anew to find the first layer whose numbers are not finite."""
         set_generators(self.world.device, before)
-        found = [f"{where}{f' on process {i}' if i and self.world.size > 1 else ''}"
-                 for i, where in enumerate(self.world.gather(first_nonfinite(self.module, batches, self._loss))) if where]
-        where = found[0] if found else "not found again when the step was repeated"
-        last = f"the checkpoint of step {self.saved} is the last good one" if self.saved else "there is no checkpoint before it"
-        step = self.progress.step + 1
-        return Diverged(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}; first not finite: {where}; {last}")
+        found = self._gathered(first_nonfinite(self.module, batches, self._loss))
+        return self._verdict(f"loss {loss:.6g}, gradient norm {norm:.6g}", found or "not found again when the step was repeated")
+
+    def _met(self, error: NotFinite, batches: list[Any], before: Any) -> Diverged:
+        """The same where a layer refused its numbers before there was a loss: on this process, and the others may wait for it."""
+        set_generators(self.world.device, before)
+        found = None if self.sharded else first_nonfinite(self.module, batches, self._loss)
+        return self._verdict("no loss", found or layer_of(error, self.module), alone=self.world.size > 1)
+
+    def _gathered(self, found: str | None) -> str | None:
+        """What the first process that found anything found."""
+        places = [f"{where}{f' on process {i}' if i and self.world.size > 1 else ''}"
+                  for i, where in enumerate(self.world.gather(found)) if where]
+        return places[0] if places else None
+
+    def _verdict(self, what: str, where: str, alone: bool = False, step: int | None = None) -> Diverged:
+        """step: the one under way, or one that was done and is evaluated."""
+        broken = where.startswith("parameter") or step is not None  # so a checkpoint of the last step is no good either
+        step = self.progress.step + 1 if step is None else step
+        good = [s for s in checkpoint.steps(self.root) if s < self.progress.step + (not broken)]
+        last = f"the checkpoint of step {good[-1]} is the last good one" if good else "there is no checkpoint before it"
+        return Diverged(f"step {step}: {what}; first not finite: {where}; {last}", alone)
 
     def _advance(self, loss: float, norm: float) -> None:
         p = self.progress
@@ -301,15 +331,26 @@ class Trainer:
         config, kept = self.config, rng_state()
         ranks = (0, 1) if self.sharded else (self.world.rank, self.world.size)  # sharded models must run in step
         batch = config.eval_batch or config.batch // (self.world.size * config.accumulate)
+        self._check_parameters(split)
         self.module.eval()
-        with self._interruptible(), torch.no_grad(), self._autocast():
-            found = self.task.evaluate(self.scored, split, Reader(self.task, batch, self.seed, self.world.device, *ranks))
+        try:
+            with self._interruptible(), torch.no_grad(), self._autocast():
+                found = self.task.evaluate(self.scored, split, Reader(self.task, batch, self.seed, self.world.device, *ranks))
+        except NotFinite as error:
+            raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,
+                                self.progress.step) from None
         self.module.train()
         set_rng_state(kept)
         if self.task.metric not in found:
             raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(found)}, not its metric {self.task.metric!r}")
         numbers = {key: float(value) for key, value in found.items()}
         return self.world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
+
+    def _check_parameters(self, split: str) -> None:
+        """Raises Diverged where the last step left weights that are not finite: metrics of them can look like numbers."""
+        found = self._gathered(next(iter(nonfinite_parameters(self.module)), None))
+        if found:
+            raise self._verdict(f"evaluation on {split}", found, step=self.progress.step)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -376,15 +417,19 @@ class Trainer:
         problem = self.world.broadcast(problem)
         if problem:
             raise checkpoint.CheckpointError(problem)
-        self.saved = self.progress.step
+        self.saved, self.saved_at, self.overdue = self.progress.step, time.monotonic(), False
 
     def restore(self) -> None:
-        """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew."""
+        """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew.
+
+        Raises CheckpointError where fewer records are left than were written before that checkpoint.
+        """
         path = self.world.broadcast(checkpoint.newest(self.root, self._say) if self.world.main else None)
         if path is None:
-            self.run.rewind(0)
+            self._begin_anew()
             return
         state = checkpoint.load_state(path)
+        self._check_records(path, state["records"])
         checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
         checkpoint.load_optimizer(self.module, self.optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
         if self.scaler and state["scaler"]:
@@ -397,3 +442,16 @@ class Trainer:
             set_rng_state(state["rng"][self.world.rank])
         else:
             self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators start afresh")
+
+    def _begin_anew(self) -> None:
+        """From the first step; the records of an earlier attempt are kept under another name."""
+        kept = self.run.begin_anew()
+        if kept:
+            self._say(f"no intact checkpoint in {self.root}: the run begins anew; its earlier records are kept in {kept.name}")
+
+    def _check_records(self, path: Path, count: int) -> None:
+        left = self.world.broadcast(len(self.run.records))
+        if left < count:
+            raise checkpoint.CheckpointError(
+                f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. Put the "
+                f"whole file back, or move {self.root} away: then the run begins anew")

@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch starts its threads
@@ -15,6 +16,16 @@ os.environ.setdefault("WANDB_MODE", "offline")
 def seeded():
     """Every test draws the same numbers, alone or among others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def interruptible():
+    """Signals work, also where the tests were started with them ignored, as by nohup or a script's `make test &`."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture

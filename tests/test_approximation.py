@@ -247,10 +247,10 @@ BAD = [
     ({"model": "cut", "text": "text.txt"}, "lacks encoder.layer.0.attention.self.key.weight and 2 more"),
     ({"text": "text.txt"}, "go together"),
     ({"layers": [0]}, "need task.model"),
-    ({"ms": []}, "must be positive"),
-    ({"ms": [8, 1.5]}, "whole numbers"),
-    ({"length": 0}, "whole numbers"),
-    ({"scale": -1.0}, "must be positive"),
+    ({"ms": []}, "task.ms = .*: it takes a list of at least one entry, each a whole number"),
+    ({"ms": [8, 1.5]}, r"task.ms\[1\] = 1.5: it takes a whole number of at least 1"),
+    ({"length": 0}, "task.length = 0: it takes a whole number of at least 1, or null"),
+    ({"scale": -1.0}, "task.scale = -1.0: it takes a number above 0"),
 ]
 
 

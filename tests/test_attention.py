@@ -13,6 +13,7 @@ from crt_exp.attention import (DecodingState, DenominatorCount, Generalized, Lin
                                softmax_attention)
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.samplers.noise import precise
 from maps import MAPS, independent
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -693,3 +694,23 @@ def test_bad_input(message):
 
 def test_every_closed_form_map_is_covered():
     assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF}
+
+
+@pytest.mark.parametrize("sampler", [samplers.orthogonal, samplers.hadamard], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("phi", MAPS + OTHER, ids=repr)
+def test_float64_throughout(phi, sampler, monkeypatch):
+    """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64, wherever they are used."""
+    if sampler is samplers.hadamard and isinstance(phi, (PoisRF, GeomRF)):
+        pytest.skip("discrete maps refuse approximate samplers")
+    monkeypatch.setattr(samplers.noise, "MATRIX_FREE_FROM", 1)
+    case, g = Case(phi, scale=0.4), torch.Generator().manual_seed(1)
+    coarse = independent(phi, lambda: sampler(16, 4, g, batch=(4,)))
+    fine = precise(coarse, torch.float64)
+    x, y, v = (t.detach() for t in (case.x, case.y, case.v))
+    exact = [attention_reference(x, y, v, phi, fine, case.params, causal=c) for c in (False, True)]
+    assert_same([attention(x, y, v, phi, coarse, case.params, causal=c) for c in (False, True)], exact, 1e-12)
+    assert_same([attention_reference(x, y, v, phi, coarse, case.params, causal=c) for c in (False, True)], exact, 1e-12)
+    state = DecodingState(phi, coarse, case.params)
+    assert_same([torch.cat([state.step(*(t[:, :, i:i + 1] for t in (x, y, v))) for i in range(11)], 2)], exact[1:], 1e-12)
+    assert_same([phi.phi_k(y, coarse, case.params).exp()], [phi.phi_k(y, fine, case.params).exp()], 1e-12)
+    assert phi.phi_q(x.float(), fine, case.params).log_scale.dtype == torch.float32

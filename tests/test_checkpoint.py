@@ -77,6 +77,26 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path):
     assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step-10" and len(said) == 1
 
 
+@pytest.mark.parametrize("harm", [harm for harm, _ in DAMAGE], ids=[reason for _, reason in DAMAGE])
+def test_a_damaged_checkpoint_stops_no_later_write(harm, tmp_path):
+    """However many are kept: it is passed over for good, under another name, and where the disk refuses one, under its own."""
+    write(tmp_path, 5)
+    harm(write(tmp_path, 10))
+    said = []
+    assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step-5" == checkpoint.newest(tmp_path, said.append)
+    assert len(said) == 1 and "kept as damaged-step-10" in said[0] and (tmp_path / "damaged-step-10").is_dir()
+    harm(write(tmp_path, 10))
+    write(tmp_path, 15, best=5)
+    checkpoint.prune(tmp_path, keep=50, best=5)
+    assert checkpoint.steps(tmp_path) == [5, 10, 15]
+
+
+def test_damaged_checkpoints_of_one_step_are_all_kept(tmp_path):
+    for name in ("damaged-step-3", "damaged-step-3.2", "damaged-step-3.3"):
+        os.truncate(write(tmp_path, 3) / "state.json", 1)
+        assert checkpoint.newest(tmp_path, lambda text: None) is None and (tmp_path / name).is_dir()
+
+
 def test_nothing_to_continue_from(tmp_path):
     assert checkpoint.newest(tmp_path / "absent") is None
     (tmp_path / ".step-3.123").mkdir()  # left by a killed process

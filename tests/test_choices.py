@@ -1,8 +1,10 @@
 """Every name of conf/attention makes a working layer, for the library as for the command line."""
 
+import numpy as np
 import pytest
 import torch
 
+from crt_exp import swap_attention
 from crt_exp.attention.choices import layer_maker
 from crt_exp.config import ConfigError, choices
 from crt_exp.features import GeomRF
@@ -31,11 +33,41 @@ def test_options():
     assert layer_maker("linformer", rank=3)(2, 8).function.key_projection.shape == (3, 512)
 
 
+def test_integers_of_numpy_are_integers():
+    n = np.int64
+    ours = layer_maker("favorpp", m=n(16), seed=n(3), redraw_every=n(7))(n(2), n(8), layer=n(1))
+    same = layer_maker("favorpp", m=16, seed=3, redraw_every=7)(2, 8, layer=1)
+    assert torch.equal(ours.omega, same.omega) and ours.redraw_every == 7 and ours.omega.shape == (2, 16, 8)
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("layers, swapped", [(np.int64(0), [0]), ([np.int64(-1)], [2]), (np.array([0, 2]), [0, 2])], ids=str)
+def test_layers_by_integers_of_numpy(layers, swapped):
+    model = swap_attention(encoder(), "favorp", m=np.int64(4), layers=layers, seed=np.int64(3), redraw_every=np.int64(2))
+    assert [i for i in range(3) if hasattr(model.layers[i].self_attn, "swapped")] == swapped
+    state = model.layers[swapped[0]].self_attn.swapped
+    assert state.m == 4 and state.redraw_every == 2 and state.seed == 3
+
+
+@pytest.mark.parametrize("layers", [True, [True], [0.0], np.array([True, False, True])], ids=str)
+def test_layers_that_are_no_numbers(layers):
+    with pytest.raises(ValueError, match="layers holds"):
+        swap_attention(encoder(), "favorp", m=4, layers=layers)
+
+
 BAD = {
     "did you mean favorpp": lambda: layer_maker("favorppp"),
     "did you mean redraw_every": lambda: layer_maker("favorp", redraw_evry=3),
     "leave m out": lambda: layer_maker("exact", m=64),
     "at least 1": lambda: layer_maker("favorp", m=0),
+    "m = True": lambda: layer_maker("favorp", m=True),
+    "m = 16.0": lambda: layer_maker("favorp", m=16.0),
+    "seed = True": lambda: layer_maker("favorp", seed=True),
+    "seed = 2.5": lambda: layer_maker("favorp", seed=2.5),
     "unknown sampler": lambda: layer_maker("favorp", sampler="ortho"),
     "unknown features": lambda: layer_maker("favorp", features="x"),
 }

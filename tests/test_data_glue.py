@@ -10,7 +10,7 @@ import torch
 
 from crt_exp.data import DataError
 from crt_exp.data.glue import TASKS, Encoded, bucketed, collate, encode, load, task_of
-from crt_exp.data.text import bert_tokenizer
+from crt_exp.data.text import bert_tokenizer, stored
 from crt_exp.tasks.base import Plan
 
 official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
@@ -101,9 +101,15 @@ def test_names_in_any_spelling():
 def test_source_says_which_part_of_the_published_file_it_is(tmp_path):
     write(tmp_path, "rte")
     assert load("rte", data_dir=tmp_path).source.endswith("train.tsv, 7 of 2490 published examples")
+    for split, published in (("dev", 277), ("test", 3000)):
+        write(tmp_path, "rte", split)
+        found = load("rte", split, tmp_path)
+        assert found.source.endswith(f"{split}.tsv, 7 of {published} published examples")
+        assert found.described == f", 7 of {published} published examples"
     write(tmp_path, "qqp", rows=rows_of("qqp", n=2000) + [["97931", "cut"]])
     found = load("qqp", data_dir=tmp_path)               # broken rows are in the published file
     assert len(found) == 2000 and found.source.endswith("without 1 broken rows")
+    assert found.described == ", 2000 examples, without 1 broken rows"
 
 
 def test_subsample_is_deterministic_nested_and_stated(tmp_path):
@@ -263,9 +269,34 @@ def test_encoding_refuses(tokenizer, tmp_path):
     examples = load("rte", data_dir=tmp_path)
     with pytest.raises(DataError, match="max_length=3"):
         encode(examples, tokenizer, 3)
+
+
+def test_a_cache_that_cannot_be_written_is_told_once(tokenizer, tmp_path, caplog):
+    write(tmp_path, "rte")
+    examples = load("rte", data_dir=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cache directory"):
-        encode(examples, tokenizer, 20, tmp_path / "file" / "cache")
+    for _ in range(2):
+        encoded = encode(examples, tokenizer, 20, tmp_path / "file" / "cache")
+        assert (encoded.input_ids == encode(examples, tokenizer, 20).input_ids).all()
+    assert len(caplog.records) == 1
+    assert f"{tmp_path}/file/cache cannot be written (Not a directory)" in caplog.text and "task.cache_dir" in caplog.text
+
+
+def test_a_byte_that_changed_in_a_cache_is_noticed(tokenizer, tmp_path, caplog):
+    """Wherever it is; one line, and the tokens are right."""
+    write(tmp_path, "rte", rows=rows_of("rte", n=3))
+    examples = load("rte", data_dir=tmp_path)
+    fresh = encode(examples, tokenizer, 20, tmp_path / "cache")
+    file, = (tmp_path / "cache").iterdir()
+    content = file.read_bytes()
+    for place in range(0, len(content), 7):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+        again = stored(file)
+        assert again is None, place
+    assert not caplog.records
+    encoded = encode(examples, tokenizer, 20, tmp_path / "cache")
+    assert (encoded.input_ids == fresh.input_ids).all() and file.read_bytes() == content
+    assert len(caplog.records) == 1 and f"{file} is not as it was written: the tokens are made anew" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------- batches
@@ -320,7 +351,7 @@ def test_published_counts(name):
         if count is None:
             continue
         found = load(name, split)
-        assert len(found) == count and "published" not in found.source
+        assert len(found) == count and "published" not in found.source and found.described == f", {count} examples"
         assert (found.labels is None) == (split == "test") and all(found.sentence1)
         if found.labels and found.names:
             assert set(found.labels) == {*range(len(found.names))}

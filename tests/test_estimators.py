@@ -4,16 +4,28 @@ import pickle
 
 import numpy as np
 import pytest
+import scipy.sparse
+from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
+from sklearn.kernel_approximation import RBFSampler
+from sklearn.linear_model import RidgeClassifier
+from sklearn.metrics.pairwise import rbf_kernel
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from crt_exp import samplers
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor, RandomFeatures
-from crt_exp.features import OPRF
+from crt_exp.features import OPRF, GeomRFPlus, HypRF, PoisRFPlus, PosRF, Sum, TrigRF
 
 MECHANISMS = ["trig", "pos", "hyp", "smreg", "gerf", "oprf", "pois", "geom", "pois_plus", "geom_plus", "pois_coord"]
 
 
-@parametrize_with_checks([RandomFeatures(n_components=20), RandomFeatures("geom", n_components=20),
+ONE_MAP = [m for m in MECHANISMS if m != "gerf"]  # the same for both sides of the kernel
+
+
+@parametrize_with_checks([*(RandomFeatures(m, n_components=20) for m in ONE_MAP), RandomFeatures("trig", n_components=7),
                           KernelRegressionClassifier(n_projections=400), KernelRegressionClassifier("exact"),
                           KernelRegressionRegressor(n_projections=2000), KernelRegressionRegressor("exact")])
 def test_scikit_learn_compatible(estimator, check):
@@ -81,12 +93,15 @@ BAD = {
     "gamma = 0": lambda: RandomFeatures(gamma=0).fit(X),
     "gamma = -1": lambda: KernelRegressionClassifier(gamma=-1).fit(X, Y),
     "n_components = 0": lambda: RandomFeatures(n_components=0).fit(X),
-    "multiple of 2": lambda: RandomFeatures("trig", n_components=7).fit(X),
+    "n_components = True": lambda: RandomFeatures(n_components=True).fit(X),
+    "n_components = 8.0": lambda: RandomFeatures(n_components=8.0).fit(X),
+    "multiple of 3": lambda: RandomFeatures(Sum(TrigRF("gaussian"), PosRF("gaussian")), n_components=7).fit(X),
+    "n_projections = True": lambda: KernelRegressionClassifier(n_projections=True).fit(X, Y),
     "n_projections = 0": lambda: KernelRegressionClassifier(n_projections=0).fit(X, Y),
     "unknown features 'oprff'; did you mean oprf": lambda: RandomFeatures("oprff").fit(X),
     "unknown sampler 'orthogonl'; did you mean orthogonal": lambda: RandomFeatures(sampler="orthogonl").fit(X),
     "two sides": lambda: RandomFeatures("gerf").fit_transform(X),
-    "below its shift": lambda: RandomFeatures("pois_plus").fit(X).transform(X - 100),
+    r"more room by mechanism=PoisRFPlus\('gaussian', margin=1.0\)": lambda: RandomFeatures("pois_plus").fit(X).transform(X - 1),
     "unseen label 2": lambda: KernelRegressionClassifier().partial_fit(X, Y, classes=[0, 1]),
     "needs classes": lambda: KernelRegressionClassifier().partial_fit(X, Y),
     "NaN": lambda: RandomFeatures().fit(np.full((3, 2), np.nan)),
@@ -103,3 +118,132 @@ def test_bad_input(message):
 def test_no_mass_is_reported():
     with pytest.warns(UserWarning, match="no positive kernel mass"):
         KernelRegressionRegressor("trig", n_projections=4, gamma=50, random_state=0).fit(X, Y).predict(X)
+
+
+# In the place of RBFSampler.
+
+def points(n=30, d=5, seed=0):
+    """Rows on the simplex, as RBFSampler's own tests take them."""
+    P = np.random.RandomState(seed).random_sample(size=(n, d))
+    return P / P.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in ONE_MAP if m != "smreg"])  # which estimates another kernel
+def test_passes_the_tests_of_rbf_sampler(mechanism):
+    """The bounds are those of scikit-learn."""
+    A, B = points(300, 50), points(300, 50, seed=1)
+    roomy = {"pois_plus": PoisRFPlus("gaussian", margin=1.0), "geom_plus": GeomRFPlus("gaussian", margin=1.0)}
+    model = RandomFeatures(roomy.get(mechanism, mechanism), gamma=1.0, n_components=1000, random_state=42).fit(A)
+    error = rbf_kernel(A, B, gamma=1.0) - model.transform(A) @ model.transform(B).T
+    assert np.abs(error.mean()) <= 0.01 and np.abs(error).max() <= 0.1 and np.abs(error).mean() <= 0.05
+
+
+@pytest.mark.parametrize("mechanism", ["oprf", "trig"])
+def test_sharp_kernel_as_in_the_tests_of_rbf_sampler(mechanism):
+    A, B = points(300, 50), points(300, 50, seed=1)
+    model = RandomFeatures(mechanism, gamma=10.0, n_components=1000, random_state=42).fit(A)
+    error = rbf_kernel(A, B, gamma=10.0) - model.transform(A) @ model.transform(B).T
+    assert np.abs(error.mean()) <= 0.01 and np.abs(error).max() <= 0.1 and np.abs(error).mean() <= 0.05
+
+
+@pytest.mark.parametrize("container", [scipy.sparse.csr_array, scipy.sparse.csr_matrix, scipy.sparse.csc_array])
+@pytest.mark.parametrize("gamma", [0.7, "scale"])
+@pytest.mark.parametrize("mechanism", ONE_MAP)
+def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
+    from crt_exp import estimators
+    monkeypatch.setattr(estimators, "SPARSE_ENTRIES", 40)  # blocks of eight rows
+    dense = points() * (np.random.default_rng(0).random((30, 5)) < 0.4)
+    make = lambda: RandomFeatures(mechanism, n_components=12, gamma=gamma, random_state=0)
+    expected = make().fit_transform(dense)
+    ours = make().fit_transform(container(dense))
+    assert type(ours) is np.ndarray
+    np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12)
+    single = make().fit_transform(container(dense.astype(np.float32)))
+    assert single.dtype == np.float32
+    np.testing.assert_allclose(single, expected, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("mechanism", ["trig", "pos", "hyp", "smreg", "oprf", OPRF("gaussian", antithetic=True)], ids=str)
+def test_weights_and_offsets_are_the_features(mechanism, n):
+    P = points()
+    model = RandomFeatures(mechanism, n_components=n, gamma=0.7, random_state=0).fit(P)
+    phase = P @ model.random_weights_ + model.random_offset_
+    Z = np.sqrt(2 / n) * np.cos(phase) if mechanism == "trig" else np.exp(
+        phase - 1.4 * ((P - model.center_) ** 2).sum(1, keepdims=True))
+    assert model.random_weights_.shape == (5, n) and model.random_offset_.shape == (n,)
+    np.testing.assert_allclose(model.transform(P), Z, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mechanism", ["pois", "geom_plus"])
+def test_other_maps_have_no_weights(mechanism):
+    model = RandomFeatures(mechanism).fit(points())
+    assert not hasattr(model, "random_weights_") and not hasattr(RandomFeatures("trig"), "random_offset_")
+
+
+@pytest.mark.parametrize("mechanism", ["trig", "oprf"])
+def test_weights_have_the_dtype_of_the_data(mechanism):
+    """And are the same numbers, as RBFSampler's are."""
+    P = np.array([[1, 2], [3, 4], [5, 6]])
+    one, two = (RandomFeatures(mechanism, random_state=42).fit(P.astype(t)) for t in (np.float32, np.float64))
+    for name in ("random_weights_", "random_offset_"):
+        assert getattr(one, name).dtype == np.float32 and getattr(two, name).dtype == np.float64
+        np.testing.assert_allclose(getattr(one, name), getattr(two, name))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("mechanism", [TrigRF("gaussian"), HypRF("gaussian"), OPRF("gaussian", True, A=-0.1)], ids=repr)
+def test_odd_numbers_of_columns_are_unbiased(mechanism, n):
+    P = np.array([[0.0, 0.2], [0.5, -0.1], [-0.3, 0.2]])
+    K, draws = rbf_kernel(P, gamma=0.5), 1000
+    found = []
+    for seed in range(draws):
+        Z = RandomFeatures(mechanism, samplers.iid, n_components=n, gamma=0.5, random_state=seed).fit_transform(P)
+        found.append(Z @ Z.T)
+    error = np.std(found, axis=0) / draws**0.5
+    assert error.max() < 0.05 and (np.abs(np.mean(found, axis=0) - K) < 5 * error + 1e-12).all()
+
+
+def test_odd_columns_are_positive_where_pairs_are():
+    assert (RandomFeatures(HypRF("gaussian"), n_components=3, random_state=0).fit_transform(points()) > 0).all()
+
+
+def test_rows_below_the_fitted_ones_with_a_margin():
+    P = points()
+    model = RandomFeatures(PoisRFPlus("gaussian", margin=3.0), n_components=50, random_state=0).fit(P)
+    assert (model.transform(P - P.std(0)) > 0).all()
+
+
+def test_scale_is_that_of_rbf_sampler():
+    for P in ([[0.0], [1.0]], [[2.0], [2.0]], np.eye(3)):
+        assert RandomFeatures(gamma="scale").fit(P).gamma_ == pytest.approx(RBFSampler(gamma="scale").fit(P)._gamma)
+        sparse = scipy.sparse.csr_array(P)
+        assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(RBFSampler(gamma="scale").fit(sparse)._gamma)
+
+
+@pytest.mark.parametrize("mechanism", ["trig", "oprf"])
+def test_in_a_pipeline(mechanism):
+    """Cloned, searched over numbers of NumPy, with named columns."""
+    X, y = load_iris(return_X_y=True, as_frame=True)
+    model = make_pipeline(StandardScaler(), RandomFeatures(mechanism, gamma=0.1, random_state=0), RidgeClassifier())
+    search = GridSearchCV(clone(model), {"randomfeatures__n_components": np.array([16, 33])}, cv=3, error_score="raise").fit(X, y)
+    assert search.best_score_ > 0.8
+    Z = RandomFeatures(mechanism, n_components=np.int64(3)).set_output(transform="pandas").fit(X).transform(X)
+    assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"] and len(Z) == len(X)
+
+
+def test_grid_of_numbers_of_numpy():
+    search = GridSearchCV(KernelRegressionClassifier(random_state=0), {"n_projections": np.array([16, 32])}, cv=3,
+                          error_score="raise").fit(*load_iris(return_X_y=True))
+    assert search.best_params_["n_projections"] in (16, 32)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_regression_in_single_precision(mechanism):
+    X, y = load_iris(return_X_y=True)
+    X = (X - X.mean(0)) / X.std(0)
+    model = KernelRegressionClassifier(mechanism, gamma=0.1, n_projections=200, random_state=0)
+    single, double = (clone(model).fit(X.astype(dtype), y) for dtype in (np.float32, np.float64))
+    assert single.state_.dtype != double.state_.dtype
+    agree = single.predict(X.astype(np.float32)) == double.predict(X)
+    assert agree.mean() > 0.97

@@ -115,6 +115,19 @@ def test_subsample_is_stated(typed, tmp_path):
     assert (last["train_examples"], last["train_examples_available"], last["step"]) == (16, 48, 2)
 
 
+def test_short_files_are_stated(typed):
+    """Those of each split, for they are not the published ones."""
+    out = typed("task.dataset=mnli", "attention=exact")[1]
+    assert "dev, 12 of 9815 published examples; dev_mm, 12 of 9832 published examples; trained on" in out
+    assert "train.tsv, 48 of 392702 published examples" in out
+
+
+def test_a_cache_that_cannot_be_written_stops_no_run(typed, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = typed(f"task.cache_dir={tmp_path}/file/cache", "attention=elu")
+    assert code == 0, err
+
+
 def test_tokens_are_cached_and_resume_may_move_the_cache(typed, tmp_path):
     assert typed(f"task.cache_dir={tmp_path}/cache", "attention=elu")[0] == 0
     assert len(list((tmp_path / "cache").iterdir())) == 2
@@ -143,6 +156,20 @@ def test_official_files(files):
     assert lengths.max() <= 40 and np.all(np.diff(lengths.numpy()) >= 0)
 
 
+@pytest.mark.parametrize("args, place", [
+    (["attention=favorpp"], "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=favorp"], "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=favorpp", "trainer.steps=1", "trainer.warmup=0"],
+     "step 1: evaluation on dev; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=exact", "task.dataset=stsb", "trainer.steps=1", "trainer.warmup=0"], "step 1: evaluation on dev; first not"),
+], ids=str)
+def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, typed):
+    """Exit code 3, step and layer, as where the loss shows it."""
+    code, _, err = typed("trainer.lr=1e38" if "attention=exact" in args else "trainer.lr=1e12", *args)
+    assert code == 3 and place in err and len(err.splitlines()) == 1, err
+    assert "there is no checkpoint before it" in err
+
+
 # ---- what a user can get wrong: one message ---------------------------------------------------------------------------------
 
 
@@ -166,13 +193,13 @@ def test_missing_checkpoint_offline(typed):
 
 @pytest.mark.parametrize("args, words", [
     (["task.dataset=rta"], ["no GLUE task 'rta'", "Did you mean rte?"]),
-    (["task.source=hubb"], ["source=hubb", "files or hub"]),
+    (["task.source=hubb"], ["task.source = hubb", "files or hub"]),
     (["task.init=uptrian"], ["task.init = uptrian", "did you mean uptrain?"]),
     (["task.init=/nowhere/run"], ["task.init = /nowhere/run", "no such directory"]),
     (["task.model=/nowhere/bert"], ["task.model = /nowhere/bert", "no such folder"]),
     (["task.max_length=41"], ["task.max_length = 41", "40 tokens"]),
     (["task.max_length=2"], ["max_length=2", "no room"]),
-    (["task.examples=0"], ["subsample of 0"]),
+    (["task.examples=0"], ["task.examples = 0"]),
     (["trainer.batch=64"], ["trainer.batch = 64", "48 rows"]),
 ], ids=str)
 def test_bad_options(args, words, typed):

@@ -1,12 +1,17 @@
 """The command line as a user types it: real run directories; real processes where that matters."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from crt_exp.config import ConfigError
+from crt_exp.lock import LOCK, Lock
 
 ROOT = Path(__file__).parent.parent
 MISSING = "CRT_DATA is not set: the official files are needed"
@@ -79,6 +84,13 @@ def test_wandb_offline(typed, tmp_path, monkeypatch):
     assert (tmp_path / "a" / "wandb_id").read_text().strip()
 
 
+def test_a_name_that_wandb_refuses(typed, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    code, _, err = typed("logger=wandb", "logger.project=a/b", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
+    assert code == 2 and "logger=wandb: Invalid project name 'a/b'" in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "a").exists()
+
+
 def test_help_teaches(typed):
     code, out, _ = typed("--help")
     assert code == 0
@@ -104,17 +116,19 @@ BAD = [
     ("sed=1", "did you mean seed?"),
     ("foo", "not of the form key=value"),
     ("features.m=0", "features.m = 0"),
-    ("features.m=many", "it takes a number, such as 128"),
+    ("features.m=many", "features.m = many: it takes a whole number of at least 1"),
     ("features.m=1,2", "add -m"),
     ("features.A=0.125", "Re(1 - 8A)"),
     ("features=geom features.p=1", "0 < p < 1"),
     ("features=pois features.rate=-1", "rate must be positive"),
-    ("task.sigmas=[0.0,1.0]", "every sigma must be a positive number"),
-    ("task.sigmas=[]", "every sigma"),
+    ("task.sigmas=[0.0,1.0]", "task.sigmas[0] = 0.0: it takes a number above 0"),
+    ("task.sigmas=[1e300]", "task.sigmas[0] = 1e+300: it takes a number above 0 and below 1e+150"),
+    ("task.split=[0.00001,0.99998,0.00001]", "a part of the 178 rows of wine is empty"),
+    ("task.sigmas=[]", "a list of at least one entry, each a number above 0"),
     ("task.split=[0.9,0.2,0.1]", "sum to 1"),
     ("task.repeats=0", "at least 1"),
-    ("task.scaling=log", "choose one of standard"),
-    ("task.coding=binary", "use ordinal or onehot"),
+    ("task.scaling=log", "task.scaling = log: it takes standard, minmax or none"),
+    ("task.coding=binary", "it takes ordinal or onehot"),
     ("task.dataset=wein", "Did you mean wine?"),
     ("task.dataset=abalone", "archive.ics.uci.edu"),
     ("task.dataset=car task.data_dir=/nonexistent", "/nonexistent/car.data is not there"),
@@ -123,9 +137,9 @@ BAD = [
     ("attention=relu", "measures feature maps of a kernel"),
     ("attention=linformer", "measures feature maps of a kernel"),
     ("hydra.run.dir=/proc/nowhere", "cannot write to /proc/nowhere"),
-    ("+task.extra=1", "unexpected keyword argument 'extra'"),
+    ("+task.extra=1", "unknown key 'task.extra'"),
     ("features=pois sampler=orthogonal sampler.lengths=sqrt_d", "exactly Gaussian rows"),
-    ("sampler.lengths=two", "unknown lengths"),
+    ("sampler.lengths=two", "it takes chi or sqrt_d"),
 ]
 
 
@@ -137,6 +151,37 @@ def test_bad_input(args, message, typed, tmp_path, monkeypatch):
     assert code == 2 and message in err
     assert "Traceback" not in err and len(err.splitlines()) <= 5
     assert not list(tmp_path.rglob("*.*")) and not list(tmp_path.rglob("uci/*"))
+
+
+def test_no_reading_of_a_broken_run(typed, tmp_path):
+    """The file is named, with the line; nothing in it is changed."""
+    args = ["features=geom", "logger=none", "task.repeats=1", "task.sigmas=[0.2]", f"hydra.run.dir={tmp_path}/a"]
+    assert typed(*args)[0] == 0
+    whole = {name: (tmp_path / "a" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
+    broken = [("config.yaml", b"seed: 0\ntask: [1,\n", "config.yaml, line 3: it is no YAML"),
+              ("config.yaml", b"- 1\n", "config.yaml, line 1: it holds no keys"),
+              ("config.yaml", b"seed: \xff\n", "config.yaml"),
+              ("config.yaml", b"seed: ${nowhere}\n", "seed (it was ${nowhere}, now 0)"),
+              ("metrics.jsonl", whole["metrics.jsonl"] + b"{\"step\": 1,}\n", "metrics.jsonl, line 3: it is no JSON"),
+              ("metrics.jsonl", b"[]\n", "metrics.jsonl, line 1: it is no JSON object"),
+              ("metrics.jsonl", b"{}\n\xff\n{", "metrics.jsonl, line 2: it is no UTF-8 text")]
+    for name, content, message in broken:
+        (tmp_path / "a" / name).write_bytes(content)
+        code, _, err = typed(*args, "resume=auto")
+        assert code == 2 and f"{message}" in err and len(err.splitlines()) == 1, err
+        assert (tmp_path / "a" / name).read_bytes() == content
+        (tmp_path / "a" / name).write_bytes(whole[name])
+
+
+def test_nothing_saved_is_ever_built(typed, tmp_path):
+    """A run directory may come from anybody: what its config.yaml names is compared, never called."""
+    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.2]", f"hydra.run.dir={tmp_path}/a"]
+    assert typed(*args)[0] == 0
+    config = tmp_path / "a" / "config.yaml"
+    for trap in (f"os.mkdir\n  path: {tmp_path}/sprung", f"pathlib.Path.touch\n  self: {tmp_path}/sprung"):
+        config.write_text(f"task:\n  _target_: {trap}\n")
+        code, _, err = typed(*args, "resume=auto")
+        assert code == 2 and "was run with another configuration" in err and not (tmp_path / "sprung").exists()
 
 
 def test_bad_input_in_a_process(tmp_path):
@@ -156,6 +201,117 @@ def test_sweep_inside_torchrun_is_refused(typed, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     code, _, err = typed("-m", "seed=0,1")
     assert code == 2 and "cannot run inside torchrun" in err
+
+
+def test_version_is_the_products_and_quick():
+    out = crt_exp("--version")
+    assert out.returncode == 0 and out.stderr == ""
+    assert out.stdout == f"crt_exp {version('crt_exp')}, torch {version('torch')}\n"
+    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "crt_exp", "--version"], capture_output=True, text=True,
+                            cwd=ROOT)
+    assert not {line.split("|")[-1].strip() for line in loaded.stderr.splitlines()} & {"torch", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("module", ["hydra", "torch", "crt_exp.lock"])
+def test_an_early_interrupt_is_one_line(module, tmp_path):
+    """^C while libraries are imported: an import may swallow an exception or turn it into another."""
+    code = ("import os, signal, sys; from crt_exp.__main__ import main; name = sys.argv.pop(1)\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "class Finder:\n"
+            "    find_spec = lambda module, *rest: os.kill(os.getpid(), signal.SIGINT) if module == name else None\n"
+            "sys.meta_path.insert(0, Finder)\n"
+            "main()")
+    out = subprocess.run([sys.executable, "-c", code, module, "logger=none", f"hydra.run.dir={tmp_path}/run"],
+                         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert out.returncode == 130 and out.stderr == "crt_exp: stopped by SIGINT before the run began\n", out.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# ---- one run at a time in a directory ---------------------------------------------------------------------------------------
+
+
+HOLD = ("import os, sys; from pathlib import Path; from crt_exp.lock import Lock\n"
+        "lock = Lock(Path(sys.argv[1])); worker = os.fork() if len(sys.argv) > 2 else None\n"
+        "if worker == 0: os.read(0, 1); os._exit(0)\n"
+        "print(worker or 0, flush=True); os.read(0, 1); lock.release()")
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Starts a process that holds the lock of tmp_path/run until it is told to end; "fork": with a forked worker."""
+    started = []
+
+    def start(*options):
+        started.append(subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run", *options], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}))
+        assert started[-1].stdout.readline().strip().isdigit()
+        return started[-1]
+    yield start
+    for process in started:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+def test_a_second_run_in_a_directory_is_refused(held, typed, tmp_path):
+    """With one line that names the holder; when that has ended the same command works, and leaves no lock behind."""
+    holder = held()
+    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", "resume=auto", f"hydra.run.dir={tmp_path}/run"]
+    code, _, err = typed(*args)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"{tmp_path}/run is in use by process {holder.pid} on {os.uname().nodename}" in err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+    holder.communicate(b"x")
+    assert typed(*args)[0] == 0 and not (tmp_path / "run" / LOCK).exists()
+    assert typed(*args)[0] == 0  # the lock was let go of within a process, too
+
+
+def test_the_lock_of_a_killed_process_is_no_obstacle(held, tmp_path):
+    """Neither its file nor its forked workers, which may live on, keep the next run out."""
+    holder = held("fork")
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / "run" / LOCK).exists()
+    lock = Lock(tmp_path / "run")
+    assert f"process {os.getpid()} on" in lock.path.read_text()
+    lock.release()
+    lock.release()
+    assert not lock.path.exists()
+
+
+def test_a_lock_keeps_its_own_process_out_too(tmp_path):
+    lock = Lock(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"this process .{os.getpid()}. itself"):
+        Lock(tmp_path / "run")
+    other = f"from pathlib import Path; from crt_exp.lock import Lock; Lock(Path({str(tmp_path / 'run')!r}))"
+    out = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, cwd=ROOT)
+    assert f"in use by process {os.getpid()}" in out.stderr  # the attempt above did not lose it
+    lock.release()
+    Lock(tmp_path / "run").release()
+
+
+def test_a_run_that_fails_lets_go_of_its_directory(typed, tmp_path):
+    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", f"hydra.run.dir={tmp_path}/run"]
+    assert typed(*args)[0] == 0
+    assert typed(*args)[0] == 2 and typed(*args, "resume=auto", "seed=1")[0] == 2  # not empty; another configuration
+    assert typed(*args, "resume=auto")[0] == 0
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    Lock(tmp_path / "run").release()
+    assert "has no locks: mind that no two runs use it at once" in caplog.text
+
+
+def test_a_record_that_is_none_is_named(typed, tmp_path):
+    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", f"hydra.run.dir={tmp_path}/run"]
+    assert typed(*args)[0] == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("{broken\n" + metrics.read_text())
+    code, _, err = typed(*args, "resume=auto")
+    assert code == 2 and "metrics.jsonl, line 1: it is no JSON" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason=MISSING)

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import scipy.linalg
 import torch
@@ -295,3 +296,27 @@ def test_measured_bias_shows():
     known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
     assert ((bias.ratio - known).abs() < 5 * bias.error).all() and bias.ratio[0] + 5 * bias.error[0] < 1
     assert str(bias).count("+-") == 2
+
+
+@pytest.mark.parametrize("name", ["iid", "orthogonal", "simplex", "hadamard", "givens", "halton", "sobol", "stratified"])
+def test_integers_of_numpy_are_integers(name):
+    draw, n = getattr(samplers, name), np.int64
+    ours = draw(n(8), n(4), torch.Generator().manual_seed(0), batch=(n(2),))
+    assert torch.equal(ours.rows(), draw(8, 4, torch.Generator().manual_seed(0), batch=(2,)).rows())
+    assert type(ours.m) is type(ours.d) is int
+    for m, d in ((True, 4), (8, True), (8.0, 4), (8, 4.0), ("8", 4), (np.True_, 4), (8, 0)):
+        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+            draw(m, d)
+
+
+def test_integers_of_numpy_in_options():
+    g = lambda: torch.Generator().manual_seed(0)
+    assert torch.equal(samplers.hadamard(8, 4, g(), blocks=np.int32(2)).rows(), samplers.hadamard(8, 4, g(), blocks=2).rows())
+    assert torch.equal(samplers.givens(8, 4, g(), rotations=np.int32(5)).rows(), samplers.givens(8, 4, g(), rotations=5).rows())
+    x = torch.randn(3, 4, generator=g())
+    biases = [samplers.measured_bias(PosRF(), samplers.iid, x, x, m=m, draws=draws, generator=g()).ratio
+              for m, draws in ((8, 50), (np.int64(8), np.int64(50)))]
+    assert torch.equal(*biases)
+    for wrong in (lambda: samplers.hadamard(8, 4, blocks=True), lambda: samplers.givens(8, 4, rotations=1.5)):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            wrong()

@@ -14,7 +14,7 @@ import pytest
 
 from crt_exp import sweep
 from crt_exp.config import ConfigError
-from crt_exp.sweep import Done, check_direction, check_plugin, table, write_csv
+from crt_exp.sweep import Done, check_direction, check_plugin, finished_runs, table, write_csv
 from crt_exp.tasks.projections import Projections
 from crt_exp.tasks.uci import UCI
 
@@ -56,11 +56,44 @@ def test_a_sweep_ends_with_its_table(typed, tmp_path):
 
 
 def test_one_run_of_a_sweep_fails(typed, tmp_path):
-    """The others run, its error is told without a traceback, and the sweep as a whole has failed."""
-    code, out, err = typed(*WINE, "features.m=0,4,8", f"hydra.sweep.dir={tmp_path}/s")
+    """The others run, its error is told once and without a traceback, and the sweep as a whole has failed."""
+    code, out, err = typed(*WINE, "features=geom", "features.p=2.0,0.5", "features.m=4,8", f"hydra.sweep.dir={tmp_path}/s")
     assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
-    assert f"the run in {tmp_path}/s/0 failed: features.m = 0: the number of projections must be" in err
-    assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["1", "2"]
+    assert f"the run in {tmp_path}/s/0 failed: features=geom: p = 2.0: the geometric law needs" in err
+    assert err.count("p = 2.0: the") == 1 and f"the run in {tmp_path}/s/1 failed: as one before it" in err
+    assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["2", "3"]
+
+
+@pytest.mark.parametrize("args, message", [
+    (["features.m=4,0,8"], "features.m = 0: it takes a whole number of at least 1"),
+    (["task.repeats=1.5", "seed=0,1,2"], "task.repeats = 1.5: it takes"),
+    (["seed=range(-1,2)"], "seed = -1: it takes"),
+    (["task=uci,variance", "task.sigmas=[a]"], "task.sigmas[0] = a: it takes"),
+    (["features=glob(*)", "features.m=8,1e3"], "features.m = 1000.0: it takes a whole number of at least 1 (write 1000)"),
+], ids=str)
+def test_a_mistake_in_a_sweep_is_told_once_and_before_it_begins(args, message, typed, tmp_path):
+    code, _, err = typed("-m", "logger=none", *args, f"hydra.sweep.dir={tmp_path}/s")
+    assert code == 2 and err.startswith(f"crt_exp: error: {message}") and len(err.splitlines()) == 1
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_broken_file_in_a_sweep_is_named(typed, tmp_path):
+    assert typed(*WINE, "features.m=4,8", f"hydra.sweep.dir={tmp_path}/s")[0] == 0
+    path = tmp_path / "s" / "0" / "versions.json"
+    path.write_text('{"command": "x",\n"overrides": [}\n')
+    with pytest.raises(ConfigError, match=f"{path}, line 2: it is no JSON"):
+        finished_runs(tmp_path / "s", "any")
+
+
+def test_the_table_holds_the_runs_of_this_sweep_alone(typed, tmp_path):
+    """Also where the directory of an earlier, larger sweep is used again, and where its runs are refused."""
+    sweep_dir = f"hydra.sweep.dir={tmp_path}/s"
+    assert "sweep of 3 runs" in typed(*WINE, "features.m=4,6,8", sweep_dir)[1]
+    code, out, _ = typed(*WINE, "features.m=4,6", "resume=auto", sweep_dir)
+    assert code == 0 and "sweep of 2 runs" in out
+    assert len((tmp_path / "s" / "sweep.csv").read_text().splitlines()) == 3
+    code, out, err = typed(*WINE, "features.m=4,6", sweep_dir)
+    assert code == 1 and "sweep of" not in out and "add resume=auto" in err
 
 
 def done(name, settings, value, metric="loss", direction="minimize"):

@@ -20,11 +20,14 @@ from torch import nn
 
 from crt_exp import checkpoint
 from crt_exp.config import ConfigError
+from crt_exp.lock import Lock
+from crt_exp.nonfinite import NotFinite
 from crt_exp.optim import make_optimizer, schedule, set_rate
-from crt_exp.processes import StopSignals
+from crt_exp.processes import StopSignals, override
 from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.train import main
+from crt_exp.trainer import Trainer
 from crt_exp.trainer_config import TrainerConfig, start_world
 
 HERE = Path(__file__).parent
@@ -180,8 +183,8 @@ def crt_exp(*args, start=(sys.executable, "-m", "crt_exp"), **options):
     return subprocess.run([*start, *BASE, *args], capture_output=True, text=True, env=env, timeout=280, **options)
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch, interruptible):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
     with monkeypatch.context() as patch:
         at_call(patch, 7, send(signum))  # in the middle of the first epoch, between two records
@@ -192,6 +195,53 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed,
     assert found == 0 and "continuing from" in out and "step-7" in out
     assert records(tmp_path / "run") == records(whole)
     assert signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler)  # handlers are put back
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_from_the_start_stays_so(signum, typed, whole, tmp_path, monkeypatch):
+    """As nohup and a shell's & start a run."""
+    before = signal.signal(signum, signal.SIG_IGN)
+    try:
+        with monkeypatch.context() as patch:
+            at_call(patch, 7, send(signum))
+            assert typed(*ARGS)[0] == 0
+        assert signal.getsignal(signum) is signal.SIG_IGN and records(tmp_path / "run") == records(whole)
+    finally:
+        signal.signal(signum, before)
+
+
+def test_the_words_that_continue_a_run_can_be_pasted(typed, whole, tmp_path, monkeypatch):
+    place = override("hydra.run.dir", tmp_path / "a 'b' \"c\"=[d],$e")
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, send(signal.SIGTERM))
+        code, _, err = typed(*ARGS, place)
+    assert code == 143 and (tmp_path / "a 'b' \"c\"=[d],$e" / "metrics.jsonl").exists()
+    shell = ["sh", "-c", f"printf '%s\\0' {err.rstrip().partition('continue with ')[2]}"]
+    words = subprocess.run(shell, capture_output=True, text=True).stdout.split("\0")[:-1]
+    assert words == ["resume=auto", place]
+    code, out, _ = typed(*ARGS, *words)
+    assert code == 0 and "continuing from" in out
+
+
+@pytest.mark.parametrize("path", ["/a/b-c.d", "/a b", "/a'b", '/a"b', "/a=b", "/a,b", "/[a]{b: c}", "/$HOME", "/a\\'b",
+                                  '/a\\"b', "/~#!", "/a\\", "/a${b}", "/a\\${b}", "/ü", "/ a\t"])
+def test_overrides_hold_any_path(path):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    found = OverridesParser.create().parse_override(override("hydra.run.dir", path)).value()
+    assert OmegaConf.create({"dir": found if isinstance(found, str) else str(found)}).dir == path
+
+
+def test_a_checkpoint_after_so_many_minutes_changes_no_number(typed, whole, tmp_path, monkeypatch):
+    """Here after every step; and it may be another number in a run that goes on."""
+    args = [*ARGS[:-1], "trainer.keep=50"]
+    with monkeypatch.context() as patch:
+        at_call(patch, 9, send(signal.SIGTERM))
+        assert typed(*args, "trainer.save_minutes=1e-9")[0] == 143
+    assert checkpoints(tmp_path / "run") == list(range(1, 10))
+    assert typed(*args, "trainer.save_minutes=null", "resume=auto")[0] == 0
+    assert records(tmp_path / "run") == records(whole) and checkpoints(tmp_path / "run")[8:] == [9, 10, 12, 15, 20, 24]
 
 
 OPTIONS = [["trainer.accumulate=2", "task.weighted=true", "trainer.precision=bf16", "trainer.optimizer=adam"],
@@ -294,14 +344,45 @@ def test_damaged_newest_checkpoint(typed, whole, tmp_path, monkeypatch):
 
 
 def test_all_checkpoints_damaged(typed, whole, tmp_path, monkeypatch):
+    """The run begins anew and says so; what it had recorded stays under another name."""
     with monkeypatch.context() as patch:
         at_call(patch, 7, send(signal.SIGTERM))
         assert typed(*ARGS)[0] == 143
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     for step in checkpoints(tmp_path / "run"):
         (tmp_path / "run" / "checkpoints" / f"step-{step}" / "manifest.json").unlink()
     code, out, _ = typed(*ARGS, "resume=auto")
     assert code == 0 and out.count("is damaged (manifest.json is missing)") == 2
+    assert "the run begins anew; its earlier records are kept in metrics.1.jsonl" in out
+    assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == before
     assert_same(tmp_path / "run", whole)
+
+
+def test_a_damaged_state_is_passed_over_however_many_are_kept(typed, whole, tmp_path, monkeypatch):
+    args = [*ARGS[:-1], "trainer.keep=50", "resume=auto"]
+    with monkeypatch.context() as patch:
+        at_call(patch, 13, send(signal.SIGTERM))
+        assert typed(*args)[0] == 143
+    os.truncate(tmp_path / "run" / "checkpoints" / "step-13" / "state.json", 5)
+    code, out, err = typed(*args)
+    assert code == 0 and "step-13 is damaged (state.json has 5 bytes" in out, err
+    assert records(tmp_path / "run") == records(whole)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_records_that_a_checkpoint_counts_must_be_there(left, typed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_call(patch, 13, send(signal.SIGTERM))
+        assert typed(*ARGS)[0] == 143
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:left]))
+    code, _, err = typed(*ARGS, "resume=auto")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert f"metrics.jsonl holds {left} records, and" in err and f"step-13 was written after {len(lines)}" in err
+    assert "Put the whole file back" in err and metrics.read_text() == "".join(lines[:left])
+    metrics.write_text("".join(lines))
+    assert typed(*ARGS, "resume=auto")[0] == 0
 
 
 def test_damaged_best_checkpoint(typed, tmp_path):
@@ -326,6 +407,44 @@ def test_infinite_input_names_the_layer(typed, tmp_path):
     assert "the checkpoint of step 6 is the last good one" in err
     assert checkpoint.newest(tmp_path / "run" / "checkpoints").name == "step-6"
     assert all(r["split"] == "train" and r["loss"] < 10 for r in records(tmp_path / "run"))
+
+
+def refuse_after(monkeypatch, calls):
+    """Layers refuse their input after so many calls in training, as the fit of a feature map does."""
+    seen, forward = [], nn.Linear.forward
+
+    def refusing(self, x):
+        seen.append(self.training)
+        if sum(seen) > calls:
+            raise NotFinite("the fitted A is not finite")
+        return forward(self, x)
+    monkeypatch.setattr(nn.Linear, "forward", refusing)
+
+
+def test_a_layer_that_refuses_its_numbers_is_a_divergence(typed, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        refuse_after(patch, 2 * 4)  # two layers
+        code, _, err = typed("trainer.save_every=2")
+    assert code == 3 and len(err.splitlines()) == 1
+    assert "step 5: no loss; first not finite: inner.0 (Linear): the fitted A is not finite; the checkpoint of step 4" in err
+    with monkeypatch.context() as patch:
+        refuse_after(patch, -1)
+        code, _, err = typed("trainer.steps=0", directory="evaluated")
+    assert code == 3 and "step 0: evaluation on test; first not finite: inner.0 (Linear): the fitted A" in err
+
+
+def test_weights_that_are_not_finite_are_never_scored(typed, monkeypatch, tmp_path):
+    """An accuracy of them would look like a number."""
+    update = Trainer._update
+
+    def broken(self):
+        update(self)
+        if self.progress.step == 11:
+            nn.init.constant_(self.module.outer.bias, float("nan"))
+    monkeypatch.setattr(Trainer, "_update", broken)
+    code, _, err = typed("trainer.save_every=6")
+    assert code == 3 and "step 12: evaluation on validation; first not finite: parameter outer.bias" in err
+    assert "the checkpoint of step 6 is the last good one" in err
 
 
 def test_gradient_and_parameter_are_named(typed, monkeypatch, tmp_path):
@@ -367,19 +486,20 @@ BAD = [
     ("trainer.batch=2.5", "whole number"),
     ("trainer.batch=97", "more than the 96 rows of the training split"),
     ("trainer.batch=6 trainer.accumulate=4", "trainer.batch = 6 does not divide over 1 processes x 4 micro-batches"),
-    ("trainer.lr=-1", "trainer.lr = -1: it takes a positive number"),
-    ("trainer.schedule=step", "choose one of linear, cosine, constant"),
-    ("trainer.optimizer=sgd", "choose one of adamw, adam"),
-    ("trainer.precision=fp8", "choose one of no, bf16, fp16"),
+    ("trainer.lr=-1", "trainer.lr = -1: it takes a number above 0"),
+    ("trainer.schedule=step", "trainer.schedule = step: it takes linear, cosine or constant"),
+    ("trainer.optimizer=sgd", "it takes adamw or adam"),
+    ("trainer.precision=fp8", "it takes no, bf16 or fp16"),
     ("trainer.precision=fp16 trainer.cpu=true", "needs a GPU"),
     ("trainer=fsdp trainer.precision=fp16", "use bf16"),
-    ("trainer.betas=[0.9,1.5]", "two numbers"),
+    ("trainer.betas=[0.9,1.5]", "trainer.betas[1] = 1.5: it takes a number of at least 0 and below 1"),
     ("trainer.warmup=-1", "at least 0"),
+    ("trainer.save_minutes=0", "trainer.save_minutes = 0: it takes a number above 0"),
     ("trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
     ("trainer=slow", "unknown trainer 'slow'"),
     ("task.streamed=true", "set trainer.steps"),
     ("task=toyy", "unknown task 'toyy'; did you mean toy?"),
-    ("+trainer.momentum=0.9", "unexpected keyword argument 'momentum'"),
+    ("+trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
 ]
 
 
@@ -468,6 +588,41 @@ def test_two_processes_tell_an_error_once(tmp_path):
                           (["task.poison=5", "trainer=fsdp"], "first not finite: output of inner.0 (Linear)")]:
         out = crt_exp(*args, start=TORCHRUN, cwd=tmp_path)
         assert out.returncode == 1 and out.stderr.count(message) == 1, out.stderr
+
+
+@pytest.mark.parametrize("args, message", [
+    (["trainer.batch=7"], "trainer.batch = 7 does not divide over 2 processes x 1 micro-batches: choose a multiple of 2"),
+    (["trainer.betas=[a,b]"], "trainer.betas[0] = a: it takes a number"),
+    (["task.rows=abc"], "task.rows = abc: it takes a number"),
+    (["task.rows=6"], "trainer.batch = 8 is more than the 6 rows"),
+    (["trainer.epochs=0.001"], "trainer.epochs = 0.001 makes no step at all: an epoch has 12"),
+    (["task.streamed=true"], "set trainer.steps"),
+    (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention=generalized: kernel_epsilon = -1"),
+], ids=str)
+def test_a_mistake_is_told_before_the_processes_start(args, message, typed, tmp_path, monkeypatch):
+    monkeypatch.setattr("crt_exp.train.torchrun", lambda *_: pytest.fail("processes were started"))
+    code, _, err = typed("trainer.processes=2", *args)
+    assert code == 2 and message in err and len(err.splitlines()) == 1, err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_what_the_processes_find_is_told_once_and_with_their_exit_code(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").touch()
+    for args, code, message in [(["hydra.run.dir=used"], 2, "used is not empty"), (["task.poison=5"], 3, "first not finite")]:
+        out = crt_exp("trainer.processes=2", *args, cwd=tmp_path)
+        assert out.returncode == code and message in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_are_refused_together(tmp_path):
+    """Where the first cannot have the directory, and with the exit code of that error."""
+    lock = Lock(tmp_path / "run")
+    out = crt_exp("trainer.processes=2", "resume=auto", f"hydra.run.dir={tmp_path / 'run'}")
+    lock.release()
+    assert out.returncode == 2 and out.stderr.count(f"in use by process {os.getpid()}") == 1, out.stderr
+    assert "terminate called" not in out.stderr
 
 
 @pytest.mark.slow
@@ -582,7 +737,7 @@ def test_progress_line_of_a_terminal(monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
-def test_only_a_later_interrupt_stops_at_once():
+def test_only_a_later_interrupt_stops_at_once(interruptible):
     with StopSignals() as signals:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as torchrun and a terminal send them together
             os.kill(os.getpid(), signum)
@@ -591,6 +746,49 @@ def test_only_a_later_interrupt_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
+
+
+ORPHAN = ("import os, subprocess, sys, time; from crt_exp import processes\n"
+          "if sys.argv[1] == 'watched': processes.death_signal = lambda: False\n"
+          "if len(sys.argv) > 2: processes.end_with_parent(int(sys.argv[2])); print(os.getpid(), flush=True); time.sleep(100)\n"
+          "subprocess.Popen([sys.executable, '-c', os.environ['ORPHAN'], sys.argv[1], str(os.getpid())]); time.sleep(100)")
+
+
+@pytest.mark.parametrize("how", [pytest.param("kernel", marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux")),
+                                 "watched"])
+def test_processes_end_with_a_parent_that_is_killed(how):
+    env = os.environ | {"PYTHONPATH": str(HERE.parent), "ORPHAN": ORPHAN}
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, how], env=env, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    assert parent.stdout.read() == ""  # it ends when nobody can write there any more: not after 100 seconds
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # who reaps it may take a moment
+            os.kill(child, 0)
+            time.sleep(0.05)
+    parent.wait()
+    parent.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["parent", "agent"])
+def test_no_process_of_a_killed_run_goes_on(victim, tmp_path):
+    """They leave a checkpoint, and the run can be continued at once."""
+    directory = tmp_path / "run"
+    args = ["trainer.epochs=20", "task.pause=0.03", "trainer.processes=2", f"hydra.run.dir={directory}"]
+    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "crt_exp", *BASE, *args], env=env, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    while not (directory / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    agent = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+    os.kill(process.pid if victim == "parent" else agent, signal.SIGKILL)
+    start = time.monotonic()
+    process.communicate()  # until nobody can write there any more
+    assert time.monotonic() - start < 60 and not (directory / ".lock").exists() and len(checkpoints(directory)) == 1
+    out = crt_exp(*args, "resume=auto", "trainer.processes=null")
+    assert out.returncode == 0 and "continuing from" in out.stdout, out.stderr
 
 
 def test_stopwatch_shares():

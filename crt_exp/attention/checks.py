@@ -5,6 +5,12 @@ Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from crt_exp.features.base import holds
+from crt_exp.samplers.noise import transforming
+
+from crt_exp.nonfinite import NotFinite
 
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool, key_mask: Tensor | None) -> None:
@@ -90,9 +96,22 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def transformed(*tensors: Tensor) -> bool:
+    """Whether operators that torch cannot look into would lose something: under a transform of torch.func (grad, vmap, jvp, ...),
+    and where a tensor carries a tangent of forward-mode differentiation. Then plain operations of torch do the work."""
+    return transforming() or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def check_gradient(grad: Tensor) -> None:
+    """Raises ValueError for a batch of gradients as torch.autograd makes it, whose older vmap knows too few operations."""
+    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")):
+        raise ValueError("attention cannot take a batch of gradients from torch.autograd (is_grads_batched=True, or jacobian and "
+                         "hessian with vectorize=True): use torch.func.jacrev, jacfwd, hessian or vmap")
+
+
 def check_result(logs: Tensor) -> None:
     """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only: elsewhere the
     answer would have to be waited for."""
-    if logs.device.type == "cpu" and not bool((logs < torch.inf).all()):
-        raise ValueError("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
-                         "65504; scale the vectors down, or use bfloat16 or float32")
+    if logs.device.type == "cpu" and not torch.compiler.is_compiling() and not holds(logs < torch.inf):
+        raise NotFinite("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
+                        "65504; scale the vectors down, or use bfloat16 or float32")

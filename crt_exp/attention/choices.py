@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from crt_exp.config import CONF, ConfigError, choices, unknown
+from crt_exp.config import CONF, ConfigError, choices, instantiate, unknown
+from crt_exp.samplers.draws import whole
 
 DEFAULT_M = 256
 WITHOUT_FEATURES = ("exact", "identity", "linformer")
@@ -65,7 +67,7 @@ def layer_maker(name: str, *, m: int | None = None, sampler: str | Callable | No
     for key in options:
         if key not in node:
             raise unknown(f"option of attention {name}", key, [str(k) for k in node if not str(k).startswith("_")])
-    node = OmegaConf.merge(node, options)
+    node = OmegaConf.merge(node, {key: v.item() if isinstance(v, np.generic) else v for key, v in options.items()})
     groups = {"features": features or named.get("features"), "sampler": sampler or named.get("sampler")}
     return maker_of(name, node, _group("features", groups["features"]), _group("sampler", groups["sampler"]), m, seed)
 
@@ -88,20 +90,23 @@ def _options(node: DictConfig) -> dict[str, Any]:
 
 def maker_of(name: str, node: DictConfig, features: Any, sampler: Any, m: int | None, seed: int) -> LayerMaker:
     """The same from composed parts: `node` of the attention group, configurations of features and sampler (or a sampler)."""
-    from hydra.utils import instantiate
-
     options = {k: v for k, v in OmegaConf.to_container(_resolved(node)).items() if k not in ("defaults", "kernel")}
     partial = instantiate(options)
     if name in WITHOUT_FEATURES:
         if m is not None:
             raise ConfigError(f"attention {name} has no random features: leave m out")
         return lambda heads, d, *, kv_heads=None, layer=0, cross=False, **sizes: partial(heads, d, **sizes)
-    if m is not None and not (isinstance(m, int) and m >= 1):
-        raise ConfigError(f"m = {m}: the number of projections must be a whole number of at least 1")
+    count, seed = _whole(DEFAULT_M if m is None else m, "m", 1), _whole(seed, "seed", None)
     phi = partial.keywords.pop("phi", None) or instantiate(_without_m(features), kernel="softmax")
     draw = sampler if callable(sampler) else instantiate(sampler)
-    count = DEFAULT_M if m is None else m
     return lambda heads, d, **sizes: partial(phi, draw, count, heads, d, seed=seed, **sizes)
+
+
+def _whole(value: Any, name: str, least: int | None) -> int:
+    try:
+        return whole(value, name, least)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _resolved(node: DictConfig) -> DictConfig:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from crt_exp.attention.checks import check_result, compute_dtype
+from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
 from crt_exp.attention.partials import (DenominatorCount, Partial, ScaledKeys, finish, merge, read, scale_keys, summarise,
                                         underflowed, within)
 from crt_exp.features.base import Bound, FeatureMap
@@ -37,6 +36,10 @@ class Call:
     normalize: bool = True
     counter: DenominatorCount | None = None
 
+    def whole(self) -> "Part":
+        """The whole batch at once."""
+        return Part(self, self.phi.bind(self.noise, self.params), self.keep)
+
     def parts(self, x: Tensor) -> Iterator[tuple[slice, "Part"]]:
         """Ranges of the batch, each with its own features."""
         B, H, L, d = x.shape
@@ -49,26 +52,34 @@ class Call:
 
 def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
     """Attention of checked arguments, with as many key heads as query heads."""
+    if torch.compiler.is_compiling() or transformed(x, y, v):
+        return plain_attention(x, y, v, call.whole())
     return _Chunked.apply(x, y, v, call)
 
 
-def traced_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
-    """The same for torch.compile, which cannot look into a loop that depends on its numbers: autograd through all chunks, whose
-    features it may keep, without the check of inputs and without shorter pieces where a row underflows."""
-    part = Part(call, call.phi.bind(call.noise, call.params), call.keep)
-    offset = y.shape[2] - x.shape[2]
-    state = part.state(y, v, offset if call.causal else y.shape[2])
-    rows = []
-    for t in chunks(x.shape[2]):
-        keys = shifted(t, offset)
-        if call.causal:
-            gathered, state = part.step(x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
-        else:
-            gathered = part.read(x[:, :, t], state)
-        if call.counter is not None:
-            call.counter.add(gathered)
-        rows.append(part.finish(gathered))
-    return torch.cat(rows, 2).to(v.dtype)
+def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: "Part") -> Tensor:
+    """The same in plain operations, which all transforms of torch follow, to any order: autograd through all chunks, whose
+    features it may keep. torch.compile cannot look into what depends on numbers: there without the check of inputs and without
+    shorter pieces where a row underflows."""
+    offset, sizes = y.shape[2] - x.shape[2], PIECES if part.call.causal and not torch.compiler.is_compiling() else (CHUNK,)
+    with torch.autocast(x.device.type, enabled=False):
+        for size in sizes:
+            rows = list(part.gathered(x, y, v, size))
+            if size == sizes[-1] or not underflowed(rows, part.seen(offset)):
+                break
+        return torch.cat([part.checked(r) for r in rows], 2).to(v.dtype)
+
+
+def plain_gradients(x: Tensor, y: Tensor, v: Tensor, grad: Tensor, part: "Part") -> list[Tensor | None]:
+    """Those of `plain_attention`: they can be differentiated themselves, and taken for many `grad` at once."""
+    check_gradient(grad)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [t.view_as(t) for t in (x, y, v)]  # three nodes of the graph, also where they are one tensor
+        out = plain_attention(*inputs, part)
+    wanted = [t for t in inputs if t.requires_grad]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=again))
+    return [next(found) if t.requires_grad else None for t in inputs]
 
 
 class _Chunked(torch.autograd.Function):
@@ -86,9 +97,11 @@ class _Chunked(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         x, y, v, *flat = ctx.saved_tensors
+        check_gradient(grad)
+        if torch.is_grad_enabled() or transformed(grad):
+            return *plain_gradients(x, y, v, grad, ctx.call.whole()), None
         states = iter(Partial(*flat[i:i + 4]) if flat[i] is not None else None for i in range(0, len(flat), 4))
         grads = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
         with torch.autocast(x.device.type, enabled=False):
@@ -139,11 +152,31 @@ class Part:
     def finish(self, rows: Partial) -> Tensor:
         return finish(rows, self.call.policy, self.call.normalize)
 
-    def write(self, rows: Partial, out: Tensor) -> None:
+    def checked(self, rows: Partial) -> Tensor:
+        """The same, once it is known that the inputs were finite; counts denominators."""
         check_result(rows.log_scale)
         if self.call.counter is not None:
             self.call.counter.add(rows)
-        out.copy_(self.finish(rows))
+        return self.finish(rows)
+
+    def write(self, rows: Partial, out: Tensor) -> None:
+        out.copy_(self.checked(rows))
+
+    def gathered(self, x: Tensor, y: Tensor, v: Tensor, size: int) -> Iterator[Partial]:
+        """What the queries of each chunk of `size` tokens gather."""
+        offset = y.shape[2] - x.shape[2]
+        state = self.state(y, v, offset if self.call.causal else y.shape[2])
+        for t in chunks(x.shape[2], size):
+            if self.call.causal:
+                keys = shifted(t, offset)
+                rows, state = self.step(x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
+            else:
+                rows = self.read(x[:, :, t], state)
+            yield rows
+
+    def seen(self, offset: int) -> Tensor | None:
+        """Which queries of causal attention see a key (b,1,L); None: all do."""
+        return None if self.keep is None else self.keep.cumsum(-1)[:, None, offset:] > 0
 
     # Bidirectional.
 
@@ -178,8 +211,7 @@ class Part:
 
     def causal_forward(self, x, y, v, out) -> tuple[list[Partial | None], list[int]]:
         offset = y.shape[2] - x.shape[2]
-        seen = None if self.keep is None else self.keep.cumsum(-1)[:, None, offset:] > 0
-        state, kept, lengths = self.state(y, v, offset), [], []
+        state, kept, lengths, seen = self.state(y, v, offset), [], [], self.seen(offset)
         for i, chunk in enumerate(chunks(x.shape[2])):
             if i % KEPT == 0:
                 kept.append(state)
@@ -196,7 +228,7 @@ class Part:
         for t in chunks(chunk.stop, length, chunk.start):
             keys = shifted(t, offset)
             rows, state = self.step(x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
-            if length > 1 and underflowed(rows, None if seen is None else seen[:, :, t]):
+            if length > 1 and underflowed([rows], None if seen is None else seen[:, :, t]):
                 return None
             self.write(rows, out[:, :, t])
         return state

@@ -1,17 +1,16 @@
 """The closed-form engines as operators of torch: opaque to torch.compile, so that nothing breaks its graphs."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from crt_exp.attention import causal as causal_engine
 from crt_exp.attention import flash, native
 from crt_exp.attention import positive as bidirectional_engine
-from crt_exp.attention.checks import check_result, compute_dtype
+from crt_exp.attention.checks import check_result, compute_dtype, transformed
+from crt_exp.attention.chunked import Call, Part, plain_attention, plain_gradients
 from crt_exp.attention.tiles import Form
-from crt_exp.features.base import Bound
-from crt_exp.features.exponential import PositiveExponential
+from crt_exp.features.base import ONE, Bound, Features
+from crt_exp.features.exponential import PositiveExponential, sq_norm
 
 
 def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
@@ -21,7 +20,21 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
     rows, scale, bias = _exponent(phi, noise, params, x.device, compute_dtype(x, y, v), factor)
-    return _forward(x, y, v, rows, scale, bias, keep, phi.norm_weight * factor**2, causal)[0]
+    form = rows, scale, bias, keep, phi.norm_weight * factor**2
+    if transformed(x, y, v):
+        return plain_attention(x, y, v, _part(*form, causal))
+    return _forward(x, y, v, *form, causal)[0]
+
+
+def _part(rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None, norm_weight: float, causal: bool) -> Part:
+    """The map for the engine of all maps, which knows every transform."""
+    weight, bias = (rows * scale).mT, bias.unsqueeze(-2)
+
+    def phi(t: Tensor) -> Features:
+        t = t.to(weight.dtype)
+        return Features(ONE, t @ weight + bias - norm_weight * sq_norm(t))
+
+    return Part(Call(None, None, None, causal, keep), Bound(phi, phi), keep)
 
 
 @torch.no_grad()
@@ -36,15 +49,6 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
     _, _, sums, logs, *_ = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
     top = logs + bias
     return sums, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
-
-
-def positive_bound(phi: PositiveExponential, noise, params, device, dtype) -> Bound:
-    """The map as these engines compute it for vectors of this type, to the last bit of its directions and biases."""
-    rows, scale, bias = _exponent(phi, noise, params, device, dtype)
-    rows, bias = torch.broadcast_tensors(rows * scale, bias.unsqueeze(-1))
-    weight = torch.cat([rows, bias[..., :1], torch.full_like(bias[..., :1], -phi.norm_weight)], -1)
-    features = partial(phi.with_weight, noise=noise, weight=weight)
-    return Bound(features, features)
 
 
 def _exponent(phi: PositiveExponential, noise, params, device, dtype, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +111,9 @@ def _keep_for_backward(ctx, inputs, output):
 
 def _gradients(ctx, grad, *_):
     x, y, v, rows, scale, bias, keep, *output = ctx.saved_tensors
+    if torch.is_grad_enabled() or transformed(grad):
+        part = _part(rows, scale, bias, keep, ctx.norm_weight, ctx.causal)
+        return *plain_gradients(x, y, v, grad, part), *(None,) * 6
     grads = _backward(grad, x, y, v, rows, scale, bias, keep, ctx.norm_weight, ctx.causal, *output)
     return *grads, *(None,) * 6
 

@@ -6,12 +6,13 @@ Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of d
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, repeat_heads
-from crt_exp.attention.chunked import Call, chunked_attention, traced_attention
+from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
+from crt_exp.attention.chunked import Call, chunked_attention
 from crt_exp.attention.fused import positive_attention
 from crt_exp.attention.partials import DenominatorCount, check_policy
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.samplers.noise import precise
 
 
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
@@ -22,8 +23,9 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale = d^(-1/4),
     which multiplies both without a pass over them. Hkv divides H, and consecutive query heads share a key head. `noise` is a
     Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from `phi.fit` of the scaled vectors,
-    with leading dimensions that broadcast to (B, H). Differentiable once in x, y and v; noise and parameters are constants.
-    Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the backward pass too.
+    with leading dimensions that broadcast to (B, H). Differentiable in x, y and v; noise and parameters are constants.
+    Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the backward pass too. Forward-mode and second
+    derivatives, and the transforms of torch.func (grad, vmap, jvp, ...), go through plain operations: O(L M) memory.
 
     `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query that sees
     no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
@@ -37,7 +39,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     """
     check_policy(denominator)
     check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads, key_heads = x.shape[1], y.shape[1]
+    heads, key_heads, noise = x.shape[1], y.shape[1], precise(noise, compute_dtype(x, y, v))
     if heads != key_heads and not causal and _shared_by_heads(noise, params):
         x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)  # heads with the same keys and features are one longer set of queries
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
@@ -45,11 +47,9 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
         out = positive_attention(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         x, y = (x, y) if scale == 1 else (x * scale, y * scale)
-        compiling = torch.compiler.is_compiling()
         count = counter or DenominatorCount()
-        call = Call(phi, noise, params, causal, key_mask, denominator, normalize, count)
-        out = (traced_attention if compiling else chunked_attention)(x, y, v, call)
-        if counter is None and normalize and not compiling:
+        out = chunked_attention(x, y, v, Call(phi, noise, params, causal, key_mask, denominator, normalize, count))
+        if counter is None and normalize and not torch.compiler.is_compiling():
             count.warn()
     return out if x.shape[1] == heads else out.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
 

@@ -23,6 +23,7 @@ from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.recurrent import DecodingState
 from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
+from crt_exp.schema import Count, Whole
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
 
@@ -47,7 +48,7 @@ class RandomFeatureAttention(nn.Module):
     """
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: int, heads: int, d: int, *, kv_heads: int | None = None,
-                 causal: bool = False, cross: bool = False, scaling: float | None = None, redraw_every: int = 0,
+                 causal: bool = False, cross: bool = False, scaling: float | None = None, redraw_every: Whole = 0,
                  normalize_qk: bool = False, denominator: str = "none", decay: float = 0.99, seed: int = 0,
                  layer: int = 0):
         super().__init__()
@@ -338,6 +339,6 @@ def identity(heads: int, d: int, **options) -> Baseline:
     return Baseline(identity_attention, d, **options)
 
 
-def linformer(heads: int, d: int, *, length: int = 512, rank: int = 128, **options) -> Baseline:
+def linformer(heads: int, d: int, *, length: Count = 512, rank: Count = 128, **options) -> Baseline:
     """Linformer with `rank` mixtures of up to `length` keys; bidirectional."""
     return Baseline(Linformer(length, rank), d, **options)

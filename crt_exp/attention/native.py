@@ -1,31 +1,19 @@
-"""The closed-form engines on CPUs in float32, in C: compiled once for this machine, at first use, by its C compiler.
+"""The closed-form engines on CPUs in float32, in C (see native_library.py for how it is compiled).
 
 positive.py and causal.py have the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while
 its features are in the cache of one core; the same products one by one take 1.5 (bidirectional) to 2 times (causal) as long.
-
-Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the compiled library is kept (default ~/.cache), and
-CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning that says so.
 """
 
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result
+from crt_exp.attention.native_library import library
 from crt_exp.attention.tiles import Form
+from crt_exp.nonfinite import NotFinite
 
-SOURCE = Path(__file__).with_name("native.c")
-FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 CHUNK, SEGMENT = 64, 512  # tokens of a chunk, as in native.c, and between two states that the causal forward pass keeps
 NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = 1, 2, 3
 
@@ -46,47 +34,6 @@ class Call(ctypes.Structure):
 def applies(*tensors: Tensor) -> bool:
     """Whether these tensors are for this engine: float32 on the CPU, where the library can be had."""
     return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and library() is not None
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library, or None."""
-    if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
-        return None
-    try:
-        return ctypes.CDLL(str(compiled()))
-    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired, RuntimeError, ValueError) as e:
-        message = e.stderr if isinstance(e, subprocess.CalledProcessError) else str(e)
-        lines = message.strip().splitlines()
-        reason = next((l for l in lines if "error" in l), lines[0] if lines else "no message")
-        logging.getLogger(__name__).warning(
-            "the attention kernels for this CPU could not be compiled (%s): PyTorch's matrix products do the work, in 1.5 to 2 "
-            "times the time. Install a C compiler, or name one in CC; CRT_EXP_NATIVE=0 silences this", reason)
-        return None
-
-
-def compiled() -> Path:
-    """The library's file. Raises OSError, SubprocessError, RuntimeError (no home) or ValueError (CC) where it cannot be made."""
-    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS.split()]
-    kind = hashlib.sha256("\n".join([SOURCE.read_text(), *command, _processor()]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crt_exp"
-    file = folder / f"native-{kind}.so"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as new:  # two processes may do this at once
-            made = Path(new) / file.name
-            subprocess.run([*command, "-o", made, SOURCE, "-lm"], check=True, capture_output=True, text=True, timeout=300)
-            made.replace(file)
-    return file
-
-
-def _processor() -> str:
-    """What -march=native depends on: home folders are shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.platform() + platform.processor()
-    return platform.machine() + "".join(sorted({l for l in lines if l.startswith(("model name", "flags", "Features"))}))
 
 
 class Engine:
@@ -132,7 +79,7 @@ class Engine:
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
         if status == BAD_DIRECTIONS:
-            raise ValueError("the noise or the parameters of the feature map hold NaN or infinite values")
+            raise NotFinite("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf))
 

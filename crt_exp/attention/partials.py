@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import Features
+from crt_exp.features.base import Features, holds
+from crt_exp.samplers.noise import transforming
 
 POLICIES = ("none", "clamp", "abs")
 CLAMP = 1e-6  # floor of a clamped denominator, as a part of the sum of its terms' absolute values
@@ -85,10 +86,10 @@ def merge(a: Partial | None, b: Partial) -> Partial:
 UNDERFLOW = 1e-25  # below it, terms that float32 rounds to 0 could be missed
 
 
-def underflowed(p: Partial, seen: Tensor | None) -> bool:
-    """Whether some row that has seen a key has a denominator too small to be trusted. seen (..., R)."""
-    small = p.denominator.detach().abs() < UNDERFLOW
-    return bool((small if seen is None else small & seen[..., None]).any())
+def underflowed(parts: list[Partial], seen: Tensor | None) -> bool:
+    """Whether some row that has seen a key has a denominator too small to be trusted. seen (..., R), R rows of all parts."""
+    small = torch.cat([p.denominator.detach() for p in parts], -2).abs() < UNDERFLOW
+    return not holds(~(small if seen is None else small & seen[..., None]))
 
 
 def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
@@ -120,9 +121,11 @@ class DenominatorCount:
 
     def add(self, p: Partial) -> None:
         zero = (p.denominator == 0) & (p.numerator != 0).any(-1, keepdim=True)  # a row without keys is no failure
-        bad = ((p.denominator < 0) | zero).sum()
+        wrong = (p.denominator < 0) | zero
+        wrong = torch.func.debug_unwrap(wrong) if transforming() and not torch.compiler.is_compiling() else wrong
+        bad = wrong.sum()
         self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
-        self.total += p.denominator.numel()
+        self.total += wrong.numel()
 
     @property
     def nonpositive(self) -> int:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.chunked import PIECES, Call, Part, chunks
-from crt_exp.attention.fused import positive_bound, positive_state
+from crt_exp.attention.fused import positive_state
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finite, merge
 from crt_exp.features.base import Bound, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers import Noise
+from crt_exp.samplers.noise import precise
 
 
 class Kept(NamedTuple):
@@ -51,8 +52,8 @@ class DecodingState:
         check_policy(denominator)
         self.version, self.length, self.kept = version, 0, None
         self._noise, self._params = noise, params
+        self._bound = {torch.float32: phi.bind(noise, params)}
         self._fused = isinstance(phi, PositiveExponential) and normalize
-        self._bounds = {}
         counter = None if self._fused else counter  # their denominators are positive
         self._call = Call(phi, noise, params, True, None, denominator, normalize, counter)
         self._seen = [(t, _changes(t)) for t in _tensors((noise, params))]
@@ -76,7 +77,7 @@ class DecodingState:
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         out = v.new_empty(*x.shape[:3], v.shape[3])
         with torch.autocast(x.device.type, enabled=False):
-            part = Part(self._call, self._bound(x.device, compute_dtype(x, y, v)), key_mask)
+            part = self._part(compute_dtype(x, y, v), key_mask)
             (self._one if x.shape[2] == 1 else self._several)(part, x, y, v, out)
         self.length += x.shape[2]
         return out
@@ -89,18 +90,25 @@ class DecodingState:
         """
         check_inputs(y, y, v, self._noise, self._params, True, key_mask)
         self._check(y, version)
+        dtype = compute_dtype(y, v)
         with torch.autocast(y.device.type, enabled=False):
             if self._fused:
-                sums, top = positive_state(y, v, self._call.phi, self._noise, self._params, key_mask)
+                noise = precise(self._noise, dtype)
+                sums, top = positive_state(y, v, self._call.phi, noise, self._params, key_mask)
                 new = Kept(sums, top.unsqueeze(-2)).partial()
             else:
-                new = Part(self._call, self._bound(y.device, compute_dtype(y, v)), key_mask).state(y, v, y.shape[2])
+                new = self._part(dtype, key_mask).state(y, v, y.shape[2])
         self.kept = Kept.of(merge(self.sums, new))
         self.length += y.shape[2]
 
+    def _part(self, dtype: torch.dtype, key_mask: Tensor | None) -> Part:
+        if dtype not in self._bound:
+            self._bound[dtype] = self._call.phi.bind(precise(self._noise, dtype), self._params)
+        return Part(self._call, self._bound[dtype], key_mask)
+
     def _one(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         """The key of a single token goes into the state, and its query reads it there."""
-        dtype = compute_dtype(y, v)
+        dtype = compute_dtype(x, y, v)
         y, v = y.to(dtype), v.to(dtype)
         keep = None if part.keep is None else part.keep[:, None, :, None]
         if keep is not None:
@@ -111,13 +119,6 @@ class DecodingState:
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
         self.kept = _added(self.kept, keys, v, part.modulus)
         part.write(_read(self.kept, queries), out)
-
-    def _bound(self, device: torch.device, dtype: torch.dtype) -> Bound:
-        """The map for vectors of this type: that of the engine which gives the outputs of prompts."""
-        if dtype not in self._bounds:
-            of_this = (self._call.phi, self._noise, self._params)
-            self._bounds[dtype] = positive_bound(*of_this, device, dtype) if self._fused else of_this[0].bind(*of_this[1:])
-        return self._bounds[dtype]
 
     def _several(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None

@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -159,13 +160,13 @@ def _names(parts: list[tuple[str, nn.Module]]) -> str:
 def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
     if layers is None:
         return list(range(len(found)))
-    layers = [layers] if isinstance(layers, int) else list(layers)
+    layers = [layers] if isinstance(layers, Integral) else list(layers)
     for i in layers:
-        if not isinstance(i, int) or not -len(found) <= i < len(found):
+        if not isinstance(i, Integral) or isinstance(i, bool) or not -len(found) <= i < len(found):
             raise ValueError(f"layers holds {i!r}: this model has {len(found)} attention layers, 0 to {len(found) - 1}")
     if not layers:
         raise ValueError("layers is empty: nothing to swap")
-    return sorted({i % len(found) for i in layers})
+    return sorted({int(i) % len(found) for i in layers})
 
 
 # ---- refusing before anything changes

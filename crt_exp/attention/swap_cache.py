@@ -311,7 +311,7 @@ def install(model: nn.Module) -> None:
         if layers and "DynamicCache" in _makes(type(part)):
             hook = partial(_give_cache, layers=layers)
             part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
-        if layers and isinstance(part, GenerationMixin):
+        if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:  # others read the keys (Whisper's)
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
 
 
@@ -363,8 +363,7 @@ def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, 
     given = model_kwargs.get("past_key_values")
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
     made = model_kwargs.get("past_key_values")
-    splits = generation_config.return_dict_in_generate and hasattr(model, "_postprocess_outputs")  # Whisper's reads the keys
-    if made is None or made is given or splits:
+    if made is None or made is given:
         return
     made = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
     if type(made) is DynamicCache and not made.offloading:

@@ -29,7 +29,7 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
         k, v = k[:, :, :used], v[:, :, :used]
     if keep is not None:
-        keep = None if _known_true(keep) else keep.expand(k.shape[0], -1)
+        keep = None if known_true(keep) else keep.expand(k.shape[0], -1)
     _set_mode(state, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
@@ -108,7 +108,7 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     return None
 
 
-def _known_true(keep: Tensor) -> bool:
+def known_true(keep: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(keep.all())
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.attention.swap_call import as_keep, attend
+from crt_exp.attention.swap_call import as_keep, attend, known_true
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks
@@ -173,7 +173,7 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
             raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
     keep, mask = None, attention_mask
     if _is_causal(attention_mask, state.path):
-        keep, mask, causal = attention_mask, None, True
+        keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
     elif attention_mask is not None:
         causal = state.causal  # of a single query; a mask of pairs tells it of more
     recurrent = getattr(key, "cache_layer", None)  # these are new keys, and what came before is in this layer of the cache

@@ -105,9 +105,15 @@ class Examples:
     labels: list[int] | list[float] | None                   # classes, or scores; None: not published (test)
     names: tuple[str, ...]                                   # of the classes; empty: scores
     source: str                                              # for captions: where from, and which part of it
+    lacks: str = ""                                          # for captions: what the file lacks of the published one
 
     def __len__(self) -> int:
         return len(self.sentence1)
+
+    @property
+    def described(self) -> str:
+        """For captions: how many there are, of how many published."""
+        return self.lacks if "published" in self.lacks else f", {len(self)} examples{self.lacks}"
 
     def subsample(self, n: int | None, seed: int = 0) -> "Examples":
         """n examples drawn without replacement, in the order of the file; all, where there are no more or n is None.
@@ -166,8 +172,8 @@ class Reader:
         rows, broken = self.rows(lines, header, [header.index(name) for name in names])
         texts = [[fields[place] for _, fields in rows] for place in range(len(self.task.columns))]
         labels = [self.label(fields[-1], line) for line, fields in rows] if self.task.label in header else None
-        return Examples(texts[0], texts[1] if len(texts) > 1 else None, labels, self.task.names,
-                        f"{self.path}{self.note(len(rows), broken)}")
+        note = self.note(len(rows), broken)
+        return Examples(texts[0], texts[1] if len(texts) > 1 else None, labels, self.task.names, f"{self.path}{note}", note)
 
     def rows(self, lines: Iterator[tuple[int, list[str]]], header: Sequence[str],
              places: Sequence[int]) -> tuple[list[tuple[int, list[str]]], int]:

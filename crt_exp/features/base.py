@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from crt_exp.kernels import Kernel, check_kernel, log_kernel
-from crt_exp.samplers.noise import Noise, at_least_float32, cached
+from crt_exp.nonfinite import NotFinite
+from crt_exp.samplers.noise import Noise, at_least_float32, cached, precise, transforming
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
@@ -233,7 +234,7 @@ class FeatureMap(ABC):
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
         """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient, in few passes."""
-        phi = self.bind(noise, params).phi_q
+        phi = self.bind(precise(noise, torch.float64), params).phi_q
         return lambda x, out: phi(x).write(out)
 
     @abstractmethod
@@ -284,10 +285,10 @@ class Sum(FeatureMap):
         return tuple(p.fit(stats) for p in self.parts)
 
     def phi_q(self, x, noise, params) -> Features:
-        return self.bind(noise, params).phi_q(x)
+        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def phi_k(self, y, noise, params) -> Features:
-        return self.bind(noise, params).phi_k(y)
+        return self.bind(precise(noise, y.dtype), params).phi_k(y)
 
     def bind(self, noise, params) -> Bound:
         bound = [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
@@ -331,10 +332,10 @@ class Product(FeatureMap):
         return tuple(p.fit(stats) for p in self.parts)
 
     def phi_q(self, x, noise, params) -> Features:
-        return self.bind(noise, params).phi_q(x)
+        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def phi_k(self, y, noise, params) -> Features:
-        return self.bind(noise, params).phi_k(y)
+        return self.bind(precise(noise, y.dtype), params).phi_k(y)
 
     def bind(self, noise, params) -> Bound:
         self._check(noise)
@@ -411,11 +412,18 @@ def log_cosh(t: Tensor) -> Tensor:
     return torch.where(t > 1, t - LOG2 + torch.log1p(torch.exp(-2 * t)), torch.log1p(2 * torch.sinh(near / 2).square()))
 
 
+def holds(condition: Tensor) -> bool:
+    """Whether a condition holds everywhere; under vmap, for all that is mapped over."""
+    return bool((torch.func.debug_unwrap(condition) if transforming() else condition).all())
+
+
 def check_finite(value: Tensor, name: str) -> Tensor:
-    """Raises where a fitted parameter is not finite: the statistics held an infinity or a NaN."""
+    """Raises NotFinite where a fitted parameter is not finite: the statistics held an infinity or a NaN.
+
+    In compiled code, which cannot raise, it becomes NaN, and so does all that is made of it.
+    """
     if torch.compiler.is_compiling():
-        torch._assert_async(value.isfinite().all(), f"{name} is not finite")
-        return value
-    if not bool(value.isfinite().all()):
-        raise ValueError(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
+        return torch.where(value.isfinite(), value, torch.nan)
+    if not holds(value.isfinite()):
+        raise NotFinite(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
     return value

@@ -20,6 +20,7 @@ from torch import Tensor
 from crt_exp.features.base import ONE, Bound, FeatureMap, Features, Statistics, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.samplers import Noise, at_least_float32
+from crt_exp.samplers.noise import precise, transforming
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8
@@ -38,7 +39,7 @@ class DiscreteRF(FeatureMap):
     """Base of the discrete maps; signed: value = prod_l sgn(x_l)^omega_l."""
 
     def phi_q(self, x, noise: Noise, params: DiscreteParams) -> Features:
-        return self.bind(noise, params).phi_q(x)
+        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def bind(self, noise: Noise, params: DiscreteParams) -> Bound:
         weight, half_odd = self._weights(noise, params)
@@ -46,7 +47,7 @@ class DiscreteRF(FeatureMap):
         return Bound(phi, phi)
 
     def writer(self, noise: Noise, params: DiscreteParams):
-        weight, half_odd = self._weights(noise, params)
+        weight, half_odd = self._weights(precise(noise, torch.float64), params)
         buffer = torch.empty(0)
 
         @torch.no_grad()
@@ -83,7 +84,7 @@ class DiscreteRF(FeatureMap):
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
         positive = _all_positive(shifted)
-        logs = (shifted.clamp(min=_tiny(x)) if positive else shifted.abs().clamp_(min=_tiny(x))).log_()  # (..., L, d)
+        logs = (shifted if positive else shifted.abs()).clamp(min=_tiny(x)).log_()  # (..., L, d)
         return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
@@ -116,13 +117,14 @@ class DiscreteRF(FeatureMap):
 
 def _all_positive(x: Tensor) -> bool:
     """Whether no entry is negative, where that is cheap to know: not on a device, whose answer would have to be waited for."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and (x.numel() == 0 or bool(x.detach().amin() >= 0))
+    known = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
+    return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
 
 def _parity_sign(negative: Tensor, half_odd: Tensor, out: Tensor | None = None) -> Tensor:
     """prod_l (-1)^omega_l over the negative entries, 1 in `negative` (..., L, d) and else 0: (..., L, m)."""
     odd = torch.matmul(negative, half_odd.mT, out=out).frac_()  # 0 or 1/2
-    return torch.sub(1, odd, alpha=4, out=odd)
+    return torch.rsub(odd, 1, alpha=4) if out is None else torch.sub(1, odd, alpha=4, out=odd)
 
 
 def _tiny(x: Tensor) -> float:
@@ -299,7 +301,7 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
 
     The cumulative law is tabulated once per rate; upper tails use 1 - u, so that no count is lost to rounding near u = 1.
     """
-    top = float(rate.max())
+    top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())  # under vmap, of all that is mapped over
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
         raise ValueError(f"the Poisson rate {top:.3g} is too large: scale the vectors down or use another map")
@@ -310,6 +312,8 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()                                # (..., d, m)
     survival = survival.expand(*batch, *survival.shape[-2:])
     tail = torch.special.ndtr(-g)                                                      # 1 - u
+    if transforming():  # torch wants both to be mapped over by vmap, or neither
+        tail = tail + 0 * survival[..., :1]
     # omega is the number of k >= 1 with P(omega >= k) > 1 - u
     below = torch.searchsorted(-survival[..., 1:].contiguous(), -tail)
     return below.to(torch.float64).mT

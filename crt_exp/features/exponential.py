@@ -10,7 +10,7 @@ Variances are given relative to the squared kernel, which makes them the same fo
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from crt_exp.features.base import LOG2, ONE, Bound, FeatureMap, Features, Statistics, align, check_finite, log_cosh
 from crt_exp.kernels import log_0f1
 from crt_exp.samplers import Noise, at_least_float32
+from crt_exp.samplers.noise import precise
 
 
 class OPRFParams(NamedTuple):
@@ -42,12 +43,12 @@ class TrigRF(FeatureMap):
         return 2 * m
 
     def phi_q(self, x, noise, params=()) -> Features:
-        phase = noise.project(x)
+        phase = precise(noise, x.dtype).project(x)
         return Features(torch.cat([phase.cos(), phase.sin()], -1), self._log_scale(x, phase))
 
     def writer(self, noise, params=()):
         def write(x: Tensor, out: Tensor) -> None:
-            phase = noise.project(x)
+            phase = precise(noise, x.dtype).project(x)
             scale = self._log_scale(x, phase).exp_()
             torch.mul(phase.cos(), scale, out=out[..., :noise.m])
             torch.mul(phase.sin_(), scale, out=out[..., noise.m:])
@@ -85,20 +86,20 @@ class PositiveExponential(FeatureMap):
         return noise
 
     def phi_q(self, x, noise, params=()) -> Features:
-        return self.bind(noise, params).phi_q(x)
+        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def bind(self, noise, params=()) -> Bound:
         if noise.matrix_free:
             noise = self.directions(noise)
             phi = partial(self._phi_matrix_free, noise=noise, affine=self.affine(noise, params))
         else:
-            phi = partial(self.with_weight, noise=noise, weight=self._weight(noise, params))
+            phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
         return Bound(phi, phi)
 
     def writer(self, noise, params=()):
         if noise.matrix_free:
             return super().writer(noise, params)
-        weight = self._weight(noise, params)
+        weight = self._weight(precise(noise, torch.float64), params)
         return lambda x, out: torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
 
     def _weight(self, noise: Noise, params) -> Tensor:
@@ -108,8 +109,7 @@ class PositiveExponential(FeatureMap):
         bias = bias.mT.expand(*rows.shape[:-1], 1)
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
-    def with_weight(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
-        """Features of x, given [scale rows, bias, -norm_weight] (..., M, d + 2)."""
+    def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
         with torch.autocast(x.device.type, enabled=False):
             inputs = self._inputs(x, noise)
             return Features(ONE, inputs @ weight.to(inputs.dtype).mT)
@@ -121,10 +121,11 @@ class PositiveExponential(FeatureMap):
 
     def _phi_matrix_free(self, x: Tensor, noise: Noise, affine: tuple) -> Features:
         x, (scale, bias) = at_least_float32(x), affine
+        bias = bias.to(x.dtype) if isinstance(bias, Tensor) else bias
         offset = bias - self.norm_weight * sq_norm(x)
         projected = noise.project(x if scale is None else x * scale.to(x.dtype))
         signed = [offset + projected, offset - projected] if self.antithetic else [offset + projected]
-        return Features(ONE, torch.cat(signed, -1).to(x.dtype))
+        return Features(ONE, torch.cat(signed, -1))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """rows (..., M, d), scale (..., 1, 1) or None and bias (..., 1, M): log phi = scale rows.x + bias - norm_weight |x|^2.
@@ -232,9 +233,9 @@ class GERF(FeatureMap):
     Real A > 0 (s = -1) is unbounded: its sample variance needs A < 1/16 to be finite.
     """
 
-    s: int | str = "auto"
+    s: Literal["auto", 1, -1] = "auto"
     A: complex | None = None
-    search: str = "real"
+    search: Literal["real", "complex"] = "real"
 
     def __post_init__(self):
         super().__post_init__()
@@ -284,17 +285,17 @@ class GERF(FeatureMap):
 
     def _phi(self, x, noise, params, key: bool) -> Features:
         """Re(u v) = Re u Re v - Im u Im v: the key side carries s B and the minus."""
-        x = at_least_float32(x)
+        x, noise = at_least_float32(x), precise(noise, x.dtype)
         A, s = (t.to(noise.sq_norm.device) for t in (params.A.to(torch.complex128), params.s))
         B = torch.sqrt(s * (1 - 4 * A)) * (s if key else 1)
         log_d = noise.d / 4 * torch.log(1 - 4 * A)
         C = -s / 2 if self.kernel == "softmax" else -(s + 1) / 2
         projected = noise.project(x)
         cast = lambda t: t.to(x.dtype)
-        log_scale = (cast(log_d.real - math.log(noise.m) / 2) + cast(A.real) * noise.sq_norm
+        log_scale = (cast(log_d.real - math.log(noise.m) / 2) + cast(A.real * noise.sq_norm)
                      + cast(B.real) * projected + cast(C) * sq_norm(x))
         turn = torch.remainder(log_d.imag, 2 * math.pi)
-        phase = cast(turn) + cast(A.imag) * noise.sq_norm + cast(B.imag) * projected
+        phase = cast(turn) + cast(A.imag * noise.sq_norm) + cast(B.imag) * projected
         value = torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1)
         return Features(value, torch.cat([log_scale, log_scale], -1))
 

@@ -7,7 +7,7 @@ config.json says under `crt_exp` with which attention the weights were trained, 
 import difflib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -182,6 +182,19 @@ def check_length(config, length: int, option: str) -> None:
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and length > most:
         raise ConfigError(f"{option} = {length}: this model has positions for {most} tokens")
+
+
+@contextmanager
+def buildable(option: str) -> Iterator[None]:
+    """Within it, whatever transformers and torch have against a configuration becomes a ConfigError about `option`."""
+    try:
+        with quiet():
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # each model and library has its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError(f"{option} makes no model: {reason}") from None
 
 
 def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:

@@ -5,25 +5,27 @@ Blocks are independent; the last one is cut to make m rows.
 
 import math
 from contextlib import contextmanager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform
+from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform, whole
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 from crt_exp.samplers.points import iid
+from crt_exp.schema import Count, Whole
 
 ONE_THREAD = 256     # columns up to which a factorisation takes one thread
 QR_FALLBACK = 1e-10  # squared Frobenius error in orthogonality: the Newton-Schulz step leaves 3/4 of it
 
 
 def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-               lengths: str = "chi", dtype: torch.dtype = torch.float32) -> DenseNoise:
+               lengths: Literal["chi", "sqrt_d"] = "chi", dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Blocks of d mutually orthogonal rows with Haar directions (Performers 2.4). Exact with chi lengths.
 
     `lengths`: "chi" draws row lengths from chi(d), so rows are exactly Gaussian; "sqrt_d" fixes them (SMREG noise).
     """
-    check(m, d)
+    m, d = check(m, d, batch, generator)
     directions = haar((*batch, -(-m // d), d, d), generator)
     return _rows_of(directions, m, lengths, generator, dtype, gaussian=lengths == "chi")
 
@@ -35,7 +37,7 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
     Less variance than orthogonal rows for positive features; more for antithetic ones (HypRF), whose rows also meet at the
     opposite cosine, and mostly for trigonometric ones. At d = 1: iid.
     """
-    check(m, d)
+    m, d = check(m, d, batch, generator)
     if d == 1:
         return iid(m, d, generator, batch, dtype)
     rotation = haar((*batch, -(-m // d), d, d), generator)
@@ -43,8 +45,8 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
     return _rows_of(directions, m, "chi", generator, dtype, gaussian=True)
 
 
-def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (), blocks: int = 3,
-             lengths: str = "chi", dtype: torch.dtype = torch.float32) -> Noise:
+def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
+             blocks: Count = 3, lengths: Literal["chi", "fixed", "sqrt_d"] = "chi", dtype: torch.dtype = torch.float32) -> Noise:
     """Rows of sqrt(n) H D_k ... H D_1: k = `blocks` products of a Hadamard matrix and random signs (Performers B.2).
 
     Approximate: not Gaussian. With k = 1 rows are sign vectors, and e_1 sees a kernel of cosh whatever d; k = 3 is within one
@@ -52,9 +54,8 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
     of a stack are. Stacks of n rows are independent. `lengths`: "chi" draws chi(n), as Gaussian rows have in n dimensions;
     "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG noise).
     """
-    check(m, d)
-    if not (isinstance(blocks, int) and blocks >= 1):
-        raise ValueError(f"blocks = {blocks}: a Hadamard sampler needs at least one product of Hadamard matrix and signs")
+    blocks = whole(blocks, "blocks", what="the number of products of Hadamard matrix and signs")
+    m, d = check(m, d, batch, generator, row=blocks + 1)
     n = 2 ** (d - 1).bit_length()
     flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5
     scale = row_lengths((*batch, m), n, "sqrt_d" if lengths == "fixed" else lengths, generator)
@@ -63,7 +64,7 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
 
 
 def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-           rotations: int | None = None, dtype: torch.dtype = torch.float32) -> DenseNoise:
+           rotations: Whole | None = None, dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Blocks of d orthogonal rows from Kac's walk: `rotations` Givens rotations in random planes (Performers B.2).
 
     Approximate: Haar only as rotations grow; default 4 ceil(d log d). Lengths chi(d). Random signs of the rows make the mean
@@ -71,8 +72,8 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     dense: the walk visits two coordinates at a time, in thousands of steps, and was 30 times slower or more at every d
     measured (python -m crt_exp.report.bench_samplers).
     """
-    check(m, d)
-    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else rotations
+    m, d = check(m, d, batch, generator)
+    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole(rotations, "rotations", 0)
     start = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
     directions = kac_walk(start.flatten(0, -3), steps, generator).view_as(start)
     return _rows_of(directions, m, "chi", generator, dtype, gaussian=False)

@@ -1,8 +1,13 @@
 """Seeded float64 numbers, the raw material of every sampler; `generator=None` is torch's default generator."""
 
+import math
+from numbers import Integral
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+ALWAYS = 2**28   # bytes below which the free memory is not looked up
 U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4
 
 
@@ -41,8 +46,36 @@ def device_of(generator: torch.Generator | None) -> torch.device:
     return generator.device if generator is not None else torch.device("cpu")
 
 
-def check(m: int, d: int) -> None:
-    if not (isinstance(m, int) and m >= 1):
-        raise ValueError(f"m = {m}: the number of projections must be a whole number of at least 1 (features.m)")
-    if not (isinstance(d, int) and d >= 1):
-        raise ValueError(f"d = {d}: the dimension must be a whole number of at least 1")
+def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generator | None = None,
+          row: int | None = None) -> tuple[int, int]:
+    """Projections and dimension as ints. Raises ValueError for sizes that are no counts, or too large for the memory.
+
+    row: numbers drawn for each of m, else d.
+    """
+    m, d = whole(m, "m", what="the number of projections (features.m)"), whole(d, "d", what="the dimension")
+    size = 8 * math.prod(batch) * m * (row or d)
+    if size > ALWAYS and size > (free := free_memory(device_of(generator))):
+        raise ValueError(f"m = {m}: projections of dimension {d}{f' for {math.prod(batch)} heads' if batch else ''} take "
+                         f"{size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free; choose fewer (features.m)")
+    return m, d
+
+
+def whole(value, name: str, least: int | None = 1, what: str = "it") -> int:
+    """A whole number, NumPy's too, as an int. Raises ValueError for bools, floats and what is less than `least`."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and (least is None or value >= least):
+        return int(value)
+    at_least = "" if least is None else f" of at least {least}"
+    raise ValueError(f"{name} = {value!r}: {what} must be a whole number{at_least}")
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be had: of the GPU, or of the machine or the container around this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    free = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free

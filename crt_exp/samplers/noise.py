@@ -13,9 +13,14 @@ MATRIX_FREE_FROM = 768
 RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
 
 
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work: its tensors stand for others and end with it."""
+    return torch._C._are_functorch_transforms_active()
+
+
 class cached:  # noqa: N801 (used as a decorator)
     """A property that is computed when first asked for and kept: functools.cached_property without its lock, which
-    torch.compile cannot enter."""
+    torch.compile cannot enter. Under a transform of torch.func it is not kept."""
 
     def __init__(self, function):
         self.function, self.__doc__ = function, function.__doc__
@@ -26,7 +31,9 @@ class cached:  # noqa: N801 (used as a decorator)
     def __get__(self, instance, owner=None):
         if instance is None:
             return self
-        value = instance.__dict__[self.name] = self.function(instance)
+        value = self.function(instance)
+        if not transforming():
+            instance.__dict__[self.name] = value
         return value
 
 
@@ -66,6 +73,10 @@ class Noise(ABC):
             raise ValueError(f"the input has {x.shape[-1]} dimensions but the noise has d = {self.d}: draw it with "
                              f"d = {x.shape[-1]}, or check the order of the axes (..., L, d)")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sq_norm.dtype
+
     @cached
     def sq_norm(self) -> Tensor:
         """|omega_m|^2, (*batch, 1, m)."""
@@ -91,6 +102,10 @@ class DenseNoise(Noise):
     def rows(self) -> Tensor:
         return self.weight
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
     def _project(self, x: Tensor) -> Tensor:
         return x @ self.weight.to(x.dtype).mT
 
@@ -115,6 +130,10 @@ class HadamardNoise(Noise):
 
     def rows(self) -> Tensor:
         return self._rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lengths.dtype
 
     @cached
     def _rows(self) -> Tensor:
@@ -147,6 +166,14 @@ class HadamardNoise(Noise):
         return HadamardNoise(self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d)
 
 
+def precise(noise, dtype: torch.dtype):
+    """The same rows, in float64 where the vectors are: what is computed of rows alone must not be rounded before. A tuple of
+    noises gives a tuple."""
+    if isinstance(noise, tuple):
+        return tuple(precise(part, dtype) for part in noise)
+    return noise.to(dtype) if noise is not None and dtype == torch.float64 != noise.dtype else noise
+
+
 def fwht(x: Tensor) -> Tensor:
     """Fast Walsh-Hadamard transform x H^T of the last axis, entries +-1 (not normalised), of a power of two.
 
@@ -156,7 +183,7 @@ def fwht(x: Tensor) -> Tensor:
     if n & (n - 1):
         raise ValueError(f"the transform needs a power of two, not {n} entries")
     for r in _radices(n):
-        matrix = _hadamard_matrix(r, x.dtype, x.device)
+        matrix = (_hadamard_matrix.__wrapped__ if transforming() else _hadamard_matrix)(r, x.dtype, x.device)
         x = x.unflatten(-1, (-1, r, h) if h > 1 else (-1, r))
         x = (matrix @ x).flatten(-3) if h > 1 else (x @ matrix).flatten(-2)
         h *= r

@@ -14,7 +14,7 @@ SOBOL_MAX_DIM = 21201  # direction numbers known to scipy
 def iid(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Independent Gaussian rows. Exact."""
-    check(m, d)
+    m, d = check(m, d, batch, generator)
     return DenseNoise(normal((*batch, m, d), generator).to(dtype), gaussian=True)
 
 
@@ -24,7 +24,7 @@ def stratified(m: int, d: int, generator: torch.Generator | None = None, batch: 
 
     Made for the discrete maps, whose features are products over coordinates; serves every map.
     """
-    check(m, d)
+    m, d = check(m, d, batch, generator)
     strata = uniform((*batch, m, d), generator).argsort(-2)
     return DenseNoise(gaussian_quantile((strata + uniform((*batch, m, d), generator)) / m).to(dtype), gaussian=True)
 
@@ -38,7 +38,7 @@ def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     """
     from scipy.stats.qmc import Halton
 
-    check(m, d)
+    m, d = check(m, d, batch, generator)
     skip = 0 if scramble else 1
     draw = lambda seed: Halton(d, scramble=scramble, seed=seed).random(m + skip)[skip:]
     return _quasi(draw, generator, batch, scramble, dtype)
@@ -52,7 +52,7 @@ def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple
     """
     from scipy.stats.qmc import Sobol
 
-    check(m, d)
+    m, d = check(m, d, batch, generator)
     if d > SOBOL_MAX_DIM:
         raise ValueError(f"d = {d}: Sobol points exist up to d = {SOBOL_MAX_DIM}; use halton or orthogonal")
     skip = 0 if scramble else 1

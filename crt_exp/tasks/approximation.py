@@ -21,6 +21,7 @@ from crt_exp.config import build, choices
 from crt_exp.features import GERF, FeatureMap, Statistics, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers import Noise, bias_record, bias_sentence
+from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.tasks.base import EXACT, Mechanism
 from crt_exp.tasks.captured import Layer, Pretrained, Synthetic, relative_error
 
@@ -34,6 +35,7 @@ BIASED = ("smreg",)
 SMALL = -60.0    # nats: a smaller relative MSE counts as this
 
 
+@checked("task")
 class Approximation:
     """task=approximation; see conf/task/approximation.yaml for the options.
 
@@ -44,13 +46,9 @@ class Approximation:
 
     metric, lower_is_better = "output_error", True
 
-    def __init__(self, ms: Sequence[int], samples: int, rows: int, pairs: int, heads: int, d: int, scale: float, depth: int,
-                 model: str | None = None, text: str | None = None, tokenizer: str | None = None,
-                 layers: Sequence[int] | None = None, length: int | None = None):
-        if not ms or min(samples, rows, *ms) < 1 or pairs < 0:
-            raise ValueError("task.ms, task.samples and task.rows must be positive, task.pairs not negative")
-        if not all(isinstance(n, int) and n > 0 for n in (*ms, LENGTH if length is None else length)):
-            raise ValueError(f"task.ms = {list(ms)} and task.length = {length} must be positive whole numbers")
+    def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count, scale: Positive,
+                 depth: Whole, model: str | None = None, text: str | None = None, tokenizer: str | None = None,
+                 layers: Sequence[int] | None = None, length: Count | None = None):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text go together: a model, and the text that it reads")
         if model is None and (layers is not None or tokenizer is not None):

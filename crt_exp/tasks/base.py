@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crt_exp.config import instantiate
 from crt_exp.features import FeatureMap
 
 
@@ -23,8 +24,6 @@ class Mechanism:
     m: int = 0
 
     def map(self, kernel: str) -> FeatureMap:
-        from hydra.utils import instantiate
-
         return instantiate(self.options | {"kernel": kernel})
 
     def __str__(self):

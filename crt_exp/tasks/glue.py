@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,9 +20,12 @@ from crt_exp.data import glue
 from crt_exp.data.text import check_vocabulary
 from crt_exp.metrics import glue_metrics
 from crt_exp.models import encoders
+from crt_exp.nonfinite import NotFinite
+from crt_exp.schema import Count, Whole, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 
+@checked("task")
 @dataclass(eq=False)
 class GLUE(Task):
     """One task with one encoder; see `conf/task/glue.yaml` for the options.
@@ -33,12 +36,12 @@ class GLUE(Task):
 
     dataset: str
     data_dir: str | None
-    source: str
+    source: Literal["files", "hub"]
     model: str
     init: str
-    max_length: int
-    examples: int | None
-    examples_seed: int
+    max_length: Count
+    examples: Count | None
+    examples_seed: Whole
     bucketed: bool
     cache_dir: str | None
 
@@ -114,7 +117,7 @@ class GLUE(Task):
 
     def finite(self, answers: tuple[float, ...]) -> Any:
         if not torch.tensor(answers, dtype=torch.float64).isfinite().all():
-            raise ValueError(f"{self.dataset}: the model predicts scores that are not finite; a lower trainer.lr may help")
+            raise NotFinite(f"{self.dataset}: the model predicts scores that are not finite; a lower trainer.lr may help")
         return answers
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
@@ -124,4 +127,5 @@ class GLUE(Task):
         last = records[-1]
         names = [key for key in last if key.removesuffix("_mismatched") in self.described.metrics]
         found = ", ".join(f"{key} {last[key]:.4f}" for key in names)
-        return f"{self.described.folder}: {found} (dev, {self.length('dev')} examples; trained on {self.texts['train'].source})"
+        parts = [f"{part}{texts.described}; " for part, texts in self.texts.items() if part != "train"]
+        return f"{self.described.folder}: {found} ({''.join(parts)}trained on {self.texts['train'].source})"

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.attention.choices import Attention
-from crt_exp.config import ConfigError, unknown
+from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data import text as data
 from crt_exp.data.vocabulary import wordpieces
 from crt_exp.models import encoders
+from crt_exp.schema import Count, NotNegative, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 HELD_OUT = 0.02  # of the blocks, at the end of the text, where there is no text for validation
@@ -49,6 +51,20 @@ class MaskedModel(nn.Module):
         return output
 
 
+class Hub(TypedDict):
+    """A set of the Hugging Face hub and what is read of it."""
+
+    name: str | None
+    config: str | None
+    split: str
+    validation: str | None
+    column: str
+    data_files: str | Sequence[str] | dict[str, Any] | None
+    buffer: Whole
+    validation_blocks: Count
+
+
+@checked("task")
 @dataclass(eq=False)
 class MLM(Task):
     """See `conf/task/mlm.yaml` for the options.
@@ -59,15 +75,15 @@ class MLM(Task):
     text: str | Sequence[str] | None
     validation_text: str | Sequence[str] | None
     data_dir: str | None
-    hub: dict[str, Any]
+    hub: Hub
     model: str | None
     init: str
     sizes: dict[str, Any]
     vocabulary: str | None
-    vocabulary_size: int
+    vocabulary_size: Count
     lowercase: bool
-    block: int
-    share: float
+    block: Annotated[int, at_least(3)]  # [CLS], a token, [SEP]
+    share: Annotated[float, above(0), below(1)]
     whole_words: bool
     cache_dir: str | None
 
@@ -170,17 +186,26 @@ class MLM(Task):
         return BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}, do_lower_case=self.lowercase)
 
     def new_config(self):
+        from transformers import AutoModel, BertConfig
+
+        check_keys("task.sizes.", self.sizes, {key: self.size(key, hint) for key, (hint, _) in parameters(BertConfig).items()})
+        with encoders.buildable(f"task.sizes = {dict(self.sizes)}"):
+            config = BertConfig(**{"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer),
+                                   "pad_token_id": self.tokenizer.pad_token_id, **self.sizes})
+            if config.hidden_size % config.num_attention_heads:
+                raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of num_attention_heads = "
+                                  f"{config.num_attention_heads}")
+            with torch.device("meta"):  # which takes neither memory nor random numbers
+                AutoModel.from_config(config)
+        return config
+
+    def size(self, key: str, hint: Any) -> Parameter:
+        """What a key of BertConfig takes: its own annotation, but no counts below 1 and no numbers below 0."""
         from transformers import BertConfig
 
-        for key in self.sizes:
-            if not hasattr(BertConfig(), key):
-                raise unknown("key of task.sizes", key, sorted(BertConfig().to_dict()))
-        config = BertConfig(**{"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer),
-                               "pad_token_id": self.tokenizer.pad_token_id, **self.sizes})
-        if config.hidden_size % config.num_attention_heads:
-            raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of num_attention_heads = "
-                              f"{config.num_attention_heads}")
-        return config
+        default = getattr(BertConfig(), key, None)
+        bounded = {int: Count if default else Whole, float: NotNegative}
+        return Parameter(bounded.get(type(default), hint), False)
 
     def build(self, make_attention: Attention) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)

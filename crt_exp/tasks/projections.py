@@ -1,23 +1,23 @@
 """Mean squared error of attention by random features against m, for one mechanism and sampler (the Hadamard report's setting)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from crt_exp.attention.reference import attention_reference, softmax_attention
 from crt_exp.features import FeatureMap, Statistics
+from crt_exp.schema import Count, Several, checked
 from crt_exp.tasks.base import EXACT, Mechanism
 
 
+@checked("task")
 class Projections:
     """task=projections: q, k, v ~ N(0, 1), L tokens of dimension d; MSE of the output against exact softmax attention."""
 
     metric, lower_is_better = "mse", True
 
-    def __init__(self, length: int, d: int, ms: Sequence[int], samples: int):
-        if min(length, d, samples, *ms) < 1:
-            raise ValueError("task.length, task.d, task.ms and task.samples must be positive")
+    def __init__(self, length: Count, d: Count, ms: Several[Count], samples: Count):
         self.length, self.d, self.ms, self.samples = length, d, list(ms), samples
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:

@@ -6,14 +6,15 @@ ratio the median of the ratios within a round.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 
 from crt_exp.attention.choices import layer_maker
 from crt_exp.models.transformer import Transformer
 from crt_exp.report import bench_attention as alone
+from crt_exp.schema import Count, Several, checked
 from crt_exp.tasks.base import Mechanism
 
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
@@ -21,16 +22,13 @@ QUADRATIC = 4096  # longest sequence for exact attention in whole models
 Step = Callable[[], None]
 
 
+@checked("task")
 class Speed:
     """task=speed: milliseconds of each method at each length. `what`: attention, large, small or vit."""
 
     metric, lower_is_better = "ratio", True
 
-    def __init__(self, what: str, lengths: Sequence[int], rounds: int, backward: bool):
-        if what not in ("attention", "vit", *MODELS):
-            raise ValueError(f"task.what = {what!r}: choose attention, {', '.join(MODELS)} or vit")
-        if rounds < 1 or not lengths or min(lengths) < 1:
-            raise ValueError("task.rounds and every entry of task.lengths must be at least 1")
+    def __init__(self, what: Literal["attention", *MODELS, "vit"], lengths: Several[Count], rounds: Count, backward: bool):
         self.what, self.lengths, self.rounds, self.backward = what, list(lengths), rounds, backward
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ For each random split the bandwidth sigma is tuned on the validation part; the t
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from crt_exp.data.tabular import load
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
 from crt_exp.samplers import bias_record, bias_sentence
+from crt_exp.schema import Count, Positive, Several, above, below, checked
 from crt_exp.tasks.base import EXACT, Mechanism
 
-SCALINGS = ("standard", "minmax", "none")
+
+Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Split:
     y: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
+@checked("task")
 class UCI:
     """Kernel regression on one table.
 
@@ -37,22 +40,19 @@ class UCI:
     tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number (boston).
     """
 
-    def __init__(self, dataset: str, coding: str, scaling: str, split: Sequence[float], repeats: int, sigmas: Sequence[float],
-                 draws: int = 1, data_dir: str | None = None):
-        if scaling not in SCALINGS:
-            raise ValueError(f"task.scaling = {scaling!r}: choose one of {', '.join(SCALINGS)}")
-        if len(split) != 3 or min(split) <= 0 or abs(sum(split) - 1) > 1e-9:
-            raise ValueError(f"task.split = {list(split)}: it takes three positive fractions that sum to 1")
-        if not sigmas or not all(math.isfinite(s) and s > 0 for s in sigmas):
-            raise ValueError(f"task.sigmas = {list(sigmas)}: every sigma must be a positive number")
-        if min(repeats, draws) < 1:
-            raise ValueError(f"task.repeats = {repeats}, task.draws = {draws}: at least 1 each")
+    def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"], scaling: Literal["standard", "minmax", "none"],
+                 split: tuple[Positive, Positive, Positive], repeats: Count, sigmas: Several[Sigma], draws: Count = 1,
+                 data_dir: str | None = None):
+        if abs(sum(split) - 1) > 1e-9:
+            raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
         self.table = load(dataset, data_dir)
         self.features = self.table.encode(coding).astype(np.float32)
         self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, tuple(split), repeats, draws, list(sigmas)
         self.metric = "accuracy" if self.table.classes is not None else "r2"
         if len(self.table) < 20:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
+        if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
+            raise ValueError(f"task.split = {list(split)}: a part of the {len(self.table)} rows of {dataset} is empty")
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a split and draw, then the mean with its 95% interval over splits."""

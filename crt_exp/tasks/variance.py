@@ -4,15 +4,17 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 y ~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` the same with scikit-learn's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crt_exp.features import FeatureMap, Statistics
+from crt_exp.kernels import Kernel
+from crt_exp.schema import Positive, Several, at_least, checked
 from crt_exp.tasks.base import EXACT, Mechanism
 
 
@@ -61,18 +63,13 @@ def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     return phi.log_variance(x, y, phi.fit(Statistics.of(x, y))).squeeze(-1)
 
 
+@checked("task")
 class Variance:
     """task=variance: mean and standard deviation of the log variance over pairs, for each sigma."""
 
     metric, lower_is_better = "log_variance", True
 
-    def __init__(self, regime: str, pairs: int, sigmas: Sequence[float], kernel: str):
-        if regime not in REGIMES:
-            raise ValueError(f"task.regime = {regime!r}: choose one of {', '.join(REGIMES)}")
-        if pairs < 2:
-            raise ValueError(f"task.pairs = {pairs}: at least 2")
-        if not sigmas or min(sigmas) <= 0:
-            raise ValueError(f"task.sigmas = {list(sigmas)}: every sigma must be positive")
+    def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, at_least(2)], sigmas: Several[Positive], kernel: Kernel):
         self.regime, self.pairs, self.sigmas, self.kernel = regime, pairs, list(sigmas), kernel
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
