@@ -254,6 +254,16 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, dtype, tolerance):
         assert state.length == 11
 
 
+@pytest.mark.parametrize("phi", CLOSED, ids=repr)
+def test_decoding_is_as_exact_as_its_vectors_whatever_the_noise(phi):
+    case = Case(phi)
+    case.noise = case.noise.to(torch.float32)
+    state = DecodingState(phi, case.noise, case.params)
+    state.take(case.y[:, :, :6], case.v[:, :, :6])
+    parts = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((6, 10), (10, 11))]
+    assert_same([torch.cat(parts, 2)], [case(causal=True).detach()[:, :, 6:]])
+
+
 @pytest.mark.parametrize("policy", ["clamp", "abs"])
 def test_single_tokens_treat_denominators_as_the_whole_sequence_does(policy):
     case = Case(TrigRF(), scale=2.0, m=3)

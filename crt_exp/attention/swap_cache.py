@@ -96,6 +96,7 @@ class RecurrentLayer(DynamicLayer):
         (key, value), self.given = self.given, None
         if mask is not None:
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
+        keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
         if first:
             self._begin(swapped, query, key, value, keep, causal and not matrix and used == self.length)
             return out
@@ -128,6 +129,7 @@ class RecurrentLayer(DynamicLayer):
         if not possible or changing or swapped.calibrated is not None:
             self._keep_whole(key, value)
             return
+        self.keys, self.values = (torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value))  # sizes are asked for
         self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
         self.before = swapped.decoding()
         self.state = self.before.copy()
@@ -190,6 +192,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _keep_whole(self, key: Tensor, value: Tensor) -> None:
         self.whole = True
+        self.lazy_initialization(key, value)
         super().update(key, value)
 
     def _not_taken(self) -> None:
@@ -285,7 +288,8 @@ class RecurrentLayer(DynamicLayer):
         other = copy.copy(self)
         other.state, other.before = (None if s is None else s.copy() for s in (self.state, self.before))
         other.window = list(self.window)
-        other.keys, other.values = copy.deepcopy((self.keys, self.values), memo)
+        if self.whole:
+            other.keys, other.values = copy.deepcopy((self.keys, self.values), memo)
         return other
 
 
@@ -304,7 +308,7 @@ def install(model: nn.Module) -> None:
         if not isinstance(part, PreTrainedModel):
             continue
         layers = frozenset(_recurrent_layers(part))
-        if layers and "past_key_values" in _arguments(type(part)):
+        if layers and "DynamicCache" in _makes(type(part)):
             hook = partial(_give_cache, layers=layers)
             part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
         if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:  # others read the keys (Whisper's)
@@ -320,9 +324,17 @@ def uninstall(model: nn.Module) -> None:
 
 def _recurrent_layers(model: nn.Module) -> set[int]:
     """Indices in the cache of the layers that are causal and have random features."""
-    return {part.layer_idx for part in model.modules() if isinstance(part._modules.get("swapped"), RandomFeatureAttention)
-            and isinstance(getattr(part, "layer_idx", None), int) and getattr(part, "is_causal", True)
-            and not getattr(part, "is_cross_attention", False)}
+    found = [part for part in model.modules() if isinstance(part._modules.get("swapped"), RandomFeatureAttention)
+             and getattr(part, "is_causal", True) and not getattr(part, "is_cross_attention", False)]
+    return {part.layer_idx for part in found if isinstance(getattr(part, "layer_idx", None), int)
+            and "cross" not in type(part).__name__.lower()}
+
+
+@cache
+def _makes(kind: type) -> set[str]:
+    """Which of transformers' caches the forward pass of this class makes, where it is given none."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return {"DynamicCache", "EncoderDecoderCache"}.intersection(() if code is None else code.co_names)
 
 
 @cache
@@ -332,7 +344,7 @@ def _arguments(kind: type) -> list[str]:
 
 def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]) -> tuple[tuple, dict] | None:
     """A forward pre-hook: a cache where use_cache=True is given without one, which the model itself would make now."""
-    positional = len(args) > _arguments(type(model)).index("past_key_values")
+    positional = "past_key_values" in _arguments(type(model))[:len(args)]
     if kwargs.get("use_cache") is not True or kwargs.get("past_key_values") is not None or positional:
         return None
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -341,7 +353,7 @@ def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[i
     made = DynamicCache(config=config)
     _make_recurrent(made, layers)
     crosses = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
-    if crosses or kwargs.get("encoder_hidden_states") is not None:
+    if "EncoderDecoderCache" in _makes(type(model)) and (crosses or kwargs.get("encoder_hidden_states") is not None):
         made = EncoderDecoderCache(made, DynamicCache(config=config))
     return args, kwargs | {"past_key_values": made}
 
