@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     try:
-        from crt_exp.processes import catch_interrupts, end_with_agent
+        from crt_exp.runner.processes import catch_interrupts, end_with_agent
 
         catch_interrupts()
         end_with_agent()

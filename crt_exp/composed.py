@@ -45,7 +45,7 @@ def is_task(target: Any) -> bool:
 
 
 def is_trainer(target: Any) -> bool:
-    from crt_exp.trainer_config import TrainerConfig
+    from crt_exp.runner.trainer_config import TrainerConfig
 
     return isinstance(target, type) and issubclass(target, TrainerConfig)
 

@@ -16,12 +16,24 @@ from typing import Any
 
 from hydra.errors import CompactHydraException
 
-from crt_exp.command_line import check_command_line, with_folders
 from crt_exp.composed import check_composed, located
 from crt_exp.config import CONF, ConfigError, instantiate
-from crt_exp.processes import (Preempted, ProcessesFailed, agree_on_start, clear_when_early, inside_torchrun, leave,
-                               lost_process, override, raise_interrupts, rank, torchrun, world_size)
-from crt_exp.sweep import check_direction, direction, show
+from crt_exp.runner.command_line import check_command_line, with_folders
+from crt_exp.runner.processes import (
+    Preempted,
+    ProcessesFailed,
+    agree_on_start,
+    clear_when_early,
+    inside_torchrun,
+    leave,
+    lost_process,
+    override,
+    raise_interrupts,
+    rank,
+    torchrun,
+    world_size,
+)
+from crt_exp.runner.sweep import check_direction, direction, show
 
 ERROR_CODE, DIVERGED_CODE = 2, 3  # and 128 + the signal where a run was told to stop and left a checkpoint
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")  # by torch
@@ -126,7 +138,7 @@ def run(cfg) -> float | None:
 
 def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
     """The records of a task that only measures."""
-    from crt_exp.run import Run
+    from crt_exp.runner.run import Run
 
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} does not train: start it on one process")
@@ -145,8 +157,8 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
 
 def check_training(cfg, task) -> None:
     """What can be known before the processes of a run start, and before anything is written: each of them would find the same."""
-    from crt_exp.trainer import planned_steps
-    from crt_exp.trainer_config import check_processes
+    from crt_exp.runner.trainer import planned_steps
+    from crt_exp.runner.trainer_config import check_processes
 
     config = instantiate(cfg.trainer, _convert_="all")
     check_processes(config, world_size() if inside_torchrun() else config.processes or 1)
@@ -166,8 +178,8 @@ def attention(cfg):
 def train(cfg, task) -> tuple[list[dict], Path]:
     """The records of a task that trains; none on processes but the first. Raises Stopped after a signal or a divergence."""
     from crt_exp.nonfinite import Diverged
-    from crt_exp.trainer import Trainer
-    from crt_exp.trainer_config import start_world
+    from crt_exp.runner.trainer import Trainer
+    from crt_exp.runner.trainer_config import start_world
 
     config = instantiate(cfg.trainer, _convert_="all")
     world = start_world(config)
@@ -196,7 +208,7 @@ def train(cfg, task) -> tuple[list[dict], Path]:
 
 def open_run(cfg, world):
     """The run directory, on every process; where the first cannot have it, all end with the exit code of that error."""
-    from crt_exp.run import Run
+    from crt_exp.runner.run import Run
 
     current, problem = None, None
     try:
@@ -219,7 +231,7 @@ def run_processes(cfg) -> float:
     """The same run on `trainer.processes` processes, started by torchrun; returns the metric that it recorded."""
     from hydra.core.hydra_config import HydraConfig
 
-    from crt_exp.run import read_records
+    from crt_exp.runner.run import read_records
 
     sources = [f"{s.schema}://{s.path}" for s in HydraConfig.get().runtime.config_sources if s.provider.endswith("command-line")]
     try:

@@ -1,7 +1,20 @@
 """The one list of feature maps that the laws run over: a new mechanism adds a line."""
 
-from crt_exp.features import (GERF, OPRF, SMREG, GeomRF, GeomRFPlus, HypRF, PoisCoordRF, PoisRF, PoisRFPlus, PosRF, Product,
-                              Sum, TrigRF)
+from crt_exp.features import (
+    GERF,
+    OPRF,
+    SMREG,
+    GeomRF,
+    GeomRFPlus,
+    HypRF,
+    PoisCoordRF,
+    PoisRF,
+    PoisRFPlus,
+    PosRF,
+    Product,
+    Sum,
+    TrigRF,
+)
 
 KERNELS = ("softmax", "gaussian")
 CLASSES = (TrigRF, PosRF, HypRF, SMREG, GERF, OPRF, PoisRF, GeomRF, PoisRFPlus, GeomRFPlus, PoisCoordRF)

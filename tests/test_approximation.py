@@ -18,10 +18,10 @@ from crt_exp.data.text import bert_tokenizer
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.report import performers_fig4, performers_fig14
 from crt_exp.samplers import orthogonal
-from crt_exp.tasks import approximation
-from crt_exp.tasks.approximation import Approximation
+from crt_exp.studies import approximation
+from crt_exp.studies.approximation import Approximation
+from crt_exp.studies.captured import Pretrained, Synthetic
 from crt_exp.tasks.base import EXACT, Mechanism
-from crt_exp.tasks.captured import Pretrained, Synthetic
 
 transformers = pytest.importorskip("transformers")
 WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "red", "big", ".")

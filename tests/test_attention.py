@@ -6,15 +6,28 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from maps import MAPS, independent
 
 from crt_exp import samplers
-from crt_exp.attention import (DecodingState, DenominatorCount, Generalized, Linformer, Partial, attention, attention_reference,
-                               causal, chunked, exact_attention, flash, identity_attention, merge, native, positive,
-                               softmax_attention)
+from crt_exp.attention import (
+    DecodingState,
+    DenominatorCount,
+    Generalized,
+    Linformer,
+    Partial,
+    attention,
+    attention_reference,
+    exact_attention,
+    identity_attention,
+    merge,
+    softmax_attention,
+)
+from crt_exp.attention.engines import bidirectional as positive
+from crt_exp.attention.engines import causal, flash, native
+from crt_exp.attention.engines import generic as chunked
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import precise
-from maps import MAPS, independent
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 CLOSED = [m for m in MAPS if isinstance(m, PositiveExponential)]
@@ -459,7 +472,7 @@ def test_defect_statistics_over_padding():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_defect_number_of_chunks_taken_for_their_size(is_causal, monkeypatch, by_products):
     """The buffers hold as many numbers whatever the length of the sequence."""
-    from crt_exp.attention import tiles
+    from crt_exp.attention.engines import tiles
     made = []
 
     class Recorded(tiles.Scratch):

@@ -11,9 +11,23 @@ from scipy.special import hyp0f1
 from scipy.stats import kstest, ncx2
 
 from crt_exp import samplers
-from crt_exp.bounds import (OPRFLaw, SMREGLaw, ensemble_log_variance, log_chernoff_tail, log_hoeffding_tail, log_mgf,
-                            log_orthogonality_gap, log_range, log_smreg_gap, log_smreg_orthogonal_tail, log_smreg_ratio,
-                            required_m, smreg_ratio_floor, trig_uniform_order, uniform_m)
+from crt_exp.bounds import (
+    OPRFLaw,
+    SMREGLaw,
+    ensemble_log_variance,
+    log_chernoff_tail,
+    log_hoeffding_tail,
+    log_mgf,
+    log_orthogonality_gap,
+    log_range,
+    log_smreg_gap,
+    log_smreg_orthogonal_tail,
+    log_smreg_ratio,
+    required_m,
+    smreg_ratio_floor,
+    trig_uniform_order,
+    uniform_m,
+)
 from crt_exp.bounds.coupling import positive_covariance, trig_covariance
 from crt_exp.features import GERF, OPRF, SMREG, HypRF, PoisRF, PosRF, Statistics, TrigRF
 from crt_exp.kernels import log_kernel

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from crt_exp import checkpoint
-from crt_exp.checkpoint import CheckpointError
+from crt_exp.runner import checkpoint
+from crt_exp.runner.checkpoint import CheckpointError
 
 
 class Tied(nn.Module):

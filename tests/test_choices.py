@@ -8,7 +8,7 @@ from crt_exp import swap_attention
 from crt_exp.attention.choices import layer_maker
 from crt_exp.config import ConfigError, choices
 from crt_exp.features import GeomRF
-from crt_exp.command_line import compose
+from crt_exp.runner.command_line import compose
 
 
 @pytest.mark.filterwarnings("ignore:.*denominators are not positive")

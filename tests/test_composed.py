@@ -146,7 +146,8 @@ def test_the_targets_of_conf_are_ours(configurations):
 def test_a_group_takes_code_of_its_kind_alone(configurations):
     whole = configurations["task=mlm"]
     for group in GROUPS:
-        for other in (EVIL, {"_target_": "crt_exp.run.write_atomic"}, {"_target_": "crt_exp.composed.re.sub"}, {"_target_": 5}):
+        for other in (EVIL, {"_target_": "crt_exp.runner.run.write_atomic"}, {"_target_": "crt_exp.composed.re.sub"},
+                      {"_target_": 5}):
             with pytest.raises(ConfigError, match=rf"^{group}\._target_ = "):
                 check_plain(whole | {group: other})
     with pytest.raises(ConfigError, match="nowhere.Task cannot be imported: No module named 'nowhere'"):

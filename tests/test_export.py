@@ -4,12 +4,14 @@ import io
 
 import pytest
 import torch
+from maps import independent
 
 from crt_exp import samplers
-from crt_exp.attention import Generalized, RandomFeatureAttention, at_once, attention, attention_reference, chunked
+from crt_exp.attention import Generalized, RandomFeatureAttention, attention, attention_reference
+from crt_exp.attention.engines import at_once
+from crt_exp.attention.engines import generic as chunked
 from crt_exp.features import OPRF, GeomRF, HypRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.samplers.noise import precise
-from maps import independent
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),
               pytest.mark.filterwarnings("ignore::DeprecationWarning")]

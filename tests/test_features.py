@@ -4,12 +4,27 @@ import math
 
 import pytest
 import torch
+from maps import COMPOSITE, KERNELS, MAPS, POSITIVE, SIMPLE, independent
 
 from crt_exp import samplers
-from crt_exp.features import (GERF, OPRF, SMREG, GeomRF, GeomRFPlus, HypRF, Moments, PoisCoordRF, PoisRF, PoisRFPlus, PosRF,
-                              Product, Statistics, Sum, TrigRF)
+from crt_exp.features import (
+    GERF,
+    OPRF,
+    SMREG,
+    GeomRF,
+    GeomRFPlus,
+    HypRF,
+    Moments,
+    PoisCoordRF,
+    PoisRF,
+    PoisRFPlus,
+    PosRF,
+    Product,
+    Statistics,
+    Sum,
+    TrigRF,
+)
 from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig
-from maps import COMPOSITE, KERNELS, MAPS, POSITIVE, SIMPLE, independent
 
 EXACT_SAMPLERS = [samplers.iid, samplers.orthogonal]
 

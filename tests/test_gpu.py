@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from crt_exp import samplers
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, flash
+from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
+from crt_exp.attention.engines import flash
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

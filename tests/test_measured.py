@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention
-from crt_exp.attention import RandomFeatureAttention, measured, softmax_attention, uniform_attention
+from crt_exp.attention import RandomFeatureAttention, softmax_attention, uniform_attention
 from crt_exp.attention.choices import layer_maker
 from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
 from crt_exp.models.transformer import Transformer
+from crt_exp.swap import measured
 
 B, H, L, D = 3, 4, 200, 16
 

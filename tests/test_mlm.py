@@ -13,9 +13,10 @@ import torch
 from small_bert import VOCABULARY, sentence, write_glue, write_model, write_text
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from crt_exp import checkpoint, swap_attention
+from crt_exp import swap_attention
 from crt_exp.attention.choices import Attention
 from crt_exp.data.vocabulary import wordpieces
+from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.mlm import MLM, MaskedModel
 from crt_exp.train import main

@@ -5,7 +5,7 @@ import torch
 
 from crt_exp.attention.choices import layer_maker
 from crt_exp.models.transformer import Transformer
-from crt_exp.tasks.speed import Speed
+from crt_exp.studies.speed import Speed
 
 
 @pytest.mark.parametrize("name", ["exact", "identity", "favorp", "favorpp", "relu", "linformer"])

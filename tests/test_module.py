@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
+from maps import SIMPLE
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp import samplers
-from crt_exp.attention import (Generalized, RandomFeatureAttention, attention, exact, identity, linformer, softmax_attention)
+from crt_exp.attention import Generalized, RandomFeatureAttention, attention, exact, identity, linformer, softmax_attention
 from crt_exp.features import OPRF, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
-from maps import SIMPLE
 
 B, H, L, D = 2, 4, 12, 8
 

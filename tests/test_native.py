@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from crt_exp import samplers
-from crt_exp.attention import attention, native, native_library
-from crt_exp.attention.tiles import Form
+from crt_exp.attention import attention
+from crt_exp.attention.engines import native, native_library
+from crt_exp.attention.engines.tiles import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF, Statistics
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes

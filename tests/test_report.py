@@ -13,10 +13,10 @@ from crt_exp.data import DataError, mnist
 from crt_exp.features import GERF, OPRF, PosRF, TrigRF
 from crt_exp.report import table1, writing
 from crt_exp.samplers import orthogonal
+from crt_exp.studies.projections import Projections
+from crt_exp.studies.uci import UCI, interval
+from crt_exp.studies.variance import REGIMES, Variance, log_variances
 from crt_exp.tasks.base import EXACT, Mechanism
-from crt_exp.tasks.projections import Projections
-from crt_exp.tasks.uci import UCI, interval
-from crt_exp.tasks.variance import REGIMES, Variance, log_variances
 
 PEER = Mechanism("RBFSampler", m=64)
 OPRF_64 = Mechanism("oprf", {"_target_": "crt_exp.features.OPRF"}, "orthogonal", orthogonal, 64)
@@ -38,7 +38,7 @@ def test_cells_resume(tmp_path, monkeypatch):
     cells.path.write_text(text[:-10])
     again = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
     assert [again[k] for k in keys] == [0, 1, 4] and len((tmp_path / "calls").read_text().split()) == 4
-    assert not writing.Cells("demo", ("run.py",)).known  # other code: all anew
+    assert not writing.Cells("demo", ("runner/run.py",)).known  # other code: all anew
 
 
 def test_write_report(tmp_path, monkeypatch):

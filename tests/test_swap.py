@@ -9,7 +9,7 @@ from torch import nn
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention, unswap_attention
 from crt_exp.attention import RandomFeatureAttention
-from crt_exp.attention.swap_call import drop_keys
+from crt_exp.swap.call import drop_keys
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),

@@ -9,7 +9,7 @@ import torch
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 
 transformers = pytest.importorskip("transformers")
-from crt_exp.attention.swap_cache import NewKeys, RecurrentLayer  # noqa: E402
+from crt_exp.swap.cache import NewKeys, RecurrentLayer  # noqa: E402
 
 CALL = {"keep": None, "mask": None, "causal": True, "scaling": None, "dropout": 0.0, "matrix": False}
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}

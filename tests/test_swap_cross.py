@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from crt_exp import calibrate_attention, samplers, swap_attention
-from crt_exp.attention import RandomFeatureAttention, attention, swap_families
+from crt_exp.attention import RandomFeatureAttention, attention
 from crt_exp.features import OPRF, Statistics
+from crt_exp.swap import families as swap_families
 
 transformers = pytest.importorskip("transformers")
 B, S, L = 2, 9, 7

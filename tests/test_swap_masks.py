@@ -82,8 +82,9 @@ def test_padded_images_of_siglip2():
 @torch.no_grad()
 def test_causal_masks_are_kept_as_keys_alone():
     """No L x L mask is made for plain causal or bidirectional attention, with or without padding."""
-    from crt_exp.attention.swap_families import interface_mask
     from transformers import masking_utils
+
+    from crt_exp.swap.families import interface_mask
 
     keep = torch.ones(B, 10**6, dtype=torch.bool)
     causal = interface_mask(B, 10**6, 10**6, mask_function=masking_utils.causal_mask_function, attention_mask=keep)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from crt_exp import sweep
 from crt_exp.config import ConfigError
-from crt_exp.sweep import Done, check_direction, check_plugin, finished_runs, table, write_csv
-from crt_exp.tasks.projections import Projections
-from crt_exp.tasks.uci import UCI
+from crt_exp.runner import sweep
+from crt_exp.runner.sweep import Done, check_direction, check_plugin, finished_runs, table, write_csv
+from crt_exp.studies.projections import Projections
+from crt_exp.studies.uci import UCI
 
 HERE = Path(__file__).parent
 WINE = ("-m", "task=uci", "task.repeats=1", "task.sigmas=[0.3]", "logger=none")

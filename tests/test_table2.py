@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from crt_exp.command_line import check_command_line
 from crt_exp.data.glue import TASKS
 from crt_exp.report import table2, writing
+from crt_exp.runner.command_line import check_command_line
 
 
 def keys_of(setting):

@@ -18,17 +18,17 @@ import torch
 import toy
 from torch import nn
 
-from crt_exp import checkpoint
 from crt_exp.config import ConfigError
-from crt_exp.lock import Lock
 from crt_exp.nonfinite import NotFinite
-from crt_exp.optim import make_optimizer, schedule, set_rate
-from crt_exp.processes import StopSignals, override
-from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
+from crt_exp.runner import checkpoint
+from crt_exp.runner.lock import Lock
+from crt_exp.runner.optim import make_optimizer, schedule, set_rate
+from crt_exp.runner.processes import StopSignals, override
+from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
+from crt_exp.runner.trainer import Trainer
+from crt_exp.runner.trainer_config import TrainerConfig, start_world
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.train import main
-from crt_exp.trainer import Trainer
-from crt_exp.trainer_config import TrainerConfig, start_world
 
 HERE = Path(__file__).parent
 FILES = ["checkpoints", "config.yaml", "metrics.jsonl", "versions.json"]
@@ -299,7 +299,7 @@ def kill_often(kills, seed, tmp_path):
     """Runs LONG once undisturbed, and once killed `kills` times, a random time after it wrote something; both must be equal."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context, rng, steps = get_context("forkserver"), random.Random(seed), []
-    context.set_forkserver_preload(["toy", "crt_exp.trainer", "crt_exp.train", "accelerate", "hydra", "torch._dynamo"])
+    context.set_forkserver_preload(["toy", "crt_exp.runner.trainer", "crt_exp.train", "accelerate", "hydra", "torch._dynamo"])
     undisturbed, directory = started(context, tmp_path / "whole"), tmp_path / "killed"
     while len(steps) < kills:
         before, process = written(directory), started(context, directory)
@@ -748,7 +748,7 @@ def test_only_a_later_interrupt_stops_at_once(interruptible):
             time.sleep(0.1)
 
 
-ORPHAN = ("import os, subprocess, sys, time; from crt_exp import processes\n"
+ORPHAN = ("import os, subprocess, sys, time; from crt_exp.runner import processes\n"
           "if sys.argv[1] == 'watched': processes.death_signal = lambda: False\n"
           "if len(sys.argv) > 2: processes.end_with_parent(int(sys.argv[2])); print(os.getpid(), flush=True); time.sleep(100)\n"
           "subprocess.Popen([sys.executable, '-c', os.environ['ORPHAN'], sys.argv[1], str(os.getpid())]); time.sleep(100)")

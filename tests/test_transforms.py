@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from maps import independent
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from crt_exp import samplers
-from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention, attention_reference, chunked, native
+from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention, attention_reference
+from crt_exp.attention.engines import generic as chunked
+from crt_exp.attention.engines import native
 from crt_exp.features import OPRF, GeomRF, HypRF, PoisRF, PoisRFPlus, Statistics, Sum, TrigRF
-from maps import independent
 
 MAPS = [OPRF(), HypRF(), TrigRF(), GeomRF(), PoisRFPlus(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))]
 every_map = pytest.mark.parametrize("phi", MAPS, ids=repr)
@@ -174,7 +176,7 @@ def test_batches_of_gradients_are_refused():
 def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
     """Also where it is compiled: the plain operations keep features, which this one must not."""
     case = Case(OPRF(), causal, torch.float32)
-    from crt_exp.attention import fused
+    from crt_exp.attention.engines import operators as fused
     monkeypatch.setattr(fused, "plain_gradients", lambda *a: pytest.fail("plain operations"))
     monkeypatch.setattr(fused, "plain_attention", lambda *a: pytest.fail("plain operations"))
     for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True)):

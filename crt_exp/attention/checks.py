@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from crt_exp.features.base import holds
-from crt_exp.samplers.noise import transforming
-
 from crt_exp.nonfinite import NotFinite
+from crt_exp.samplers.noise import transforming
 
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool, key_mask: Tensor | None) -> None:

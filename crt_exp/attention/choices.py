@@ -38,7 +38,7 @@ class Attention:
 
     def swap(self, model: nn.Module, saved: bool = True) -> nn.Module:
         """In place; `exact` leaves the model as it is. saved: noise that lies beside the model's weights is taken over."""
-        from crt_exp.attention.swap import swap_attention
+        from crt_exp.swap.swap import swap_attention
 
         if self.name == "exact":
             return model

@@ -1,16 +1,17 @@
 """make demo: every mechanism on real data that comes along, in under a minute."""
 
 import numpy as np
+
 from crt_exp.config import build
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
+from crt_exp.studies.uci import UCI, interval
 from crt_exp.tasks.base import EXACT, Mechanism
-from crt_exp.tasks.uci import UCI, interval
 
 DATASETS = ("wine", "breast_cancer", "digits", "iris")
 MECHANISMS = ("trig", "pos", "hyp", "smreg", "gerf", "oprf", "pois", "pois_coord", "geom", "pois_plus", "geom_plus")
 M, REPEATS, SEED = 128, 5, 0
 SIGMAS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0)
-SOURCES = ("features", "samplers", "estimators.py", "tasks/uci.py", "data/tabular.py", "report/demo.py")
+SOURCES = ("features", "samplers", "estimators.py", "studies/uci.py", "data/tabular.py", "report/demo.py")
 
 
 def main(size: str = "small") -> None:

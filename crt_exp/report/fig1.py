@@ -4,7 +4,7 @@ import torch
 
 from crt_exp.features import OPRF, PosRF
 from crt_exp.report.writing import markdown, new_figure, write_report
-from crt_exp.tasks.variance import log_variances
+from crt_exp.studies.variance import log_variances
 
 DIMENSIONS = (16, 64, 128, 256)
 LENGTHS = torch.linspace(0, 100, 201, dtype=torch.float64)

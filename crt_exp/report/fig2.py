@@ -7,7 +7,7 @@ import torch
 from crt_exp.config import build
 from crt_exp.data import DataError
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
-from crt_exp.tasks.variance import REGIMES, log_variances
+from crt_exp.studies.variance import REGIMES, log_variances
 
 INDEFINITE = ("trig", "gerf", "pois", "geom", "pois_coord")
 POSITIVE = ("pos", "hyp", "oprf", "pois_plus", "geom_plus")
@@ -24,7 +24,7 @@ def main(size: str) -> None:
     images = image_regime()
     regimes = ("normal", "sphere", "heterogen", images)
     keys = [{"regime": r, "name": n} for r in regimes for n in (*INDEFINITE, *POSITIVE)]
-    cells = Cells("fig2", ("features", "tasks/variance.py", "data/mnist.py", "report/fig2.py")).fill(keys, curve, "Figure 2")
+    cells = Cells("fig2", ("features", "studies/variance.py", "data/mnist.py", "report/fig2.py")).fill(keys, curve, "Figure 2")
     curves = {(k["regime"], k["name"]): cells[k] for k in keys}
     rows = [{"regime": r, "mechanism": n, "sigma": s, "mean_log_variance": mean, "std_log_variance": std}
             for (r, n), found in curves.items() for s, mean, std in zip(SIGMAS, *found)]

@@ -10,8 +10,8 @@ import torch
 from crt_exp import samplers
 from crt_exp.features import OPRF, PosRF, TrigRF
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.studies.projections import Projections
 from crt_exp.tasks.base import Mechanism
-from crt_exp.tasks.projections import Projections
 
 MAPS = {"trig": TrigRF(), "pos": PosRF(), "oprf": OPRF()}
 KINDS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex, "givens": samplers.givens,
@@ -26,7 +26,7 @@ BIAS_D = (16, 64)
 
 def main(size: str) -> None:
     samples = SAMPLES[size]
-    sources = ("features", "samplers", "tasks/projections.py", "attention/reference.py")
+    sources = ("features", "samplers", "studies/projections.py", "attention/reference.py")
     keys = [{"features": f, "kind": k, "samples": samples} for f in MAPS for k in KINDS]
     cells = Cells("hadamard", sources).fill(keys, errors, "MSE")
     found = {(key["features"], key["kind"]): cells[key] for key in keys}

@@ -8,8 +8,8 @@ import torch
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.config import build, choices
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
-from crt_exp.tasks.captured import Synthetic
-from crt_exp.tasks.uci import interval
+from crt_exp.studies.captured import Synthetic
+from crt_exp.studies.uci import interval
 
 L, HEADS, D, DEPTH, SEED = 512, 8, 64, 12, 0
 SAMPLES = {"small": 5, "gpu": 15, "full": 15}
@@ -26,7 +26,7 @@ def main(size: str) -> None:
     cases += [(f, "iid", M) for f in SWEPT]
     keys = [{"features": f, "sampler": s, "m": m, "samples": SAMPLES[size]} for f, s, m in cases]
     keys += [{"features": f, "sampler": "orthogonal", "m": M, "samples": SAMPLES[size], "scale": SCALES[1]} for f in names]
-    cells = Cells("performers-fig14", ("features", "samplers", "attention", "models/transformer.py", "tasks/captured.py",
+    cells = Cells("performers-fig14", ("features", "samplers", "attention", "models/transformer.py", "studies/captured.py",
                                        "report/performers_fig14.py")).fill(keys, errors, "Figure 14")
     found = {(k["features"], k["sampler"], k["m"], k.get("scale", SCALES[0])): torch.tensor(cells[k]) for k in keys}
     rows = [{"features": f, "sampler": s, "m": m, "scale": scale, "layers": i + 1, "error_mean": e.mean().item(),

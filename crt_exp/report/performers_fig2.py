@@ -6,7 +6,7 @@ import torch
 
 from crt_exp.features import OPRF, HypRF, PosRF, TrigRF
 from crt_exp.report.writing import COLOURS, markdown, new_figure, write_report
-from crt_exp.tasks.variance import log_variances
+from crt_exp.studies.variance import log_variances
 
 ANGLES = torch.linspace(-math.pi, math.pi, 181, dtype=torch.float64)
 LENGTHS = torch.linspace(-2, 2, 161, dtype=torch.float64)

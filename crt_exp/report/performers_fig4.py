@@ -6,9 +6,9 @@ import torch
 
 from crt_exp.config import build, choices
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
-from crt_exp.tasks.approximation import Approximation
+from crt_exp.studies.approximation import Approximation
+from crt_exp.studies.uci import interval
 from crt_exp.tasks.base import Mechanism
-from crt_exp.tasks.uci import interval
 
 L, D, SAMPLES, ROWS, SEED = 4096, 16, 15, 128, 0
 MS = (8, 16, 32, 64, 128, 256)
@@ -21,7 +21,7 @@ STATEMENTS = (  # (better, baseline), each (mechanism, sampler): Performers Fig.
     (("pos", "orthogonal"), ("pos", "iid")), (("trig", "orthogonal"), ("trig", "iid")),
     (("pos", "iid"), ("trig", "iid")), (("pos", "orthogonal"), ("trig", "orthogonal")))
 KINDS = {"output_mse": "output", "matrix_mse": "matrix"}
-SOURCES = ("features", "samplers", "attention", "tasks/approximation.py", "tasks/captured.py", "report/performers_fig4.py")
+SOURCES = ("features", "samplers", "attention", "studies/approximation.py", "studies/captured.py", "report/performers_fig4.py")
 SAMPLER_COLOURS = dict(zip(SAMPLERS, ("#999999", "#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#000000")))
 
 

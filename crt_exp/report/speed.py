@@ -6,7 +6,7 @@ from multiprocessing import get_context
 
 from crt_exp.report import bench_attention as alone
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
-from crt_exp.tasks.speed import attention_steps, interleaved, measure
+from crt_exp.studies.speed import attention_steps, interleaved, measure
 
 LENGTHS = {"attention": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), "large": (256, 1024, 4096), "small": (256, 1024, 4096, 16384),
            "vit": (196, 784, 3136)}
@@ -24,7 +24,7 @@ def main(size: str) -> None:
             for w, lengths in LENGTHS.items() for n in lengths for b in ((True, False) if w == "attention" else (True,))
             if b or n <= LONGEST_FORWARD]
     later = [{"what": "later", "length": n, "rounds": rounds(n), "backward": True} for n in BARS]
-    cells = Cells("speed", ("attention", "features", "tasks/speed.py", "models")).fill(keys + later, in_new_process, "speed", workers=1)
+    cells = Cells("speed", ("attention", "features", "studies/speed.py", "models")).fill(keys + later, in_new_process, "speed", workers=1)
     memory_keys = [{"length": n, "name": m} for n in MEMORY_LENGTHS for m in MEASURED]
     memory = Cells("speed-memory", ("attention", "features")).fill(memory_keys, alone.peak_memory, "memory", workers=1)
     rows = [{**key, "method": name, "ms": ms, "ratio": ratio} for key in keys + later for name, (ms, ratio) in cells[key].items()]

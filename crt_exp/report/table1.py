@@ -10,7 +10,7 @@ from sklearn.kernel_approximation import Nystroem, RBFSampler
 from crt_exp.config import build
 from crt_exp.report.demo import mechanism
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
-from crt_exp.tasks.uci import UCI, interval
+from crt_exp.studies.uci import UCI, interval
 
 PAPER = {  # CRT Table 1, test accuracy in percent
     "abalone": (12.0, 16.0, 17.0, 18.0, 18.3, 17.1, 14.0, 15.1), "banknote": (66.2, 83.4, 92.4, 84.4, 94.5, 92.6, 80.1, 85.6),
@@ -24,7 +24,7 @@ CODED = ("abalone", "car", "cmc", "nursery", "chess")  # sets with categorical c
 M, DRAWS, SEED = 128, 3, 0
 SPLIT = (0.9, 0.05, 0.05)
 SIGMAS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0, 1.5, 2.0)
-SOURCES = ("features", "samplers", "estimators.py", "tasks/uci.py", "data/tabular.py", "data/chess.py")
+SOURCES = ("features", "samplers", "estimators.py", "studies/uci.py", "data/tabular.py", "data/chess.py")
 LARGE = ("nursery", "chess")  # hundreds of test rows in each split: half the splits give a narrower interval than elsewhere
 SIZES = {"small": (10, DRAWS), "gpu": (10, DRAWS), "full": (50, 10)}
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from crt_exp.data.glue import TASKS
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
-from crt_exp.run import read_records
-from crt_exp.tasks.uci import interval
+from crt_exp.runner.run import read_records
+from crt_exp.studies.uci import interval
 
 HOME = Path("outputs/table2")
 SOURCES = ("tasks/glue.py", "tasks/mlm.py", "models/encoders.py", "data/glue.py")
@@ -158,10 +158,11 @@ def fine_tune(overrides: list[str], option: str, start: Any) -> dict[str, Any]:
 def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
     """What the closed forms predict for one entry of the kernel matrix of the exact encoder, a number a layer, and its mean
     |x + y|^2, on lines of WikiText-2's validation text."""
+    from transformers import AutoModelForMaskedLM
+
     from crt_exp import calibrate_attention, swap_attention
     from crt_exp.data.text import lines_of, official_file
     from crt_exp.models.encoders import Origin, folder_of, load_tokenizer, quiet
-    from transformers import AutoModelForMaskedLM
 
     name = folder_of(str(place(exact)), "task.model")
     lines = [line for line in lines_of([official_file("wikitext2", "valid")]) if len(line) > 200][:LINES]

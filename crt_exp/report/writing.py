@@ -15,7 +15,7 @@ from typing import Any
 import joblib
 from tqdm import tqdm
 
-from crt_exp.run import machine, read_records, write_atomic
+from crt_exp.runner.run import machine, read_records, write_atomic
 
 REPORT = Path("outputs/report")
 # the one palette of all pictures: exact black, positive maps warm, indefinite ones cold (Okabe-Ito, safe for colour blindness)

@@ -9,7 +9,7 @@ scrambled halton and sobol. Approximate: hadamard, givens, lengths other than ch
 """
 
 from crt_exp.samplers.bias import Bias, bias_record, bias_sentence, measured_bias
-from crt_exp.samplers.blocks import givens, hadamard, haar, orthogonal, simplex
+from crt_exp.samplers.blocks import givens, haar, hadamard, orthogonal, simplex
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise, at_least_float32
 from crt_exp.samplers.points import halton, iid, sobol, stratified
 

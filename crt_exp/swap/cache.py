@@ -22,8 +22,8 @@ from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, Enc
 from transformers.generation import GenerationMixin
 
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.attention.module import RandomFeatureAttention
-from crt_exp.attention.swap_call import attend, read_mask
+from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.swap.call import attend, read_mask
 
 WHOLE = "give past_key_values=DynamicCache(), which keeps all keys"
 

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
-from crt_exp.lock import LOCK, Lock
-from crt_exp.processes import SWEEP
+from crt_exp.runner.lock import LOCK, Lock
+from crt_exp.runner.processes import SWEEP
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",

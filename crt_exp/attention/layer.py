@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crt_exp.attention.call import attention
+from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.generalized import Linformer, exact_attention, identity_attention
-from crt_exp.attention.linear import attention
 from crt_exp.attention.partials import DenominatorCount
-from crt_exp.attention.recurrent import DecodingState
 from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming

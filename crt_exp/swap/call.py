@@ -8,7 +8,7 @@ of the module.
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.module import RandomFeatureAttention
+from crt_exp.attention.layer import RandomFeatureAttention
 
 REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually the lowest number) for removed ones
 

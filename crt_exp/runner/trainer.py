@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp import checkpoint
 from crt_exp.config import ConfigError
 from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
-from crt_exp.optim import make_optimizer, schedule, set_rate
-from crt_exp.processes import Preempted, StopSignals, World
-from crt_exp.progress import ProgressLine, Stopwatch, read_ahead
-from crt_exp.run import Run, generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
-from crt_exp.sharding import shard, whole
-from crt_exp.sweep import direction
+from crt_exp.runner import checkpoint
+from crt_exp.runner.optim import make_optimizer, schedule, set_rate
+from crt_exp.runner.processes import Preempted, StopSignals, World
+from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
+from crt_exp.runner.run import Run, generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
+from crt_exp.runner.sharding import shard, whole
+from crt_exp.runner.sweep import direction
+from crt_exp.runner.trainer_config import TrainerConfig
 from crt_exp.tasks.base import Plan, Reader, Task
-from crt_exp.trainer_config import TrainerConfig
 
 CHECKPOINTS = "checkpoints"  # within the run directory
 

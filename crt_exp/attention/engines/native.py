@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result
-from crt_exp.attention.native_library import library
-from crt_exp.attention.tiles import Form
+from crt_exp.attention.engines.native_library import library
+from crt_exp.attention.engines.tiles import Form
 from crt_exp.nonfinite import NotFinite
 
 CHUNK, SEGMENT = 64, 512  # tokens of a chunk, as in native.c, and between two states that the causal forward pass keeps

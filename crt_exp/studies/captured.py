@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.choices import Attention, LayerMaker, layer_maker
-from crt_exp.attention.module import for_query_heads, grouped_statistics
+from crt_exp.attention.layer import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.attention.swap import fill_statistics, swap_attention, swap_layers, unswap_attention
 from crt_exp.data.text import bert_tokenizer, check_vocabulary
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
+from crt_exp.swap.swap import fill_statistics, swap_attention, swap_layers, unswap_attention
 
 
 @dataclass

@@ -22,8 +22,8 @@ from crt_exp.features import GERF, FeatureMap, Statistics, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers import Noise, bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
+from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
 from crt_exp.tasks.base import EXACT, Mechanism
-from crt_exp.tasks.captured import Layer, Pretrained, Synthetic, relative_error
 
 DRAWS = 200      # of the noise, for sample variances
 AT_ONCE = 2**24  # numbers of features held for them

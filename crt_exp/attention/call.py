@@ -6,10 +6,10 @@ Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of d
 import torch
 from torch import Tensor
 
-from crt_exp.attention.at_once import attend_at_once
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
-from crt_exp.attention.chunked import Call, chunked_attention
-from crt_exp.attention.fused import positive_attention
+from crt_exp.attention.engines.at_once import attend_at_once
+from crt_exp.attention.engines.generic import Call, chunked_attention
+from crt_exp.attention.engines.operators import positive_attention
 from crt_exp.attention.partials import DenominatorCount, check_policy
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential

@@ -15,7 +15,7 @@ of the output.
 import torch
 from torch import Tensor
 
-from crt_exp.attention.tiles import Form, row_dots
+from crt_exp.attention.engines.tiles import Form, row_dots
 
 PARTS = 3         # of an offset: 24 bits in bfloat16
 MASKED = -3e4     # the offset of a masked key: its weight underflows to 0

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from crt_exp.attention.tiles import DEVICE_ELEMENTS, Form, Index, Scratch, finite, flat, row_dots, tiles
+from crt_exp.attention.engines.tiles import DEVICE_ELEMENTS, Form, Index, Scratch, finite, flat, row_dots, tiles
 
 ELEMENTS = 2**19  # of one feature buffer on the CPU: what stays in the caches of two cores
 TOKENS = 64       # of a chunk, at least

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.attention.swap_call import as_keep, attend, known_true
+from crt_exp.swap.call import as_keep, attend, known_true
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks

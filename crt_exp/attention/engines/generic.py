@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
-from crt_exp.attention.partials import (DenominatorCount, Partial, ScaledKeys, finish, merge, read, scale_keys, summarise,
-                                        underflowed, within)
+from crt_exp.attention.partials import (
+    DenominatorCount,
+    Partial,
+    ScaledKeys,
+    finish,
+    merge,
+    read,
+    scale_keys,
+    summarise,
+    underflowed,
+    within,
+)
 from crt_exp.features.base import Bound, FeatureMap
 
 CHUNK = 128                      # tokens of a chunk

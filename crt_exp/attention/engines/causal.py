@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention import positive
-from crt_exp.attention.positive import TINY, summarise, summarise_backward
-from crt_exp.attention.tiles import DEVICE_ELEMENTS, Form, Index, Scratch, finite, flat, row_dots, tiles
+from crt_exp.attention.engines import bidirectional as positive
+from crt_exp.attention.engines.bidirectional import TINY, summarise, summarise_backward
+from crt_exp.attention.engines.tiles import DEVICE_ELEMENTS, Form, Index, Scratch, finite, flat, row_dots, tiles
 
 CHUNK = 128              # tokens of a chunk: more cost more in the triangle, fewer in the states
 SEGMENT = 1024           # tokens of a segment, whose features stay in the caches

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
-from crt_exp.attention.chunked import PIECES, Call, Part, chunks
-from crt_exp.attention.fused import positive_state
+from crt_exp.attention.engines.generic import PIECES, Call, Part, chunks
+from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finite, merge
 from crt_exp.features.base import Bound, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential

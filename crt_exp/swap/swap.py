@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention import swap_families as families
 from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, LayerMaker, layer_maker
-from crt_exp.attention.measured import Watcher
-from crt_exp.attention.module import RandomFeatureAttention
-from crt_exp.attention.swap_refusals import places, refusal
+from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.swap import families as families
+from crt_exp.swap.measured import Watcher
+from crt_exp.swap.refusals import places, refusal
 
 
 def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layers: Iterable[int] | int | None = None,
@@ -70,7 +70,7 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     if not swapped:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped")
     if any(families.family(module) == "hf" for module in swapped):
-        from crt_exp.attention import swap_cache
+        from crt_exp.swap import cache as swap_cache
 
         swap_cache.uninstall(model)
     for module in swapped:
@@ -126,7 +126,7 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
 
 def describe_attention(model: nn.Module):
     """Prints, and returns as a DataFrame, one row for each attention module: see `swap_table.COLUMNS`."""
-    from crt_exp.attention.swap_table import table
+    from crt_exp.swap.table import table
 
     rows = table(_found(model), families.others(model))
     print(rows.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3g}"))
@@ -231,7 +231,7 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
 
     Two models made from one configuration share it: this one gets copies, so that the other stays what it is.
     """
-    from crt_exp.attention import swap_cache
+    from crt_exp.swap import cache as swap_cache
 
     families.register()
     own_configurations(model)

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from crt_exp.attention import causal as causal_engine
-from crt_exp.attention import flash, native
-from crt_exp.attention import positive as bidirectional_engine
-from crt_exp.attention.at_once import attend_at_once
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
-from crt_exp.attention.chunked import Call, Part, plain_attention, plain_gradients
-from crt_exp.attention.tiles import Form
+from crt_exp.attention.engines import bidirectional as bidirectional_engine
+from crt_exp.attention.engines import causal as causal_engine
+from crt_exp.attention.engines import flash, native
+from crt_exp.attention.engines.at_once import attend_at_once
+from crt_exp.attention.engines.generic import Call, Part, plain_attention, plain_gradients
+from crt_exp.attention.engines.tiles import Form
 from crt_exp.features.base import ONE, Bound, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
 

@@ -263,8 +263,8 @@ def torchrun(count: int, overrides: list[str], directory: Path) -> None:
     A signal to stop is passed on once, and the run's Preempted raised when it has checkpointed. Raises ProcessesFailed where a
     process failed; what went wrong stands above, on standard error. The processes end when this one is killed.
     """
-    command = [sys.executable, "-m", "crt_exp.processes", str(os.getpid()), "--standalone", f"--nproc_per_node={count}", "-m",
-               "crt_exp", *overrides, override("hydra.run.dir", directory)]
+    command = [sys.executable, "-m", "crt_exp.runner.processes", str(os.getpid()), "--standalone",
+               f"--nproc_per_node={count}", "-m", "crt_exp", *overrides, override("hydra.run.dir", directory)]
     env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}  # seconds that a checkpoint may take
     env.pop("SUBMITIT_EXECUTOR", None)  # the processes are told by SIGTERM
     child = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's ^C reaches it once, through us

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.checks import compute_dtype
-from crt_exp.attention.chunked import CHUNK, Part
+from crt_exp.attention.engines.generic import CHUNK, Part
 from crt_exp.attention.partials import UNDERFLOW, Partial, finite, merge, read, scale_keys, summarise, within
 from crt_exp.features.base import Features
 

@@ -20,7 +20,6 @@ from crt_exp.samplers import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, above, below, checked
 from crt_exp.tasks.base import EXACT, Mechanism
 
-
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
 
 

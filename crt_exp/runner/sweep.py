@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 
 from crt_exp.config import CONF, ConfigError, read_json
-from crt_exp.processes import SWEEP, raise_interrupts
+from crt_exp.runner.processes import SWEEP, raise_interrupts
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
            "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
@@ -132,7 +132,7 @@ def varied(found: list[Done]) -> list[str]:
 
 
 def write_csv(path: Path, found: list[Done]) -> None:
-    from crt_exp.run import write_atomic
+    from crt_exp.runner.run import write_atomic
 
     keys, text = varied(found), io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -173,7 +173,7 @@ def pooled(runs: list[Done]) -> tuple[tuple[bool, float], str]:
         return (True, 0.0), "not a number"
     if len(values) == 1:
         return runs[0].rank, f"{values[0]:.4f}"
-    from crt_exp.tasks.uci import interval
+    from crt_exp.studies.uci import interval
 
     found = interval(values, "mean")
     return (False, found["mean"] * sign(runs[0].record)), f"{found['mean']:.4f} +- {found['mean_ci95']:.4f}"
