@@ -518,8 +518,9 @@ def test_clamp_bounds_the_output(monkeypatch):
 @pytest.mark.parametrize("policy", ["clamp", "abs"])
 @pytest.mark.parametrize("phi", [TrigRF(), GeomRF(), Generalized(f="identity")], ids=repr)
 def test_policies_equal_reference(phi, policy, small_chunks, monkeypatch):
-    from crt_exp.attention import partials
-    monkeypatch.setattr(partials, "CLAMP", 0.3)  # so that it acts
+    from crt_exp.attention import partials, reference
+    for module in (partials, reference):
+        monkeypatch.setattr(module, "CLAMP", 0.3)  # so that it acts
     case = Case(phi, masked=True, scale=1.5)
     for is_causal in (False, True):
         options = {"causal": is_causal, "denominator": policy}
