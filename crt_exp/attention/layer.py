@@ -21,6 +21,7 @@ from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.generalized import Linformer, exact_attention, identity_attention
 from crt_exp.attention.partials import DenominatorCount
+from crt_exp.attention.sequence import Pooled
 from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
@@ -44,6 +45,9 @@ class RandomFeatureAttention(nn.Module):
     - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the running
       averages of queries; where there are none, queries are taken to be as large as the keys, of either sign.
 
+    `group`, an attribute, is None or a process group: each of its processes holds a part of the sequence, as in
+    `attention(group=...)`, and the map is fitted to all parts. It can be neither copied nor pickled: set it afterwards.
+
     Buffers: omega (H, m, d); steps and draws; running and pending statistics where the map is fitted and causal or cross. Saved
     and restored exactly; the same on every rank, being drawn from (seed, layer, draw).
     """
@@ -62,6 +66,7 @@ class RandomFeatureAttention(nn.Module):
         self.scaling = d**-0.5 if scaling is None else scaling
         self.redraw_every, self.normalize_qk, self.denominator, self.decay = redraw_every, normalize_qk, denominator, decay
         self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
+        self.group = None  # the processes that hold the parts of one sequence: see `attention`
         self.columns = None  # of the values proper, where a caller has put others behind them
         noise = self._draw(0) if getattr(phi, "projection", True) else None
         self.gaussian = noise is not None and noise.gaussian
@@ -93,7 +98,7 @@ class RandomFeatureAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
         return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal, key_mask=key_mask,
-                         denominator=self.denominator, counter=counter, scale=self.root)
+                         denominator=self.denominator, counter=counter, scale=self.root, group=self.group)
 
     @property
     def noise(self) -> DenseNoise | None:
@@ -153,15 +158,22 @@ class RandomFeatureAttention(nn.Module):
         if self.causal:
             return self._running_params()
         own = not self.cross and q.shape[2] == k.shape[2]
-        stats = self._statistics(q, k, key_mask) if own else self._without_queries(k, key_mask)
+        stats = self._whole(self._statistics(q, k, key_mask), key_mask) if own else self._without_queries(k, key_mask)
         return self._for_query_heads(self.phi.fit(stats))
 
     def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
         return grouped_statistics(q, k, key_mask, self.root, same=self.causal or not self.cross)
 
+    def _whole(self, stats: Statistics, key_mask: Tensor | None) -> Statistics:
+        """Those of the whole sequence, where it is split over processes."""
+        if self.group is None:
+            return stats
+        return Statistics(Pooled(stats.x, key_mask, self.group), Pooled(stats.y, key_mask, self.group))
+
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
         """Of the keys at hand and the queries of earlier batches, nothing of those of this call: some may lie in the future."""
         keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.root)
+        keys = keys if self.group is None else Pooled(keys, key_mask, self.group)
         queries = Mirrored(keys)
         if self.keeps_statistics:
             queries = Chosen(self.running_weight > 0, self._running_moments("x"), queries)

@@ -13,8 +13,9 @@ from crt_exp.attention.checks import check_gradient, transformed
 from crt_exp.attention.engines.generic import Call, Rows, chunked_partial, keys_state, read_state
 from crt_exp.attention.engines.operators import form_of, part_of, positive_partial
 from crt_exp.attention.partials import Partial, finite, merge
-from crt_exp.features.base import FeatureMap
+from crt_exp.features.base import FeatureMap, Moments
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.samplers.noise import cached
 
 
 def sequence_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params, causal: bool, keep: Tensor | None,
@@ -65,8 +66,9 @@ def _of_all(state: Partial, group) -> Partial:
     """The partials of all processes, (R, ...), differentiable."""
     sums = torch.cat([state.numerator, state.denominator], -1)
     sums = _Gather.apply(sums, group)
-    gather = lambda t: None if t is None else _gathered(t, group)
-    return Partial(sums[..., :-1], sums[..., -1:], gather(state.log_scale), gather(state.modulus))
+    top = state.log_scale.expand(*state.numerator.shape[:2], *state.log_scale.shape[-2:])
+    return Partial(sums[..., :-1], sums[..., -1:], _gathered(top, group),
+                   None if state.modulus is None else _gathered(state.modulus, group))
 
 
 def _gathered(t: Tensor, group) -> Tensor:
@@ -91,3 +93,43 @@ class _Gather(torch.autograd.Function):
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad[dist.get_rank(ctx.group)], None
+
+
+class Pooled:
+    """Moments of a set whose parts lie on several processes, each gathered when first asked for: by all processes at once.
+
+    of: those of the part here. mask (B, L) of its vectors, True = keep: a part without any counts for nothing.
+    """
+
+    def __init__(self, of: Moments, mask: Tensor | None, group):
+        self._of, self._group, self.d = of, group, of.d
+        self._any = None if mask is None else mask.any(-1)[:, None, None]
+
+    @cached
+    def _weight(self) -> Tensor:
+        """Vectors of this part, (..., 1)."""
+        return self._of.count if self._any is None else self._of.count * self._any
+
+    @cached
+    def count(self) -> Tensor:
+        return self._reduced(self._of.count * 0 + self._weight).clamp(min=1)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self._of, name)
+        if name in ("minimum", "largest"):
+            empty = torch.inf if name == "minimum" else 0.0
+            value = value if self._any is None else torch.where(self._any, value, empty)
+            found = self._reduced(value, dist.ReduceOp.MIN if name == "minimum" else dist.ReduceOp.MAX)
+            found = torch.where(found.isinf(), 0.0, found)  # nothing but masked positions
+        else:
+            weight, count = (t.squeeze(-1) if name == "mean_norm" else t for t in (self._weight, self.count))
+            found = self._reduced(value * weight) / count
+        self.__dict__[name] = found
+        return found
+
+    def _reduced(self, t: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
+        t = t.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(t, op, group=self._group)
+        return t
