@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -268,6 +269,41 @@ def test_without_a_compiler(cache, monkeypatch, caplog):
     assert native.library() is None and not caplog.records
 
 
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_every_compiler(compiler, built, monkeypatch):
+    if not shutil.which(compiler):
+        pytest.skip(f"no {compiler} here")
+    monkeypatch.setenv("CC", compiler)
+    built(native_library.FLAGS)
+    for causal in (False, True):
+        case = Case(OPRF(), **SHAPES["odd sizes"])
+        assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
+
+
+@needs_library
+def test_built_ahead_of_use(tmp_path):
+    """By a command that says where the library lies and how long it took, once."""
+    def build():
+        done = subprocess.run([sys.executable, "-m", "crt_exp.attention.engines.native"], capture_output=True, text=True,
+                              env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = build()
+    library, = (tmp_path / "crt_exp" / "native").glob("*.so")
+    assert code == 0 and re.fullmatch(rf"{re.escape(str(library))} compiled in \d+\.\d s\n", said)
+    before = library.stat()
+    assert build() == (0, f"{library} was there already\n") and library.stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("name, value, reason", [("CC", "no-such-compiler", "cannot be built: .*no-such-compiler"),
+                                                 ("XDG_CACHE_HOME", "/dev/null", "cannot be kept .*name a folder"),
+                                                 ("CRT_EXP_NATIVE", "0", "nothing to compile")])
+def test_what_cannot_be_built_ahead_says_why(name, value, reason, cache, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=reason):
+        native_library.build()
+
+
 def test_message_of_the_compiler(small, caplog):
     native_library.SOURCE.write_text("int main(void) { return 0 }\n")
     with caplog.at_level(logging.WARNING):
@@ -313,7 +349,7 @@ def test_damaged_library_is_compiled_anew(damage, small, caplog):
 @needs_library
 def test_cut_library_kills_no_process(cache):
     """The real one, in processes of its own."""
-    code = "from crt_exp.attention import native; print(native.library() is not None)"
+    code = "from crt_exp.attention.engines import native; print(native.library() is not None)"
     run = lambda: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {
         "XDG_CACHE_HOME": str(cache.parents[1])})
     with native_library.compiled() as made:

@@ -41,7 +41,11 @@ typedef float stored __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define INLINE static inline __attribute__((always_inline))
 #define AT(p) (*(stored *)(p))
 INLINE vec load_vec(const float *p) { return AT(p); }
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 static const float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 static const float NONE = -1e30f;   /* the reference of no key */
@@ -77,6 +81,15 @@ INLINE float total(vec a) {
 }
 
 INLINE vec choose(ivec first, vec a, vec b) { return (vec)(((ivec)a & first) | ((ivec)b & ~first)); }
+#if defined(__clang__)  /* which has no __builtin_shuffle; with the loops around it unrolled, these are single instructions */
+INLINE vec shuffle(vec a, vec b, ivec from) {
+    vec c;
+    UNROLL for (int e = 0; e < LANES; e++) c[e] = from[e] < LANES ? a[from[e] % LANES] : b[from[e] % LANES];
+    return c;
+}
+#else
+#define shuffle __builtin_shuffle
+#endif
 INLINE vec maximum(vec a, vec b) { return choose(a > b, a, b); }
 INLINE vec minimum(vec a, vec b) { return choose(a < b, a, b); }
 
@@ -177,8 +190,8 @@ INLINE void transpose_tile(const float *from, int64_t ldf, float *to, int64_t ld
         UNROLL for (int i = 0; i < LANES; i++)
             if (!(i & s)) {
                 vec a = r[i], b = r[i + s];
-                r[i] = __builtin_shuffle(a, b, low);
-                r[i + s] = __builtin_shuffle(a, b, high);
+                r[i] = shuffle(a, b, low);
+                r[i + s] = shuffle(a, b, high);
             }
     }
     UNROLL for (int i = 0; i < LANES; i++) AT(to + i * ldt) = r[i];

@@ -1,5 +1,8 @@
 """native.c as a library: compiled for this machine at first use, by its C compiler, and kept for later processes.
 
+gcc makes the fastest code; that of clang takes about 1.2 times as long. `python -m crt_exp.attention.engines.native` compiles it
+ahead of use.
+
 A kept library is loaded only where it is byte for byte what was written, by this user, in a folder that nobody else can write to:
 one that a full disk cut short would kill the process, and one that another user left there would run as this user.
 
@@ -16,6 +19,7 @@ import platform
 import shlex
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +28,7 @@ SOURCE = Path(__file__).with_name("native.c")
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 2 times the time"
 SILENCE = "CRT_EXP_NATIVE=0 silences this"
+FAILURES = (OSError, subprocess.SubprocessError, ValueError)
 
 
 @functools.cache
@@ -34,13 +39,41 @@ def library() -> ctypes.CDLL | None:
     try:
         with compiled() as file:
             return _loaded(file)
-    except (OSError, subprocess.SubprocessError, ValueError) as e:
-        message = e.stderr if isinstance(e, subprocess.CalledProcessError) else str(e)
-        lines = message.strip().splitlines()
-        reason = next((l for l in lines if "error" in l), lines[0] if lines else "no message")
+    except FAILURES as e:
         _warn("the attention kernels for this CPU could not be compiled (%s): %s. Install a C compiler, or name one in CC; %s",
-              reason, PRODUCTS, SILENCE)
+              _reason(e), PRODUCTS, SILENCE)
         return None
+
+
+def build() -> tuple[Path, float | None]:
+    """The kept library, loaded once to see that it can be, and the seconds that its making took, None where it was there.
+
+    Raises ValueError where it cannot be compiled, kept or loaded, with the reason and what to do.
+    """
+    if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
+        raise ValueError("CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products: there is nothing to compile")
+    folder, trouble = _cache()
+    if folder is None:
+        raise ValueError(f"the attention kernels cannot be kept ({trouble}): name a folder in XDG_CACHE_HOME that you alone can "
+                         "write to")
+    start, there = time.perf_counter(), set(folder.glob("*.so"))
+    try:
+        with compiled() as file:
+            seconds = time.perf_counter() - start
+            ctypes.CDLL(str(file))
+            if file.parent != folder:
+                raise ValueError(f"the attention kernels were compiled, but could not be written to {folder}")
+    except FAILURES as e:
+        raise ValueError(f"the attention kernels for this CPU cannot be built: {_reason(e)}. CC names the compiler, "
+                         "XDG_CACHE_HOME the folder where they are kept") from None
+    return file, None if file in there else seconds
+
+
+def _reason(error: Exception) -> str:
+    """What a compiler has to say, in a line."""
+    message = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+    lines = message.strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
 
 
 def _loaded(file: Path) -> ctypes.CDLL | None:
