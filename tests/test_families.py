@@ -46,7 +46,8 @@ def test_refused_at_the_swap_with_the_reason(library, name):
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
          "max_position_embeddings": 64}
 INFORMER = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 32,
-            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "attention_type": "full"}
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+            "attention_type": "full"}
 
 
 def informer():
@@ -63,6 +64,7 @@ MADE = {"ClapTextModel": ("ClapTextConfig", SIZES, text), "AlignTextModel": ("Al
         "InformerModel": ("InformerConfig", INFORMER, informer)}
 
 
+@pytest.mark.filterwarnings("ignore:.*has no statistics yet.*:UserWarning")
 @pytest.mark.parametrize("name, causal", [("ClapTextModel", False), ("AlignTextModel", False), ("InformerModel", True)])
 def test_encoders_stay_bidirectional_and_decoders_causal(name, causal):
     """Models whose modules say the opposite of the mask that they ask for."""
