@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_inputs, repeat_heads
-from crt_exp.features.base import ONE, FeatureMap, Features
+from crt_exp.features.base import ONE, FeatureMap, Features, Projections
 from crt_exp.samplers import at_least_float32
 
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
@@ -43,6 +43,9 @@ class Generalized(FeatureMap):
     @property
     def positive(self) -> bool:
         return self.f in ("relu", "elu+1", "sigmoid", "exp", "abs")
+
+    def projections(self, m) -> Projections | None:
+        return super().projections(m) if self.projection else None
 
     def phi_q(self, x, noise=None, params=()) -> Features:
         if self.projection and noise is None:

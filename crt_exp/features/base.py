@@ -200,7 +200,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Projections:
-    """A noise that a map needs: m projections. Those of one name are one noise, those of other names are independent."""
+    """A noise that a map takes: m rows. Those of one name are one noise, those of other names are independent."""
 
     m: int
     name: str = ""
@@ -284,9 +284,9 @@ class FeatureMap(ABC):
 
 @dataclass(frozen=True, init=False)
 class Composite(FeatureMap):
-    """A map made of others. Its noise and parameters are tuples with one entry for each part, and so is m where it differs.
+    """A map made of others. Noise and parameters are tuples with an entry for each part, and so is m where it differs.
 
-    `kernel` is that of the parts, where all have the same; those without one (None), such as coefficients, do not count.
+    `kernel` is that of the parts, where all have the same; those without one (None), as coefficients, do not count.
     """
 
     parts: tuple[FeatureMap, ...] = ()
@@ -321,7 +321,7 @@ class Composite(FeatureMap):
 class Sum(Composite):
     """Estimates sum_i weights_i K_i by concatenating the features of its parts. Weights may be negative.
 
-    The parts have independent projections, or with `shared` the same ones: still unbiased, but they are then correlated.
+    The parts have independent projections, or with `shared` the same ones: as unbiased, but they are then correlated.
     Parts that are sums or products themselves share place by place. One Noise may be given for all, whatever `shared`
     says, but `log_variance` counts no correlation.
     """
@@ -361,7 +361,7 @@ class Sum(Composite):
     def log_variance(self, x, y, params) -> Tensor:
         """That of independent parts. Raises NotImplementedError where they are shared, and so correlated."""
         if self.shared:
-            raise NotImplementedError("the parts of this Sum share their projections: there is no closed form of its variance")
+            raise NotImplementedError("the parts of this Sum share their projections: its variance has no closed form")
         logs = torch.stack([p.log_variance(x, y, q) for p, q in zip(self.parts, _each(params, self.parts))])
         return _log_weighted_sum(logs, [w * w for w in self.weights])
 
@@ -398,12 +398,13 @@ def distinct(needed: Nested) -> list[Projections]:
     found = {}
     for p in leaves(needed):
         if found.setdefault(p.name, p).m != p.m:
-            raise ValueError(f"parts that share their projections take {found[p.name].m} and {p.m} of them: give all as many")
+            raise ValueError(f"parts that share their projections take {found[p.name].m} and {p.m} of them: they must "
+                             "take as many")
     return list(found.values())
 
 
 def _common_kernel(parts: Sequence[FeatureMap]) -> Kernel | None:
-    """The kernel of the parts that have one; where they differ, one that is not softmax, since neither is the result."""
+    """The kernel of the parts that have one; where they differ, one that is not softmax: nor is the result."""
     kernels = [p.kernel for p in parts if p.kernel is not None]
     return next((k for k in kernels if k != "softmax"), kernels[0] if kernels else None)
 
