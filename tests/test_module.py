@@ -3,7 +3,10 @@
 import copy
 import itertools
 import math
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -373,3 +376,16 @@ def test_what_maps_with_parts_refuse():
         make(Sum(TrigRF(), PosRF(), OPRF()), m=(4, 3))
     with pytest.raises(ValueError, match="estimates the gaussian kernel"):
         make(Product(OPRF(), TrigRF("gaussian")))
+
+
+@pytest.mark.slow
+def test_another_process_draws_the_same():
+    code = ("import torch; from crt_exp import samplers; from crt_exp.attention import RandomFeatureAttention; "
+            "from crt_exp.features import PosRF, Product; "
+            "layer = RandomFeatureAttention(Product(PosRF(), PosRF()), samplers.orthogonal, (3, 5), 4, 8, seed=5, layer=2); "
+            "layer.redraw(); print([t.double().sum().item() for t in layer.noise[0].tensors() + layer.noise[1].tensors()])")
+    found = [subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": hashes}, text=True,
+                            capture_output=True, check=True).stdout for hashes in "12"]
+    layer = make(Product(PosRF(), PosRF()), m=(3, 5), seed=5, layer=2)
+    layer.redraw()
+    assert found == [f"{[t.double().sum().item() for t in noises(layer).values()]}\n"] * 2
