@@ -30,6 +30,4 @@ MAPS = SIMPLE + COMPOSITE
 
 def independent(phi, draw):
     """A noise for phi with as many independent draws as it has parts."""
-    if isinstance(phi, (Sum, Product)):
-        return tuple(independent(part, draw) for part in phi.parts)
-    return draw()
+    return phi.noise(1, lambda _: draw())
