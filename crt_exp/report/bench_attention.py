@@ -24,6 +24,7 @@ from crt_exp.attention import attention, exact_attention, identity_attention
 from crt_exp.features import OPRF, PosRF, Statistics
 
 HEADS, D, M = 8, 64, 256
+LENGTHS, TURNS = (1024, 4096, 16384), 11
 QUADRATIC = 16384      # longest sequence for the methods that are quadratic in time
 PEER_LONGEST = 65536   # where performer-pytorch's feature matrices still fit the memory of a workstation
 PEER_CAUSAL = 2048     # performer-pytorch's causal form without its extension keeps L m d numbers
@@ -146,18 +147,22 @@ def _peak() -> int:
     return int(lines["VmHWM"].split()[0]) * 1024 if "VmHWM" in lines else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main() -> None:
+def main(size: str) -> None:
+    print_times(list(LENGTHS), TURNS, [])
+
+
+def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="time", choices=["time", "memory", "peak"])
     parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.what == "time":
-        print_times(args.lengths or [1024, 4096, 16384], args.turns, args.only)
+        print_times(args.lengths or list(LENGTHS), args.turns, args.only)
     elif args.what == "memory":
         print_memory(args.lengths or [65536], args.only)
     else:
@@ -165,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line()

@@ -227,11 +227,12 @@ def machine() -> str:
 
 def commit() -> str | None:
     """The checked-out commit, with '+changes' where the tree differs from it; None outside a checkout."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     git = lambda *args: subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!outputs")  # reports are no code
+    return git("rev-parse", "HEAD") + ("+changes" if changed else "")
 
 
 def seed_everything(seed: int) -> None:
