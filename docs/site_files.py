@@ -1,7 +1,12 @@
-"""What `mkdocs build` needs beside the pages: the reports lie outside docs/, so that their links work in the repository too."""
+"""What `mkdocs build` needs beside the pages.
 
+The reports lie outside docs/, so that links to them work in the repository too; docstrings are plain text and stay that.
+"""
+
+import re
 from pathlib import Path
 
+import griffe
 from mkdocs.structure.files import File
 
 REPORTS = Path("outputs/report")
@@ -18,3 +23,17 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Links to outputs/report/ become links to the site's copies."""
     return markdown.replace(f"](../{REPORTS}/", "](report/")
+
+
+class PlainDocstrings(griffe.Extension):
+    """Formulas such as E <phi(x), phi(y)> and (*batch, m, d) are neither HTML nor emphasis."""
+
+    def on_instance(self, *, obj, **kwargs):
+        if obj.docstring:
+            obj.docstring.value = escaped(obj.docstring.value)
+
+
+def escaped(text):
+    """The text with <, * and _ escaped for Markdown, but for what stands in backticks."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub("([*_])", r"\\\1", part).replace("<", "&lt;") for part in parts)
