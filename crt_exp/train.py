@@ -18,6 +18,7 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.composed import check_composed, located
 from crt_exp.config import CONF, ConfigError, instantiate
+from crt_exp.mechanism import Mechanism, uses
 from crt_exp.runner.command_line import check_command_line, with_folders
 from crt_exp.runner.processes import (
     Preempted,
@@ -121,7 +122,7 @@ def run(cfg) -> float | None:
     check_attention(cfg)
     check_sweeper(cfg)
     task = instantiate(cfg.task)
-    mechanism = build_mechanism(cfg)
+    mechanism = mechanism_of(cfg)
     if is_study(task):
         records, directory = study(cfg, task, mechanism)
     else:
@@ -142,10 +143,9 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
 
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} does not train: start it on one process")
-    name, options = choice("attention"), cfg.get("attention") or {}
-    if name in ("identity", "linformer") or "phi" in options:
-        raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={name} estimates none: choose "
-                          "features=..., a preset such as attention=favorpp, or attention=exact")
+    if not mechanism.estimates and mechanism.name != "exact":
+        raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} estimates "
+                          "none: choose features=..., a preset such as attention=favorpp, or attention=exact")
     raise_interrupts()
     with Run(cfg, output_directory()) as current:
         if not finished(current.records):
@@ -165,14 +165,7 @@ def check_training(cfg, task) -> None:
     planned_steps(config, task)
     if choice("attention"):
         with named("attention"):
-            attention(cfg).maker()
-
-
-def attention(cfg):
-    """What makes the attention of the run's layers."""
-    from crt_exp.attention.choices import attention_of
-
-    return attention_of(choice("attention"), cfg.get("attention"), cfg.features, cfg.sampler, cfg.seed)
+            mechanism_of(cfg).layer(2, 8)
 
 
 def train(cfg, task) -> tuple[list[dict], Path]:
@@ -187,7 +180,7 @@ def train(cfg, task) -> tuple[list[dict], Path]:
     try:
         with open_run(cfg, world) as current:
             if not world.broadcast(finished(current.records)):
-                Trainer(config, task, attention(cfg), current, world, cfg.seed).fit()
+                Trainer(config, task, mechanism_of(cfg), current, world, cfg.seed).fit()
     except (Preempted, Diverged) as error:
         stopped = interrupted(error) if isinstance(error, Preempted) else Stopped(str(error), DIVERGED_CODE)
         if getattr(error, "alone", False):
@@ -270,19 +263,13 @@ def finished(records: list[dict]) -> bool:
     return bool(records and records[-1].get("final"))
 
 
-def build_mechanism(cfg):
-    """The feature map, the sampler and m that the configuration names; the exact kernel for attention=exact."""
-    from omegaconf import OmegaConf
-
-    from crt_exp.tasks.base import EXACT, Mechanism
-
-    if choice("attention") == "exact":
-        return EXACT
-    options = OmegaConf.to_container(cfg.features, resolve=True)
-    m = options.pop("m")
-    with named("features"):
-        instantiate(options)  # reports bad options of the map before any data is read
-    return Mechanism(choice("features"), options, choice("sampler"), instantiate(cfg.sampler), m)
+def mechanism_of(cfg) -> Mechanism:
+    """The mechanism that the configuration names; bad options of its parts are told before any data is read."""
+    mechanism = Mechanism.composed(cfg, choice)
+    if mechanism.estimates:
+        with named("features"):
+            mechanism.map()
+    return mechanism
 
 
 @contextmanager
@@ -295,12 +282,19 @@ def named(group: str) -> Iterator[None]:
 
 
 def check_attention(cfg) -> None:
-    """Choices that do not go together."""
-    if choice("attention") not in ("exact", "identity"):
+    """Choices that the attention makes no use of."""
+    if cfg.get("attention") is None:
         return
-    given = [o for o in _task_overrides() if o.split("=")[0].lstrip("+").startswith(("features", "sampler"))]
-    if given:
-        raise ConfigError(f"attention={choice('attention')} uses no random features: leave out {' '.join(given)}")
+    used = uses(cfg.attention)
+    unused = [o for o in _task_overrides() if (part := _part_of(o)) and part not in used]
+    if unused:
+        raise ConfigError(f"attention={choice('attention')} makes no use of it: leave out {' '.join(unused)}")
+
+
+def _part_of(override: str) -> str | None:
+    """Which part of a mechanism an override chooses: features, sampler or m."""
+    key = override.split("=")[0].lstrip("+~")
+    return "m" if key == "features.m" else next((part for part in ("features", "sampler") if key.split(".")[0] == part), None)
 
 
 def check_sweeper(cfg) -> None:

@@ -616,13 +616,17 @@ def test_exact_is_softmax(is_causal):
         assert_same([run(exact_attention)], [run(softmax_attention)])
 
 
+def linformer(length, rank, **sizes):
+    return Linformer(2, 4, length=length, rank=rank, scaling=1.0, **sizes)
+
+
 def test_identity_and_linformer():
     case = Case(OPRF(), masked=True, dtype=torch.float32)
     assert torch.equal(identity_attention(case.x, case.y, case.v), case.v)
-    layer = Linformer(11, 3)
+    layer = linformer(11, 3)
     keep = case.mask[:, None, :, None]
     y, v = layer.key_projection @ (case.y * keep), layer.value_projection @ (case.v * keep)
-    assert_same([layer(case.x, case.y, case.v, key_mask=case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
+    assert_same([layer(case.x, case.y, case.v, case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
     layer(case.x, case.y[:, :, :7], case.v[:, :, :7]).sum().backward()
     assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[:, :7].abs().min() > 0
 
@@ -694,9 +698,9 @@ BAD = {
     "f = 'softplus'": lambda: Generalized(f="softplus"),
     "kernel_epsilon = -1": lambda: Generalized(kernel_epsilon=-1),
     "need a noise": lambda: Generalized().phi_q(torch.zeros(2, 3)),
-    "rank = 9": lambda: Linformer(8, 9),
-    "it cannot be causal": lambda: Linformer(8, 2)(*torch.zeros(3, 2, 4, 6, 4), causal=True),
-    "up to 4 keys but 6": lambda: Linformer(4, 2)(*torch.zeros(3, 2, 4, 6, 4)),
+    "rank = 9": lambda: linformer(8, 9),
+    "it cannot be causal": lambda: linformer(8, 2, causal=True)(*torch.zeros(3, 2, 4, 6, 4)),
+    "up to 4 keys but 6": lambda: linformer(4, 2)(*torch.zeros(3, 2, 4, 6, 4)),
     "as many of both": lambda: identity_attention(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 1, 4, 3)),
     "takes both of each new token": lambda: DecodingState(PosRF(), samplers.iid(5, 4)).step(
         torch.zeros(1, 1, 1, 4), *torch.zeros(2, 1, 1, 2, 4)),

@@ -9,8 +9,8 @@ from torch import nn
 
 from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention
 from crt_exp.attention import RandomFeatureAttention, softmax_attention, uniform_attention
-from crt_exp.attention.choices import layer_maker
 from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
+from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.swap import measured
 
@@ -68,7 +68,7 @@ def test_measured_error_is_that_of_other_batches(mode, phi, std):
 def test_measured_error_of_each_layer_of_a_transformer(scale):
     """Against exact attention on what the layer itself is given, for other tokens."""
     torch.manual_seed(0)
-    model = Transformer(4, 3, 256, 64, layer_maker("favorpp", m=64)).eval()
+    model = Transformer(4, 3, 256, 64, Mechanism.of("favorpp", m=64).layer).eval()
     for block in model.blocks:
         block.qkv.weight.data[:128] *= 3**0.5 * scale**0.5  # which gives logits of that standard deviation
     with warnings.catch_warnings():

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from crt_exp.attention.choices import Attention
 from small_bert import VOCABULARY, sentence, write_glue, write_model, write_text
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from crt_exp import swap_attention
-from crt_exp.attention.choices import Attention
 from crt_exp.data.vocabulary import wordpieces
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader

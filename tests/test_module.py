@@ -10,7 +10,7 @@ from maps import SIMPLE
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp import samplers
-from crt_exp.attention import Generalized, RandomFeatureAttention, attention, exact, identity, linformer, softmax_attention
+from crt_exp.attention import Exact, Generalized, Identity, Linformer, RandomFeatureAttention, attention, softmax_attention
 from crt_exp.features import OPRF, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
 
 B, H, L, D = 2, 4, 12, 8
@@ -219,9 +219,9 @@ def test_generalised_kernels_and_baselines():
         for projection in (True, False):
             module = make(Generalized(f=f, projection=projection), causal=True)
             assert module(q, k, v).isfinite().all()
-    torch.testing.assert_close(exact(H, D)(q, k, v), softmax_attention(q * D**-0.25, k * D**-0.25, v))
-    assert torch.equal(identity(H, D, causal=True)(q, k, v), v)
-    assert linformer(H, D, length=L, rank=4)(q, k, v).shape == v.shape
+    torch.testing.assert_close(Exact(H, D)(q, k, v), softmax_attention(q * D**-0.25, k * D**-0.25, v))
+    assert torch.equal(Identity(H, D, causal=True)(q, k, v), v)
+    assert Linformer(H, D, length=L, rank=4)(q, k, v).shape == v.shape
 
 
 def test_signed_denominators_are_counted():

@@ -11,15 +11,14 @@ import torch
 
 from crt_exp.data import DataError, mnist
 from crt_exp.features import GERF, OPRF, PosRF, TrigRF
+from crt_exp.mechanism import Mechanism
 from crt_exp.report import table1, writing
-from crt_exp.samplers import orthogonal
 from crt_exp.studies.projections import Projections
 from crt_exp.studies.uci import UCI, interval
 from crt_exp.studies.variance import REGIMES, Variance, log_variances
-from crt_exp.tasks.base import EXACT, Mechanism
 
-PEER = Mechanism("RBFSampler", m=64)
-OPRF_64 = Mechanism("oprf", {"_target_": "crt_exp.features.OPRF"}, "orthogonal", orthogonal, 64)
+PEER = Mechanism("RBFSampler", {}, m=64)
+OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 
 
 def square(x):

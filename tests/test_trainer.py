@@ -458,8 +458,8 @@ def test_gradient_and_parameter_are_named(typed, monkeypatch, tmp_path):
     assert code == 3 and "gradient of inner.0.weight" in err and "there is no checkpoint before it" in err
     build = toy.Toy.build
 
-    def broken(self, make_attention):
-        model = build(self, make_attention)
+    def broken(self, mechanism):
+        model = build(self, mechanism)
         nn.init.constant_(model.outer.bias, float("nan"))
         return model
     monkeypatch.setattr(toy.Toy, "build", broken)

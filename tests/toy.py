@@ -44,7 +44,7 @@ class Toy(Task):
     def length(self, split):
         return None if self.streamed and split == "train" else len(self.data[split][1])
 
-    def build(self, make_attention):
+    def build(self, mechanism):
         return Network(self.dim, self.width, self.dropout)
 
     def batches(self, split, plan):

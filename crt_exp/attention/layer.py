@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
-from crt_exp.attention.generalized import Linformer, exact_attention, identity_attention
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
-from crt_exp.schema import Count, Whole
+from crt_exp.schema import Whole
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
 
@@ -47,6 +46,8 @@ class RandomFeatureAttention(nn.Module):
     Buffers: omega (H, m, d); steps and draws; running and pending statistics where the map is fitted and causal or cross. Saved
     and restored exactly; the same on every rank, being drawn from (seed, layer, draw).
     """
+
+    can_be_causal = can_be_cross = True
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: int, heads: int, d: int, *, kv_heads: int | None = None,
                  causal: bool = False, cross: bool = False, scaling: float | None = None, redraw_every: Whole = 0,
@@ -318,31 +319,3 @@ def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
         torch.distributed.all_reduce(sums)
         torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN)
     return sums, low
-
-
-class Baseline(nn.Module):
-    """exact, identity or linformer attention with the interface of RandomFeatureAttention."""
-
-    def __init__(self, function: Callable[..., Tensor], d: int, *, causal: bool = False, scaling: float | None = None):
-        super().__init__()
-        self.function, self.causal = function, causal
-        self.scaling = d**-0.5 if scaling is None else scaling
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        root = self.scaling**0.5
-        return self.function(q * root, k * root, v, causal=self.causal, key_mask=key_mask)
-
-
-def exact(heads: int, d: int, **options) -> Baseline:
-    """Softmax attention by torch's fused kernels."""
-    return Baseline(exact_attention, d, **options)
-
-
-def identity(heads: int, d: int, **options) -> Baseline:
-    """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
-    return Baseline(identity_attention, d, **options)
-
-
-def linformer(heads: int, d: int, *, length: Count = 512, rank: Count = 128, **options) -> Baseline:
-    """Linformer with `rank` mixtures of up to `length` keys; bidirectional."""
-    return Baseline(Linformer(length, rank), d, **options)

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.choices import Attention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.mechanism import Mechanism
 
 MODEL = "model"  # within the run directory
-EXACT = Attention("exact").described()
+EXACT = Mechanism.of("exact").describe()
 HOW = ("With network: `hf download {name} --local-dir DIR`. Without: copy that folder (config.json, model.safetensors, "
        "tokenizer.json or vocab.txt) here. Then set {option}=DIR.")
 
@@ -82,8 +82,8 @@ def load_config(origin: Origin, **changes: Any):
     return _loaded(lambda: AutoConfig.from_pretrained(origin.name, **changes), origin, "configuration")
 
 
-def load_model(kind: str, config, origin: Origin, attention: Attention) -> nn.Module:
-    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `attention` in place of its own.
+def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
+    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `mechanism` in place of its own attention.
 
     Raises DataError where weights are missing, ConfigError where noise is to be taken over from another attention.
     """
@@ -91,7 +91,7 @@ def load_model(kind: str, config, origin: Origin, attention: Attention) -> nn.Mo
 
     auto = getattr(transformers, kind)
     if origin.noise:
-        check_attention(config, origin, attention)
+        check_attention(config, origin, mechanism)
     if origin.weights:
         load = lambda: auto.from_pretrained(origin.name, config=config, dtype=torch.float32, output_loading_info=True,
                                             ignore_mismatched_sizes=True)  # a head for other classes is made anew
@@ -99,13 +99,13 @@ def load_model(kind: str, config, origin: Origin, attention: Attention) -> nn.Mo
         check_complete(model, info, origin)
     else:
         model = auto.from_config(config).float()
-    model.config.crt_exp = attention.described()
-    return attention.swap(model, saved=origin.noise)
+    model.config.crt_exp = mechanism.describe()
+    return model if mechanism.name == "exact" else mechanism.swap(model, saved=origin.noise)
 
 
-def check_attention(config, origin: Origin, attention: Attention) -> None:
+def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
     """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
-    old, new = (dict(leaves(d)) for d in (getattr(config, "crt_exp", EXACT), attention.described()))
+    old, new = (dict(leaves(d)) for d in (getattr(config, "crt_exp", EXACT), mechanism.describe()))
     changed = [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new) if old.get(k) != new.get(k)]
     if changed:
         raise ConfigError(f"{origin.option} = {origin.name} was trained with another attention; these keys differ: "

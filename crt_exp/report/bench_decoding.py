@@ -16,8 +16,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from crt_exp.mechanism import swap_attention
 from crt_exp.report.writing import markdown
-from crt_exp.swap.swap import swap_attention
 
 POSITIONS = (256, 1024, 4096, 8192)
 TURNS = 25

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from crt_exp.config import build
+from crt_exp.mechanism import Mechanism
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
 from crt_exp.studies.uci import UCI, interval
-from crt_exp.tasks.base import EXACT, Mechanism
 
 DATASETS = ("wine", "breast_cancer", "digits", "iris")
 MECHANISMS = ("trig", "pos", "hyp", "smreg", "gerf", "oprf", "pois", "pois_coord", "geom", "pois_plus", "geom_plus")
@@ -31,10 +30,7 @@ def accuracies(dataset: str, name: str) -> list[float]:
 
 
 def mechanism(name: str, m: int = M, sampler: str = "orthogonal") -> Mechanism:
-    if name == "exact":
-        return EXACT
-    target = type(build("features", name))
-    return Mechanism(name, {"_target_": f"{target.__module__}.{target.__qualname__}"}, sampler, build("sampler", sampler), m)
+    return Mechanism.of("exact") if name == "exact" else Mechanism.of(features=name, m=m, sampler=sampler)
 
 
 def table(results) -> str:

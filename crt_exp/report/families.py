@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crt_exp.mechanism import swap_attention
 from crt_exp.report import tiny_models
 from crt_exp.report.tiny_models import BATCH, NotBuilt, outputs
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
-from crt_exp.swap.swap import swap_attention, unswap_attention
+from crt_exp.swap.swap import unswap_attention
 
 LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transformers),
              "timm": (tiny_models.timm_names, tiny_models.of_timm),

@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from crt_exp.config import build
 from crt_exp.data import DataError
+from crt_exp.mechanism import Mechanism
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
 from crt_exp.studies.variance import REGIMES, log_variances
 
@@ -56,7 +56,7 @@ def image_facts(images: str) -> str:
 
 def curve(regime: str, name: str) -> tuple[list[float], list[float]]:
     x, y = REGIMES[regime](PAIRS, D, torch.Generator().manual_seed(SEED))
-    phi = build("features", name, kernel="gaussian")
+    phi = Mechanism.of(features=name).map("gaussian")
     found = [log_variances(phi, s * x, s * y) for s in SIGMAS]
     return [f.mean().item() for f in found], [f.std().item() for f in found]
 
@@ -78,7 +78,7 @@ def resizing() -> str:
     rows = []
     for label, options in variants.items():
         x, y = REGIMES["mnist"](PAIRS, D, torch.Generator().manual_seed(SEED), **options)
-        mean = {n: log_variances(build("features", n, kernel="gaussian"), x, y).mean() for n in ("trig", "gerf", "pos", "oprf", "geom_plus")}
+        mean = {n: log_variances(Mechanism.of(features=n).map("gaussian"), x, y).mean() for n in ("trig", "gerf", "pos", "oprf", "geom_plus")}
         rows.append([label, f"{(x + y).square().sum(-1).mean():.1f}", *(f"e^{(mean[b] - mean[n]).abs():.1f}" for n, b in (
             ("gerf", "trig"), ("oprf", "pos"), ("geom_plus", "pos")))])
     return ("The paper does not say how MNIST was resized, nor the range of its pixels before sigma; both decide the gains (pixels in [0, 1], "

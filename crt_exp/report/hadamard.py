@@ -9,9 +9,9 @@ import torch
 
 from crt_exp import samplers
 from crt_exp.features import OPRF, PosRF, TrigRF
+from crt_exp.mechanism import Mechanism
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.projections import Projections
-from crt_exp.tasks.base import Mechanism
 
 MAPS = {"trig": TrigRF(), "pos": PosRF(), "oprf": OPRF()}
 KINDS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex, "givens": samplers.givens,
@@ -45,8 +45,7 @@ def main(size: str) -> None:
 
 
 def errors(features: str, kind: str, samples: int) -> list[dict]:
-    target = type(MAPS[features])
-    mechanism = Mechanism(features, {"_target_": f"{target.__module__}.{target.__qualname__}"}, kind, KINDS[kind], 1)
+    mechanism = Mechanism.of(features=MAPS[features], sampler=KINDS[kind], m=1)
     return list(Projections(L, D, MS, samples).records(mechanism, seed=0))
 
 

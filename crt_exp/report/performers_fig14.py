@@ -1,12 +1,11 @@
 """make performers-fig14: Figure 14 of Performers, the error of attention on its way through the layers of a Transformer."""
 
 import math
-from functools import partial
 
 import torch
 
-from crt_exp.attention import RandomFeatureAttention
-from crt_exp.config import build, choices
+from crt_exp.config import choices
+from crt_exp.mechanism import Mechanism
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
 from crt_exp.studies.captured import Synthetic
 from crt_exp.studies.uci import interval
@@ -45,8 +44,7 @@ def main(size: str) -> None:
 
 def errors(features: str, sampler: str, m: int, samples: int, scale: float = SCALES[0]) -> list[list[float]]:
     """(samples, layers)."""
-    phi, draw = build("features", features, kernel="softmax"), build("sampler", sampler)
-    make = partial(RandomFeatureAttention, phi, draw, m, seed=SEED)
+    make = Mechanism.of(features=features, sampler=sampler, m=m, seed=SEED).layer
     return Synthetic(L, HEADS, D, scale, DEPTH).hidden_errors(make, samples, SEED).tolist()
 
 

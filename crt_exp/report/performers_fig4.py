@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from crt_exp.config import build, choices
+from crt_exp.config import choices
+from crt_exp.mechanism import Mechanism
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
 from crt_exp.studies.approximation import Approximation
 from crt_exp.studies.uci import interval
-from crt_exp.tasks.base import Mechanism
 
 L, D, SAMPLES, ROWS, SEED = 4096, 16, 15, 128, 0
 MS = (8, 16, 32, 64, 128, 256)
@@ -49,8 +49,8 @@ def main(size: str) -> None:
 def errors(features: str, sampler: str, scale: float = 1.0) -> dict[str, list[list[float]]]:
     """MSE of output and matrix for each m and sample."""
     task = Approximation(MS, SAMPLES, ROWS, pairs=0, heads=1, d=D, scale=scale, depth=0, length=L)
-    phi, mechanism = build("features", features, kernel="softmax"), Mechanism(features, sampler=build("sampler", sampler))
-    found = [task.measure(phi, mechanism, m, 0, SEED)[0] for m in MS]
+    mechanism = Mechanism.of(features=features, sampler=sampler)
+    found = [task.measure(mechanism.map(), mechanism, m, 0, SEED)[0] for m in MS]
     return {kind: [e[kind][:, 0].tolist() for e in found] for kind in KINDS}
 
 

@@ -7,7 +7,7 @@ scikit-learn's RBFSampler and Nystroem; at 128 projections each and at 128 colum
 import numpy as np
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 
-from crt_exp.config import build
+from crt_exp.mechanism import Mechanism
 from crt_exp.report.demo import mechanism
 from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
 from crt_exp.studies.uci import UCI, interval
@@ -30,7 +30,7 @@ SIZES = {"small": (10, DRAWS), "gpu": (10, DRAWS), "full": (50, 10)}
 
 
 class PeerUCI(UCI):
-    """The same task with scikit-learn's feature maps."""
+    """The same task with scikit-learn's feature maps, which stand for a mechanism by their name and m."""
 
     def estimator(self, mechanism, sigma, seed):
         return PeerClassifier(PEERS[mechanism.name](gamma=sigma**2 / 2, n_components=mechanism.m, random_state=seed))
@@ -79,7 +79,7 @@ def accuracies(dataset: str, coding: str, name: str, m: int, repeats: int, draws
     """Mean test accuracy of each split, and the sigmas chosen."""
     kind = PeerUCI if name in PEERS else UCI
     task = kind(dataset, coding, "standard", SPLIT, repeats, SIGMAS, draws)
-    chosen = mechanism(name, m) if name not in PEERS else mechanism("trig", m).__class__(name, m=m)
+    chosen = Mechanism(name, {}, m=m) if name in PEERS else mechanism(name, m)
     records = [r for r in task.records(chosen, SEED) if r["split"] == "split"]
     by_split = np.reshape([r["accuracy"] for r in records], (repeats, -1)).mean(1)
     return {"accuracy": by_split.tolist(), "sigma": [r["sigma"] for r in records]}
@@ -93,7 +93,7 @@ def width(name: str, m: int) -> int:
     """Columns made of m projections; a peer's m are its columns; the exact kernel has none."""
     if name == "exact" or name in PEERS:
         return m
-    return build("features", name, kernel="gaussian").width(m)
+    return Mechanism.of(features=name).map("gaussian").width(m)
 
 
 def columns_of(m: int) -> list[tuple[str, int]]:

@@ -69,23 +69,23 @@ def planned_steps(config: TrainerConfig, task: Task) -> tuple[int | None, int]:
 class Trainer:
     """Trains `task` as `config` says and writes the records and checkpoints of `run`.
 
-    make_attention goes to `task.build`. Raises Diverged, Preempted, CheckpointError; ConfigError where task and config disagree.
+    mechanism goes to `task.build`. Raises Diverged, Preempted, CheckpointError; ConfigError where task and config disagree.
     """
 
-    def __init__(self, config: TrainerConfig, task: Task, make_attention: Any, run: Run, world: World, seed: int):
+    def __init__(self, config: TrainerConfig, task: Task, mechanism: Any, run: Run, world: World, seed: int):
         self.config, self.task, self.run, self.world, self.seed = config, task, run, world, seed
         self.root, self.scaler = run.directory / CHECKPOINTS, world.accelerator.scaler  # float16 alone has a scaler
         self.per_epoch, self.total = planned_steps(config, task)
-        self._build(make_attention)
+        self._build(mechanism)
         self.progress, self.saved, self.rate, self.stopping = Progress(), 0, 0.0, False
         self.saved_at, self.overdue = time.monotonic(), False
         self.feed: Iterator[Any] | None = None
         self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
 
-    def _build(self, make_attention: Any) -> None:
+    def _build(self, mechanism: Any) -> None:
         """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
         config, accelerator = self.config, self.world.accelerator
-        self.module = self.task.build(make_attention)
+        self.module = self.task.build(mechanism)
         self.sharded = config.strategy == "fsdp" and self.world.size > 1
         self.module.to(self.world.device)
         if self.sharded:

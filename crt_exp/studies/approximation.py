@@ -8,22 +8,22 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention
+from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.bounds import ensemble_log_variance
-from crt_exp.config import build, choices
+from crt_exp.config import choices
 from crt_exp.features import GERF, FeatureMap, Statistics, TrigRF
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import Noise, bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
-from crt_exp.tasks.base import EXACT, Mechanism
 
 DRAWS = 200      # of the noise, for sample variances
 AT_ONCE = 2**24  # numbers of features held for them
@@ -59,7 +59,7 @@ class Approximation:
         self.depth = model is not None or depth > 0
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        if mechanism == EXACT:
+        if not mechanism.estimates:
             raise ValueError("attention=exact has no error: choose features=...")
         phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
         self.check(phi, mechanism, seed)
@@ -86,7 +86,7 @@ class Approximation:
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        found = {name: predicted_log_mse(build("features", name, kernel="softmax"), layer, max(self.ms), seed)
+        found = {name: predicted_log_mse(Mechanism.of(features=name).map(), layer, max(self.ms), seed)
                  for name in choices("features")}
         best = lambda names: [min(names, key=lambda name: found[name][h]) for h in range(layer.heads)]
         return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(), "best": best(found),
@@ -133,15 +133,14 @@ class Approximation:
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
         found = {"": phi.log_variance(x, y, params) - math.log(m) - squared}
         if coupled(phi, mechanism):
-            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_name) - squared
+            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.rows.name) - squared
         found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, _generator(seed, i, m)) - squared
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in found.items()}
         return {k: _number(v.median()) for k, v in medians.items()} | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
     def of_depth(self, phi: FeatureMap, mechanism: Mechanism, m: int, seed: int) -> dict[str, Any]:
         """Error of the hidden states behind layers 1, 2, ..., over samples."""
-        make = partial(RandomFeatureAttention, phi, mechanism.sampler, m, seed=seed)
-        errors = self.source.hidden_errors(make, self.samples, seed)
+        errors = self.source.hidden_errors(replace(mechanism, m=m, seed=seed).layer, self.samples, seed)
         spread = [_spread("hidden_error", e) for e in errors.unbind(1)]
         return {"m": m, **spread[-1], **{f"{k}_by_layer": [s[k] for s in spread] for k in spread[0]}}
 
@@ -225,7 +224,7 @@ def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tenso
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
-    return mechanism.sampler_name in ("orthogonal", "simplex") and exact and isinstance(phi, (TrigRF, PositiveExponential, GERF))
+    return mechanism.rows.name in ("orthogonal", "simplex") and exact and isinstance(phi, (TrigRF, PositiveExponential, GERF))
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from crt_exp.attention.choices import layer_maker
+from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.report import bench_attention as alone
 from crt_exp.schema import Count, Several, checked
-from crt_exp.tasks.base import Mechanism
 
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
 QUADRATIC = 4096  # longest sequence for exact attention in whole models
@@ -74,7 +73,7 @@ def model_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
     heads, layers, ffn, dim = MODELS[what]
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
     names = [n for n in ("exact", "identity", "favorp", "favorpp") if n != "exact" or length <= QUADRATIC]
-    return {name: _step(Transformer(heads, layers, ffn, dim, layer_maker(name)), x, backward) for name in names}
+    return {name: _step(Transformer(heads, layers, ffn, dim, Mechanism.of(name).layer), x, backward) for name in names}
 
 
 def vit_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
