@@ -1,6 +1,6 @@
 """What `mkdocs build` needs beside the pages.
 
-The reports lie outside docs/, so that links to them work in the repository too; docstrings are plain text and stay that.
+The reports lie outside docs/, so that links to them work in the repository too. Docstrings are plain text.
 """
 
 import re
@@ -35,5 +35,6 @@ class PlainDocstrings(griffe.Extension):
 
 def escaped(text):
     """The text with <, * and _ escaped for Markdown, but for what stands in backticks."""
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub("([*_])", r"\\\1", part).replace("<", "&lt;") for part in parts)
+    prose, code = re.compile("([*_])"), re.compile("(`[^`]*`)")
+    parts = (part if code.match(part) else prose.sub(r"\\\1", part).replace("<", "&lt;") for part in code.split(text))
+    return "".join(parts)

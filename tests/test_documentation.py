@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 
+from crt_exp import Mechanism, samplers
+from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
 from crt_exp.data import sources
+from crt_exp.features import Statistics
 from crt_exp.runner.command_line import check_command_line
 
 ROOT = Path(__file__).parent.parent
@@ -52,11 +56,80 @@ def test_every_block_says_its_language():
     assert not [block for block in BLOCKS if block.title and block.page.name != "add-your-own.md"]
 
 
-@pytest.mark.filterwarnings("ignore:in . of . layers the output of random-feature attention:UserWarning")  # untrained models
+@pytest.mark.filterwarnings("ignore:in . of . layers the output of random-feature attention:UserWarning")
 @pytest.mark.parametrize("block", EXAMPLES, ids=names(EXAMPLES))
 def test_example(block, capsys):
     exec(block.text, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
+
+
+# ---- the recipes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """A folder with the files of docs/add-your-own.md, as the page says."""
+    for block in BLOCKS:
+        if block.title:
+            path = tmp_path / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name, module in sys.modules.items() if str(recipes_of(module)).startswith(str(tmp_path))]:
+        del sys.modules[name]
+
+
+def recipes_of(module):
+    """The file of a module, or the folder of a package without one."""
+    return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
+
+
+def test_recipes_in_python(recipes, capsys):
+    for block in BLOCKS:
+        if block.page.name == "add-your-own.md" and block.language == "python" and not block.title:
+            exec(block.text, {"__name__": "__main__"})
+            assert capsys.readouterr().out.strip()
+
+
+def test_recipes_pass_their_own_tests(recipes, capsys):
+    """By a pytest within this one: another process would spend its time on imports."""
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(recipes)])
+    assert code == 0 and "10 passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_map_of_the_recipe_obeys_the_laws_of_all_maps(recipes, kernel):
+    import test_features as laws
+    from mine.maps import ShiftedRF
+
+    phi = ShiftedRF(kernel)
+    for d in (1, 4):
+        laws.test_unbiased(phi, d, samplers.orthogonal)
+    laws.test_variance_is_the_closed_form(phi, 1)
+    laws.test_shapes_and_batches(phi)
+    laws.test_dtypes_and_gradients(phi)
+
+
+def test_map_of_the_recipe_attends_like_its_features(recipes):
+    from mine.maps import ShiftedRF
+
+    layer = Mechanism.of(features=ShiftedRF(), m=64).layer(2, 8, causal=False)
+    q, k, v = torch.randn(3, 1, 2, 50, 8)
+    x, y = q * 8**-0.25, k * 8**-0.25
+    noise, params = layer.noise, layer.phi.fit(Statistics.of(x, y))
+    torch.testing.assert_close(layer(q, k, v), attention_reference(x, y, v, layer.phi, noise, params))
+
+
+def test_recipes_take_few_files():
+    """At most three for a map, a sampler, a baseline and a report, four for a task: as the table of the page says."""
+    page = ROOT / "docs" / "add-your-own.md"
+    rows = re.findall(r"^\| \[an? (\w+)\]\(.*?\) \| (.*?) \|", page.read_text(), re.M)
+    told = {kind: re.findall(r"`(.*?)`", files) for kind, files in rows}
+    assert set(told) == {"map", "sampler", "baseline", "task", "report"}
+    assert all(len(files) <= (4 if kind == "task" else 3) for kind, files in told.items())
+    assert sorted(sum(told.values(), [])) == sorted(block.title for block in BLOCKS if block.title)
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -78,9 +151,7 @@ COMMANDS = sorted({words for block in BLOCKS if block.language == "bash" for wor
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_command_exists(words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    add_your_own(tmp_path)
+def test_command_exists(words, recipes):
     match words:
         case ("make", target, *variables):
             check_make(target, dict(variable.split("=") for variable in variables))
@@ -95,13 +166,14 @@ def test_command_exists(words, tmp_path, monkeypatch):
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
             check_run(arguments)
         case ("python", "-m", module):
+            importlib.invalidate_caches()
             assert find_spec(module)
         case _:
             pytest.fail(f"no test knows what {' '.join(words)} does")
 
 
 def check_make(target, variables):
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text() + "".join(block.text for block in BLOCKS if block.title == "Makefile")
     assert re.search(rf"^{target}:.*## ", makefile, re.M)
     for name, value in variables.items():
         assert re.search(rf"^{name} +\?=", makefile, re.M)
@@ -128,27 +200,29 @@ TINY = {  # the same command in a second: overrides that are added to it
     "projections": ["task.length=16", "task.ms=[4]", "task.samples=1"],
     "approximation": ["task.length=16", "task.ms=[4]", "task.samples=1", "task.pairs=2", "task.rows=4"],
     "speed": ["task.lengths=[32]", "task.rounds=1"],
-    "mlm": ["trainer.epochs=1", "task.cache_dir=cache", "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16"],
+    "mlm": ["task.text=README.md", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=cache",
+            "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
+    "first": ["trainer.epochs=1"],
 }
 
 
 def runs():
-    """Commands that need no file beside README.md and no further process."""
+    """Single runs on one process that need no model, no data, and no file beside README.md and the recipes'."""
     for words in COMMANDS:
         task = next((word.partition("=")[2] for word in words if word.startswith("task=")), "uci")
-        plain = words[:3] == ("python", "-m", "crt_exp") and not {"-m", "--cfg", "--help", "--version"} & set(words[3:])
-        needs = task == "glue" or task == "mlm" and "task.text=README.md" not in words
-        own = any(word.startswith(("task.model=", "--config-dir")) for word in words)
-        if plain and not needs and not own:
+        no_run = {"-m", "--cfg", "--help", "--version"} & set(words[3:])
+        needs = any(word.startswith(("task.model=", "trainer.processes=")) for word in words)
+        needs |= task == "mlm" and not {"task.text=README.md", "--config-dir=conf"} & set(words)
+        if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
             yield pytest.param(words[3:], TINY[task], id=" ".join(words[3:]))
 
 
 @pytest.mark.parametrize("words, tiny", list(runs()))
-def test_command_runs(words, tiny, typed, tmp_path):
-    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+def test_command_runs(words, tiny, typed, recipes):
+    (recipes / "README.md").write_text((ROOT / "README.md").read_text())
     code, out, err = typed(*words, *tiny, "logger=none", "hydra.run.dir=run")
     assert code == 0, err
-    assert "[run]" in out or str(tmp_path / "run") in out
+    assert str(recipes / "run") in out
 
 
 GROUPS = groups()
@@ -156,7 +230,7 @@ GROUPS = groups()
 
 def test_inline_keys_exist():
     """`task.whole_words=true`, `sampler=`, `trainer.keep`: the group, its choice, the key."""
-    known = set(known_keys())
+    known = {*known_keys(), *GROUPS}
     pattern = re.compile(rf"`((?:{'|'.join(GROUPS)})[=.][^` ]*)`")
     spans = {span for page in PAGES for span in pattern.findall(page.read_text())}
     assert len(spans) > 20
@@ -164,7 +238,7 @@ def test_inline_keys_exist():
         key, sign, value = span.partition("=")
         if key in GROUPS and re.fullmatch(r"\w+", value):
             assert value in choices(key), span
-        assert key in known or key in GROUPS, span
+        assert key in known, span
 
 
 def known_keys():
@@ -238,25 +312,3 @@ def test_citation_and_version_agree():
 
 def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-# ---- the recipes -----------------------------------------------------------------------------------------------------
-
-
-def add_your_own(folder):
-    """The files of docs/add-your-own.md, written as the page says."""
-    for block in BLOCKS:
-        if block.title:
-            path = folder / block.title
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text)
-
-
-@pytest.fixture
-def recipes(tmp_path, monkeypatch):
-    add_your_own(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] == "mine"]:
-        del sys.modules[name]
