@@ -42,7 +42,7 @@ lint: $(STAMP)  ## ruff
 	@$(PY) -m ruff check crt_exp tests
 
 docs: $(DOCS)  ## the documentation as a site, in site/; a broken link or name is an error
-	@$(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 $(DOCS): $(STAMP)
 	@if command -v uv >/dev/null; then uv pip install -q --python $(PY) -e '.[docs]'; \
