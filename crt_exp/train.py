@@ -18,7 +18,6 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.composed import check_composed, located
 from crt_exp.config import CONF, ConfigError, instantiate
-from crt_exp.mechanism import Mechanism, uses
 from crt_exp.runner.command_line import check_command_line, with_folders
 from crt_exp.runner.processes import (
     Preempted,
@@ -263,8 +262,10 @@ def finished(records: list[dict]) -> bool:
     return bool(records and records[-1].get("final"))
 
 
-def mechanism_of(cfg) -> Mechanism:
-    """The mechanism that the configuration names; bad options of its parts are told before any data is read."""
+def mechanism_of(cfg):
+    """The Mechanism that the configuration names; bad options of its parts are told before any data is read."""
+    from crt_exp.mechanism import Mechanism
+
     mechanism = Mechanism.composed(cfg, choice)
     if mechanism.estimates:
         with named("features"):
@@ -283,6 +284,8 @@ def named(group: str) -> Iterator[None]:
 
 def check_attention(cfg) -> None:
     """Choices that the attention makes no use of."""
+    from crt_exp.mechanism import uses
+
     if cfg.get("attention") is None:
         return
     used = uses(cfg.attention)

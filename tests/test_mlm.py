@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from crt_exp.attention.choices import Attention
 from small_bert import VOCABULARY, sentence, write_glue, write_model, write_text
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from crt_exp import swap_attention
 from crt_exp.data.vocabulary import wordpieces
+from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.mlm import MLM, MaskedModel
@@ -282,5 +282,5 @@ def test_init_from_a_run_with_another_attention(typed, tmp_path):
 
 def test_kept_with_what_the_attention_was(files):
     task = MLM(**OPTIONS | {"text": str(files / "text.txt"), "model": str(files / "bert")})
-    model = task.build(Attention("favorpp", 8))
+    model = task.build(Mechanism.of("favorpp", m=8))
     assert model.model.config.crt_exp["m"] == 8 and len(task.tokenizer) == len(VOCABULARY)

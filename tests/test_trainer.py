@@ -515,7 +515,7 @@ def test_another_configuration(typed, tmp_path, monkeypatch):
         at_call(patch, 3, send(signal.SIGTERM))
         assert typed()[0] == 143
     code, _, err = typed("resume=auto", "features.m=64", "trainer.lr=0.1")
-    assert code == 2 and "these keys differ: features.m (it was 128, now 64), trainer.lr (it was 0.01, now 0.1)" in err
+    assert code == 2 and "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)" in err
     code, _, err = typed()
     assert code == 2 and "add resume=auto" in err
     assert typed("resume=auto", "trainer.prefetch=0", "trainer.profile=true")[0] == 0  # these may differ
