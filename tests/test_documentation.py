@@ -287,14 +287,28 @@ def rows_of_tasks():
 
 
 @pytest.mark.parametrize("task, data, command, minutes, result", list(rows_of_tasks()))
-def test_figures_are_those_of_the_reports(task, data, command, minutes, result):
-    """Each number of a result stands in the report that the row links to; so do the command, and the time."""
+def test_command_and_time_are_those_of_the_report(task, data, command, minutes, result):
+    """The command is that of the report which the row links, and so is the time."""
     report = (ROOT / re.search(r"\]\((outputs/report/[^)]+)\)", result)[1]).read_text()
-    numbers = re.findall(r"\d+\.\d+(?:e-?\d+)?", result)
-    assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?![\d])", report)]
     assert f"Command: {command.strip('`')}" in report.replace("Command: `", "Command: ")
     seconds = float(re.search(r"(\d+) s of computing", report)[1])
     assert abs(int(minutes) - seconds / 60) < 1
+
+
+def paragraphs_on_reports():
+    for page in PAGES:
+        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text()):
+            if "outputs/report/" in text and not text.startswith("```"):
+                yield pytest.param(page, text, id=f"{page.stem}: {text[:30]}")
+
+
+@pytest.mark.parametrize("page, text", list(paragraphs_on_reports()))
+def test_numbers_beside_a_report_are_its_own(page, text):
+    """Decimals and counts of three digits that a paragraph or a row tells stand in one of the reports that it links."""
+    links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
+    reports = "".join((page.parent / link).with_suffix(".md").read_text() for link in links)
+    numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", text)
+    assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
 
 
 def test_tasks_of_the_front_page_exist():
