@@ -265,6 +265,14 @@ def test_links_lead_somewhere(page):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_that_are_named_exist(page):
+    """`tests/maps.py`, `conf/attention/`: what begins like a path of the repository is one, or a file of a recipe."""
+    own = {block.title for block in BLOCKS if block.title}
+    for path in re.findall(r"`((?:crt_exp|conf|tests|docs)/[\w./-]+)`", page.read_text()):
+        assert path in own or (ROOT / path).exists(), path
+
+
 def test_site_holds_every_page():
     nav = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
     assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
