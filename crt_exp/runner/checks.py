@@ -72,8 +72,9 @@ def check_training(cfg, task, mechanism) -> None:
     from crt_exp.runner.trainer_config import check_processes
 
     config = instantiate(cfg.trainer, _convert_="all")
-    check_processes(config, world_size() if inside_torchrun() else config.processes or 1)
-    planned_steps(config, task)
+    processes = world_size() if inside_torchrun() else config.processes or 1
+    check_processes(config, processes)
+    planned_steps(config, task, processes)
     if choice("attention"):
         with named("attention"):
             mechanism.layer(2, 8)
