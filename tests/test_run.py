@@ -12,6 +12,7 @@ import pytest
 
 from crt_exp.config import ConfigError
 from crt_exp.runner.lock import LOCK, Lock
+from crt_exp.runner.run import commit
 
 ROOT = Path(__file__).parent.parent
 MISSING = "CRT_DATA is not set: the official files are needed"
@@ -326,3 +327,9 @@ def test_official_sets(name, typed, tmp_path):
     assert code == 0, err
     last = records(tmp_path / "a")[-1]
     assert last["final"] and (last.get("accuracy", 0) > 0.1 or last.get("r2", 0) > 0.1)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_a_run_notes_the_commit():
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert commit().removesuffix("+changes") == head

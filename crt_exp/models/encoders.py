@@ -1,4 +1,4 @@
-"""BERT-type encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
+"""Encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
 
 That folder, `<run>/model`, is what `from_pretrained` of transformers loads: config.json, model.safetensors, tokenizer. Its
 config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that attention.
@@ -180,8 +180,23 @@ def quiet():
 def check_length(config, length: int, option: str) -> None:
     """Raises ConfigError for sequences that the model has no positions for."""
     most = getattr(config, "max_position_embeddings", None)
-    if most is not None and length > most:
+    if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
+        return
+    with buildable(f"{option} = {length}"):
+        most -= unused_positions(config)
+    if length > most:
         raise ConfigError(f"{option} = {length}: this model has positions for {most} tokens")
+
+
+def unused_positions(config) -> int:
+    """Rows of the table of positions before the first token's: RoBERTa and its kin count from the padding's number on."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):  # which takes neither memory nor random numbers
+        model = AutoModel.from_config(config)
+    tables = [module for name, module in model.named_modules()
+              if isinstance(module, nn.Embedding) and name.endswith("position_embeddings")]
+    return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+import crt_exp
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
+from crt_exp.runner.invocation import overrides
 from crt_exp.runner.lock import LOCK, Lock
 from crt_exp.runner.processes import SWEEP
 
@@ -213,13 +215,6 @@ def command() -> str:
     return " ".join([name, *sys.argv[1:]])
 
 
-def overrides() -> list[str]:
-    """What this run was told, also where a sweep or a torchrun told it and not the command line."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-
-
 def machine() -> str:
     """Processor, cores and system, such as '2 cores of x86_64, Linux'."""
     return f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}"
@@ -227,7 +222,7 @@ def machine() -> str:
 
 def commit() -> str | None:
     """The checked-out commit, with '+changes' where the tree differs from it; None outside a checkout."""
-    root = Path(__file__).parents[2]
+    root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None
     git = lambda *args: subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()

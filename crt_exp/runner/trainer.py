@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
-from crt_exp.runner import checkpoint
+from crt_exp.runner import checkpoint, task_state
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
 from crt_exp.runner.processes import Preempted, StopSignals, World
 from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
@@ -47,10 +47,11 @@ class Progress:
     losses: int = 0
 
 
-def planned_steps(config: TrainerConfig, task: Task) -> tuple[int | None, int]:
+def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
     """Steps of an epoch (None: streamed) and of the run. Raises ConfigError where task and config disagree."""
-    rows = task.length("train")
-    per_epoch = None if rows is None else rows // config.batch
+    rows, per_epoch = task.length("train"), task.epoch_steps(Plan(config.batch, config.accumulate, world=processes))
+    if per_epoch is None and rows is not None:
+        per_epoch = rows // config.batch
     if not (task.test or task.validation):
         raise ConfigError("this task names neither a validation nor a test split: there is nothing to report")
     if config.steps is not None and per_epoch != 0 or config.steps == 0:
@@ -75,7 +76,7 @@ class Trainer:
     def __init__(self, config: TrainerConfig, task: Task, mechanism: Any, run: Run, world: World, seed: int):
         self.config, self.task, self.run, self.world, self.seed = config, task, run, world, seed
         self.root, self.scaler = run.directory / CHECKPOINTS, world.accelerator.scaler  # float16 alone has a scaler
-        self.per_epoch, self.total = planned_steps(config, task)
+        self.per_epoch, self.total = planned_steps(config, task, world.size)
         self._build(mechanism)
         self.progress, self.saved, self.rate, self.stopping = Progress(), 0, 0.0, False
         self.saved_at, self.overdue = time.monotonic(), False
@@ -105,7 +106,7 @@ class Trainer:
     def fit(self) -> list[dict[str, Any]]:
         """Goes on from where the run directory stands, to the end; returns the records, the last of them final."""
         self.restore()
-        line = ProgressLine(self.total, self.progress.step, self.config.batch, self.world.device, self.world.main)
+        line = ProgressLine(self.total, self.progress.step, self._rows(), self.world.device, self.world.main)
         with self.signals, line as self.line, self._reading():
             self.module.train()
             while True:
@@ -117,6 +118,11 @@ class Trainer:
         if self.config.profile and self.world.main:
             print(self.clock.report())
         return self.run.records
+
+    def _rows(self) -> float:
+        """Rows of a step; on average where the task reads by cost."""
+        rows, batch = self.task.length("train"), self.config.batch
+        return rows / self.per_epoch if rows and self.per_epoch not in (None, rows // batch) else batch
 
     def _between_steps(self) -> None:
         if self.stopping:
@@ -163,6 +169,8 @@ class Trainer:
             with self.clock("optimiser"):
                 self._update()
             self._advance(loss, norm)
+            with torch.no_grad():
+                self.task.updated(self.module, self.progress.step)
         self.clock.count()
 
     def _next_batches(self) -> list[Any] | None:
@@ -387,6 +395,7 @@ class Trainer:
             self._say(f"the best checkpoint {path} is damaged ({reason}): the last weights are tested in its place")
         else:
             checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
+            self._load_task(path, checkpoint.load_state(path))
 
     # ---- records and checkpoints --------------------------------------------------------------------------------------------
 
@@ -405,7 +414,9 @@ class Trainer:
         """The first process writes a checkpoint and removes those kept no longer; where it fails, all raise CheckpointError."""
         tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items()},
                    "optimizer": checkpoint.optimizer_tensors(self.module, self.optimizer)}
-        state = asdict(self.progress) | {"rng": self.world.gather(rng_state()), "records": len(self.run.records),
+        of_task, plain = task_state.split(self.world.gather(task_state.state_of(self.task)))
+        tensors |= {"task": of_task} if of_task else {}
+        state = asdict(self.progress) | {"rng": self.world.gather(rng_state()), "records": len(self.run.records), "task": plain,
                                          "scaler": self.scaler.state_dict() if self.scaler else None}
         problem = None
         if self.world.main:
@@ -432,6 +443,7 @@ class Trainer:
         self._check_records(path, state["records"])
         checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
         checkpoint.load_optimizer(self.module, self.optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
+        self._load_task(path, state)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
@@ -442,6 +454,17 @@ class Trainer:
             set_rng_state(state["rng"][self.world.rank])
         else:
             self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators start afresh")
+
+    def _load_task(self, path: Path, state: dict[str, Any]) -> None:
+        """What the task kept. Raises CheckpointError where another number of processes wrote it, each its own."""
+        file = path / "task.safetensors"
+        states = task_state.joined(checkpoint.load_tensors(file) if file.exists() else {}, state.get("task", [{}]))
+        mine = task_state.share(states, self.world.rank, self.world.size)
+        if mine is None:
+            raise checkpoint.CheckpointError(
+                f"{path} was written by {len(states)} processes, each with its own state of this task, and now there are "
+                f"{self.world.size}: continue with as many as before")
+        self.task.load_state_dict(mine)
 
     def _begin_anew(self) -> None:
         """From the first step; the records of an earlier attempt are kept under another name."""

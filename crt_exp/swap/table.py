@@ -33,7 +33,8 @@ def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
         return *head, own if state is None else state.mechanism, _reached(state), *empty, parameters, *_errors(state)
     stats = _statistics(state)
     params = None if stats is None and state.phi.fitted else state.phi.fit(stats)
-    return (*head, state.mechanism, _reached(state), state.m if state.gaussian else None, state.width, *_a_range(params), parameters, *_errors(state))
+    m = state.m if state.gaussian else None  # a map without projections has none
+    return (*head, state.mechanism, _reached(state), m, state.width, *_a_range(params), parameters, *_errors(state))
 
 
 def _reached(state: nn.Module | None) -> str:

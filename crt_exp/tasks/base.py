@@ -47,6 +47,31 @@ class Task(Protocol):
         """
         return None
 
+    def epoch_steps(self, plan: Plan) -> int | None:
+        """Optimiser steps of an epoch where micro-batches are not a fixed number of rows: `plan.steps(costs, budget)`
+        where `batches` reads `plan.by_cost(costs, budget, split)`. None: rows of the training split // trainer.batch.
+        """
+        return None
+
+    def updated(self, model: nn.Module, step: int) -> None:
+        """Called on every process after each update of the weights, `step` of them so far: for what follows the
+        optimiser, such as a sampler's tables. No gradient is recorded. With trainer=fsdp parameters are sharded (DTensor).
+        """
+
+    def state_dict(self) -> dict[str, Tensor | float | int | bool | str | None]:
+        """What a resumed run needs beside weights and optimiser: an LSTM's hidden state carried over batches, a
+        sampler's tables. Each process has its own; all are saved with every checkpoint.
+
+        It may change in `loss` and `updated`, and not in `batches`, which reads ahead of the step. `evaluate` may use
+        it: the best weights are tested with the state of their step.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor | float | int | bool | str | None]) -> None:
+        """The reverse of state_dict; tensors come on the CPU. Another number of processes takes it where all had the same."""
+        if state:
+            raise ValueError(f"{type(self).__name__} has a state_dict and no load_state_dict: a resumed run would lose it")
+
     def lr_scale(self, name: str) -> float:
         """Factor on the learning rate of the parameter of that name: layer-wise decay, faster heads; 0 freezes it."""
         return 1.0

@@ -1,4 +1,4 @@
-"""Masked-language-model pretraining and uptraining of BERT-type encoders, with any attention, on any text.
+"""Masked-language-model pretraining and uptraining of encoders, with any attention, on any text.
 
 Local text is packed into blocks once, and its masks are drawn anew each epoch; sets of the hub are streamed. Legend: B rows of a
 batch, L tokens of a block, n masked tokens, V entries of the vocabulary.
