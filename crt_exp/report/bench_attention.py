@@ -20,6 +20,8 @@ import torch
 
 from crt_exp.studies.speed import Method, forward, forward_backward, inputs, methods
 
+LENGTHS, TURNS = (1024, 4096, 16384), 11
+
 
 def timed(run: Callable, all_methods: dict[str, Method], tensors, turns: int) -> dict[str, list[float]]:
     """Milliseconds of every turn after a warm-up."""
