@@ -122,6 +122,17 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
     assert palette.go_together("aaa", "bbb") and not palette.go_together("pois", "bbb")
 
 
+def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
+    from crt_exp.report import bench_estimators
+
+    for name, value in {"ROWS": 20, "ROUNDS": 1, "REST": 0}.items():
+        monkeypatch.setattr(bench_estimators, name, value)
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    bench_estimators.main("small")
+    table = (tmp_path / "bench-estimators.md").read_text()
+    assert all(f"| {name} |" in table for name in bench_estimators.MAPS) and "Left out: gerf" in table
+
+
 def test_order_and_colours_are_of_files_that_exist():
     assert palette.maps() == tuple(palette.MAPS) and palette.samplers() == tuple(palette.SAMPLERS)
     assert len(set(palette.MAPS.values())) == len(palette.MAPS)
