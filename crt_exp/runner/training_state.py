@@ -33,17 +33,18 @@ class Progress:
 
 
 class TrainingState:
-    """Weights, optimiser, generators, the task's own state, and where the run stands, of this process among those of `world`.
+    """Weights, optimiser, generators, the task's own state, and where the run stands, of one process of `world`.
 
-    keep: checkpoints that are left beside the best. Attributes: `progress`; `saved` and `saved_at`, the step of the last
-    checkpoint and when it was written. All processes call each method together.
+    keep: checkpoints that are left beside the best. Attributes: `progress`; `saved` and `saved_at`, the step of the
+    last checkpoint and when it was written. All processes call each method together.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, task: Task, run: Run, world: World, keep: int,
                  per_epoch: int | None):
         self.module, self.optimizer, self.task, self.run, self.world = module, optimizer, task, run, world
         self.keep, self.per_epoch, self.scaler = keep, per_epoch, world.accelerator.scaler
-        self.root, self.progress, self.saved, self.saved_at = run.directory / CHECKPOINTS, Progress(), 0, time.monotonic()
+        self.root, self.progress = run.directory / CHECKPOINTS, Progress()
+        self.saved, self.saved_at = 0, time.monotonic()
 
     @property
     def epoch(self) -> float:
@@ -52,13 +53,14 @@ class TrainingState:
         return round(self.progress.epoch + part, 4)
 
     def save(self) -> None:
-        """The first process writes a checkpoint and removes those kept no longer; where it fails, all raise CheckpointError."""
+        """The first process writes a checkpoint and removes old ones; where it fails, all raise CheckpointError."""
         tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items()},
                    "optimizer": checkpoint.optimizer_tensors(self.module, self.optimizer)}
         of_task, plain = task_state.split(self.world.gather(task_state.state_of(self.task)))
         tensors |= {"task": of_task} if of_task else {}
-        state = asdict(self.progress) | {"rng": self.world.gather(rng_state()), "records": len(self.run.records), "task": plain,
-                                         "scaler": self.scaler.state_dict() if self.scaler else None}
+        state = asdict(self.progress) | {
+            "rng": self.world.gather(rng_state()), "records": len(self.run.records), "task": plain,
+            "scaler": self.scaler.state_dict() if self.scaler else None}
         problem = None
         if self.world.main:
             try:
@@ -72,7 +74,7 @@ class TrainingState:
         self.saved, self.saved_at = self.progress.step, time.monotonic()
 
     def restore(self) -> None:
-        """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew.
+        """Loads the newest intact checkpoint and takes back later records; without one the run begins anew.
 
         Raises CheckpointError where fewer records are left than were written before that checkpoint.
         """
@@ -94,7 +96,8 @@ class TrainingState:
         if len(state["rng"]) == self.world.size:
             set_rng_state(state["rng"][self.world.rank])
         else:
-            self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators start afresh")
+            self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators "
+                      "start afresh")
 
     def _load_task(self, path: Path, state: dict[str, Any]) -> None:
         """What the task kept. Raises CheckpointError where another number of processes wrote it, each its own."""
@@ -103,22 +106,23 @@ class TrainingState:
         mine = task_state.share(states, self.world.rank, self.world.size)
         if mine is None:
             raise checkpoint.CheckpointError(
-                f"{path} was written by {len(states)} processes, each with its own state of this task, and now there are "
-                f"{self.world.size}: continue with as many as before")
+                f"{path} was written by {len(states)} processes, each with its own state of this task, and now there "
+                f"are {self.world.size}: continue with as many as before")
         self.task.load_state_dict(mine)
 
     def _begin_anew(self) -> None:
         """From the first step; the records of an earlier attempt are kept under another name."""
         kept = self.run.begin_anew()
         if kept:
-            self._say(f"no intact checkpoint in {self.root}: the run begins anew; its earlier records are kept in {kept.name}")
+            self._say(f"no intact checkpoint in {self.root}: the run begins anew; its earlier records are kept in "
+                      f"{kept.name}")
 
     def _check_records(self, path: Path, count: int) -> None:
         left = self.world.broadcast(len(self.run.records))
         if left < count:
             raise checkpoint.CheckpointError(
-                f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. Put the "
-                f"whole file back, or move {self.root} away: then the run begins anew")
+                f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. Put "
+                f"the whole file back, or move {self.root} away: then the run begins anew")
 
     def load_best(self) -> None:
         """The weights of the best evaluation, and what the task kept with them; the last ones where that is damaged."""
