@@ -122,10 +122,10 @@ class Mechanism:
         return self.rows.content if callable(self.rows.content) else instantiate(self.rows.content)
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
-        """m rows for vectors of dimension d."""
+        """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
         if self.sampler is None:
             raise ConfigError(f"attention {self.name} draws no noise")
-        return self.sampler(self.m, d, generator, batch=batch)
+        return self.map().noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
 
     # ---- what it makes
 

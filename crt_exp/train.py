@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crt_exp.config import CONF, ConfigError, instantiate
+from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.checks import check_attention, check_study, check_sweeper, check_training, mechanism_of
 from crt_exp.runner.command_line import check_command_line, with_folders
 from crt_exp.runner.composed import check_composed
@@ -23,7 +24,6 @@ from crt_exp.runner.ending import (
     remove_empty,
 )
 from crt_exp.runner.invocation import folders, output_directory, overrides
-from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.processes import agree_on_start, leave, raise_interrupts
 from crt_exp.runner.sweep import direction, show
 from crt_exp.runner.torchrun import ProcessesFailed, torchrun

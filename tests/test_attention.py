@@ -27,6 +27,7 @@ from crt_exp.attention.engines import causal, flash, native
 from crt_exp.attention.engines import generic as chunked
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.nested import leaves, mapped, shared
 from crt_exp.samplers.noise import precise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -691,6 +692,8 @@ BAD = {
     "noise has d = 7 but the vectors have d = 4": lambda: call(noise=samplers.iid(5, 7)),
     r"noise has batch \(3,\)": lambda: call(noise=samplers.iid(5, 4, batch=(3,))),
     r"parameter has shape \(3, 1, 1\)": lambda: call(params=OPRF().fit(Statistics.of(*torch.zeros(2, 3, 2, 4)))),
+    "noise is a Tensor": lambda: call(noise=torch.zeros(5, 4)),
+    "parameter is a float": lambda: call(params=(-0.1,)),
     "denominator = 'eps'": lambda: call(denominator="eps"),
     "float16 ends at 65504": lambda: call(x=torch.full((2, 4, 6, 4), 7e4).half()),
     "float16 ends at 65504 ?": lambda: call(x=torch.full((2, 4, 6, 4), torch.nan), phi=TrigRF(), params=()),
@@ -735,3 +738,14 @@ def test_float64_throughout(phi, sampler, monkeypatch):
     assert_same([torch.cat([state.step(*(t[:, :, i:i + 1] for t in (x, y, v))) for i in range(11)], 2)], exact[1:], 1e-12)
     assert_same([phi.phi_k(y, coarse, case.params).exp()], [phi.phi_k(y, fine, case.params).exp()], 1e-12)
     assert phi.phi_q(x.float(), fine, case.params).log_scale.dtype == torch.float32
+
+
+def test_nested_tuples_keep_their_form_and_what_is_shared():
+    A, n, m = torch.ones(1), samplers.iid(2, 3), samplers.iid(2, 3)
+    tree = (OPRF(A=-0.1).fit(None)._replace(A=A), (), (None, (n, m)), n)
+    assert [id(t) for t in leaves(tree)] == [id(t) for t in (A, n, m, n)]
+    doubled = mapped(lambda t: t.to(torch.float64), tree)
+    assert type(doubled[0]) is type(tree[0]) and doubled[1] == () and doubled[2][0] is None
+    assert doubled[2][1][0] is doubled[3] and doubled[2][1][1] is not doubled[3] and doubled[3].dtype == torch.float64
+    assert mapped(lambda t: 1, tree, empty=2) == ((1,), (), (2, (1, 1)), 1)
+    assert shared(tree[2], tree[3]) and not shared(tree[0], tree[2])

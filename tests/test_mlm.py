@@ -19,7 +19,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.mlm import MLM, MaskedModel
-from crt_exp.train import main
 
 HERE = Path(__file__).parent
 HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "column": "text", "data_files": None,
@@ -119,18 +118,6 @@ def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
         assert code == 0, err
         found[name] = records(tmp_path / name)[-1]["loss"]
     assert abs(found["512"] - found["exact"]) < abs(found["4"] - found["exact"]) and found["512"] != found["exact"]
-
-
-@pytest.mark.slow
-def test_readme_command(monkeypatch, capsys, tmp_path):
-    """The one that is said to need no data, as it is typed."""
-    line = next(line for line in (HERE.parent / "README.md").read_text().splitlines() if "task.text=README.md" in line)
-    monkeypatch.chdir(HERE.parent)
-    args = line.split("#")[0].split()[3:]
-    monkeypatch.setattr(sys, "argv", ["crt_exp", *args, "trainer.epochs=2", f"task.cache_dir={tmp_path}/cache",
-                                      f"hydra.run.dir={tmp_path}/run"])
-    main()
-    assert "mlm: perplexity" in capsys.readouterr().out
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.nonfinite import NotFinite
 from crt_exp.runner import checkpoint, task_state
+from crt_exp.runner.invocation import override
 from crt_exp.runner.lock import Lock
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
-from crt_exp.runner.invocation import override
 from crt_exp.runner.processes import StopSignals
 from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.runner.trainer import Trainer

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from crt_exp.features.base import ONE, FeatureMap, Features
+from crt_exp.features.base import ONE, FeatureMap, Features, Projections
 from crt_exp.samplers import at_least_float32
 
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
@@ -41,6 +41,9 @@ class Generalized(FeatureMap):
     @property
     def positive(self) -> bool:
         return self.f in ("relu", "elu+1", "sigmoid", "exp", "abs")
+
+    def projections(self, m) -> Projections | None:
+        return super().projections(m) if self.projection else None
 
     def phi_q(self, x, noise=None, params=()) -> Features:
         if self.projection and noise is None:

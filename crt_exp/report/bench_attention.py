@@ -20,6 +20,8 @@ import torch
 
 from crt_exp.studies.speed import Method, forward, forward_backward, inputs, methods
 
+LENGTHS, TURNS = (1024, 4096, 16384), 11
+
 
 def timed(run: Callable, all_methods: dict[str, Method], tensors, turns: int) -> dict[str, list[float]]:
     """Milliseconds of every turn after a warm-up."""
@@ -85,18 +87,22 @@ def _peak() -> int:
     return int(lines["VmHWM"].split()[0]) * 1024 if "VmHWM" in lines else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main() -> None:
+def main(size: str) -> None:
+    print_times(list(LENGTHS), TURNS, [])
+
+
+def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="time", choices=["time", "memory", "peak"])
     parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.what == "time":
-        print_times(args.lengths or [1024, 4096, 16384], args.turns, args.only)
+        print_times(args.lengths or list(LENGTHS), args.turns, args.only)
     elif args.what == "memory":
         print_memory(args.lengths or [65536], args.only)
     else:
@@ -104,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line()

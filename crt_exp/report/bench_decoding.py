@@ -69,7 +69,7 @@ def size(cache) -> float:
 
 
 @torch.no_grad()
-def main(_: str = "small", positions: tuple[int, ...] = POSITIONS, turns: int = TURNS) -> None:
+def main(size: str = "small", positions: tuple[int, ...] = POSITIONS, turns: int = TURNS) -> None:
     warnings.filterwarnings("ignore", message=".*has no statistics yet.*")  # which features, matters not to the time
     own, swapped = models()
     rows, sizes = [], []

@@ -218,7 +218,7 @@ def padding_leak(model: nn.Module, batch: dict[str, Any]) -> float:
 @torch.no_grad()
 def future_leak(model: nn.Module, batch: dict[str, Any]) -> float:
     """How much the later half of the (decoder's) tokens changes the output at the earlier half; inf where it has none."""
-    key = next((key for key in ("decoder_input_ids", "input_ids", "tgt") if key in batch), None)
+    key = next((key for key in ("decoder_input_ids", "input_ids", "tgt", "future_values") if key in batch), None)
     if key is None:
         return float("inf")
     changed, half = batch[key].clone(), batch[key].shape[1] // 2

@@ -227,7 +227,8 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     git = lambda *args: subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!outputs")  # reports are no code
+    return git("rev-parse", "HEAD") + ("+changes" if changed else "")
 
 
 class NoMirror:
