@@ -54,6 +54,7 @@ def agent(parent: int, args: list[str]) -> int:
 
     for name in ("agent.server.api", "multiprocessing.api"):  # their warnings tell how a signal is passed on
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(says_more)
     try:
         main(args)
     except ChildFailedError as error:  # its account of the exit codes says nothing that the processes did not say
@@ -61,6 +62,11 @@ def agent(parent: int, args: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def says_more(record: logging.LogRecord) -> bool:
+    """Whether torchrun's word on a process says more than the process did: one that was killed could say nothing."""
+    return not (str(record.msg).startswith("failed (exitcode") and isinstance(record.args[0], int) and record.args[0] > 0)
 
 
 if __name__ == "__main__":
