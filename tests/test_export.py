@@ -90,8 +90,9 @@ def test_at_once_equals_reference(phi, causal, queries, monkeypatch):
     y = y.masked_fill(~keep[:, None, :, None], torch.nan)
     x = x[:, :, 11 - queries:]
     for policy in ("none", "clamp"):
-        part = chunked.Call(phi, noise, params, causal, keep, policy).whole()
-        torch.testing.assert_close(at_once.attend_at_once(x, y, v, part), attention_reference(
+        part = chunked.Call(phi, noise, params, causal, keep, chunked.Outputs(policy)).whole()
+        out, = part.call.result.of(at_once.attend_at_once(x, y, v, part))
+        torch.testing.assert_close(out, attention_reference(
             x, y, v, phi, noise, params, causal=causal, key_mask=keep, denominator=policy), rtol=1e-9, atol=1e-12)
 
 

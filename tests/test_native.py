@@ -17,7 +17,7 @@ import torch
 from crt_exp import samplers
 from crt_exp.attention import attention
 from crt_exp.attention.engines import native, native_library
-from crt_exp.attention.engines.tiles import Form
+from crt_exp.attention.engines.protocol import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF, Statistics
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
@@ -161,7 +161,7 @@ def test_underflow_takes_a_chunk_token_by_token(at):
     assert_near(case.run(causal=True), expected, 1e-3)
     rows, scale, bias = case.phi.exponent(case.noise, case.params)
     form = Form(rows[None], scale.view(1, 1, 1, 1).float(), bias.view(1, -1, bias.shape[-1]).float(), 0.5, None)
-    levels = native.causal.forward(case.x, case.y, case.v, form)[4]
+    levels = native.causal.forward(case.x, case.y, case.v, form).levels
     assert levels.shape == (1, 2, 4) and levels[..., at // 64].all() == (at % 64 > 0)
 
 

@@ -12,13 +12,14 @@ from crt_exp.attention.baselines import (
     uniform_attention,
     window_attention,
 )
-from crt_exp.attention.call import attention
+from crt_exp.attention.call import attention, partial_attention
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.generalized import Generalized
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.attention.partials import DenominatorCount, Partial, merge
+from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, softmax_partial
 from crt_exp.attention.reference import attention_reference, softmax_attention
 
 __all__ = ["Baseline", "DecodingState", "DenominatorCount", "Exact", "Generalized", "Identity", "Linformer", "Partial",
-           "RandomFeatureAttention", "Uniform", "Window", "attention", "attention_reference", "exact_attention",
-           "identity_attention", "merge", "softmax_attention", "uniform_attention", "window_attention"]
+           "RandomFeatureAttention", "Uniform", "Window", "attention", "attention_reference", "exact_attention", "finish",
+           "identity_attention", "merge", "partial_attention", "softmax_attention", "softmax_partial",
+           "uniform_attention", "window_attention"]

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.engines.at_once import attend_at_once
-from crt_exp.attention.engines.generic import Call, chunked_attention
-from crt_exp.attention.engines.operators import positive_attention
-from crt_exp.attention.partials import DenominatorCount, check_policy
+from crt_exp.attention.engines.generic import Call, Outputs, Rows, chunked_attention, chunked_partial
+from crt_exp.attention.engines.operators import positive_attention, positive_partial
+from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish
+from crt_exp.attention.sequence import sequence_partial
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import Nested, leaves
@@ -19,7 +20,7 @@ from crt_exp.samplers.noise import precise
 
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
               key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
-              counter: DenominatorCount | None = None, scale: float = 1.0) -> Tensor:
+              counter: DenominatorCount | None = None, scale: float = 1.0, group=None) -> Tensor:
     """Estimates softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d) with values v (B,Hkv,S,dv): (B,H,L,dv).
 
     The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale = d^(-1/4),
@@ -36,26 +37,72 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     ("clamp", at 1e-6 of the sum of absolute values) or takes their absolute value ("abs"); `counter` counts them, and without one
     a warning says how many there were (on the CPU). `normalize=False` gives the numerator phi_q(x) phi_k(y)^T v alone.
 
+    `group`: a process group of torch.distributed, each of whose processes holds a part of one sequence, its queries, keys, values
+    and mask, in the order of ranks; parts may differ in length. Every process gets the outputs of its own queries, as one process
+    would with the whole sequence, and in the backward pass the gradients to its own part. All must give the same noise and
+    parameters, and all must call the backward pass. M (dv + 1) numbers a head travel to each process, whatever the length.
+
     Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU only: on
     other devices the check would wait for the result).
     """
     check_policy(denominator)
     check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads, key_heads, noise = x.shape[1], y.shape[1], precise(noise, compute_dtype(x, y, v))
-    if heads != key_heads and not causal and _shared_by_heads(noise, params):
-        x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)  # heads with the same keys and features are one longer set of queries
-    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-    if isinstance(phi, PositiveExponential) and normalize:
+    heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
+    x, y, v = _together(x, y, v, noise, params, causal)
+    positive = isinstance(phi, PositiveExponential) and normalize
+    count = counter or DenominatorCount()
+    if group is not None:
+        rows = sequence_partial(x, y, v, phi, noise, params, causal, key_mask, scale, group, denominator == "clamp")
+        if not positive:
+            count.add(rows)
+        out = finish(rows, denominator, normalize).to(v.dtype)
+    elif positive:
         out = positive_attention(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         x, y = (x, y) if scale == 1 else (x * scale, y * scale)
-        count = counter or DenominatorCount()
-        call = Call(phi, noise, params, causal, key_mask, denominator, normalize, count)
-        exporting = torch.compiler.is_exporting()
-        out = attend_at_once(x, y, v, call.whole()) if exporting else chunked_attention(x, y, v, call)
-        if counter is None and normalize and not torch.compiler.is_compiling():
-            count.warn()
-    return out if x.shape[1] == heads else out.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
+        call = Call(phi, noise, params, causal, key_mask, Outputs(denominator, normalize), count)
+        if torch.compiler.is_exporting():
+            out = call.result.of(attend_at_once(x, y, v, call.whole()))[0].to(v.dtype)
+        else:
+            out = chunked_attention(x, y, v, call)
+    if counter is None and normalize and not torch.compiler.is_compiling():
+        count.warn()
+    return _apart(out, heads)
+
+
+def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
+                      key_mask: Tensor | None = None, modulus: bool = False, scale: float = 1.0) -> Partial:
+    """What the queries gather from these keys: a Partial with a row for each query, (B,H,L,.), to be merged with that of others.
+
+    `merge` adds the partials of parts of the keys, `finish` or `.output` divide; `.logsum` is the log of the denominator in nats.
+    Differentiable in x, y and v, through outputs and log-sums alike. `modulus`: with the sums of absolute values that
+    `finish(..., "clamp")` needs. The rest as for `attention`. Raises ValueError as it does.
+    """
+    check_inputs(x, y, v, noise, params, causal, key_mask)
+    heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
+    x, y, v = _together(x, y, v, noise, params, causal)
+    if isinstance(phi, PositiveExponential) and not modulus:
+        rows = positive_partial(x, y, v, phi, noise, params, causal, key_mask, scale)
+    else:
+        call = Call(phi, noise, params, causal, key_mask, Rows(modulus))
+        x, y = x * scale, y * scale
+        rows = attend_at_once(x, y, v, call.whole()) if torch.compiler.is_exporting() else chunked_partial(x, y, v, call)
+    return Partial(*(None if t is None else _apart(t, heads) for t in rows))
+
+
+def _together(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """With as many key heads as query heads: query heads that share keys and features become one longer set of queries, else the
+    keys are repeated."""
+    key_heads = y.shape[1]
+    if x.shape[1] != key_heads and not causal and _shared_by_heads(noise, params):
+        x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)
+    return x, repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+
+
+def _apart(t: Tensor, heads: int) -> Tensor:
+    """Rows of the query heads again."""
+    groups = heads // t.shape[1]
+    return t if groups == 1 else t.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 def _shared_by_heads(noise: Nested, params: Nested) -> bool:

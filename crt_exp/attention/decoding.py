@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
-from crt_exp.attention.engines.generic import PIECES, Call, Part, chunks
+from crt_exp.attention.engines.generic import PIECES, Call, Outputs, Part, chunks
 from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finite, merge
 from crt_exp.features.base import Bound, FeatureMap, Features
@@ -55,7 +55,7 @@ class DecodingState:
         self._bound = {torch.float32: phi.bind(noise, params)}
         self._fused = isinstance(phi, PositiveExponential) and normalize
         counter = None if self._fused else counter  # their denominators are positive
-        self._call = Call(phi, noise, params, True, None, denominator, normalize, counter)
+        self._call = Call(phi, noise, params, True, None, Outputs(denominator, normalize), counter)
         held = [t for n in leaves(noise) for t in n.tensors()] + leaves(params)
         self._seen = [(t, _changes(t)) for t in held]
 
@@ -119,7 +119,7 @@ class DecodingState:
             keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
         self.kept = _added(self.kept, keys, v, part.modulus)
-        part.write(_read(self.kept, queries), out)
+        part.write(_read(self.kept, queries), [out], slice(None))
 
     def _several(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None
@@ -128,7 +128,7 @@ class DecodingState:
         state = self.sums
         for chunk in chunks(x.shape[2]):
             for length in PIECES:
-                after = part.pieces(x, y, v, 0, chunk, min(length, x.shape[2]), state, seen, out)
+                after = part.pieces(x, y, v, 0, chunk, min(length, x.shape[2]), state, seen, [out])
                 if after is not None:
                     break
             state = after

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.partials import DenominatorCount
+from crt_exp.attention.sequence import Pooled
 from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Projections, Statistics, distinct
 from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
@@ -46,6 +47,9 @@ class RandomFeatureAttention(nn.Module):
     - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the
       running averages of queries; where there are none, queries are taken to be as large as the keys, of either sign.
 
+    `group`, an attribute, is None or a process group: each of its processes holds a part of the sequence, as in
+    `attention(group=...)`, and the map is fitted to all parts. It can be neither copied nor pickled: set it afterwards.
+
     Buffers: omega (H, m, d), or one for each of several noises, named after the part that it is of: omega_0, omega_1_0
     (see `FeatureMap.projections`); steps and draws; running and pending statistics where the map is fitted and causal
     or cross. Saved and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
@@ -68,6 +72,7 @@ class RandomFeatureAttention(nn.Module):
         self.redraw_every, self.normalize_qk = redraw_every, normalize_qk
         self.denominator, self.decay = denominator, decay
         self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
+        self.group = None  # the processes that hold the parts of one sequence: see `attention`
         self.columns = None  # of the values proper, where a caller has put others behind them
         self.projections = phi.projections(m)
         noises = self._draw(0)
@@ -101,7 +106,8 @@ class RandomFeatureAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
         return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal,
-                         key_mask=key_mask, denominator=self.denominator, counter=counter, scale=self.scale)
+                         key_mask=key_mask, denominator=self.denominator, counter=counter, scale=self.scale,
+                         group=self.group)
 
     @property
     def noise(self) -> Nested:
@@ -174,15 +180,22 @@ class RandomFeatureAttention(nn.Module):
         if self.causal:
             return self._running_params()
         own = not self.cross and q.shape[2] == k.shape[2]
-        stats = self._statistics(q, k, key_mask) if own else self._without_queries(k, key_mask)
+        stats = self._whole(self._statistics(q, k, key_mask), key_mask) if own else self._without_queries(k, key_mask)
         return self._for_query_heads(self.phi.fit(stats))
 
     def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
         return grouped_statistics(q, k, key_mask, self.scale, same=self.causal or not self.cross)
 
+    def _whole(self, stats: Statistics, key_mask: Tensor | None) -> Statistics:
+        """Those of the whole sequence, where it is split over processes."""
+        if self.group is None:
+            return stats
+        return Statistics(Pooled(stats.x, key_mask, self.group), Pooled(stats.y, key_mask, self.group))
+
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
         """Of the keys at hand and the queries of earlier batches; those of this call may lie in the future."""
         keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.scale)
+        keys = keys if self.group is None else Pooled(keys, key_mask, self.group)
         queries = Mirrored(keys)
         if self.keeps_statistics:
             queries = Chosen(self.running_weight > 0, self._running_moments("x"), queries)

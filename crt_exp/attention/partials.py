@@ -1,10 +1,18 @@
-"""Partials: what has been gathered from a set of keys, and how two gatherings are added.
+"""Partials: what has been gathered from a set of keys, and how two gatherings are added. The one currency of attention.
 
 Legend: L queries x, S keys y, values v (..., S, dv), M features; a partial has R rows. a, b are the log features of queries
 and keys. Rows are queries (what each has gathered) or features (the state: what keys have left in each feature).
 
-Every way to attend to a set of keys (features, an exact block, earlier chunks) gives a Partial, and `merge` adds them as
-online softmax does. All log scales are maxima of logs, without gradient: they cancel in numerator / denominator.
+Every way to attend to a set of keys gives a Partial: features by any engine (`partial_attention`), an exact block
+(`softmax_partial`), earlier chunks, the keys of another process. `merge` adds them as online softmax does, and `finish` divides:
+
+    near = softmax_partial(x, y[:, :, :n], v[:, :, :n])
+    far = partial_attention(x, y[:, :, n:], v[:, :, n:], phi, noise, params)
+    out = finish(merge(near, far))
+
+A partial is a numerator and a denominator over exp(log_scale), and not an output and a log-sum, since signed features have
+denominators that no logarithm holds. Gradients flow through both, and so into `output` and `logsum`. Log scales carry none: they
+only say where zero is, and cancel in numerator / denominator.
 """
 
 import warnings
@@ -13,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.features.base import Features, holds
 from crt_exp.samplers.noise import transforming
 
@@ -28,10 +37,52 @@ class Partial(NamedTuple):
     log_scale: Tensor                # (..., R, 1), or (..., 1, 1) where one scale serves all rows
     modulus: Tensor | None = None    # (..., R, 1): the denominator of absolute values, where a clamp needs it
 
+    def rows(self) -> "Partial":
+        """The same with one log scale for each row."""
+        return self._replace(log_scale=self.log_scale.expand(*self.numerator.shape[:-1], 1))
+
+    @property
+    def output(self) -> Tensor:
+        """numerator / denominator (..., R, dv); 0 where nothing was gathered."""
+        return finish(self)
+
+    @property
+    def logsum(self) -> Tensor:
+        """The log of the denominator (signed features: of its absolute value) in nats, (..., R, 1); -inf where it is 0."""
+        empty = self.denominator == 0
+        logs = torch.where(empty, 1.0, self.denominator).abs().log() + self.log_scale
+        return torch.where(empty, -torch.inf, logs)
+
 
 class ScaledKeys(NamedTuple):
     phi: Tensor  # (..., S, M): features of the keys times exp(-top)
     top: Tensor  # (..., M or 1, 1): per feature, the maximum of b over the keys that are kept
+
+
+def normalised(output: Tensor, logsum: Tensor) -> Partial:
+    """The partial of outputs (..., R, dv) and log-sums (..., R, 1), -inf where nothing was gathered; both with gradient."""
+    top = logsum.detach()
+    weight = torch.exp(logsum - finite(top))  # 1, or 0 where nothing was gathered, with the gradient of the log-sum
+    return Partial(weight * output, weight, top)
+
+
+def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Partial:
+    """What queries x (B,H,L,d) gather from keys y (B,Hkv,S,d) and values v (B,Hkv,S,dv) by exact softmax attention with logits
+    x.y, in O(L S) memory. Arguments as those of `attention`."""
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+    dtype = compute_dtype(x, y, v)
+    x, y, v = x.to(dtype), y.to(dtype), v.to(dtype)
+    hidden = x.new_zeros(x.shape[2], y.shape[2], dtype=torch.bool)
+    if causal:
+        hidden = ~(~hidden).tril(y.shape[2] - x.shape[2])
+    if key_mask is not None:
+        y, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, v))  # padding may hold NaN
+        hidden = hidden | ~key_mask[:, None, None]
+    logits = (x @ y.mT).masked_fill(hidden, -torch.inf)
+    top = logits.detach().amax(-1, keepdim=True)
+    weights = torch.exp(logits - finite(top))
+    return Partial(weights @ v, weights.sum(-1, keepdim=True), top)
 
 
 def finite(top: Tensor) -> Tensor:

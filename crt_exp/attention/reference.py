@@ -1,15 +1,37 @@
-"""The attention engine's materialised twins, O(L S) memory: the definition that tests and diagnostics compare with.
+"""Attention by its definition, O(L S M) time: what tests and diagnostics compare the engines with, and shares no line with them.
 
-Legend: L queries x, S keys y, d, values v (..., S, dv), M features; a, b log features of queries and keys. x and y are
-already scaled: x = d^(-1/4) q, y = d^(-1/4) k, so that x.y is the logit.
+Legend: L queries x, S keys y, d, values v (..., S, dv), M features. x and y are already scaled: x = d^(-1/4) q,
+y = d^(-1/4) k, so that x.y is the logit.
+
+Of a feature map it takes phi_q and phi_k alone. Each entry of the kernel matrix, sum_m phi_q(x_i)_m phi_k(y_j)_m, is summed in
+logs of its own, so nothing underflows or overflows whatever the other entries are; the rows are normalised as a softmax is.
+Everything is computed in float64, whatever comes in.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
-from crt_exp.attention.partials import Partial, check_policy, finish
+from crt_exp.attention.checks import check_inputs
 from crt_exp.features.base import FeatureMap, Features
+from crt_exp.samplers.noise import precise
+
+CLAMP = 1e-6       # the floor of a clamped denominator, as a part of the sum of its terms' absolute values
+ELEMENTS = 2**22   # numbers of a block of the (L, S, M) terms
+
+
+class Kernel(NamedTuple):
+    """The kernel matrix value * exp(log) and that of absolute values modulus * exp(log), (B,H,L,S); 0 where a key is not seen."""
+
+    value: Tensor
+    modulus: Tensor
+    log: Tensor
+
+    def at(self, top: Tensor) -> tuple[Tensor, Tensor]:
+        """Both matrices over exp(top)."""
+        scale = torch.exp(self.log - top)
+        return self.value * scale, self.modulus * scale
 
 
 def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
@@ -17,82 +39,96 @@ def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise,
                         scale: float = 1.0) -> Tensor:
     """`attention` by its definition: the whole kernel matrix of the whole features, differentiable by autograd.
 
-    Causal row i is the attention of query i alone to the keys j <= i + S - L, so nothing of the future can enter.
     Arguments, result and errors are those of `attention`.
     """
-    check_policy(denominator)
+    if denominator not in ("none", "clamp", "abs"):
+        raise ValueError(f"denominator = {denominator!r}: choose one of none, clamp, abs")
     check_inputs(x, y, v, noise, params, causal, key_mask)
-    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-    dtype = compute_dtype(x, y, v)
-    x, y, values, keep = x.to(dtype) * scale, y.to(dtype) * scale, v.to(dtype), None
-    if key_mask is not None:
-        keep = key_mask[:, None]                                                  # (B, 1, S)
-        y, values = (torch.where(keep[..., None], t, 0.0) for t in (y, values))   # padding may hold NaN
-    fq, fk = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
-    L, S = x.shape[-2], y.shape[-2]
-    if not causal:
-        return finish(_gather(fq, fk, values, keep), denominator, normalize).to(v.dtype)
-    rows = []
-    for i in range(L):
-        past = slice(0, i + S - L + 1)
-        p = _gather(_tokens(fq, slice(i, i + 1)), _tokens(fk, past), values[..., past, :],
-                    None if keep is None else keep[..., past])
-        rows.append(finish(p, denominator, normalize))
-    return torch.cat(rows, -2).to(v.dtype)
+    seen = _seen(x, y, causal, key_mask)
+    groups = x.shape[1] // y.shape[1]
+    keys, values = (_unpadded(t, key_mask).double().repeat_interleave(groups, 1) for t in (y, v))
+    noise = precise(noise, torch.float64)
+    kernel = _kernel(phi.phi_q(scale * x.double(), noise, params), phi.phi_k(scale * keys, noise, params), seen)
+    if not normalize:
+        return (kernel.at(0)[0] @ values).to(v.dtype)
+    weights, modulus = kernel.at(kernel.log.detach().amax(-1, keepdim=True).clamp(min=-1e300))
+    total = _guarded(weights.sum(-1, keepdim=True), modulus.sum(-1, keepdim=True), denominator)
+    return torch.where(total == 0, 0.0, weights @ values / torch.where(total == 0, 1.0, total)).to(v.dtype)
+
+
+def _seen(x: Tensor, y: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
+    """Which keys each query sees, (B or 1, 1, L, S)."""
+    L, S = x.shape[2], y.shape[2]
+    position = torch.arange(S, device=x.device)
+    seen = torch.ones(1, 1, L, S, dtype=torch.bool, device=x.device)
+    if causal:
+        seen = seen & (position <= position[S - L:, None])
+    return seen if key_mask is None else seen & key_mask[:, None, None, :]
+
+
+def _unpadded(t: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zeros in place of what lies at padded positions, which may be NaN."""
+    return t if key_mask is None else t.masked_fill(~key_mask[:, None, :, None], 0)
+
+
+def _kernel(fq: Features, fk: Features, seen: Tensor) -> Kernel:
+    """In blocks of queries: at once, the terms (B,H,L,S,M) would be M matrices."""
+    fq, fk = (Features(*torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)) for f in (fq, fk))
+    size = max(1, ELEMENTS // max(1, fk.log_scale.numel()))
+    blocks = zip(*(t.split(size, -2) for t in (*fq, seen.expand(-1, -1, fq.log_scale.shape[-2], -1))))
+    return Kernel(*(torch.cat(parts, -2) for parts in zip(*(_block(value, log, fk, see) for value, log, see in blocks))))
+
+
+def _block(value: Tensor, log: Tensor, fk: Features, seen: Tensor) -> Kernel:
+    log = log.unsqueeze(-2) + fk.log_scale.unsqueeze(-3)                           # (B, H, l, S, M)
+    top = log.detach().amax(-1)
+    terms = torch.exp(log - top.unsqueeze(-1)) * value.unsqueeze(-2) * fk.value.unsqueeze(-3)
+    hidden = lambda t: torch.where(seen, t, 0.0)
+    return Kernel(hidden(terms.sum(-1)), hidden(terms.abs().sum(-1)), torch.where(seen, top, -torch.inf))
+
+
+def _guarded(total: Tensor, modulus: Tensor, denominator: str) -> Tensor:
+    """The denominators as the policy has them: with sign(0) = 1, at least CLAMP of the sum of absolute values, or positive."""
+    if denominator == "abs":
+        return total.abs()
+    floor = CLAMP * modulus.detach() if denominator == "clamp" else torch.zeros_like(modulus)
+    return torch.where(total.abs() >= floor, total, torch.where(total < 0, -floor, floor))
 
 
 def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=None, params=(), *, causal: bool = False,
                      rows: Tensor | None = None) -> Tensor:
     """The attention matrix (B,H,L,S) itself, float64, rows of sum 1: of a feature map, or exact softmax without one.
 
-    rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. A row whose kernels all
-    underflow beside those of another key of the sequence (causal, beyond e^700) is 0.
+    rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. One product of whole
+    features, O(L S M) without the reference's care: a row whose kernels all underflow beside those of another key of the
+    sequence (causal, beyond e^700) is 0.
     """
     L, S = x.shape[2], y.shape[2]
     index = torch.arange(L, device=x.device) if rows is None else rows
-    x, y = x[:, :, index], repeat_heads(y, x.shape[1])
+    x, y = x[:, :, index], y.repeat_interleave(x.shape[1] // y.shape[1], 1)
     future = causal & (torch.arange(S, device=x.device) > index[:, None] + S - L)
     if phi is None:
         return (x.double() @ y.double().mT).masked_fill(future, -torch.inf).softmax(-1)
     if causal:  # the maxima are those of the whole sequence, which may lie far above those of the past
         x, y = x.double(), y.double()
-    queries, keys, _ = _stabilised(phi.phi_q(x, noise, params), phi.phi_k(y, noise, params), None)
+    queries, keys = _stabilised(phi.phi_q(x, noise, params), phi.phi_k(y, noise, params))
     kernel = (queries @ keys.mT).masked_fill(future, 0)
     total = kernel.sum(-1, keepdim=True)
     return (kernel / torch.where(total == 0, 1, total)).double()
 
 
-def _gather(fq: Features, fk: Features, v: Tensor, keep: Tensor | None) -> Partial:
-    queries, keys, r = _stabilised(fq, fk, keep)
-    kernel, modulus = queries @ keys.mT, queries.abs() @ keys.abs().mT
-    return Partial(kernel @ v, kernel.sum(-1, keepdim=True), r, modulus.sum(-1, keepdim=True))
-
-
-def _stabilised(fq: Features, fk: Features, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """c_m = max_j b_jm, r_i = max_m (a_im + c_m); the kernel matrix is exp(a + c - r) exp(b - c)^T exp(r), exact."""
-    b = fk.log_scale if keep is None else fk.log_scale.masked_fill(~keep[..., None], -torch.inf)
-    c = b.detach().amax(-2, keepdim=True)
-    c = torch.where(c.isinf(), 0.0, c)                                            # no key at all
-    r = (fq.log_scale + c).detach().amax(-1, keepdim=True)
-    return fq.value * torch.exp(fq.log_scale + c - r), fk.value * torch.exp(b - c), r
-
-
-def _tokens(f: Features, index: slice) -> Features:
-    return Features(*(t if t.ndim < 2 or t.shape[-2] == 1 else t[..., index, :] for t in f))
+def _stabilised(fq: Features, fk: Features) -> tuple[Tensor, Tensor]:
+    """exp(a + c - r) and exp(b - c) with c_m = max_j b_jm and r_i = max_m (a_im + c_m): kernels over exp(r_i), row by row."""
+    top = fk.log_scale.amax(-2, keepdim=True)
+    log = fq.log_scale + top
+    return fq.value * torch.exp(log - log.amax(-1, keepdim=True)), fk.value * torch.exp(fk.log_scale - top)
 
 
 def softmax_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """Exact softmax attention with logits x.y, the limit of every softmax estimator as m grows; 0 for a row without keys."""
     check_inputs(x, y, v, None, (), causal, key_mask)
-    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-    if key_mask is not None:
-        y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
-    logits = x @ y.mT
-    allowed = torch.ones(logits.shape[-2:], dtype=torch.bool, device=x.device)
-    if causal:
-        allowed = allowed.tril(y.shape[-2] - x.shape[-2])
-    if key_mask is not None:
-        allowed = allowed & key_mask[:, None, None]
-    logits = logits.masked_fill(~allowed, -torch.inf)
+    y, v = (_unpadded(t, key_mask).repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (y, v))
+    allowed = _seen(x, y, causal, key_mask)
+    logits = (x @ y.mT).masked_fill(~allowed, -torch.inf)
     weights = torch.where(allowed.any(-1, keepdim=True), logits, 0.0).softmax(-1)
     return torch.where(allowed, weights, 0.0).to(v.dtype) @ v

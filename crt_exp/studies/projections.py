@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from crt_exp.attention.reference import attention_reference, softmax_attention
+from crt_exp.attention import DenominatorCount, attention
+from crt_exp.attention.reference import softmax_attention
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
@@ -36,7 +37,8 @@ class Projections:
         g = torch.Generator().manual_seed(1000 * seed + sample)
         x, y, v = torch.randn(3, 1, 1, self.length, self.d, generator=g)
         x, y = x / self.d**0.25, y / self.d**0.25
-        estimate = attention_reference(x, y, v, phi, sampler(m, self.d, g), phi.fit(Statistics.of(x[0, 0], y[0, 0])))
+        estimate = attention(x, y, v, phi, sampler(m, self.d, g), phi.fit(Statistics.of(x[0, 0], y[0, 0])),
+                             counter=DenominatorCount())
         return (estimate - softmax_attention(x, y, v)).square().mean().item()
 
     def summary(self, records: list[dict]) -> str:

@@ -14,15 +14,15 @@ from crt_exp.attention.partials import UNDERFLOW, Partial, finite, merge, read, 
 from crt_exp.features.base import Features
 
 
-def attend_at_once(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Tensor:
-    """Outputs (B,H,L,dv) as those of `chunked.plain_attention`. What that would do about an underflow stops the program."""
+def attend_at_once(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
+    """What `generic.plain_attention` gathers. What that would do about an underflow stops the program."""
     with torch.autocast(x.device.type, enabled=False):
         if part.call.causal:
-            return _causal(x, y, v, part).to(v.dtype)
-        return part.finish(part.read(x, part.summary(y, v, slice(None)))).to(v.dtype)
+            return _causal(x, y, v, part)
+        return part.read(x, part.summary(y, v, slice(None)))
 
 
-def _causal(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Tensor:
+def _causal(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
     L, S, dtype = x.shape[2], y.shape[2], compute_dtype(y, v)
     if L != S:  # the queries are the last tokens
         x = F.pad(x, (0, 0, S - L, 0))
@@ -36,7 +36,8 @@ def _causal(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Tensor:
     small = (rows.denominator.abs() < UNDERFLOW) & (keep.flatten(2).cumsum(-1) > 0).unfold(-1, CHUNK, CHUNK)[..., None]
     torch._assert_async(~small.any(), f"a key outweighs those before it in its {CHUNK} tokens by more than float32 can hold: an "
                                       "exported program cannot take shorter pieces, as attention does otherwise")
-    return part.finish(rows).flatten(2, 3).index_select(2, torch.arange(S - L, S, device=x.device))
+    last = torch.arange(S - L, S, device=x.device)
+    return Partial(*(None if t is None else t.flatten(2, 3).index_select(2, last) for t in rows.rows()))
 
 
 def _split(f: Features) -> Features:

@@ -1,6 +1,6 @@
 """Bidirectional attention with positive exponential features on a GPU in half precision, as two fused softmax attentions.
 
-With b the log features of keys and a those of queries, as in positive.py,
+With b the log features of keys and a those of queries, as in closed_form.py,
     U_m = sum_j softmax_j(b_jm) v_j,  log z_m = logsumexp_j b_jm,    output_i = sum_m softmax_m(a_im + log z_m) U_m:
 the directions attend to the keys, then the queries to the directions. Both are softmax attentions whose logits are a product
 and an offset of the key (-norm_weight |y|^2; log z + 2 bias), so torch's flash kernels compute them, and no feature ever
@@ -9,17 +9,18 @@ reaches the memory of the device. Derived here.
 The kernels take no offsets, so these go into PARTS more columns, as a sum of half-precision numbers, that meet ones of the
 query. They take no gradient of the logsumexp either: it adds to the gradient of every logit what the kernels subtract as output
 . gradient, and so enters as one more column, which is 0 in the values, 1 in the output and minus that gradient in the gradient
-of the output.
+of the output. So does the gradient to the log-sums of the rows themselves.
 """
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention.engines.tiles import Form, row_dots
+from crt_exp.attention.engines.protocol import Bidirectional, Form, row_dots
 
 PARTS = 3         # of an offset: 24 bits in bfloat16
 MASKED = -3e4     # the offset of a masked key: its weight underflows to 0
 LARGEST_D = 256   # columns that the kernels take
+unit = 1.0
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -34,38 +35,39 @@ def width(d: int, dv: int) -> int:
     return -(-max(d + PARTS, dv + 1) // 8) * 8
 
 
-def saved(x: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    """Empty tensors like the results of `forward`."""
+def empty(x: Tensor, v: Tensor, rows: Tensor) -> Bidirectional:
+    """The state is U (B, H, M, width)."""
     (B, H, L, d), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-    return (v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), v.new_empty(B, H, M, width(d, dv)), rows.new_empty(B, H, M))
+    return Bidirectional(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), v.new_empty(B, H, M, width(d, dv)),
+                         rows.new_empty(B, H, M))
 
 
-def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out (B,H,L,dv), log-sums (B,H,L), U (B,H,M,width) and log z (B,H,M) of x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv)."""
+def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> Bidirectional:
     directions, keys, values = of_keys(x, y, v, form)
     U, log_z = softmax_attention(directions, keys, values)
-    queries, virtual = of_queries(x, directions, log_z, form)
-    out, logsums = softmax_attention(queries, virtual, U)
+    queries, virtual, top = of_queries(x, directions, log_z, form)
+    out, logsum = softmax_attention(queries, virtual, U)
     out = out[..., :v.shape[-1]]
     if form.keep is not None:  # a sequence without keys: U is the mean of what was masked
         out = out.masked_fill(~form.keep.any(-1)[:, None, None, None], 0)
-    return out.contiguous(), logsums, U, log_z
+    return Bidirectional(out.contiguous(), logsum + top, U, log_z)
 
 
-def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...],
-             grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to x, y and v of `forward`, whose results these are."""
-    out, logsums, U, log_z, *_ = results
-    d, dv = x.shape[-1], v.shape[-1]
+def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional, grad: Tensor,
+             grad_logsum: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    d, dv, U = x.shape[-1], v.shape[-1], kept.state
     if form.keep is not None:
         grad = grad.masked_fill(~form.keep.any(-1)[:, None, None, None], 0)
     directions, keys, values = of_keys(x, y, v, form)
-    queries, virtual = of_queries(x, directions, log_z, form)
+    queries, virtual, top = of_queries(x, directions, kept.log_z, form)
     columns = U.shape[-1]
-    dqueries, dvirtual, dU = softmax_attention_backward(queries, virtual, U, pad(out, columns), logsums, pad(grad, columns))
+    out, grad = pad(kept.out, columns), pad(grad, columns)
+    if grad_logsum is not None:
+        out[..., dv], grad[..., dv] = 1, -grad_logsum
+    dqueries, dvirtual, dU = softmax_attention_backward(queries, virtual, U, out, kept.logsum - top, grad)
     U, dU = U.clone(), pad(dU[..., :dv], columns)
     U[..., dv], dU[..., dv] = 1, -dvirtual[..., d]
-    _, dkeys, dvalues = softmax_attention_backward(directions, keys, values, U, log_z, dU)
+    _, dkeys, dvalues = softmax_attention_backward(directions, keys, values, U, kept.log_z, dU)
     dy = torch.addcmul(dkeys[..., :d], y, dkeys[..., d:d + 1], value=-2 * form.norm_weight)
     dvalues = dvalues[..., :dv]
     if form.keep is not None:
@@ -86,13 +88,13 @@ def of_keys(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor
     return pad(torch.cat([rows, ones], -1), columns), pad(torch.cat([y, parts(offsets, y.dtype)], -1), columns), pad(v, columns)
 
 
-def of_queries(x: Tensor, directions: Tensor, log_z: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Queries [x, 1, ...] (B,H,L,width) and virtual keys [W, log z + 2 bias, ...] (B,H,M,width)."""
+def of_queries(x: Tensor, directions: Tensor, log_z: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [x, 1, ...] (B,H,L,width), virtual keys [W, log z + 2 bias - top, ...] (B,H,M,width), and top (B,H,1)."""
     d, columns = x.shape[-1], directions.shape[-1]
     offsets = log_z + 2 * form.bias
-    offsets = offsets - offsets.amax(-1, keepdim=True)  # smaller numbers, the same attention
-    virtual = torch.cat([directions[..., :d], parts(offsets, x.dtype)], -1)
-    return pad(torch.cat([x, x.new_ones(*x.shape[:-1], PARTS)], -1), columns), pad(virtual, columns)
+    top = offsets.amax(-1, keepdim=True)  # smaller numbers, the same attention
+    virtual = torch.cat([directions[..., :d], parts(offsets - top, x.dtype)], -1)
+    return pad(torch.cat([x, x.new_ones(*x.shape[:-1], PARTS)], -1), columns), pad(virtual, columns), top
 
 
 def parts(t: Tensor, dtype: torch.dtype) -> Tensor:

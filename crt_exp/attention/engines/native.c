@@ -1,12 +1,12 @@
-/* Attention with positive exponential features on CPUs, in float32: the twins of positive.py and causal.py, whose formulas and
-   names these are. One thread takes one head (or a part of its tokens) through chunks of 64 tokens, so that the features of a
+/* Attention with positive exponential features on CPUs, in float32: the twin of closed_form.py, whose formulas and names these
+   are. One thread takes one head (or a part of its tokens) through chunks of 64 tokens, so that the features of a
    chunk stay in the second-level cache from the product that makes them to the last that needs them.
 
    Logs are in base 2 and have exact maxima taken off: of the queries along a row, of the keys along a feature, as a running
    maximum, `ref`. A sum taken with an older ref is multiplied by exp2(old - new) <= 1.
 
-   Legend: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1], G = [g, -g.output]
-   (n, dv + 1); Q, K (n, M) features; S = K' V the state, as (dv + 1, M); D gradients to features. Rows of matrices with M
+   Legend: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and G = [g,
+   gradient to the log-sum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, as (dv + 1, M); D gradients to features. Rows of matrices with M
    columns are `ld` apart, of those with dv + 1 columns `lv`, and what fills them up is 0. */
 
 #include <math.h>
@@ -57,7 +57,7 @@ typedef struct {
 typedef struct {
     int64_t B, H, L, S, d, dv, M, splits, segment, threads;
     double norm_weight;
-    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dx, dy, dvalues;
+    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dlogsum, dx, dy, dvalues;
     const uint8_t *keep;  /* (B, S), or null */
     uint8_t *levels;      /* (B, H, chunks): 1 where a chunk was taken token by token */
 } Call;
@@ -343,7 +343,7 @@ static void load_keys(Head *e, int64_t start, int n) {
     }
 }
 
-/* G = [g, -g.output]. */
+/* G = [g, gradient to the log-sum - g.output]. */
 static void load_gradients(Head *e, int64_t start, int n) {
     load(e, e->c->grad, start, n, e->dv, e->G, e->lv);
     for (int i = 0; i < n; i++) {
@@ -353,7 +353,7 @@ static void load_gradients(Head *e, int64_t start, int n) {
         int p = 0;
         for (; p + LANES <= e->dv; p += LANES) dots += AT(g + p) * AT(out + p);
         for (; p < e->dv; p++) dot += g[p] * out[p];
-        e->G[i * e->lv + e->dv] = -dot - total(dots);
+        e->G[i * e->lv + e->dv] = (e->c->dlogsum.data ? *row_of(e, e->c->dlogsum, start + i) : 0) - dot - total(dots);
     }
 }
 
@@ -751,8 +751,9 @@ static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *seen) 
 static int64_t segments(const Call *c) { return (c->L + c->segment - 1) / c->segment; }
 static int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
-/* Where the state and reference before segment i are kept, (dv + 2, M). */
-static float *kept(const Head *e, int64_t i) { return of(e->c->states, e->b, e->h) + i * (e->dv + 2) * e->M; }
+/* Where the state before segment i, (dv + 1, M), and its reference are kept. */
+static float *kept_state(const Head *e, int64_t i) { return of(e->c->states, e->b, e->h) + i * (e->dv + 1) * e->M; }
+static float *kept_ref(const Head *e, int64_t i) { return of(e->c->logs, e->b, e->h) + i * e->M; }
 
 static void forward_head(Head *e, int64_t part, int64_t parts, float *memory) {
     (void)part, (void)parts, (void)memory;
@@ -767,9 +768,8 @@ static void forward_head(Head *e, int64_t part, int64_t parts, float *memory) {
     for (int64_t t = 0; t < c->L; t += CHUNK) {
         int n = c->L - t < CHUNK ? c->L - t : CHUNK;
         if (t % c->segment == 0) {
-            float *to = kept(e, t / c->segment);
-            transpose(e->M, e->dv + 1, e->St, e->lv, to, e->M);
-            memcpy(to + (e->dv + 1) * e->M, e->ref, sizeof(float) * e->M);
+            transpose(e->M, e->dv + 1, e->St, e->lv, kept_state(e, t / c->segment), e->M);
+            memcpy(kept_ref(e, t / c->segment), e->ref, sizeof(float) * e->M);
         }
         if (!(levels[t / CHUNK] = !forward_tokens(e, t, n, e->ref, &seen))) continue;
         for (int i = 0; i < n; i++) forward_tokens(e, t + i, 1, e->ref, &seen);
@@ -882,14 +882,13 @@ static void backward_head(Head *e, int64_t part, int64_t parts, float *memory) {
     for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? -NONE : 0;  /* nothing comes later */
     for (int64_t i = segments(c) - 1; i >= 0; i--) {
         int64_t start = i * c->segment, count = c->L - start < c->segment ? c->L - start : c->segment;
-        load_state(e, kept(e, i), e->S);
-        memcpy(e->fresh, kept(e, i) + (e->dv + 1) * e->M, sizeof(float) * e->M);
+        load_state(e, kept_state(e, i), e->S);
+        memcpy(e->fresh, kept_ref(e, i), sizeof(float) * e->M);
         for (int m = e->M; m < e->Mp; m++) e->fresh[m] = 0;  /* what fills up has logs below 0: its reference stays */
         sweep(e, start, count, CHUNK, levels + start / CHUNK, e->S, e->fresh, e->pieces);
     }
-    const float *ref = kept(e, 0) + (e->dv + 1) * e->M;
     memset(e->fresh, 0, sizeof(float) * e->Mp);
-    memcpy(e->fresh, ref, sizeof(float) * e->M);
+    memcpy(e->fresh, kept_ref(e, 0), sizeof(float) * e->M);
     if (factors(e->Mp, e->fresh, e->ref, e->factor)) scale_columns(e, e->dS, e->factor, e->dS);
     keys_backward(e, 0, c->S - c->L, e->dS, e->fresh);
 }

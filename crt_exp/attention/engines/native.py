@@ -1,17 +1,18 @@
 """The closed-form engines on CPUs in float32, in C (see native_library.py for how it is compiled).
 
-positive.py and causal.py have the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while
+closed_form.py has the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while
 its features are in the cache of one core; the same products one by one take 1.5 (bidirectional) to 2 times (causal) as long.
 """
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result
 from crt_exp.attention.engines.native_library import library
-from crt_exp.attention.engines.tiles import Form
+from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
 from crt_exp.nonfinite import NotFinite
 
 CHUNK, SEGMENT = 64, 512  # tokens of a chunk, as in native.c, and between two states that the causal forward pass keeps
@@ -23,7 +24,7 @@ class View(ctypes.Structure):
 
 
 SIZES = ("B", "H", "L", "S", "d", "dv", "M", "splits", "segment", "threads")
-VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dx", "dy", "dvalues")
+VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dlogsum", "dx", "dy", "dvalues")
 
 
 class Call(ctypes.Structure):
@@ -37,44 +38,44 @@ def applies(*tensors: Tensor) -> bool:
 
 
 class Engine:
-    """One of the two engines, with the functions of positive.py and causal.py."""
+    """Bidirectional or causal: see protocol.py."""
 
     def __init__(self, causal: bool):
-        self.causal = causal
+        self.causal, self.unit = causal, math.log(2) if causal else 1.0
 
-    def saved(self, x: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        """Empty tensors for the results of `forward`."""
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Bidirectional | Causal:
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
         out, logsum = v.new_empty(B, H, L, dv), v.new_empty(B, H, L)
         if not self.causal:
-            return out, logsum, v.new_empty(B, H, dv + 1, M), v.new_empty(B, H, M)
+            return Bidirectional(out, logsum, v.new_empty(B, H, dv + 1, M), v.new_empty(B, H, M))
         levels = torch.empty(B, H, -(-L // CHUNK), dtype=torch.uint8, device="cpu")
-        return out, logsum, v.new_empty(B, H, -(-L // SEGMENT), dv + 2, M), v.new_empty(0), levels
+        parts = -(-L // SEGMENT)
+        return Causal(out, logsum, v.new_empty(B, H, parts, dv + 1, M), v.new_empty(B, H, parts, M), levels)
 
-    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, ...]:
-        """out (B,H,L,dv) and what `backward` needs of x (B,H,L,d), y (B,H,S,d) and v (B,H,S,dv)."""
-        results = self.saved(x, v, form.rows)
-        self._call("forward", x, y, v, form, results)
-        return results
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Bidirectional | Causal:
+        kept = self.empty(x, v, form.rows)
+        self._call("forward", x, y, v, form, kept)
+        return kept
 
-    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...],
-                 grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients to x, y and v of `forward`, whose results these are."""
+    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal, grad: Tensor,
+                 grad_logsum: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
-        self._call("backward", x, y, v, form, results, grad=grad, dx=dx, dy=dy, dvalues=dv)
+        of_logsum = {} if grad_logsum is None else {"dlogsum": grad_logsum / self.unit}
+        self._call("backward", x, y, v, form, kept, grad=grad, dx=dx, dy=dy, dvalues=dv, **of_logsum)
         return dx, dy, dv
 
-    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, results: tuple[Tensor, ...], **others: Tensor) -> None:
+    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal,
+              **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
         sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=-(-threads // max(1, B * H)), segment=SEGMENT,
                      threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
-        results = tuple(t.contiguous() for t in results)
-        named |= dict(zip(("out", "logsum", "states", "logs"), results))
+        kept = type(kept)(*(t.contiguous() for t in kept))
+        named |= dict(zip(("out", "logsum", "states", "logs"), kept))
         keep = None if form.keep is None else form.keep.contiguous()
         call = Call(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
-                    keep=None if keep is None else keep.data_ptr(), levels=results[4].data_ptr() if self.causal else None)
+                    keep=None if keep is None else keep.data_ptr(), levels=kept.levels.data_ptr() if self.causal else None)
         status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")

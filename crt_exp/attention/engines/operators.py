@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
-from crt_exp.attention.engines import bidirectional as bidirectional_engine
-from crt_exp.attention.engines import causal as causal_engine
-from crt_exp.attention.engines import flash, native
+from crt_exp.attention.engines import closed_form, flash, native
 from crt_exp.attention.engines.at_once import attend_at_once
 from crt_exp.attention.engines.generic import Call, Part, plain_attention, plain_gradients
-from crt_exp.attention.engines.tiles import Form
+from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
+from crt_exp.attention.partials import Partial, finish, normalised
 from crt_exp.features.base import ONE, Bound, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
 
@@ -20,24 +19,49 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
 
     The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
-    rows, scale, bias = _exponent(phi, noise, params, x.device, compute_dtype(x, y, v), factor)
-    form = rows, scale, bias, keep, phi.norm_weight * factor**2
-    if torch.compiler.is_exporting():  # torch's own operators alone: the program runs without this package
-        return attend_at_once(x, y, v, _part(*form, causal))
-    if transformed(x, y, v):
-        return plain_attention(x, y, v, _part(*form, causal))
-    return _forward(x, y, v, *form, causal)[0]
+    form = form_of(x, y, v, phi, noise, params, keep, factor)
+    if torch.compiler.is_exporting() or transformed(x, y, v):
+        return finish(_in_plain_operations(x, y, v, form, causal)).to(v.dtype)
+    return _operator(causal)(x, y, v, *form, causal)[0]
 
 
-def _part(rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None, norm_weight: float, causal: bool) -> Part:
+def positive_partial(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
+                     keep: Tensor | None, factor: float) -> Partial:
+    """The same as a partial: the outputs with their log-sums."""
+    form = form_of(x, y, v, phi, noise, params, keep, factor)
+    if torch.compiler.is_exporting() or transformed(x, y, v):
+        return _in_plain_operations(x, y, v, form, causal)
+    out, logsum, *_ = _operator(causal)(x, y, v, *form, causal)
+    logsum = _engine(x, y, v, form.rows, causal).unit * logsum + form.shared_logs(x)
+    if keep is not None:
+        seen = keep.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] > 0 if causal else keep.any(-1)[:, None, None]
+        logsum = torch.where(seen, logsum, -torch.inf)
+    return normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
+
+
+def form_of(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
+            factor: float = 1.0) -> Form:
+    """Rows (.,.,M,d), scale (.,.,1,1) and bias (.,.,M) of the log features of factor x."""
+    rows, scale, bias = phi.exponent(noise, params)
+    scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
+    cast = lambda t: t.detach().to(x.device, compute_dtype(x, y, v))[(None,) * (4 - t.ndim)]
+    return Form(cast(rows), cast(scale), cast(bias).squeeze(-2), phi.norm_weight * factor**2, keep)
+
+
+def part_of(form: Form, causal: bool) -> Part:
     """The map for the engine of all maps, which knows every transform."""
-    weight, bias = (rows * scale).mT, bias.unsqueeze(-2)
+    weight, bias = (form.rows * form.scale).mT, form.bias.unsqueeze(-2)
 
     def phi(t: Tensor) -> Features:
         t = t.to(weight.dtype)
-        return Features(ONE, t @ weight + bias - norm_weight * sq_norm(t))
+        return Features(ONE, t @ weight + bias - form.norm_weight * sq_norm(t))
 
-    return Part(Call(None, None, None, causal, keep), Bound(phi, phi), keep)
+    return Part(Call(None, None, None, causal, form.keep), Bound(phi, phi), form.keep)
+
+
+def _in_plain_operations(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool) -> Partial:
+    """torch's own operators alone: an exported program runs without this package."""
+    return (attend_at_once if torch.compiler.is_exporting() else plain_attention)(x, y, v, part_of(form, causal))
 
 
 @torch.no_grad()
@@ -46,79 +70,81 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
 
     The bidirectional engine computes it for its queries; one of zeros asks for no more.
     """
-    rows, scale, bias = _exponent(phi, noise, params, y.device, compute_dtype(y, v))
-    engine = native.bidirectional if native.applies(y, v, rows) else bidirectional_engine
-    form = Form(rows, scale, bias, phi.norm_weight, keep)
-    _, _, sums, logs, *_ = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
-    top = logs + bias
-    return sums, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
-
-
-def _exponent(phi: PositiveExponential, noise, params, device, dtype, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (.,.,M,d), scale (.,.,1,1) and bias (.,.,M) of the log features of factor x."""
-    rows, scale, bias = phi.exponent(noise, params)
-    cast = lambda t: t.detach().to(device, dtype)
-    scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
-    return _four(cast(rows)), _four(cast(scale)), _four(cast(bias)).squeeze(-2)
-
-
-def _four(t: Tensor) -> Tensor:
-    return t[(None,) * (4 - t.ndim)]
+    form = form_of(y, y, v, phi, noise, params, keep)
+    engine = native.bidirectional if native.applies(y, v, form.rows) else closed_form.bidirectional
+    kept = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
+    top = kept.log_z + form.bias
+    return kept.state, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
 
 
 def _engine(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, causal: bool):
     if native.applies(x, y, v, rows):
         return native.causal if causal else native.bidirectional
     if causal:
-        return causal_engine
-    return flash if flash.applies(x, y, v) else bidirectional_engine
+        return closed_form.causal
+    return flash if flash.applies(x, y, v) else closed_form.bidirectional
 
 
-def _five(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """out, log-sums and what else the engine keeps for its backward pass: an operator has a fixed number of results."""
-    return *results, *(torch.empty(0, dtype=torch.uint8) for _ in range(5 - len(results)))
+def _operator(causal: bool):
+    return torch.ops.crt_exp.causal_attention if causal else torch.ops.crt_exp.bidirectional_attention
 
 
-@torch.library.custom_op("crt_exp::positive_attention", mutates_args=())
-def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None,
-             norm_weight: float, causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(x.device.type, enabled=False):
-        results = _engine(x, y, v, rows, causal).forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
-    check_result(results[1])
-    return _five(results)
+FORM = "Tensor x, Tensor y, Tensor v, Tensor rows, Tensor scale, Tensor bias, float norm_weight, Tensor? keep, bool causal"
 
 
-@_forward.register_fake
-def _(x, y, v, rows, scale, bias, keep, norm_weight, causal):
-    return _five(_engine(x, y, v, rows, causal).saved(x, v, rows))
+def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
+    """The operators crt_exp::<name>, which returns the record of an engine, and crt_exp::<name>_backward."""
+    tensors = ", ".join(["Tensor"] * len(record._fields))
+    kept_arguments = ", ".join(f"Tensor {field}" for field in record._fields)
+
+    def forward(x, y, v, rows, scale, bias, norm_weight, keep, causal):
+        with torch.autocast(x.device.type, enabled=False):
+            kept = _engine(x, y, v, rows, causal).forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
+        check_result(kept.logsum)
+        return tuple(kept)
+
+    def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, causal, *kept):
+        form = Form(rows, scale, bias, norm_weight, keep)
+        with torch.autocast(x.device.type, enabled=False):
+            return _engine(x, y, v, rows, causal).backward(x, y, v, form, record(*kept), grad, grad_logsum)
+
+    ours = torch.library.custom_op(f"crt_exp::{name}", forward, mutates_args=(), schema=f"({FORM}) -> ({tensors})")
+    theirs = torch.library.custom_op(
+        f"crt_exp::{name}_backward", backward, mutates_args=(),
+        schema=f"(Tensor grad, Tensor? grad_logsum, {FORM}, {kept_arguments}) -> (Tensor, Tensor, Tensor)")
+
+    def keep_for_backward(ctx, inputs, output):
+        x, y, v, rows, scale, bias, ctx.norm_weight, keep, ctx.causal = inputs
+        ctx.save_for_backward(x, y, v, rows, scale, bias, keep, *output)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    def gradients(ctx, grad, grad_logsum, *_):
+        x, y, v, rows, scale, bias, keep, *kept = ctx.saved_tensors
+        grad = torch.zeros_like(kept[0]) if grad is None else grad
+        form = Form(rows, scale, bias, ctx.norm_weight, keep)
+        if torch.is_grad_enabled() or transformed(grad):
+            return *_plain_gradients((x, y, v), form, ctx.causal, grad, grad_logsum), *(None,) * 6
+        return *theirs(grad, grad_logsum, x, y, v, *form, ctx.causal, *kept), *(None,) * 6
+
+    ours.register_fake(lambda x, y, v, rows, scale, bias, norm_weight, keep, causal: tuple(
+        _engine(x, y, v, rows, causal).empty(x, v, rows)))
+    theirs.register_fake(lambda grad, grad_logsum, x, y, v, *rest: tuple(
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, y, v)))
+    ours.register_autograd(gradients, setup_context=keep_for_backward)
 
 
-@torch.library.custom_op("crt_exp::positive_attention_backward", mutates_args=())
-def _backward(grad: Tensor, x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, keep: Tensor | None,
-              norm_weight: float, causal: bool, out: Tensor, logsum: Tensor, states: Tensor, tops: Tensor,
-              levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    saved = (out, logsum, states, tops, levels)
-    with torch.autocast(x.device.type, enabled=False):
-        return _engine(x, y, v, rows, causal).backward(x, y, v, Form(rows, scale, bias, norm_weight, keep), saved, grad)
+def _plain_gradients(inputs: tuple[Tensor, ...], form: Form, causal: bool, grad: Tensor, grad_logsum: Tensor | None):
+    """Those of the operator's first two results, which can be differentiated themselves."""
+    unit = _engine(*inputs, form.rows, causal).unit
+
+    def results(x, y, v):
+        rows = plain_attention(x, y, v, part_of(form, causal))
+        out = finish(rows).to(v.dtype)
+        return (out,) if grad_logsum is None else (out, (rows.logsum.squeeze(-1) - form.shared_logs(x)) / unit)
+
+    return plain_gradients(results, inputs, (grad,) if grad_logsum is None else (grad, grad_logsum))
 
 
-@_backward.register_fake
-def _(grad, x, y, v, *rest):
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, y, v))
-
-
-def _keep_for_backward(ctx, inputs, output):
-    x, y, v, rows, scale, bias, keep, ctx.norm_weight, ctx.causal = inputs
-    ctx.save_for_backward(x, y, v, rows, scale, bias, keep, *output)
-
-
-def _gradients(ctx, grad, *_):
-    x, y, v, rows, scale, bias, keep, *output = ctx.saved_tensors
-    if torch.is_grad_enabled() or transformed(grad):
-        part = _part(rows, scale, bias, keep, ctx.norm_weight, ctx.causal)
-        return *plain_gradients(x, y, v, grad, part), *(None,) * 6
-    grads = _backward(grad, x, y, v, rows, scale, bias, keep, ctx.norm_weight, ctx.causal, *output)
-    return *grads, *(None,) * 6
-
-
-_forward.register_autograd(_gradients, setup_context=_keep_for_backward)
+_define("bidirectional_attention", Bidirectional)
+_define("causal_attention", Causal)

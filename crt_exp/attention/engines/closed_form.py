@@ -1,0 +1,419 @@
+"""Attention with positive exponential features, forward and backward in closed form, for every device and precision.
+
+Legend: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h are the batch
+entries and heads of a tile. a, b are the log features of queries and keys.
+
+Bidirectional. With z_m = sum_j exp(b_jm), U_m = sum_j exp(b_jm) v_j / z_m and l_i = log sum_m exp(a_im + log z_m),
+    output_i = sum_m exp(a_im + log z_m - l_i) U_m:
+queries attend to M virtual keys with logits a + log z and values U, each of which attends to the true keys. With
+Q_im = exp(a_im + log z_m - l_i) and K_jm = exp(b_jm - log z_m), whose sums are 1, and G = [g, grad_logsum - g.output],
+    dQ = G [U, 1]^T,  d[U, 1] = Q^T G,  dv = K dU,  dK = V d[U, 1]^T.
+Four products forward and eight backward; one log-sum is kept for a row and one for a feature, nothing of size L x M. Terms of a
+that the features of a row share cancel and are left out; the bias of a feature counts once for each side. Derived here.
+
+Causal. Query i sees keys j <= i + S - L. Keys before the first query are summarised; the rest goes in segments of k chunks. With
+`before` (dv + 1, M) what the keys before a chunk have left, over exp(ref),
+    [numerator; denominator] = Q before^T + (Q K^T, lower triangle) V,
+and the chunks' states are running sums of their own contributions, so that each product of a segment is one batch.
+
+A segment has one reference, `ref`: the largest logs of its keys and of all before. That is exact, but a late key may be so large
+that the terms of an early row underflow: a denominator below TINY sends the segment through shorter and shorter pieces, down to
+one token, whose denominators are at least 1. Nothing else depends on the future. Kept for the backward pass: one log-sum a row,
+one state and reference a segment. It sweeps the segments in reverse with the gradient to the state and recomputes the features.
+
+native.c is the faster twin for float32 on CPUs, flash.py that for half precision on GPUs.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.checks import check_result
+from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, denominator_gradients
+
+CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores
+DEVICE_ELEMENTS = 2**25  # on an accelerator, which wants large launches
+TOKENS, HEADS = 64, 8    # of a chunk at least, and of a tile where there are enough tokens
+CHUNK = 128              # tokens of a causal chunk: more cost more in the triangle, fewer in the states
+SEGMENT = 1024           # tokens of a segment, whose features stay in the caches
+PIECES = (64, 16, 4, 1)  # tokens of the pieces into which a segment that underflows is cut, in turn
+TINY = 1e-25             # a smaller sum could miss terms that float32 rounds to 0
+
+
+class State(NamedTuple):
+    """sums = exp(-ref) sum_j exp(b_j) [v_j, 1] (b, h, dv + 1, M), ref (b, h, 1, M); ref = -inf where no key was seen."""
+
+    sums: Tensor
+    ref: Tensor
+
+    def at(self, ref: Tensor) -> "State":
+        """The same in a reference that is no smaller."""
+        return State(self.sums * torch.exp(self.ref - finite(ref)), ref)
+
+    def normalised(self) -> "State":
+        """With sums [U, 1] in the reference log z; sums of 0 where no key was seen."""
+        z = self.sums[..., -1:, :]
+        sums = self.sums / torch.where(z == 0, 1, z)
+        sums[..., -1, :] = 1
+        return State(sums, self.ref + z.log())
+
+
+def finite(log: Tensor) -> Tensor:
+    """-inf, the log-sum or maximum over no key, as 0: what it scales is 0 then, and no NaN may arise."""
+    return torch.where(log == -torch.inf, 0.0, log)
+
+
+def elements(t: Tensor) -> int:
+    return CPU_ELEMENTS if t.device.type == "cpu" else DEVICE_ELEMENTS
+
+
+def tiles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Ranges of (batches, heads) that cover all of them, at most `most` heads at a time."""
+    per_head = max(1, min(heads, most))
+    per_batch = max(1, min(batch, most // heads)) if per_head == heads else 1
+    for b in range(0, batch, per_batch):
+        for h in range(0, heads, per_head):
+            yield slice(b, min(b + per_batch, batch)), slice(h, min(h + per_head, heads))
+
+
+def chunks(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def shifted(tokens: slice, by: int) -> slice:
+    return slice(tokens.start + by, tokens.stop + by)
+
+
+class Memory:
+    """Products that overwrite each other: fresh pages for every one would cost more than the arithmetic on them."""
+
+    def __init__(self):
+        self.named = {}
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a b of batches of matrices (.., .., T, p) and (.., .., p, M), until the next one of this name."""
+        shape = *a.shape[:-1], b.shape[-1]
+        if name not in self.named or self.named[name].numel() < math.prod(shape):
+            self.named[name] = a.new_empty(math.prod(shape))
+        out = self.named[name][:math.prod(shape)].view(shape)
+        torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=out.flatten(0, -3))
+        return out
+
+
+class Tile:
+    """The vectors of some batch entries and heads, and their features chunk by chunk. `size`: tokens of a chunk."""
+
+    def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor, size: int,
+                 memory: Memory):
+        self.x, self.y, self.v, self.offsets = x[index], y[index], v[index], offsets[index]
+        cut = lambda t: t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))]
+        self.rows = (cut(form.rows) * cut(form.scale)).expand(*self.x.shape[:2], -1, -1)                 # (b, h, M, d)
+        self.bias, self.norm_weight = cut(form.bias).unsqueeze(-2), form.norm_weight                     # (., ., 1, M)
+        self.hidden = None if form.keep is None else ~form.keep[index[0], None, :, None]                 # (b, 1, S, 1)
+        self.after = y.shape[2] - x.shape[2]  # keys before the first query
+        self.size, self.dtype, self.memory = size, form.rows.dtype, memory
+
+    def weights(self, offset: Tensor | float = 0.0) -> Tensor:
+        """[W; offset of the feature; 1] (b, h, d + 2, M)."""
+        rows = torch.cat([self.rows, self.rows.new_ones(*self.rows.shape[:-1], 2)], -1).mT.contiguous()
+        rows[..., -2:-1, :] = offset
+        return rows
+
+    def logs(self, name: str, t: Tensor, column: Tensor | None, weights: Tensor) -> Tensor:
+        """W t + offset of the feature + `column`, an offset of the token: (b, h, T, M)."""
+        shape = *t.shape[:-1], 1
+        last = self.rows.new_zeros(shape) if column is None else column.unsqueeze(-1)
+        return self.memory.product(name, torch.cat([t.to(self.dtype), self.rows.new_ones(shape), last], -1), weights)
+
+    def known(self, t: Tensor, tokens: slice) -> Tensor:
+        """Keys or values in the precision of the work, 0 where padding may hold NaN."""
+        t = t[:, :, tokens].to(self.dtype)
+        return t if self.hidden is None else t.masked_fill(self.hidden[:, :, tokens], 0)
+
+    def keys(self, tokens: slice, weights: Tensor) -> Tensor:
+        return self.logs("keys", self.known(self.y, tokens), self.offsets[:, :, tokens], weights)
+
+    def values(self, tokens: slice) -> Tensor:
+        """[v, 1] (b, h, T, dv + 1)."""
+        v = self.known(self.v, tokens)
+        return torch.cat([v, torch.ones_like(v[..., :1])], -1)
+
+    def queries(self, tokens: slice, weights: Tensor, column: Tensor | None = None) -> Tensor:
+        return self.logs("queries", self.x[:, :, tokens], column, weights)
+
+    def nothing(self) -> State:
+        (b, h, M, _), dv = self.rows.shape, self.v.shape[-1]
+        return State(self.rows.new_zeros(b, h, dv + 1, M), self.rows.new_full((b, h, 1, M), -torch.inf))
+
+    # What the keys leave in the features, where all queries see all of them.
+
+    def summary(self, length: int) -> State:
+        """Of the first keys."""
+        state, weights = self.nothing(), self.weights()
+        for tokens in chunks(length, self.size):
+            features, ref = scaled(self.keys(tokens, weights), state.ref)
+            state = state.at(ref)
+            add_product(state.sums, self.values(tokens).mT, features)
+        return state
+
+    def summary_backward(self, length: int, ref: Tensor, dsums: Tensor, dy: Tensor, dv: Tensor) -> None:
+        """Writes the gradients to the first keys and values, given that to their state in a reference."""
+        weights = self.weights(-finite(ref))
+        for tokens in chunks(length, self.size):
+            features = self.keys(tokens, weights).exp_()
+            dv[:, :, tokens] = features @ dsums[..., :-1, :].mT
+            self.write_dy(dy, tokens, self.memory.product("dlogs", self.values(tokens), dsums).mul_(features))
+
+    def write_dy(self, dy: Tensor, tokens: slice, dlogs: Tensor) -> None:
+        dnorms = dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight)
+        dy[:, :, tokens] = torch.addcmul(dlogs @ self.rows, self.known(self.y, tokens), dnorms)
+
+
+def scaled(logs: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    """Features over the largest logs of their own or of `ref`, and these; overwrites the logs."""
+    ref = torch.maximum(ref, logs.amax(-2, keepdim=True))
+    return logs.sub_(finite(ref)).exp_(), ref
+
+
+def add_product(to: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """to += a b for batches of matrices, without a tensor for the product."""
+    to.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+    return to
+
+
+class bidirectional:  # noqa: N801 (an engine: see protocol.py)
+    unit = 1.0
+
+    @staticmethod
+    def empty(x: Tensor, v: Tensor, rows: Tensor) -> Bidirectional:
+        (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
+        return Bidirectional(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, dv + 1, M),
+                             rows.new_empty(B, H, M))
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> Bidirectional:
+        kept = bidirectional.empty(x, v, form.rows)
+        check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
+        for index, tile in whole_tiles(form, x, y, v):
+            state = tile.summary(y.shape[2]).normalised()
+            log_z = finite(state.ref)
+            read(tile, state.sums.mT.contiguous(), log_z, kept.out[index], kept.logsum[index])
+            kept.state[index], kept.log_z[index] = state.sums, log_z.squeeze(-2)
+        return kept
+
+    @staticmethod
+    def backward(x, y, v, form: Form, kept: Bidirectional, grad, grad_logsum=None) -> tuple[Tensor, Tensor, Tensor]:
+        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+        last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
+        for index, tile in whole_tiles(form, x, y, v):
+            dx, dy, dv = (t[index] for t in grads)
+            log_z = kept.log_z[index].unsqueeze(-2)
+            dstate = read_backward(tile, kept.state[index], log_z, kept.logsum[index], grad[index], last[index], dx)
+            tile.summary_backward(y.shape[2], log_z, dstate, dy, dv)
+        return grads
+
+
+def whole_tiles(form: Form, x: Tensor, y: Tensor, v: Tensor) -> Iterator[tuple[tuple[slice, slice], Tile]]:
+    offsets, memory = form.key_offsets(y), Memory()
+    heads, size = plan(x, form.width)
+    for index in tiles(*x.shape[:2], heads):
+        yield index, Tile(form, index, x, y, v, offsets, size, memory)
+
+
+def plan(x: Tensor, width: int) -> tuple[int, int]:
+    """Heads of a tile and tokens of a chunk."""
+    most = elements(x)
+    tokens = min(x.shape[2], max(TOKENS, most // (width * max(1, min(HEADS, x.shape[0] * x.shape[1])))))
+    return max(1, most // (width * tokens)), tokens
+
+
+def read(tile: Tile, values: Tensor, log_z: Tensor, out: Tensor, logsum: Tensor) -> None:
+    """Writes outputs and log-sums; values [U, 1] (b, h, M, dv + 1)."""
+    weights = tile.weights(log_z + 2 * tile.bias)
+    for tokens in chunks(out.shape[2], tile.size):
+        logs = tile.queries(tokens, weights)
+        top = logs.amax(-1, keepdim=True)
+        sums = logs.sub_(top).exp_() @ values
+        out[:, :, tokens] = sums[..., :-1] / sums[..., -1:]
+        logsum[:, :, tokens] = (top + sums[..., -1:].log()).squeeze(-1)
+
+
+def read_backward(tile: Tile, state: Tensor, log_z: Tensor, logsum: Tensor, grad: Tensor, last: Tensor, dx: Tensor) -> Tensor:
+    """Writes dx and returns the gradient to [U, 1], (b, h, dv + 1, M)."""
+    weights, dstate = tile.weights(log_z + 2 * tile.bias), torch.zeros_like(state)
+    for tokens in chunks(dx.shape[2], tile.size):
+        features = tile.queries(tokens, weights, -logsum[:, :, tokens]).exp_()
+        given = with_last(grad[:, :, tokens], last[:, :, tokens])
+        add_product(dstate, given.mT, features)
+        dx[:, :, tokens] = tile.memory.product("dlogs", given, state).mul_(features) @ tile.rows
+    return dstate
+
+
+def with_last(grad: Tensor, last: Tensor) -> Tensor:
+    """G (b, h, T, dv + 1)."""
+    return torch.cat([grad.to(last.dtype), last.unsqueeze(-1)], -1)
+
+
+class causal:  # noqa: N801
+    unit = 1.0
+
+    @staticmethod
+    def empty(x: Tensor, v: Tensor, rows: Tensor) -> Causal:
+        """The first of the kept states is that of the keys before the first query."""
+        (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
+        parts = len(segments(L)) + 1
+        return Causal(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, parts, dv + 1, M),
+                      rows.new_empty(B, H, parts, M), torch.zeros(B, H, parts, dtype=torch.uint8, device="cpu"))
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> Causal:
+        kept = causal.empty(x, v, form.rows)
+        check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
+        for index, run in segment_tiles(form, x, y, v):
+            states, refs, levels = kept.states[index], kept.refs[index], kept.levels[index]
+            state = run.tile.summary(run.tile.after)
+            states[:, :, 0], refs[:, :, 0] = state.sums, state.ref.squeeze(-2)
+            for i, segment in enumerate(segments(x.shape[2]), 1):
+                inside, state, level = run.segment(segment, state, kept.out[index], kept.logsum[index])
+                states[:, :, i], refs[:, :, i], levels[:, :, i] = inside.sums, inside.ref.squeeze(-2), level
+        return kept
+
+    @staticmethod
+    def backward(x, y, v, form: Form, kept: Causal, grad, grad_logsum=None) -> tuple[Tensor, Tensor, Tensor]:
+        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+        last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
+        parts = segments(x.shape[2])
+        for index, run in segment_tiles(form, x, y, v):
+            at = lambda i, index=index: State(kept.states[index][:, :, i], kept.refs[index][:, :, i].unsqueeze(-2))
+            given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads]
+            dstate = State(torch.zeros_like(at(0).sums), torch.full_like(at(0).ref, torch.inf))  # nothing comes later
+            for i in range(len(parts), 0, -1):
+                for piece, before in reversed(run.entering(parts[i - 1], int(kept.levels[index][:, :, i].max()), at(i))):
+                    dstate = run.piece_backward(piece, before, dstate, given, wanted)
+            ref = at(0).ref
+            run.tile.summary_backward(run.tile.after, ref, dsums_at(dstate, ref), *wanted[1:])
+        return grads
+
+
+def segment_tiles(form: Form, x: Tensor, y: Tensor, v: Tensor) -> Iterator[tuple[tuple[slice, slice], "Run"]]:
+    (B, H, L, _), offsets, memory = x.shape, form.key_offsets(y), Memory()
+    for index in tiles(B, H, elements(x) // (form.width * min(SEGMENT, L))):
+        yield index, Run(Tile(form, index, x, y, v, offsets, plan(x, form.width)[1], memory))
+
+
+def segments(length: int) -> list[slice]:
+    """Ranges of whole chunks, then one of what is left."""
+    whole = length // CHUNK * CHUNK
+    cuts = sorted({*range(0, whole, SEGMENT), whole, length})
+    return [slice(a, b) for a, b in zip(cuts, cuts[1:])]
+
+
+def pieces(segment: slice, level: int) -> list[slice]:
+    """The whole segment at level 0."""
+    length = PIECES[level - 1] if level else segment.stop - segment.start
+    return [slice(a, min(a + length, segment.stop)) for a in range(segment.start, segment.stop, length)]
+
+
+def dsums_at(dstate: State, ref: Tensor) -> Tensor:
+    """Gradients to sums of the reference dstate.ref as gradients to those of `ref`, in which they are exp(ref - dstate.ref) times
+    as large: at most 1 times, for references grow."""
+    return dstate.sums * torch.exp(ref - finite(dstate.ref))
+
+
+class Run:
+    """The segments of one tile. A piece is a segment or a part of one: T tokens in k chunks, (b, h, k, C, .)."""
+
+    def __init__(self, tile: Tile):
+        self.tile, self.weights = tile, tile.weights()
+        self.seen = None if tile.hidden is None else ((~tile.hidden).cumsum(-2) > 0)[:, :, tile.after:]     # (b, 1, L, 1)
+
+    def segment(self, segment: slice, state: State, out: Tensor, logsum: Tensor) -> tuple[State, State, int]:
+        """What the backward pass needs (whole: the entering state in the reference of the segment), the state after the segment,
+        and the level of pieces that it took."""
+        for level in range(len(PIECES) + 1):
+            after = state
+            for piece in pieces(segment, level):
+                inside, after = self.piece(piece, after, out, logsum)
+                if after is None:
+                    break
+            else:
+                return state if level else inside, after, level
+        raise AssertionError("a piece of one token cannot underflow")
+
+    def entering(self, segment: slice, level: int, state: State) -> list[tuple[slice, State]]:
+        """Each piece with its entering state, in the reference of the piece."""
+        if level == 0:
+            return [(segment, state)]
+        found = []
+        for piece in pieces(segment, level):
+            K, V, ref = self.keys(piece, state.ref)
+            found.append((piece, state.at(ref)))
+            _, state = running(found[-1][1], V.mT @ K)
+        return found
+
+    def piece(self, piece: slice, state: State, out: Tensor, logsum: Tensor) -> tuple[State, State | None]:
+        """The entering state in the reference of the piece, and the state after it: None where a sum was too small."""
+        K, V, ref = self.keys(piece, state.ref)
+        inside = state.at(ref)
+        Q = self.tile.queries(piece, self.query_weights(ref))
+        top = Q.amax(-1, keepdim=True)
+        Q = split(Q.sub_(top).exp_())
+        before, after = running(inside, V.mT @ K)
+        sums = Q @ before.mT
+        sums = add_product(sums, (Q @ K.mT).tril_(), V).flatten(2, 3)                                       # (b, h, T, dv + 1)
+        den, seen = sums[..., -1:], None if self.seen is None else self.seen[:, :, piece]
+        if piece.stop - piece.start > 1 and bool((den < TINY if seen is None else (den < TINY) & seen).any()):
+            return inside, None
+        if seen is not None:
+            den.masked_fill_(den == 0, 1)
+        out[:, :, piece] = sums[..., :-1] / den
+        logsum[:, :, piece] = (top + den.log()).squeeze(-1)
+        return inside, after
+
+    def piece_backward(self, piece: slice, state: State, dstate: State, given: list[Tensor], wanted: list[Tensor]) -> State:
+        """Writes the gradients of one piece and returns that to the state before it, given that after it."""
+        (logsum, grad, last), (dx, dy, dv), tile = ([t[:, :, piece] for t in given], wanted, self.tile)
+        tokens = shifted(piece, tile.after)
+        K = split(tile.keys(tokens, tile.weights(-finite(state.ref))).exp_())
+        Q = split(tile.queries(piece, self.query_weights(state.ref), -logsum).exp_())
+        V, G = split(tile.values(tokens)), split(with_last(grad, last))
+        before, _ = running(state, V.mT @ K)
+        dafter, dbefore = running_back(dsums_at(dstate, state.ref), G.mT @ Q)
+        pairs, dpairs = (Q @ K.mT).tril_(), (G @ V.mT).tril_()
+        dlogs = add_product(tile.memory.product("dlogs", G, before), dpairs, K).mul_(Q)
+        dx[:, :, piece] = dlogs.flatten(2, 3) @ tile.rows
+        dv[:, :, tokens] = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1]).flatten(2, 3)
+        dlogs = add_product(tile.memory.product("dlogs", V, dafter), dpairs.mT, Q).mul_(K)
+        tile.write_dy(dy, tokens, dlogs.flatten(2, 3))
+        return State(dbefore, state.ref)
+
+    def keys(self, piece: slice, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V of a piece in chunks, and its reference."""
+        tokens = shifted(piece, self.tile.after)
+        features, ref = scaled(self.tile.keys(tokens, self.weights), ref)
+        return split(features), split(self.tile.values(tokens)), ref
+
+    def query_weights(self, ref: Tensor) -> Tensor:
+        return self.tile.weights(finite(ref) + 2 * self.tile.bias)
+
+
+def split(t: Tensor) -> Tensor:
+    """(b, h, T, .) in chunks (b, h, k, C, .)."""
+    return t.unflatten(2, (-1, min(CHUNK, t.shape[2])))
+
+
+def running(state: State, parts: Tensor) -> tuple[Tensor, State]:
+    """What stands before each chunk (b, h, k, dv + 1, M), given what each leaves, and the state after the last."""
+    sums = torch.cat([state.sums.unsqueeze(2), parts], 2)
+    sums = (sums.new_ones(sums.shape[2], sums.shape[2]).tril_() @ sums.flatten(3)).view_as(sums)
+    return sums[:, :, :-1], State(sums[:, :, -1], state.ref)
+
+
+def running_back(dsums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient to what stands after each chunk, and to what stands before the first."""
+    sums = torch.cat([parts, dsums.unsqueeze(2)], 2)
+    sums = (sums.new_ones(sums.shape[2], sums.shape[2]).triu_() @ sums.flatten(3)).view_as(sums)
+    return sums[:, :, 1:], sums[:, :, 0]

@@ -1,0 +1,75 @@
+"""What the engines for positive exponential features agree on: what they are given, and what they return.
+
+Legend: B, H, L queries x, S keys y, d, values v of dimension dv, M features, N segments. An engine has a `unit` and three
+functions:
+
+    empty(x, v, rows) -> a record like that of `forward`, of which only sizes and types count
+    forward(x, y, v, form) -> the record: out, logsum, and what else the engine wants for its backward pass
+    backward(x, y, v, form, kept, grad, grad_logsum) -> (dx, dy, dv), given the record and the gradients to out and logsum
+
+x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit `logsum` is the log of a row's denominator in nats, up to -norm_weight |x|^2, which
+all features of a row share, and which the caller adds (`Form.shared_logs`); an engine that works in binary logarithms says so by
+its unit, log 2, for its backward pass needs the very numbers of the forward pass. The gradient enters where the denominator's own
+does: with G = [g, gradient to the log-sum - g.output] as that to [output, 1], every formula of the engines stays as it is. What
+stands in `logsum` for a row that sees no key means nothing; its gradient is 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.checks import check_result
+
+
+class Bidirectional(NamedTuple):
+    out: Tensor     # (B,H,L,dv)
+    logsum: Tensor  # (B,H,L)
+    state: Tensor   # [U, 1] (B,H,dv+1,M), or U in the engine's own layout: the values of the features, as virtual keys
+    log_z: Tensor   # (B,H,M): their log weights, of the keys without the bias
+
+
+class Causal(NamedTuple):
+    out: Tensor     # (B,H,L,dv)
+    logsum: Tensor  # (B,H,L)
+    states: Tensor  # (B,H,N,dv+1,M): what the keys before each segment have left, over exp(refs)
+    refs: Tensor    # (B,H,N,M)
+    levels: Tensor  # (B,H,.) uint8: where shorter pieces had to be taken
+
+
+class Form(NamedTuple):
+    """log phi(x) = scale rows.x + bias - norm_weight |x|^2, with what the engines are given besides the vectors."""
+
+    rows: Tensor                # (B or 1, H or 1, M, d)
+    scale: Tensor               # (B or 1, H or 1, 1, 1)
+    bias: Tensor                # (B or 1, H or 1, M)
+    norm_weight: float
+    keep: Tensor | None         # (B, S)
+
+    @property
+    def width(self) -> int:
+        return self.rows.shape[-2]
+
+    def shared_logs(self, x: Tensor) -> Tensor:
+        """-norm_weight |x|^2 of all tokens, (B, H, L)."""
+        return -self.norm_weight * x.to(self.rows.dtype).square().sum(-1)
+
+    def key_offsets(self, y: Tensor) -> Tensor:
+        """-norm_weight |y|^2, -inf where masked, (B, H, S). Raises ValueError where it is not finite (CPU)."""
+        squares = torch.linalg.vector_norm(y, dim=-1, dtype=self.rows.dtype).square_()
+        if self.keep is not None:
+            squares.masked_fill_(~self.keep[:, None], 0)  # padding may hold NaN
+        check_result(squares)
+        offsets = squares.mul_(-self.norm_weight)
+        return offsets if self.keep is None else offsets.masked_fill_(~self.keep[:, None], -torch.inf)
+
+
+def denominator_gradients(grad: Tensor, out: Tensor, grad_logsum: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The last column of G, grad_logsum - g.output (B, H, L)."""
+    dots = row_dots(grad, out, dtype)
+    return -dots if grad_logsum is None else grad_logsum - dots
+
+
+def row_dots(a: Tensor, b: Tensor, dtype: torch.dtype, block: int = 512) -> Tensor:
+    """sum_k a_tk b_tk of (B, H, T, k), without products of that size."""
+    return torch.cat([(p.to(dtype) * q).sum(-1) for p, q in zip(a.split(block, 2), b.split(block, 2))], 2)

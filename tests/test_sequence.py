@@ -1,0 +1,145 @@
+"""A sequence split over processes: outputs and gradients are those of one process with the whole of it."""
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from maps import independent
+
+from crt_exp import samplers
+from crt_exp.attention import Generalized, RandomFeatureAttention, attention
+from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
+CUTS = {2: (0, 5, 14), 3: (0, 6, 7, 14)}  # parts of different length
+
+
+def tensors(dtype, Hkv=2):
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+    mask = torch.rand(2, 14, generator=g) > 0.3
+    mask[0, :7] = False  # all keys of the first process
+    return 0.5 * draw(2, 2, 14, 4), 0.5 * draw(2, Hkv, 14, 4), draw(2, Hkv, 14, 3), mask, draw(2, 2, 14, 3)
+
+
+def cases():
+    """(map, options of attention, dtype, tolerance)"""
+    for phi in (OPRF(), TrigRF(), GeomRF(), Generalized(f="relu")):
+        for causal, masked in itertools.product((False, True), (False, True)):
+            yield phi, {"causal": causal}, masked, torch.float64, 1e-9
+    yield OPRF(), {"causal": True, "scale": 0.7}, True, torch.float32, 1e-4
+    yield TrigRF(), {"causal": True, "denominator": "clamp", "scale": 0.7}, False, torch.float64, 1e-9
+    yield TrigRF(), {"normalize": False}, False, torch.float64, 1e-9
+
+
+def results(function, x, y, v, mask, grad):
+    """Outputs and gradients of one call."""
+    x, y, v = (t.detach().clone().requires_grad_() for t in (x, y, v))
+    out = function(x, y, v, mask)
+    return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
+
+
+def compare(function, part, Hkv=2, dtype=torch.float64, masked=True, tolerance=1e-9):
+    """function(x, y, v, key_mask, group) of the parts, against that of the whole without a group."""
+    x, y, v, mask, grad = tensors(dtype, Hkv)
+    y, v = (t.masked_fill(~mask[:, None, :, None], torch.nan) if masked else t for t in (y, v))
+    mask = mask if masked else None
+    whole = results(lambda *a: function(*a, None), x, y, v, mask, grad)
+    cut = lambda t: t[:, :, part]
+    ours = results(lambda *a: function(*a, dist.group.WORLD), *map(cut, (x, y, v)), None if mask is None else mask[:, part],
+                   cut(grad))
+    for name, a, b in zip(("out", "dx", "dy", "dv"), ours, whole, strict=True):
+        assert a.isfinite().all(), name
+        assert (a - cut(b)).abs().max() <= tolerance * b.abs().max(), name
+
+
+def attention_in_parts(part):
+    for phi, options, masked, dtype, tolerance in cases():
+        for Hkv in (1, 2):
+            g = torch.Generator().manual_seed(1)
+            noise = independent(phi, lambda g=g: samplers.orthogonal(6, 4, g, batch=(2,), dtype=torch.float64))
+            x, y, *_ = tensors(torch.float64)
+            params = phi.fit(Statistics.of(x, y))
+            function = lambda x, y, v, mask, group, phi=phi, noise=noise, params=params, options=options: attention(
+                x, y, v, phi, noise, params, key_mask=mask, group=group, **options)
+            try:
+                compare(function, part, Hkv, dtype, masked, tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"{phi} {options} masked={masked} {dtype} Hkv={Hkv}: {error}") from None
+
+
+def layers_in_parts(part):
+    """The parameters are those of the whole sequence."""
+    for phi in (OPRF(), PosRF(), GeomRF()):
+        for options in ({}, {"causal": True}, {"kv_heads": 1}):
+            layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, **options).double().eval()
+            if layer.running:
+                with torch.no_grad(), layer.calibration():
+                    x, y, v, *_ = tensors(torch.float64)
+                    layer(x, y, v)
+
+            def function(x, y, v, mask, group, layer=layer):
+                layer.group = group
+                return layer(x, y, v, mask)
+
+            compare(function, part, options.get("kv_heads", 2))
+
+
+def refusals(part):
+    noise, x = samplers.iid(6, 4), torch.zeros(1, 1, 5, 4)
+    with pytest.raises(ValueError, match="each token is a query and a key"):
+        attention(x[:, :, :3], x, x, PosRF(), noise, causal=True, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="cannot be compiled"):
+        torch.func.grad(lambda x: attention(x, x, x, PosRF(), noise, group=dist.group.WORLD).sum())(x)
+
+
+def work(rank, size, port, body, errors):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    try:
+        body(slice(*CUTS[size][rank:rank + 2]))
+    except BaseException:
+        errors.put(f"rank {rank}: {traceback.format_exc()}")
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def everything(part):
+    attention_in_parts(part)
+    layers_in_parts(part)
+    refusals(part)
+
+
+@pytest.mark.parametrize("body, size", [(everything, 2), pytest.param(attention_in_parts, 3, marks=pytest.mark.slow)])
+def test_parts_on_processes_equal_the_whole(body, size):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    errors = context.SimpleQueue()
+    workers = [context.Process(target=work, args=(rank, size, port, body, errors)) for rank in range(size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert all(worker.exitcode == 0 for worker in workers), errors.get() if not errors.empty() else "a process hangs"
+
+
+@pytest.mark.slow
+def test_the_documented_program(tmp_path):
+    text = (Path(__file__).parents[1] / "docs" / "sequence_parallel.md").read_text()
+    program = tmp_path / "split.py"
+    program.write_text(text.split("```python\n")[1].split("```")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: 500 of 1000 tokens, equal to the whole" in done.stdout and "rank 1: 500" in done.stdout
