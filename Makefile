@@ -7,9 +7,10 @@ PYTHON ?= python3
 PY     := $(VENV)/bin/python
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in one process
 STAMP  := $(VENV)/.installed
+DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -39,6 +40,14 @@ test-all: $(STAMP)  ## every test
 
 lint: $(STAMP)  ## ruff
 	@$(PY) -m ruff check crt_exp tests
+
+docs: $(DOCS)  ## the documentation as a site, in site/; a broken link or name is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+$(DOCS): $(STAMP)
+	@if command -v uv >/dev/null; then uv pip install -q --python $(PY) -e '.[docs]'; \
+	else $(PY) -m pip install -q --disable-pip-version-check -e '.[docs]'; fi
+	@touch $@
 
 table1: $(STAMP)  ## CRT Table 1: kernel regression on eight UCI sets, all mechanisms (needs CRT_DATA)
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)

@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "crt_exp.estimators": ("RandomFeatures", "KernelRegressionClassifier", "KernelRegressionRegressor"),
-    "crt_exp.swap.swap": ("swap_attention", "unswap_attention", "describe_attention", "calibrate_attention"),
+    "crt_exp.mechanism": ("Mechanism", "swap_attention"),
+    "crt_exp.swap.swap": ("unswap_attention", "describe_attention", "calibrate_attention"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

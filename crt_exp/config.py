@@ -63,6 +63,13 @@ def read_json(text: str, path: Path, line: int = 1) -> dict[str, Any]:
     return found
 
 
+def plain_number(value: Any) -> Any:
+    """A number of NumPy as Python's; other values as they are."""
+    import numpy as np
+
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def instantiate(node: Any, **options: Any) -> Any:
     """hydra.utils.instantiate with the constructor's own error in place of Hydra's wrapping."""
     from hydra.errors import InstantiationException
@@ -72,14 +79,3 @@ def instantiate(node: Any, **options: Any) -> Any:
         return build_node(node, **options)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
-
-
-def build(group: str, name: str, **options: Any) -> Any:
-    """The object that `conf/<group>/<name>.yaml` describes, with options added or replaced; `m` is left out."""
-    from omegaconf import OmegaConf
-
-    if name not in choices(group):
-        raise unknown(group, name, choices(group))
-    node = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
-    node.pop("m", None)
-    return instantiate(node | options)

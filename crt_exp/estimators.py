@@ -15,10 +15,10 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.config import build
 from crt_exp.features import GERF, FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import check_kernel
+from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.draws import whole
 
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
@@ -38,10 +38,10 @@ class _RandomFeatureEstimator(BaseEstimator):
     def _map(self) -> FeatureMap:
         if isinstance(self.mechanism, FeatureMap):
             return self.mechanism
-        return build("features", self.mechanism, kernel=self.kernel)
+        return Mechanism.of(features=self.mechanism).map(self.kernel)
 
     def _sampler(self):
-        return self.sampler if callable(self.sampler) else build("sampler", self.sampler)
+        return self.sampler if callable(self.sampler) else Mechanism.of("favorp", sampler=self.sampler).sampler
 
     def _draw(self, m: int) -> torch.Generator:
         """The noise, the same for every dtype of the data; returns what further numbers may be drawn from."""

@@ -1,35 +1,20 @@
-"""The one list of feature maps that the laws run over: a new mechanism adds a line."""
+"""The one list of feature maps that the laws run over: all of conf/features, and variants of them."""
 
-from crt_exp.features import (
-    GERF,
-    OPRF,
-    SMREG,
-    GeomRF,
-    GeomRFPlus,
-    HypRF,
-    PoisCoordRF,
-    PoisRF,
-    PoisRFPlus,
-    PosRF,
-    Product,
-    Sum,
-    TrigRF,
-)
+from crt_exp.features import GERF, OPRF, SMREG, GeomRF, PoisRF, PosRF, Product, Sum, TrigRF
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import palette
 
 KERNELS = ("softmax", "gaussian")
-CLASSES = (TrigRF, PosRF, HypRF, SMREG, GERF, OPRF, PoisRF, GeomRF, PoisRFPlus, GeomRFPlus, PoisCoordRF)
-SIMPLE = [cls(kernel=kernel) for cls in CLASSES for kernel in KERNELS] + [
+SIMPLE = [Mechanism.of(features=name).map(kernel) for name in palette.maps() for kernel in KERNELS] + [
     GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"), GERF(A=0.02, s=-1),
     OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7), GeomRF(p=0.6),
     SMREG(antithetic=True)]
 COMPOSITE = [Sum(TrigRF(), PosRF(), weights=(0.3, 0.7)), Sum(OPRF(), OPRF(), weights=(1.5, -0.5)),
              Product(TrigRF("gaussian"), OPRF()), Sum(Product(TrigRF("gaussian"), PosRF()), GERF())]
-POSITIVE = [m for m in SIMPLE if isinstance(m, (PosRF, HypRF, SMREG, OPRF, PoisRFPlus, GeomRFPlus))]
+POSITIVE = [m for m in SIMPLE if isinstance(m, palette.POSITIVE)]
 MAPS = SIMPLE + COMPOSITE
 
 
 def independent(phi, draw):
     """A noise for phi with as many independent draws as it has parts."""
-    if isinstance(phi, (Sum, Product)):
-        return tuple(independent(part, draw) for part in phi.parts)
-    return draw()
+    return phi.noise(1, lambda _: draw())

@@ -7,21 +7,19 @@ from functools import partial
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from crt_exp.attention import RandomFeatureAttention, attention_reference, softmax_attention
-from crt_exp.attention.choices import layer_maker
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.config import CONF, build
+from crt_exp.config import CONF
 from crt_exp.data import DataError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
+from crt_exp.mechanism import Mechanism
 from crt_exp.report import performers_fig4, performers_fig14
 from crt_exp.samplers import orthogonal
 from crt_exp.studies import approximation
 from crt_exp.studies.approximation import Approximation
 from crt_exp.studies.captured import Pretrained, Synthetic
-from crt_exp.tasks.base import EXACT, Mechanism
 
 transformers = pytest.importorskip("transformers")
 WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "red", "big", ".")
@@ -68,8 +66,7 @@ def folder(tmp_path_factory):
 
 
 def mechanism(features="oprf", sampler="orthogonal"):
-    options = OmegaConf.to_container(OmegaConf.load(CONF / "features" / f"{features}.yaml"))
-    return Mechanism(features, {k: v for k, v in options.items() if k != "m"}, sampler, build("sampler", sampler), 8)
+    return Mechanism.of(features=features, sampler=sampler, m=8)
 
 
 # ---- the matrix
@@ -122,7 +119,7 @@ def test_errors_go_through_the_chosen_layers_only(folder, name):
 
 
 def test_exact_attention_has_no_error(folder):
-    exact = lambda heads, d, **sizes: layer_maker("exact")(heads, d, **sizes)
+    exact = lambda heads, d, **sizes: Mechanism.of("exact").layer(heads, d, **sizes)
     assert (Synthetic(32, 2, 8, 1.0, 4).hidden_errors(exact, 2, 0) < 1e-5).all()
 
 
@@ -130,7 +127,7 @@ def test_synthetic_queries_have_the_scale_that_is_asked_for():
     for scale in (0.5, 2.0):
         source, seen = Synthetic(256, 4, 16, scale, 1), []
         def make(heads, d, seen=seen, **sizes):
-            module = layer_maker("exact")(heads, d, **sizes)
+            module = Mechanism.of("exact").layer(heads, d, **sizes)
             module.register_forward_pre_hook(lambda _, given: seen.extend(t.std().item() for t in given[:2]))
             return module
         source.hidden_errors(make, 1, 0)
@@ -156,7 +153,7 @@ def test_records_resume_and_hold_what_they_say():
     assert len(whole[4]["hidden_error_by_layer"]) == 3
     assert "predict best" in task.summary(whole) and "layer" in task.summary(whole)
     with pytest.raises(ValueError, match="exact has no error"):
-        next(task.records(EXACT, 0))
+        next(task.records(Mechanism.of("exact"), 0))
 
 
 @pytest.mark.parametrize("features, sampler", [("pos", "iid"), ("pos", "orthogonal"), ("trig", "orthogonal"), ("oprf", "iid"),

@@ -31,6 +31,7 @@ from crt_exp.attention.engines import closed_form, flash, native, operators
 from crt_exp.attention.engines import generic as chunked
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.nested import leaves, mapped, shared
 from crt_exp.samplers.noise import precise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -770,13 +771,17 @@ def test_exact_is_softmax(is_causal):
         assert_same([run(exact_attention)], [run(softmax_attention)])
 
 
+def linformer(length, rank, **sizes):
+    return Linformer(2, 4, length=length, rank=rank, scaling=1.0, **sizes)
+
+
 def test_identity_and_linformer():
     case = Case(OPRF(), masked=True, dtype=torch.float32)
     assert torch.equal(identity_attention(case.x, case.y, case.v), case.v)
-    layer = Linformer(11, 3)
+    layer = linformer(11, 3)
     keep = case.mask[:, None, :, None]
     y, v = layer.key_projection @ (case.y * keep), layer.value_projection @ (case.v * keep)
-    assert_same([layer(case.x, case.y, case.v, key_mask=case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
+    assert_same([layer(case.x, case.y, case.v, case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
     layer(case.x, case.y[:, :, :7], case.v[:, :, :7]).sum().backward()
     assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[:, :7].abs().min() > 0
 
@@ -841,6 +846,8 @@ BAD = {
     "noise has d = 7 but the vectors have d = 4": lambda: call(noise=samplers.iid(5, 7)),
     r"noise has batch \(3,\)": lambda: call(noise=samplers.iid(5, 4, batch=(3,))),
     r"parameter has shape \(3, 1, 1\)": lambda: call(params=OPRF().fit(Statistics.of(*torch.zeros(2, 3, 2, 4)))),
+    "noise is a Tensor": lambda: call(noise=torch.zeros(5, 4)),
+    "parameter is a float": lambda: call(params=(-0.1,)),
     "denominator = 'eps'": lambda: call(denominator="eps"),
     "float16 ends at 65504": lambda: call(x=torch.full((2, 4, 6, 4), 7e4).half()),
     "float16 ends at 65504 ?": lambda: call(x=torch.full((2, 4, 6, 4), torch.nan), phi=TrigRF(), params=()),
@@ -848,9 +855,9 @@ BAD = {
     "f = 'softplus'": lambda: Generalized(f="softplus"),
     "kernel_epsilon = -1": lambda: Generalized(kernel_epsilon=-1),
     "need a noise": lambda: Generalized().phi_q(torch.zeros(2, 3)),
-    "rank = 9": lambda: Linformer(8, 9),
-    "it cannot be causal": lambda: Linformer(8, 2)(*torch.zeros(3, 2, 4, 6, 4), causal=True),
-    "up to 4 keys but 6": lambda: Linformer(4, 2)(*torch.zeros(3, 2, 4, 6, 4)),
+    "rank = 9": lambda: linformer(8, 9),
+    "it cannot be causal": lambda: linformer(8, 2, causal=True)(*torch.zeros(3, 2, 4, 6, 4)),
+    "up to 4 keys but 6": lambda: linformer(4, 2)(*torch.zeros(3, 2, 4, 6, 4)),
     "as many of both": lambda: identity_attention(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 1, 4, 3)),
     "takes both of each new token": lambda: DecodingState(PosRF(), samplers.iid(5, 4)).step(
         torch.zeros(1, 1, 1, 4), *torch.zeros(2, 1, 1, 2, 4)),
@@ -885,3 +892,14 @@ def test_float64_throughout(phi, sampler, monkeypatch):
     assert_same([torch.cat([state.step(*(t[:, :, i:i + 1] for t in (x, y, v))) for i in range(11)], 2)], exact[1:], 1e-12)
     assert_same([phi.phi_k(y, coarse, case.params).exp()], [phi.phi_k(y, fine, case.params).exp()], 1e-12)
     assert phi.phi_q(x.float(), fine, case.params).log_scale.dtype == torch.float32
+
+
+def test_nested_tuples_keep_their_form_and_what_is_shared():
+    A, n, m = torch.ones(1), samplers.iid(2, 3), samplers.iid(2, 3)
+    tree = (OPRF(A=-0.1).fit(None)._replace(A=A), (), (None, (n, m)), n)
+    assert [id(t) for t in leaves(tree)] == [id(t) for t in (A, n, m, n)]
+    doubled = mapped(lambda t: t.to(torch.float64), tree)
+    assert type(doubled[0]) is type(tree[0]) and doubled[1] == () and doubled[2][0] is None
+    assert doubled[2][1][0] is doubled[3] and doubled[2][1][1] is not doubled[3] and doubled[3].dtype == torch.float64
+    assert mapped(lambda t: 1, tree, empty=2) == ((1,), (), (2, (1, 1)), 1)
+    assert shared(tree[2], tree[3]) and not shared(tree[0], tree[2])

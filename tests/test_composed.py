@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from crt_exp.composed import GROUPS, HYDRA_KEYS, check_composed, check_plain, located, plain
 from crt_exp.config import CONF, ConfigError, choices
+from crt_exp.runner.composed import GROUPS, HYDRA_KEYS, check_composed, check_plain, located, plain
 from crt_exp.samplers import hadamard, iid, orthogonal
 from crt_exp.schema import Count, Positive, Several, at_least, below, check, checked, describe, parameters
 
@@ -146,7 +146,7 @@ def test_the_targets_of_conf_are_ours(configurations):
 def test_a_group_takes_code_of_its_kind_alone(configurations):
     whole = configurations["task=mlm"]
     for group in GROUPS:
-        for other in (EVIL, {"_target_": "crt_exp.runner.run.write_atomic"}, {"_target_": "crt_exp.composed.re.sub"},
+        for other in (EVIL, {"_target_": "crt_exp.runner.run.write_atomic"}, {"_target_": "crt_exp.runner.composed.re.sub"},
                       {"_target_": 5}):
             with pytest.raises(ConfigError, match=rf"^{group}\._target_ = "):
                 check_plain(whole | {group: other})

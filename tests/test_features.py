@@ -25,6 +25,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig
+from crt_exp.nested import leaves
 
 EXACT_SAMPLERS = [samplers.iid, samplers.orthogonal]
 
@@ -345,3 +346,71 @@ def test_bad_input(message):
 
 def test_composites_are_in_the_list():
     assert {type(c) for c in COMPOSITE} == {Sum, Product}
+
+
+# What noise a map takes.
+
+def named():
+    """A draw for `FeatureMap.noise` and the names that it was called with."""
+    g, names = torch.Generator().manual_seed(0), []
+
+    def draw(p):
+        names.append(p.name)
+        return samplers.iid(p.m, 4, g)
+    return draw, names
+
+
+def test_every_part_has_a_noise_of_its_own_or_all_share_one():
+    draw, names = named()
+    noise = Sum(TrigRF(), Product(TrigRF("gaussian"), PosRF())).noise(6, draw)
+    assert names == ["0", "1_0", "1_1"] and len({id(n) for n in leaves(noise)}) == 3
+    draw, names = named()
+    first, second = Sum(TrigRF(), PosRF(), shared=True).noise(6, draw)
+    assert names == [""] and first is second
+    draw, names = named()
+    (a, b), (c, d) = Sum(Product(TrigRF(), PosRF()), Product(PosRF(), TrigRF()), shared=True).noise(6, draw)
+    assert names == ["0", "1"] and a is c and b is d and a is not b
+
+
+def test_parts_may_take_other_numbers_of_projections():
+    phi = Sum(Product(TrigRF("gaussian"), PosRF()), GERF())
+    (a, b), c = phi.noise(((3, 5), 7), named()[0])
+    assert (a.m, b.m, c.m) == (3, 5, 7)
+    x = torch.randn(2, 4)
+    params = phi.fit(Statistics.of(x, x))
+    assert phi.phi_q(x, ((a, b), c), params).exp().shape == (2, phi.width(((3, 5), 7)))
+    with pytest.raises(ValueError, match="take 3 and 7 of them"):
+        Sum(TrigRF(), PosRF(), shared=True).noise((3, 7), named()[0])
+
+
+def test_a_sum_with_shared_projections_is_unbiased():
+    phi, (x, y) = Sum(TrigRF(), PosRF(), weights=(0.3, 0.7), shared=True), pairs(2)
+    estimate = estimates(phi, x, y, ((), ()), 4, 20_000, samplers.iid)
+    sem = estimate.std(0) / len(estimate) ** 0.5
+    assert ((estimate.mean(0) - exact_matrix(phi, x, y)).abs() < 5 * sem).all()
+    with pytest.raises(NotImplementedError, match="share their projections"):
+        phi.log_variance(x, y[:3], ((), ()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_refuses_shared_noise_in_every_precision(dtype):
+    x, n, other = torch.ones(3, 4, dtype=dtype), samplers.iid(2, 4), samplers.iid(2, 4)
+    nested = Product(Sum(PosRF(), TrigRF()), PosRF())
+    for phi, noise in ((Product(PosRF(), PosRF()), (n, n)), (nested, ((other, n), n))):
+        with pytest.raises(ValueError, match="independent noises"):
+            phi.phi_q(x, noise, phi.fit(None))
+    assert Product(PosRF(), PosRF()).phi_q(x, (n, other), ((), ())).exp().isfinite().all()
+
+
+def test_every_part_needs_its_parameters():
+    x, n = torch.ones(3, 4), samplers.iid(2, 4)
+    for phi in (Sum(TrigRF(), PosRF(), PosRF()), Product(TrigRF(), PosRF())):
+        with pytest.raises(ValueError, match=r"1 entries for \d parts"):
+            phi.phi_q(x, phi.noise(2, lambda _: samplers.iid(2, 4)), ((),))
+    with pytest.raises(ValueError, match="2 entries for 3 parts"):
+        Sum(TrigRF(), PosRF(), PosRF()).phi_q(x, (n, n), ((), (), ()))
+
+
+def test_a_composite_is_of_the_softmax_kernel_where_all_its_parts_are():
+    assert Sum(TrigRF(), PosRF()).kernel == "softmax"
+    assert Sum(TrigRF(), PosRF("gaussian")).kernel == Product(OPRF(), TrigRF("gaussian")).kernel == "gaussian"

@@ -81,17 +81,17 @@ def test_metrics_are_those_of_the_kept_model(typed, tmp_path, files):
 
 
 def test_uptrain_takes_the_weights_and_scratch_does_not(files):
-    from crt_exp.attention.choices import Attention
+    from crt_exp.mechanism import Mechanism
 
     options = OPTIONS | {"data_dir": str(files / "glue/RTE"), "model": str(files / "bert")}
     embedding = "bert.embeddings.word_embeddings.weight"
     own = AutoModelForSequenceClassification.from_pretrained(files / "bert").state_dict()[embedding]
     for init, same in {"uptrain": True, "scratch": False}.items():
-        model = GLUE(**options | {"init": init}).build(Attention("favorpp", 8))
+        model = GLUE(**options | {"init": init}).build(Mechanism.of("favorpp", m=8))
         found = model.state_dict()
         assert torch.equal(found[embedding], own) == same
         assert found["bert.encoder.layer.0.attention.self.swapped.omega"].shape == (2, 8, 16)
-    assert not any("swapped" in name for name in GLUE(**options).build(Attention("exact")).state_dict())
+    assert not any("swapped" in name for name in GLUE(**options).build(Mechanism.of("exact")).state_dict())
 
 
 def test_batches(files):
@@ -124,15 +124,15 @@ def test_short_files_are_stated(typed):
 
 def test_a_cache_that_cannot_be_written_stops_no_run(typed, tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, err = typed(f"task.cache_dir={tmp_path}/file/cache", "attention=elu")
+    code, _, err = typed(f"task.cache_dir={tmp_path}/file/cache", "attention=relu")
     assert code == 0, err
 
 
 def test_tokens_are_cached_and_resume_may_move_the_cache(typed, tmp_path):
-    assert typed(f"task.cache_dir={tmp_path}/cache", "attention=elu")[0] == 0
+    assert typed(f"task.cache_dir={tmp_path}/cache", "attention=relu")[0] == 0
     assert len(list((tmp_path / "cache").iterdir())) == 2
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    code, _, err = typed(f"task.cache_dir={tmp_path}/other", "attention=elu", "resume=auto")
+    code, _, err = typed(f"task.cache_dir={tmp_path}/other", "attention=relu", "resume=auto")
     assert code == 0, err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 

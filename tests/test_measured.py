@@ -9,8 +9,8 @@ from torch import nn
 
 from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention
 from crt_exp.attention import RandomFeatureAttention, softmax_attention, uniform_attention
-from crt_exp.attention.choices import layer_maker
 from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
+from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.swap import measured
 
@@ -59,7 +59,7 @@ def test_measured_error_is_that_of_other_batches(mode, phi, std):
     layer = RandomFeatureAttention(phi, samplers.orthogonal, 64, H, D, kv_heads=2, **options).eval()
     found = calibrated(layer, qkv(std, 1, 2), qkv(std, 2, 2))
     q, k, v = qkv(std, 3, 2)
-    exact = softmax_attention(q * layer.root, k * layer.root, v, causal=layer.causal)
+    exact = softmax_attention(q * layer.scale, k * layer.scale, v, causal=layer.causal)
     assert within(1.2, found.relative_error, relative(layer(q, k, v), exact))
     assert within(1.2, found.relative_uniform, relative(uniform_attention(q, k, v, causal=layer.causal), exact))
 
@@ -68,7 +68,7 @@ def test_measured_error_is_that_of_other_batches(mode, phi, std):
 def test_measured_error_of_each_layer_of_a_transformer(scale):
     """Against exact attention on what the layer itself is given, for other tokens."""
     torch.manual_seed(0)
-    model = Transformer(4, 3, 256, 64, layer_maker("favorpp", m=64)).eval()
+    model = Transformer(4, 3, 256, 64, Mechanism.of("favorpp", m=64).layer).eval()
     for block in model.blocks:
         block.qkv.weight.data[:128] *= 3**0.5 * scale**0.5  # which gives logits of that standard deviation
     with warnings.catch_warnings():
@@ -77,7 +77,7 @@ def test_measured_error_of_each_layer_of_a_transformer(scale):
     errors = []
     def note(layer, given, out):
         q, k, v = given[:3]
-        exact = softmax_attention(q * layer.root, k * layer.root, v)
+        exact = softmax_attention(q * layer.scale, k * layer.scale, v)
         errors.append((relative(out, exact), relative(uniform_attention(q, k, v), exact)))
     layers = [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
     for layer in layers:

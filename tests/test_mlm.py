@@ -14,12 +14,11 @@ from small_bert import VOCABULARY, sentence, write_glue, write_model, write_text
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from crt_exp import swap_attention
-from crt_exp.attention.choices import Attention
 from crt_exp.data.vocabulary import wordpieces
+from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.mlm import MLM, MaskedModel
-from crt_exp.train import main
 
 HERE = Path(__file__).parent
 HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "column": "text", "data_files": None,
@@ -119,18 +118,6 @@ def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
         assert code == 0, err
         found[name] = records(tmp_path / name)[-1]["loss"]
     assert abs(found["512"] - found["exact"]) < abs(found["4"] - found["exact"]) and found["512"] != found["exact"]
-
-
-@pytest.mark.slow
-def test_readme_command(monkeypatch, capsys, tmp_path):
-    """The one that is said to need no data, as it is typed."""
-    line = next(line for line in (HERE.parent / "README.md").read_text().splitlines() if "task.text=README.md" in line)
-    monkeypatch.chdir(HERE.parent)
-    args = line.split("#")[0].split()[3:]
-    monkeypatch.setattr(sys, "argv", ["crt_exp", *args, "trainer.epochs=2", f"task.cache_dir={tmp_path}/cache",
-                                      f"hydra.run.dir={tmp_path}/run"])
-    main()
-    assert "mlm: perplexity" in capsys.readouterr().out
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------------------
@@ -295,5 +282,5 @@ def test_init_from_a_run_with_another_attention(typed, tmp_path):
 
 def test_kept_with_what_the_attention_was(files):
     task = MLM(**OPTIONS | {"text": str(files / "text.txt"), "model": str(files / "bert")})
-    model = task.build(Attention("favorpp", 8))
+    model = task.build(Mechanism.of("favorpp", m=8))
     assert model.model.config.crt_exp["m"] == 8 and len(task.tokenizer) == len(VOCABULARY)

@@ -1,25 +1,36 @@
 """Reports: cells resume, files are complete, and the studies under them hold their numbers."""
 
 import gzip
+import importlib
 import math
 import os
+import shutil
+import subprocess
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 
+from crt_exp import config
+from crt_exp.config import ConfigError, choices
 from crt_exp.data import DataError, mnist
 from crt_exp.features import GERF, OPRF, PosRF, TrigRF
-from crt_exp.report import table1, writing
-from crt_exp.samplers import orthogonal
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import __main__ as command_line
+from crt_exp.report import palette, table1, writing
+from crt_exp.runner.run import commit
 from crt_exp.studies.projections import Projections
 from crt_exp.studies.uci import UCI, interval
 from crt_exp.studies.variance import REGIMES, Variance, log_variances
-from crt_exp.tasks.base import EXACT, Mechanism
 
-PEER = Mechanism("RBFSampler", m=64)
-OPRF_64 = Mechanism("oprf", {"_target_": "crt_exp.features.OPRF"}, "orthogonal", orthogonal, 64)
+PEER = Mechanism("RBFSampler", {}, m=64)
+NO_LIST = {  # reports over other things than maps and samplers, and what these are
+    "bench_attention": "engines and peers", "bench_decoding": "caches", "bench_fit": "the fit of oprf",
+    "speed": "engines and peers", "bench_samplers": "algorithms inside samplers", "families": "models",
+    "fig1": "oprf against pos", "table2": "the paper's rows of attention"}
+OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 
 
 def square(x):
@@ -46,10 +57,128 @@ def test_write_report(tmp_path, monkeypatch):
     fig, _ = writing.new_figure()
     path = writing.write_report("x", "Title", "body", [{"a": 1}, {"a": 2, "b": 3}], fig, "Data: none.", 1.0)
     plt.close(fig)
-    assert "Command: `make x`" in path.read_text() and "![Title](x.png)" in path.read_text()
+    assert "![Title](x.png)" in path.read_text()
     assert path.with_suffix(".csv").read_text() == "a,b\n1,\n2,3\n"
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     assert not list(path.parent.glob("*.tmp"))
+
+
+def test_caption_says_which_code_and_which_command(tmp_path, monkeypatch):
+    """Typed again, the command gives the same report."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", command_line.__spec__)
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "fig1", "--out", str(tmp_path / "a b")])
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    monkeypatch.setenv("SIZE", "small")
+    command_line.main()
+    caption = (tmp_path / "a b/fig1.md").read_text().splitlines()[-1]
+    assert caption.endswith(f"Command: `SIZE=small python -m crt_exp.report fig1 --out '{tmp_path}/a b'`.")
+    assert f"; {writing.source()}. Machine:" in caption
+
+
+@pytest.mark.skipif(not (config.CONF.parent / ".git").exists(), reason="not a checkout")
+def test_commit_is_that_of_the_checkout():
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=config.CONF)
+    assert commit().removesuffix("+changes") == found.stdout.strip()
+
+
+def test_source_names_the_commit_and_whether_its_tree_was_changed(monkeypatch):
+    for found, said in (("1234567890abcdef", "commit 1234567890ab, tree unchanged"),
+                        ("1234567890abcdef+changes", "commit 1234567890ab, tree changed"), (None, "no commit")):
+        monkeypatch.setattr(writing, "commit", lambda found=found: found)
+        assert writing.source().startswith(said)
+
+
+# ---- what reports list
+
+
+@pytest.mark.parametrize("name", list(command_line.targets()))
+def test_every_map_and_sampler_is_listed_or_left_out_by_name(name):
+    report = importlib.import_module(f"crt_exp.report.{name}")
+    assert hasattr(report, "MAPS") != (name in NO_LIST)
+    for group, listed, without in (("features", "MAPS", "WITHOUT"), ("sampler", "SAMPLERS", "WITHOUT_SAMPLERS")):
+        if hasattr(report, listed):
+            names, left_out = getattr(report, listed), getattr(report, without)
+            assert sorted([*names, *left_out]) == choices(group)
+            assert all(left_out.values())
+
+
+@pytest.fixture
+def newcomers(tmp_path, monkeypatch):
+    """A conf of its own with a new positive map and a new sampler."""
+    conf = tmp_path / "conf"
+    shutil.copytree(config.CONF, conf)
+    shutil.copy(conf / "features/pos.yaml", conf / "features/aaa.yaml")
+    shutil.copy(conf / "sampler/hadamard.yaml", conf / "sampler/bbb.yaml")
+    monkeypatch.setattr(config, "CONF", conf)
+    monkeypatch.setattr("crt_exp.mechanism.CONF", conf)
+
+
+def test_new_map_and_sampler_appear_by_themselves(newcomers):
+    """Behind those of its kind, the others unmoved, in a colour of its own that depends on its name alone."""
+    assert palette.maps() == (*palette.MAPS, "aaa") and palette.samplers() == (*palette.SAMPLERS, "bbb")
+    assert palette.maps({"aaa": "so"}) == tuple(palette.MAPS)
+    assert palette.colour("aaa") == "#A63285" and palette.colour("aaa") not in palette.MAPS.values()
+    assert palette.sampler_colour("bbb") not in palette.SAMPLERS.values()
+    assert palette.go_together("aaa", "bbb") and not palette.go_together("pois", "bbb")
+
+
+def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
+    from crt_exp.report import bench_estimators
+
+    for name, value in {"ROWS": 20, "ROUNDS": 1, "REST": 0}.items():
+        monkeypatch.setattr(bench_estimators, name, value)
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    bench_estimators.main("small")
+    table = (tmp_path / "bench-estimators.md").read_text()
+    assert all(f"| {name} |" in table for name in bench_estimators.MAPS) and "Left out: gerf" in table
+
+
+def test_order_and_colours_are_of_files_that_exist():
+    assert palette.maps() == tuple(palette.MAPS) and palette.samplers() == tuple(palette.SAMPLERS)
+    assert len(set(palette.MAPS.values())) == len(palette.MAPS)
+    assert set(palette.LABELS) <= set(choices("attention"))
+    assert palette.colour("favorpp") == palette.colour("oprf") and palette.colour("uniform") == palette.CONTROL
+    with pytest.raises(ConfigError, match="did you mean oprf"):
+        palette.maps({"oprff": "misspelt"})
+
+
+def test_caption_names_what_is_left_out():
+    said = palette.left_out({"pois": "too long", "smreg": "biased", "geom": "too long"})
+    assert said == " Left out: pois, geom (too long); smreg (biased)."
+    assert palette.left_out({}) == ""
+
+
+# ---- python -m crt_exp.report
+
+
+def test_only_reports_are_offered(capsys, monkeypatch):
+    """With a line on each; helpers are none, and every one takes a size."""
+    monkeypatch.setattr(sys, "argv", ["report", "--help"])
+    with pytest.raises(SystemExit):
+        command_line.main()
+    shown, offered = capsys.readouterr().out, command_line.targets()
+    assert all(f"  {name} " in shown and line and line in shown for name, line in offered.items())
+    assert "bench_attention" in offered and not {"writing", "palette", "tiny_models", "__main__"} & set(offered)
+
+
+def test_bench_attention_is_a_report(capsys, monkeypatch):
+    from crt_exp.report import bench_attention
+
+    monkeypatch.setattr(bench_attention, "LENGTHS", (8,))
+    monkeypatch.setattr(bench_attention, "TURNS", 1)
+    monkeypatch.setattr(bench_attention, "peers", lambda length: {})
+    monkeypatch.setattr(sys, "argv", ["report", "bench-attention"])
+    command_line.main()
+    assert capsys.readouterr().out.count("favor++ causal") == 2
+
+
+@pytest.mark.parametrize("name, near", [("fig22", "fig2"), ("bench_atention", "bench_attention"), ("tabel1", "table1")])
+def test_misspelt_report_names_the_nearest(name, near, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["report", name])
+    with pytest.raises(SystemExit) as error:
+        command_line.main()
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and f"did you mean {near}?" in said and "Traceback" not in said
 
 
 def test_interval():

@@ -12,6 +12,7 @@ import pytest
 
 from crt_exp.config import ConfigError
 from crt_exp.runner.lock import LOCK, Lock
+from crt_exp.runner.run import commit
 
 ROOT = Path(__file__).parent.parent
 MISSING = "CRT_DATA is not set: the official files are needed"
@@ -132,8 +133,11 @@ BAD = [
     ("task.dataset=wein", "Did you mean wine?"),
     ("task.dataset=abalone", "archive.ics.uci.edu"),
     ("task.dataset=car task.data_dir=/nonexistent", "/nonexistent/car.data is not there"),
-    ("attention=exact features.m=64", "uses no random features"),
-    ("attention=exact sampler=iid", "uses no random features"),
+    ("attention=exact features.m=64", "makes no use of it: leave out features.m=64"),
+    ("attention=exact sampler=iid", "makes no use of it: leave out sampler=iid"),
+    ("attention=linformer features.m=64 task=mlm", "makes no use of it: leave out features.m=64"),
+    ("attention=elu features.m=64 task=mlm", "makes no use of it: leave out features.m=64"),
+    ("attention=relu features=trig task=mlm", "makes no use of it: leave out features=trig"),
     ("attention=relu", "measures feature maps of a kernel"),
     ("attention=linformer", "measures feature maps of a kernel"),
     ("hydra.run.dir=/proc/nowhere", "cannot write to /proc/nowhere"),
@@ -323,3 +327,9 @@ def test_official_sets(name, typed, tmp_path):
     assert code == 0, err
     last = records(tmp_path / "a")[-1]
     assert last["final"] and (last.get("accuracy", 0) > 0.1 or last.get("r2", 0) > 0.1)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_a_run_notes_the_commit():
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert commit().removesuffix("+changes") == head

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from crt_exp import calibrate_attention, describe_attention, swap_attention, unswap_attention
+from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention, unswap_attention
 from crt_exp.attention import RandomFeatureAttention
+from crt_exp.features import OPRF, PosRF, Product, Sum, TrigRF
 from crt_exp.swap.call import drop_keys
+from crt_exp.swap.swap import swap_layers
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
@@ -614,3 +616,46 @@ def test_windows_that_do_not_cut_are_exact():
     model = transformers.MistralModel(transformers.MistralConfig(**sizes, sliding_window=20)).eval()
     before = run(model, **inputs(llama))
     torch.testing.assert_close(run(swap_attention(model, "exact"), **inputs(llama)), before, **LOOSE)
+
+
+# ---- maps with several noises
+
+COMPOSED = {"sum": (Sum(OPRF(), PosRF(), weights=(0.3, 0.7)), 24), "shared": (Sum(OPRF(), PosRF(), shared=True), 24),
+            "product": (Product(OPRF(), PosRF()), (6, 4)), "signed": (Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3)))}
+
+
+def composed(make, phi, m, **options):
+    maker = lambda heads, d, **sizes: RandomFeatureAttention(phi, samplers.orthogonal, m, heads, d, **sizes, **options)
+    model = swap_layers(made(make), maker, "composed")
+    return calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)]) if make is llama else model
+
+
+@each({"bert": bert, "llama": llama})
+@pytest.mark.parametrize("phi, m", COMPOSED.values(), ids=COMPOSED.keys())
+@pytest.mark.filterwarnings("ignore:.*further from exact.*:UserWarning")
+@torch.no_grad()
+def test_several_noises_in_a_model_are_saved_described_and_decoded(make, phi, m, tmp_path, capsys):
+    model, batch = composed(make, phi, m), inputs(make)
+    out = run(model, **batch)
+    model.save_pretrained(tmp_path)
+    other = type(model).from_pretrained(tmp_path).eval()
+    maker = lambda heads, d, **sizes: RandomFeatureAttention(phi, samplers.iid, m, heads, d, seed=9, **sizes)
+    assert torch.equal(run(swap_layers(other, maker, "composed"), **batch), out)
+    rows = describe_attention(model)
+    assert rows["m"].tolist() == [m] * 2 and (rows["M"] == phi.width(m)).all()
+    if make is llama:
+        cached = model(**batch, use_cache=True)
+        assert type(cached.past_key_values.layers[0]).__name__ == "RecurrentLayer"
+        new = torch.tensor([[5], [6]])
+        whole = run(model, input_ids=torch.cat([batch["input_ids"], new], 1))[:, -1:]
+        stepped = model(input_ids=new, past_key_values=cached.past_key_values, use_cache=True).logits
+        torch.testing.assert_close(stepped, whole, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_cache_outlives_no_change_of_one_of_several_noises():
+    model, batch = composed(llama, Product(PosRF(), PosRF()), (6, 4)), inputs(llama)
+    cache = model(**batch, use_cache=True).past_key_values
+    model.model.layers[1].self_attn.swapped.omega_1.mul_(1.1)
+    with pytest.raises(ValueError, match="noise or statistics changed"):
+        model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache, use_cache=True)

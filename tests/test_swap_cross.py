@@ -246,7 +246,7 @@ def test_calibration_fills_the_queries_of_cross_attention(make):
     assert len(cross) == 2
     for path, queries in cross.items():
         state = model.get_submodule(path)
-        expected = torch.cat(queries).square().mean((0, 2)) * state.root**2
+        expected = torch.cat(queries).square().mean((0, 2)) * state.scale**2
         assert float(state.running_weight) == 1 and int(state.folds) == 2
         torch.testing.assert_close(state.running_x_mean_sq, expected, check_dtype=False)
 

@@ -13,6 +13,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import toy
@@ -20,14 +21,15 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.nonfinite import NotFinite
-from crt_exp.runner import checkpoint
+from crt_exp.runner import checkpoint, task_state
+from crt_exp.runner.invocation import override
 from crt_exp.runner.lock import Lock
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
-from crt_exp.runner.processes import StopSignals, override
+from crt_exp.runner.processes import StopSignals
 from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.runner.trainer import Trainer
 from crt_exp.runner.trainer_config import TrainerConfig, start_world
-from crt_exp.tasks.base import Plan, Reader
+from crt_exp.tasks.base import Plan, Reader, Task
 from crt_exp.train import main
 
 HERE = Path(__file__).parent
@@ -265,6 +267,98 @@ def test_resume_is_exact_whatever_the_options(options, typed, tmp_path, monkeypa
     assert_same(tmp_path / "run", tmp_path / "other")
 
 
+@pytest.mark.parametrize("task, options", [("carrying", ["trainer.accumulate=2"]), ("uneven", []),
+                                           ("uneven", ["trainer.accumulate=2"])])
+def test_resume_is_exact_with_a_state_of_the_task_and_rows_of_unequal_cost(task, options, typed, tmp_path, monkeypatch):
+    args = [f"task={task}", *options, "trainer.steps=14", "trainer.save_every=3", "trainer.keep=20"]
+    assert typed(*args)[0] == 0
+    with monkeypatch.context() as patch:
+        at_call(patch, 9, send(signal.SIGTERM))
+        assert typed(*args, directory="other")[0] == 143
+    assert typed(*args, "resume=auto", directory="other")[0] == 0
+    stopped = set(checkpoints(tmp_path / "other")) - set(checkpoints(tmp_path / "run"))
+    for step in stopped:
+        checkpoint.shutil.rmtree(tmp_path / "other" / "checkpoints" / f"step-{step}")
+    assert_same(tmp_path / "run", tmp_path / "other")
+
+
+# ---- what a task may keep and say ----------------------------------------------------------------------------------------
+
+
+CARRYING = ["task=carrying", "trainer.steps=6", "trainer.save_every=3", "trainer.keep=20"]
+
+
+def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path, monkeypatch):
+    assert typed(*CARRYING)[0] == 0
+    path = tmp_path / "run" / "checkpoints" / "step-6"
+    kept, weights = (checkpoint.load_tensors(path / f"{name}.safetensors") for name in ("task", "model"))
+    assert kept.keys() == {"0.seen", "0.table"} and torch.equal(kept["0.table"], weights["outer.weight"] + 6)  # after the update
+    assert checkpoint.load_state(path)["task"] == [{"count": 6}] and checkpoint.damage(path) is None
+    (path / "task.safetensors").unlink()
+    assert "task.safetensors is missing" in checkpoint.damage(path)
+
+
+def test_the_best_weights_are_tested_with_the_state_of_their_step(typed, tmp_path, monkeypatch):
+    counts = []
+    real = toy.Carrying.evaluate
+    monkeypatch.setattr(toy.Carrying, "evaluate", lambda self, *args: counts.append(self.count) or real(self, *args))
+    assert typed("task=carrying", *OVERSHOT)[0] == 0
+    assert counts == [4, 8, 12, 16, 20, records(tmp_path / "run")[-1]["best_step"]] and counts[-1] < 20
+
+
+@pytest.mark.parametrize("state, load, message", [
+    ({"x": {"y": 1}}, None, "state_dict()['x'] is a dict: a checkpoint keeps tensors, numbers and text"),
+    ({"x": 1}, Task.load_state_dict, "Carrying has a state_dict and no load_state_dict")])
+def test_a_state_that_would_be_lost_is_refused(state, load, message, typed, monkeypatch):
+    monkeypatch.setattr(toy.Carrying, "state_dict", lambda self: state)
+    if load:
+        monkeypatch.setattr(toy.Carrying, "load_state_dict", load)
+        with monkeypatch.context() as patch:
+            at_call(patch, 4, send(signal.SIGTERM))
+            assert typed(*CARRYING)[0] == 143
+    code, _, err = typed(*CARRYING, "resume=auto")
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_the_state_of_other_processes_is_refused_unless_all_had_the_same():
+    one, two = ({"a": torch.tensor([float(i)]), "n": 1} for i in (1, 2))
+    states = task_state.joined(*task_state.split([one, two]))
+    assert all(task_state.same(a, b) for a, b in zip(states, (one, two)))
+    assert task_state.share(states, 1, 2)["a"] == 2 and task_state.share(states, 0, 1) is None
+    assert task_state.same(task_state.share([one, dict(one)], 2, 4), one)
+
+
+@pytest.mark.slow
+def test_a_state_of_two_processes(tmp_path):
+    """Each has its own; another number of processes cannot continue it."""
+    args = [*CARRYING, f"hydra.run.dir={tmp_path / 'run'}"]
+    out = crt_exp(*args, "trainer.processes=2")
+    assert out.returncode == 0, out.stderr
+    path = tmp_path / "run" / "checkpoints" / "step-6"
+    kept = checkpoint.load_tensors(path / "task.safetensors")
+    assert not torch.equal(kept["0.seen"], kept["1.seen"]) and torch.equal(kept["0.table"], kept["1.table"])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))  # as if it had been stopped before the final record
+    out = crt_exp(*args, "resume=auto")
+    assert out.returncode == 2 and "was written by 2 processes, each with its own state of this task" in out.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_same_costs_as_one(typed, tmp_path):
+    """Two processes are one with twice the micro-batches: of every step each has its half."""
+    args = ["task=uneven", "trainer.epochs=1", "task.dropout=0"]
+    out = crt_exp(*args, "trainer.processes=2", f"hydra.run.dir={tmp_path / 'two'}")
+    assert out.returncode == 0, out.stderr
+    assert typed(*args, "trainer.accumulate=2")[0] == 0
+    assert_close(records(tmp_path / "two"), records(tmp_path / "run"))
+
+
+def test_an_epoch_by_cost_has_its_own_number_of_steps(typed, tmp_path):
+    assert typed("task=uneven", "trainer.epochs=2")[0] == 0
+    steps = toy.Uneven().epoch_steps(Plan(8))
+    assert steps != 96 // 8 and records(tmp_path / "run")[-1]["step"] == 2 * steps
+
+
 def test_a_signal_ends_a_long_evaluation_at_once(typed, whole, tmp_path, monkeypatch):
     real = toy.Toy.evaluate
 
@@ -458,8 +552,8 @@ def test_gradient_and_parameter_are_named(typed, monkeypatch, tmp_path):
     assert code == 3 and "gradient of inner.0.weight" in err and "there is no checkpoint before it" in err
     build = toy.Toy.build
 
-    def broken(self, make_attention):
-        model = build(self, make_attention)
+    def broken(self, mechanism):
+        model = build(self, mechanism)
         nn.init.constant_(model.outer.bias, float("nan"))
         return model
     monkeypatch.setattr(toy.Toy, "build", broken)
@@ -515,7 +609,7 @@ def test_another_configuration(typed, tmp_path, monkeypatch):
         at_call(patch, 3, send(signal.SIGTERM))
         assert typed()[0] == 143
     code, _, err = typed("resume=auto", "features.m=64", "trainer.lr=0.1")
-    assert code == 2 and "these keys differ: features.m (it was 128, now 64), trainer.lr (it was 0.01, now 0.1)" in err
+    assert code == 2 and "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)" in err
     code, _, err = typed()
     assert code == 2 and "add resume=auto" in err
     assert typed("resume=auto", "trainer.prefetch=0", "trainer.profile=true")[0] == 0  # these may differ
@@ -671,6 +765,50 @@ def test_plan_reads_every_row_once_for_evaluation():
     assert [int(i) for part in parts for rows in part for i in rows] == list(range(10))
     draws = [plan.rng(3).random() for plan in (Plan(8, seed=1), Plan(4, seed=1, rank=1, world=2), Plan(8, seed=1, epoch=1))]
     assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize("world, micro", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize("n", [12, 13, 100])
+def test_by_cost_reads_every_row_once_within_the_budget(n, world, micro):
+    """Step by step the same rows whatever the processes, from any step on, in an order that is new each epoch."""
+    costs = np.random.default_rng(n).uniform(0.5, 10, n).round(1)
+    shares = [[*Plan(1, micro, 3, 1, rank=r, world=world).by_cost(costs, 25, "train")] for r in range(world)]
+    steps = Plan(1, micro, world=world).steps(costs, 25)
+    assert {len(share) for share in shares} == {steps * micro}
+    assert sorted(np.concatenate(sum(shares, []))) == list(range(n))
+    assert all(len(rows) * costs[rows].max() <= 25 and len(rows) for share in shares for rows in share)
+    single = [*Plan(1, micro * world, 3, 1).by_cost(costs, 25, "train")]
+    for i, rows in enumerate(single):
+        step, place = divmod(i, micro * world)
+        assert np.array_equal(rows, shares[place // micro][step * micro + place % micro])
+    for start in range(steps + 1):
+        later = [*Plan(1, micro, 3, 1, start, world=world).by_cost(costs, 25, "train")]
+        assert len(later) == (steps - start) * micro and all(map(np.array_equal, later, shares[0][start * micro:]))
+    assert {Plan(1, micro, 3, epoch, world=world).steps(costs, 25) for epoch in range(5)} == {steps}
+    assert steps < 3 or any(not np.array_equal(a, b) for a, b in zip(shares[0], Plan(1, micro, 3, 2, world=world).by_cost(
+        costs, 25, "train"), strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 3, 40])
+def test_by_cost_keeps_the_order_for_evaluation(world):
+    costs = np.random.default_rng(0).uniform(0.5, 10, 30)
+    parts = [rows for r in range(world) for rows in Plan(4, rank=r, world=world).by_cost(costs, 25, "test")]
+    assert np.array_equal(np.concatenate(parts), np.arange(30))
+    assert all(len(rows) * costs[rows].max() <= 25 for rows in parts)
+
+
+def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
+    costs = np.full(60, 5.0)
+    first, second = ([*Plan(1, epoch=e).by_cost(costs, 30, "train")] for e in (0, 1))
+    assert [len(rows) for rows in first] == [6] * 10 and {frozenset(r) for r in first} != {frozenset(r) for r in second}
+
+
+@pytest.mark.parametrize("costs, message", [
+    ([1, 31, 2], "row 1 costs 31: .* at most the budget of 30"), ([1, 0], "row 1 costs 0"),
+    ([1, float("nan")], "row 1 costs nan"), ([1], "1 rows do not fill the 2 micro-batches")])
+def test_costs_that_make_no_plan_are_refused(costs, message):
+    with pytest.raises(ValueError, match=message):
+        list(Plan(1, micro=2).by_cost(costs, 30, "train"))
 
 
 def test_schedules():

@@ -44,7 +44,7 @@ class Toy(Task):
     def length(self, split):
         return None if self.streamed and split == "train" else len(self.data[split][1])
 
-    def build(self, make_attention):
+    def build(self, mechanism):
         return Network(self.dim, self.width, self.dropout)
 
     def batches(self, split, plan):
@@ -75,6 +75,50 @@ class Toy(Task):
         n, loss = reader.sum(len(truth), loss)
         same = np.equal(reader.gather(predicted), reader.gather(truth))
         return {"accuracy": float(same.mean()), "loss": loss / n}
+
+
+class Carrying(Toy):
+    """With a state of its own: what its steps have read, which goes into the loss, and a table that follows the weights."""
+
+    def build(self, mechanism):
+        self.seen, self.count, self.table = torch.zeros(self.dim), 0, None
+        return super().build(mechanism)
+
+    def loss(self, model, batch):
+        self.seen, self.count = 0.9 * self.seen + batch["x"].mean(0), self.count + 1
+        inner = batch | {"x": batch["x"] + 0.01 * self.seen / self.count}
+        return super().loss(model, inner) * (1 if self.table is None else 1 + 0.1 * self.table.square().mean())
+
+    def updated(self, model, step):
+        assert model.training and not torch.is_grad_enabled() and isinstance(model, Network)
+        self.table = model.outer.weight.clone() + step
+
+    def state_dict(self):
+        return {"seen": self.seen, "count": self.count} | ({} if self.table is None else {"table": self.table})
+
+    def load_state_dict(self, state):
+        self.seen, self.count, self.table = state["seen"], state["count"], state.get("table")
+
+
+class Uneven(Toy):
+    """Rows of 1 to 7 seconds, in micro-batches of at most 40."""
+
+    budget = 40.0
+
+    def costs(self, split):
+        return 1 + np.arange(len(self.data[split][1])) % 7
+
+    def epoch_steps(self, plan):
+        return plan.steps(self.costs("train"), self.budget)
+
+    def batches(self, split, plan):
+        x, y = self.data[split]
+        for rows in plan.by_cost(self.costs(split), self.budget, split):
+            keep = torch.ones(len(rows), dtype=torch.bool)
+            yield {"x": torch.from_numpy(x[rows]), "y": torch.from_numpy(y[rows]), "keep": keep}
+
+    def weight(self, batch):
+        return len(batch["y"])
 
 
 def run(args):

@@ -14,6 +14,7 @@ from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, 
 from crt_exp.attention.sequence import sequence_partial
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.nested import Nested, leaves
 from crt_exp.samplers.noise import precise
 
 
@@ -104,12 +105,7 @@ def _apart(t: Tensor, heads: int) -> Tensor:
     return t if groups == 1 else t.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
-def _shared_by_heads(noise, params) -> bool:
+def _shared_by_heads(noise: Nested, params: Nested) -> bool:
     """Whether all heads have the same noise and parameters."""
-    if isinstance(noise, tuple):
-        return all(_shared_by_heads(n, ()) for n in noise) and _shared_by_heads(None, params)
-    if noise is not None and noise.batch and noise.batch[-1] != 1:
-        return False
-    if isinstance(params, Tensor):
-        return params.ndim < 3 or params.shape[-3] == 1
-    return not isinstance(params, tuple) or all(_shared_by_heads(None, p) for p in params)
+    batches = [n.batch for n in leaves(noise)] + [t.shape[:-2] for t in leaves(params)]
+    return all(not batch or batch[-1] == 1 for batch in batches)

@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from crt_exp.features.base import holds
+from crt_exp.nested import Nested, leaves
 from crt_exp.nonfinite import NotFinite
-from crt_exp.samplers.noise import transforming
+from crt_exp.samplers.noise import Noise, transforming
 
 
-def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool, key_mask: Tensor | None) -> None:
+def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested, causal: bool,
+                 key_mask: Tensor | None) -> None:
     """Raises ValueError unless x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) and the rest fit together."""
     for name, t in (("x", x), ("y", y), ("v", v)):
         if t.ndim != 4:
@@ -26,8 +28,10 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool, k
         raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last ones of "
                          "the sequence, so there cannot be more of them than keys")
     check_key_mask(key_mask, y)
-    _check_noise(noise, x)
-    _check_params(params, x)
+    for part in leaves(noise):
+        _check_noise(part, x)
+    for part in leaves(params):
+        _check_parameter(part, x)
 
 
 def _check_sizes(x: Tensor, y: Tensor, v: Tensor) -> None:
@@ -60,25 +64,23 @@ def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
                          f"{y.shape[2]} keys")
 
 
-def _check_noise(noise, x: Tensor) -> None:
-    if isinstance(noise, tuple):
-        for part in noise:
-            _check_noise(part, x)
-    elif noise is not None:
-        if noise.d != x.shape[3]:
-            raise ValueError(f"the noise has d = {noise.d} but the vectors have d = {x.shape[3]}")
-        if not _broadcasts(noise.batch, x.shape[:2]):
-            raise ValueError(f"the noise has batch {noise.batch}: it must broadcast to (batch, heads) = {tuple(x.shape[:2])}")
+def _check_noise(noise: Noise, x: Tensor) -> None:
+    if not isinstance(noise, Noise):
+        raise ValueError(f"the noise is a {type(noise).__name__}: it must be what a sampler draws, or a tuple of these")
+    if noise.d != x.shape[3]:
+        raise ValueError(f"the noise has d = {noise.d} but the vectors have d = {x.shape[3]}")
+    if not _broadcasts(noise.batch, x.shape[:2]):
+        raise ValueError(f"the noise has batch {noise.batch}: it must broadcast to (batch, heads) = "
+                         f"{tuple(x.shape[:2])}")
 
 
-def _check_params(params, x: Tensor) -> None:
-    if isinstance(params, Tensor):
-        if params.ndim > 2 and not _broadcasts(params.shape[:-2], x.shape[:2]):
-            raise ValueError(f"a parameter has shape {tuple(params.shape)}: it must broadcast to (batch, heads, 1, ...) = "
-                             f"{(*x.shape[:2], 1)}")
-    elif isinstance(params, tuple):
-        for part in params:
-            _check_params(part, x)
+def _check_parameter(parameter: Tensor, x: Tensor) -> None:
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"a parameter is a {type(parameter).__name__}: it must be a tensor, in a tuple as `fit` "
+                         "gives it")
+    if parameter.ndim > 2 and not _broadcasts(parameter.shape[:-2], x.shape[:2]):
+        raise ValueError(f"a parameter has shape {tuple(parameter.shape)}: it must broadcast to (batch, heads, 1, ...) "
+                         f"= {(*x.shape[:2], 1)}")
 
 
 def _broadcasts(shape, batch) -> bool:

@@ -19,7 +19,7 @@ from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finite, merge
 from crt_exp.features.base import Bound, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.samplers import Noise
+from crt_exp.nested import leaves
 from crt_exp.samplers.noise import precise
 
 
@@ -56,7 +56,8 @@ class DecodingState:
         self._fused = isinstance(phi, PositiveExponential) and normalize
         counter = None if self._fused else counter  # their denominators are positive
         self._call = Call(phi, noise, params, True, None, Outputs(denominator, normalize), counter)
-        self._seen = [(t, _changes(t)) for t in _tensors((noise, params))]
+        held = [t for n in leaves(noise) for t in n.tensors()] + leaves(params)
+        self._seen = [(t, _changes(t)) for t in held]
 
     @property
     def sums(self) -> Partial | None:
@@ -184,15 +185,6 @@ def _read(kept: Kept, queries: Features) -> Partial:
     sums = phi @ kept.sums.mT
     modulus = None if kept.modulus is None else phi.abs() @ kept.modulus.mT
     return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
-
-
-def _tensors(of) -> list[Tensor]:
-    """All tensors of noises and parameters, as they are now: a noise keeps what it computes later."""
-    if isinstance(of, Tensor):
-        return [of]
-    if isinstance(of, Noise):
-        of = tuple(of.__dict__.values())
-    return [t for part in of for t in _tensors(part)] if isinstance(of, tuple) else []
 
 
 def _changes(t: Tensor) -> int:

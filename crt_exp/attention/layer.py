@@ -1,10 +1,11 @@
 """`RandomFeatureAttention`: a feature map with its state, as a module. The only place where noise and statistics live.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = sqrt(scaling) q.
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = scale q
+and y = scale k, where scale^2 = scaling is what multiplies q.k in the logit.
 
-The state changes in one place and at one moment: at the start of a forward pass in training. What the pass itself saw is only
-noted there and folded in at the start of the next one, so that the second run of a checkpointed layer, which happens inside the
-backward pass and changes nothing, sees the noise and the parameters of the first.
+The state changes in one place and at one moment: at the start of a forward pass in training. What the pass itself saw
+is only noted there and folded in at the start of the next one, so that the second run of a checkpointed layer, which
+happens inside the backward pass and changes nothing, sees the noise and the parameters of the first.
 """
 
 import warnings
@@ -19,43 +20,47 @@ from torch import Tensor, nn
 
 from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
-from crt_exp.attention.generalized import Linformer, exact_attention, identity_attention
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.sequence import Pooled
-from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Statistics
+from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Projections, Statistics, distinct
+from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
-from crt_exp.schema import Count, Whole
+from crt_exp.schema import Whole
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
 
 
 class RandomFeatureAttention(nn.Module):
-    """Linear attention with one feature map; noise for each head.
+    """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
-    phi: the map, for the softmax kernel. sampler: a sampler. redraw_every: 0 keeps the noise, n draws anew after n training
-    passes, 1 after every one; never in eval mode, in a backward pass or while decoding. normalize_qk: puts queries and keys on
-    the sphere of radius d^(1/4), the mean length of x for entries of unit variance. scaling: the logit is scaling q.k, by default
-    d^(-1/2). denominator: see `attention`; non-positive ones are counted in `denominators`.
+    phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
+    phi. redraw_every: 0 keeps the noise, n draws anew after n training passes, 1 after every one; never in eval mode,
+    in a backward pass or while decoding. normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean
+    length of x for entries of unit variance. scaling: the logit is scaling q.k, by default d^(-1/2). denominator: see
+    `attention`; non-positive ones are counted in `denominators`.
 
     What the parameters of the map are fitted to, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: to its own queries and keys, each (batch, head) by itself;
-    - causal: to running averages of earlier batches (decay 0.99, corrected for the start); before the first training pass or
-      calibration to zero vectors (A = 0);
-    - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the running
-      averages of queries; where there are none, queries are taken to be as large as the keys, of either sign.
+    - causal: to running averages of earlier batches (decay 0.99, corrected for the start); before the first training
+      pass or calibration to zero vectors (A = 0);
+    - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the
+      running averages of queries; where there are none, queries are taken to be as large as the keys, of either sign.
 
     `group`, an attribute, is None or a process group: each of its processes holds a part of the sequence, as in
     `attention(group=...)`, and the map is fitted to all parts. It can be neither copied nor pickled: set it afterwards.
 
-    Buffers: omega (H, m, d); steps and draws; running and pending statistics where the map is fitted and causal or cross. Saved
-    and restored exactly; the same on every rank, being drawn from (seed, layer, draw).
+    Buffers: omega (H, m, d), or one for each of several noises, named after the part that it is of: omega_0, omega_1_0
+    (see `FeatureMap.projections`); steps and draws; running and pending statistics where the map is fitted and causal
+    or cross. Saved and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
     """
 
-    def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: int, heads: int, d: int, *, kv_heads: int | None = None,
-                 causal: bool = False, cross: bool = False, scaling: float | None = None, redraw_every: Whole = 0,
-                 normalize_qk: bool = False, denominator: str = "none", decay: float = 0.99, seed: int = 0,
-                 layer: int = 0):
+    can_be_causal = can_be_cross = True
+
+    def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: Nested, heads: int, d: int, *,
+                 kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
+                 redraw_every: Whole = 0, normalize_qk: bool = False, denominator: str = "none", decay: float = 0.99,
+                 seed: int = 0, layer: int = 0):
         super().__init__()
         if redraw_every < 0:
             raise ValueError(f"redraw_every = {redraw_every}: 0 (never) or a number of training passes")
@@ -64,13 +69,16 @@ class RandomFeatureAttention(nn.Module):
         self.phi, self.sampler, self.m, self.heads, self.d = phi, sampler, m, heads, d
         self.kv_heads, self.causal, self.cross = kv_heads or heads, causal, cross
         self.scaling = d**-0.5 if scaling is None else scaling
-        self.redraw_every, self.normalize_qk, self.denominator, self.decay = redraw_every, normalize_qk, denominator, decay
+        self.redraw_every, self.normalize_qk = redraw_every, normalize_qk
+        self.denominator, self.decay = denominator, decay
         self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
         self.group = None  # the processes that hold the parts of one sequence: see `attention`
         self.columns = None  # of the values proper, where a caller has put others behind them
-        noise = self._draw(0) if getattr(phi, "projection", True) else None
-        self.gaussian = noise is not None and noise.gaussian
-        self.register_buffer("omega", None if noise is None else noise.rows().contiguous())
+        self.projections = phi.projections(m)
+        noises = self._draw(0)
+        self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # for every buffer of noise
+        for name, noise in noises.items():
+            self.register_buffer(name, noise.rows().contiguous())
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
         if phi.fitted and (causal or cross):
@@ -97,12 +105,20 @@ class RandomFeatureAttention(nn.Module):
         return self._attend(self._normalized(q), self._normalized(k), v, key_mask, DenominatorCount())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
-        return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal, key_mask=key_mask,
-                         denominator=self.denominator, counter=counter, scale=self.root, group=self.group)
+        return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal,
+                         key_mask=key_mask, denominator=self.denominator, counter=counter, scale=self.scale,
+                         group=self.group)
 
     @property
-    def noise(self) -> DenseNoise | None:
-        return None if self.omega is None else DenseNoise(self.omega, self.gaussian)
+    def noise(self) -> Nested:
+        """As `phi` takes it: one of batch (H,), a tuple for a map with parts, None for a map without projections."""
+        noises = {name: DenseNoise(getattr(self, name), gaussian) for name, gaussian in self.gaussian.items()}
+        return mapped(lambda p: noises[_buffer_of(p)], self.projections)
+
+    @property
+    def width(self) -> int:
+        """M, the number of features."""
+        return self.phi.width(mapped(lambda p: p.m, self.projections, empty=self.d))
 
     @property
     def keeps_statistics(self) -> bool:
@@ -129,28 +145,34 @@ class RandomFeatureAttention(nn.Module):
     def redraw(self) -> None:
         """Draws the next noise now: the one after `draws` draws of (seed, layer)."""
         self.draws = self.draws + 1
-        self.omega = self._draw(int(self.draws)).rows().to(self.omega).contiguous()
+        for name, noise in self._draw(int(self.draws)).items():
+            setattr(self, name, noise.rows().to(getattr(self, name)).contiguous())
 
     def extra_repr(self) -> str:
-        return (f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, d={self.d}, "
-                f"causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}")
+        return (f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, "
+                f"d={self.d}, causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}")
 
     # ---- noise and parameters
 
-    def _draw(self, draw: int) -> Noise:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{self.layer}/{draw}".encode()))
-        return self.sampler(self.m, self.d, generator, batch=(self.heads,))
+    def _draw(self, draw: int) -> dict[str, Noise]:
+        """Each of the independent noises by the name of its buffer; a map's only noise has no name of its own."""
+        drawn = {}
+        for p in distinct(self.projections):
+            seed = "/".join(map(str, (self.seed, self.layer, draw, *([p.name] if p.name else ()))))
+            generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+            drawn[_buffer_of(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
+        return drawn
 
     @property
-    def root(self) -> float:
-        """What queries and keys are multiplied by: x = root q."""
+    def scale(self) -> float:
+        """What queries and keys are multiplied by: x = scale q."""
         return self.d**0.25 if self.normalize_qk else self.scaling**0.5
 
     def _normalized(self, q: Tensor) -> Tensor:
         return F.normalize(q.float(), dim=-1).to(q.dtype) if self.normalize_qk else q
 
     def _scaled(self, q: Tensor) -> Tensor:
-        return self._normalized(q) * self.root
+        return self._normalized(q) * self.scale
 
     def _params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
         if not self.phi.fitted:
@@ -162,7 +184,7 @@ class RandomFeatureAttention(nn.Module):
         return self._for_query_heads(self.phi.fit(stats))
 
     def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
-        return grouped_statistics(q, k, key_mask, self.root, same=self.causal or not self.cross)
+        return grouped_statistics(q, k, key_mask, self.scale, same=self.causal or not self.cross)
 
     def _whole(self, stats: Statistics, key_mask: Tensor | None) -> Statistics:
         """Those of the whole sequence, where it is split over processes."""
@@ -171,8 +193,8 @@ class RandomFeatureAttention(nn.Module):
         return Statistics(Pooled(stats.x, key_mask, self.group), Pooled(stats.y, key_mask, self.group))
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
-        """Of the keys at hand and the queries of earlier batches, nothing of those of this call: some may lie in the future."""
-        keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.root)
+        """Of the keys at hand and the queries of earlier batches; those of this call may lie in the future."""
+        keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.scale)
         keys = keys if self.group is None else Pooled(keys, key_mask, self.group)
         queries = Mirrored(keys)
         if self.keeps_statistics:
@@ -190,21 +212,22 @@ class RandomFeatureAttention(nn.Module):
                 for name in MOMENTS:
                     self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d))
                 self.register_buffer(f"{stage}_{side}_minimum", torch.full((self.kv_heads, self.d), torch.inf))
-            self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: whether there is one
+            self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: 0 or 1
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
         self._said = False
 
     def _advance(self) -> None:
         """The moment of change: folds in what the last pass noted, and draws anew where it is time."""
         if transforming() and (self.running or self.redraw_every):
-            raise ValueError("this layer changes its statistics or noise in training mode, which torch.func's transforms cannot "
-                             "follow: call eval() before")
+            raise ValueError("this layer changes its statistics or noise in training mode, which transforms of "
+                             "torch.func cannot follow: call eval() before")
         if self.running:
             self._fold((1 - self.decay) * self.pending_weight)
-        if not self.redraw_every or self.omega is None:
+        if not self.redraw_every or not self.gaussian:
             return
         if torch.compiler.is_compiling():
-            _count_pass(self.omega, self.steps, self.draws, self.redraw_every, id(self))
+            omegas = [getattr(self, name) for name in self.gaussian]
+            _count_pass(omegas, self.steps, self.draws, self.redraw_every, id(self))
             return
         if int(self.steps) and int(self.steps) % self.redraw_every == 0:
             self.redraw()  # new tensors: a graph that is still to be differentiated keeps its own
@@ -217,7 +240,7 @@ class RandomFeatureAttention(nn.Module):
         return self._for_query_heads(self.phi.fit(self.running_statistics()))
 
     def running_statistics(self) -> Statistics:
-        """The running averages of queries and keys, (key heads, d) each; those of zero vectors where nothing has been seen."""
+        """The running averages of queries and keys, (key heads, d) each; of zero vectors before anything is seen."""
         return Statistics(*(self._running_moments(side) for side in "xy"))
 
     def _running_moments(self, side: str) -> Moments:
@@ -231,8 +254,8 @@ class RandomFeatureAttention(nn.Module):
             return
         self._said = True
         if not float(self.running_weight) > 0:
-            warnings.warn(f"causal {type(self.phi).__name__} attention has no statistics yet, so it uses those of zero vectors "
-                          "(A = 0): train it, or call calibrate_attention(model, batches)", stacklevel=4)
+            warnings.warn(f"causal {type(self.phi).__name__} attention has no statistics yet, so it uses those of zero "
+                          "vectors (A = 0): train it, or call calibrate_attention(model, batches)", stacklevel=4)
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
@@ -240,7 +263,8 @@ class RandomFeatureAttention(nn.Module):
         stats = self._statistics(q, k, key_mask)
         for side, moments in (("x", stats.x), ("y", stats.y)):
             count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
-            sums = torch.stack([(getattr(moments, name) * count).sum(0) for name in MOMENTS] + [count.sum(0).expand(-1, self.d)])
+            totals = [(getattr(moments, name) * count).sum(0) for name in MOMENTS]
+            sums = torch.stack([*totals, count.sum(0).expand(-1, self.d)])
             sums, low = _over_ranks(sums, moments.minimum.amin(0))
             for i, name in enumerate(MOMENTS):
                 getattr(self, f"pending_{side}_{name}").copy_(sums[i] / sums[-1])
@@ -264,7 +288,7 @@ class RandomFeatureAttention(nn.Module):
 
     @contextmanager
     def calibration(self):
-        """In this context passes in eval mode fill the running statistics anew: the mean over passes, all counting alike."""
+        """Within it, passes in eval mode fill the running statistics anew: the mean over passes, all counting alike."""
         self.calibrated = 0 if self.keeps_statistics else None
         try:
             yield
@@ -272,16 +296,19 @@ class RandomFeatureAttention(nn.Module):
             self.calibrated = None
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        saved = state_dict.get(prefix + "omega")
-        if saved is not None and saved.shape != self.omega.shape:
-            raise ValueError(f"{prefix}omega was saved with (heads, m, d) = {tuple(saved.shape)}, but this model has "
-                             f"{tuple(self.omega.shape)}: build it with m={saved.shape[1]}, or leave these buffers out")
+        for name in self.gaussian:
+            saved, own = state_dict.get(prefix + name), getattr(self, name)
+            if saved is not None and saved.shape != own.shape:
+                raise ValueError(f"{prefix}{name} was saved with (heads, m, d) = {tuple(saved.shape)}, but this model "
+                                 f"has {tuple(own.shape)}: build it with m={saved.shape[1]}, or leave these buffers "
+                                 "out")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0, same: bool = True) -> Statistics:
-    """Of scale x and scale y of each (batch, key head), the query heads of a group together; a query at a padded place does not
-    count where queries and keys are of the same sequence."""
+def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0,
+                       same: bool = True) -> Statistics:
+    """Of scale x and scale y of each (batch, key head), the query heads of a group together; a query at a padded place
+    does not count where queries and keys are of the same sequence."""
     groups = x.shape[1] // y.shape[1]
     y_mask = None if key_mask is None else key_mask[:, None]
     x_mask = y_mask if same and x.shape[2] == y.shape[2] else None
@@ -291,14 +318,15 @@ def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, sca
     return Statistics.of(x, y, x_mask, y_mask, scale)
 
 
-def for_query_heads(params, groups: int):
+def for_query_heads(params: Nested, groups: int) -> Nested:
     """Parameters of key heads, repeated for the query heads of their groups."""
-    if groups == 1 or params is None:
+    if groups == 1:
         return params
-    if isinstance(params, Tensor):
-        return params if params.ndim < 3 else params.repeat_interleave(groups, -3)
-    parts = [for_query_heads(p, groups) for p in params]
-    return type(params)(*parts) if hasattr(params, "_fields") else tuple(parts)
+    return mapped(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
+
+
+def _buffer_of(p: Projections) -> str:
+    return f"omega_{p.name}" if p.name else "omega"
 
 
 def in_backward() -> bool:
@@ -306,17 +334,18 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-@torch.library.custom_op("crt_exp::count_pass", mutates_args=("omega", "steps", "draws"))
-def _count_pass(omega: Tensor, steps: Tensor, draws: Tensor, every: int, module: int) -> None:
+@torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
+def _count_pass(omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, module: int) -> None:
     """What `_advance` does about redraws, in place, as an operator that torch.compile does not look into."""
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)
-        omega.copy_(_MODULES[module]._draw(int(draws)).rows())
+        for omega, noise in zip(omegas, _MODULES[module]._draw(int(draws)).values(), strict=True):
+            omega.copy_(noise.rows())
     steps.add_(1)
 
 
 @_count_pass.register_fake
-def _(omega, steps, draws, every, module):
+def _(omegas, steps, draws, every, module):
     return None
 
 
@@ -325,36 +354,9 @@ _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.W
 
 def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Sums and minima over all processes of a distributed run."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    ranks = torch.distributed
+    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
         sums, low = sums.contiguous(), low.contiguous()
-        torch.distributed.all_reduce(sums)
-        torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN)
+        ranks.all_reduce(sums)
+        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
     return sums, low
-
-
-class Baseline(nn.Module):
-    """exact, identity or linformer attention with the interface of RandomFeatureAttention."""
-
-    def __init__(self, function: Callable[..., Tensor], d: int, *, causal: bool = False, scaling: float | None = None):
-        super().__init__()
-        self.function, self.causal = function, causal
-        self.scaling = d**-0.5 if scaling is None else scaling
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        root = self.scaling**0.5
-        return self.function(q * root, k * root, v, causal=self.causal, key_mask=key_mask)
-
-
-def exact(heads: int, d: int, **options) -> Baseline:
-    """Softmax attention by torch's fused kernels."""
-    return Baseline(exact_attention, d, **options)
-
-
-def identity(heads: int, d: int, **options) -> Baseline:
-    """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
-    return Baseline(identity_attention, d, **options)
-
-
-def linformer(heads: int, d: int, *, length: Count = 512, rank: Count = 128, **options) -> Baseline:
-    """Linformer with `rank` mixtures of up to `length` keys; bidirectional."""
-    return Baseline(Linformer(length, rank), d, **options)

@@ -22,7 +22,7 @@ from crt_exp.data.sources import SOURCES, Source, missing, task_folder
 from crt_exp.data.text import cached, fingerprint, from_hub, key_of, numbered_lines
 
 if TYPE_CHECKING:
-    from crt_exp.tasks.base import Plan
+    from crt_exp.data.plan import Plan
 
 HUB = "nyu-mll/glue"
 GROUP = 10_000                                               # examples that are tokenized at once

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, missing, task_folder
-from crt_exp.runner.processes import rank
+from crt_exp.ranks import rank
 
 IGNORED = -100                                               # the label of a token that has no share in the loss
 SUFFIXES = (".txt", ".tokens", ".raw")

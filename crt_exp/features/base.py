@@ -7,7 +7,7 @@ N = |x|^2 + |y|^2. phi is held as value * exp(log_scale); nothing is exponentiat
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from crt_exp.kernels import Kernel, check_kernel, log_kernel
+from crt_exp.nested import Nested, leaves, mapped, shared
 from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, at_least_float32, cached, precise, transforming
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
 
-Params = Any  # a (named, possibly nested) tuple of tensors (..., 1, 1) or (..., 1, d); () for maps without any
+Params = Any  # tensors (..., 1, 1) or (..., 1, d), nested (see crt_exp/nested.py); () for maps without any
 
 
 class Features(NamedTuple):
@@ -198,6 +199,18 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Projections:
+    """A noise that a map takes: m rows. Those of one name are one noise, those of other names are independent."""
+
+    m: int
+    name: str = ""
+
+    def of_part(self, part: int) -> "Projections":
+        """The same for part number `part` of a map whose parts are independent."""
+        return replace(self, name=f"{part}_{self.name}" if self.name else str(part))
+
+
+@dataclass(frozen=True)
 class FeatureMap(ABC):
     """A pair of maps with E <phi_q(x), phi_k(y)> = kernel(x, y). Pure: noise and parameters are arguments.
 
@@ -217,6 +230,19 @@ class FeatureMap(ABC):
     def width(self, m: int) -> int:
         """M, the number of features made of m projections."""
         return m
+
+    def projections(self, m: Nested) -> Nested:
+        """The noise that this map takes where m projections are asked for: `Projections`, or None where it takes none.
+
+        Of a map with parts, a tuple with what each of them takes; m is then one number for all, or a tuple with theirs.
+        """
+        return Projections(m)
+
+    def noise(self, m: Nested, draw: Callable[[Projections], Noise]) -> Nested:
+        """Noise for this map: `draw` is called once for each noise that is independent of the others."""
+        needed = self.projections(m)
+        drawn = {p: draw(p) for p in distinct(needed)}
+        return mapped(drawn.__getitem__, needed)
 
     def fit(self, stats: Statistics) -> Params:
         """Parameters of least mean log variance for these statistics."""
@@ -257,31 +283,25 @@ class FeatureMap(ABC):
 
 
 @dataclass(frozen=True, init=False)
-class Sum(FeatureMap):
-    """Estimates sum_i weights_i K_i by concatenating the features of its parts. Weights may be negative.
+class Composite(FeatureMap):
+    """A map made of others. Noise and parameters are tuples with an entry for each part, and so is m where it differs.
 
-    `noise` and `params` are tuples with one entry for each part; one Noise may be given for all (shared projections: still
-    unbiased, but the parts are then correlated, which `log_variance` does not count).
+    `kernel` is that of the parts, where all have the same; those without one (None), as coefficients, do not count.
     """
 
     parts: tuple[FeatureMap, ...] = ()
-    weights: tuple[float, ...] | None = None
 
-    def __init__(self, *parts: FeatureMap, weights: Sequence[float] | None = None):
-        if not parts:
-            raise ValueError("a Sum needs at least one part")
-        if weights is not None and len(weights) != len(parts):
-            raise ValueError(f"{len(weights)} weights for {len(parts)} parts")
-        object.__setattr__(self, "kernel", parts[0].kernel)
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "weights", tuple(weights) if weights is not None else (1.0,) * len(parts))
+    def _set(self, **fields) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     @property
     def fitted(self) -> bool:
         return any(p.fitted for p in self.parts)
 
-    def width(self, m) -> int:
-        return sum(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
+    def projections(self, m) -> Nested:
+        needed = zip(self.parts, _spread(m, self.parts))
+        return tuple(mapped(lambda p, i=i: p.of_part(i), part.projections(k)) for i, (part, k) in enumerate(needed))
 
     def fit(self, stats: Statistics) -> Params:
         return tuple(p.fit(stats) for p in self.parts)
@@ -292,8 +312,41 @@ class Sum(FeatureMap):
     def phi_k(self, y, noise, params) -> Features:
         return self.bind(precise(noise, y.dtype), params).phi_k(y)
 
+    def _bound(self, noise: Nested, params: Params) -> list[Bound]:
+        """Of each part."""
+        return [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), _each(params, self.parts))]
+
+
+@dataclass(frozen=True, init=False)
+class Sum(Composite):
+    """Estimates sum_i weights_i K_i by concatenating the features of its parts. Weights may be negative.
+
+    The parts have independent projections, or with `shared` the same ones: as unbiased, but they are then correlated.
+    Parts that are sums or products themselves share place by place. One Noise may be given for all, whatever `shared`
+    says, but `log_variance` counts no correlation.
+    """
+
+    weights: tuple[float, ...] | None = None
+    shared: bool = False
+
+    def __init__(self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False):
+        if not parts:
+            raise ValueError("a Sum needs at least one part")
+        if weights is not None and len(weights) != len(parts):
+            raise ValueError(f"{len(weights)} weights for {len(parts)} parts")
+        self._set(kernel=_common_kernel(parts), parts=parts, shared=shared,
+                  weights=tuple(weights) if weights is not None else (1.0,) * len(parts))
+
+    def projections(self, m) -> Nested:
+        if not self.shared:
+            return super().projections(m)
+        return tuple(part.projections(k) for part, k in zip(self.parts, _spread(m, self.parts)))
+
+    def width(self, m) -> int:
+        return sum(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
+
     def bind(self, noise, params) -> Bound:
-        bound = [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), params)]
+        bound = self._bound(noise, params)
         return Bound(lambda x: _concatenate([b.phi_q(x) for b in bound], self.weights, signed=True),
                      lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False))
 
@@ -306,62 +359,65 @@ class Sum(FeatureMap):
         return torch.log1p((self.log_variance(x, y, params) - 2 * self.log_kernel(x.double(), y.double())).exp())
 
     def log_variance(self, x, y, params) -> Tensor:
-        logs = torch.stack([p.log_variance(x, y, q) for p, q in zip(self.parts, params)])
+        """That of independent parts. Raises NotImplementedError where they are shared, and so correlated."""
+        if self.shared:
+            raise NotImplementedError("the parts of this Sum share their projections: its variance has no closed form")
+        logs = torch.stack([p.log_variance(x, y, q) for p, q in zip(self.parts, _each(params, self.parts))])
         return _log_weighted_sum(logs, [w * w for w in self.weights])
 
 
 @dataclass(frozen=True, init=False)
-class Product(FeatureMap):
+class Product(Composite):
     """Estimates K_1 K_2 by the outer product of two feature vectors, made of independent noises (given as a pair).
 
     `width((m1, m2))` = M1 M2; feature (i, j) is at i * M2 + j.
     """
 
-    parts: tuple[FeatureMap, ...] = ()
-
     def __init__(self, first: FeatureMap, second: FeatureMap):
-        object.__setattr__(self, "kernel", first.kernel)
-        object.__setattr__(self, "parts", (first, second))
-
-    @property
-    def fitted(self) -> bool:
-        return any(p.fitted for p in self.parts)
+        self._set(kernel=_common_kernel((first, second)), parts=(first, second))
 
     def width(self, m) -> int:
         return math.prod(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
 
-    def fit(self, stats: Statistics) -> Params:
-        return tuple(p.fit(stats) for p in self.parts)
-
-    def phi_q(self, x, noise, params) -> Features:
-        return self.bind(precise(noise, x.dtype), params).phi_q(x)
-
-    def phi_k(self, y, noise, params) -> Features:
-        return self.bind(precise(noise, y.dtype), params).phi_k(y)
-
     def bind(self, noise, params) -> Bound:
-        self._check(noise)
-        bound = [p.bind(n, q) for p, n, q in zip(self.parts, noise, params)]
-        return Bound(lambda x: _outer(*(b.phi_q(x) for b in bound)), lambda y: _outer(*(b.phi_k(y) for b in bound)))
+        if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
+            raise ValueError("a Product needs a pair of two independent noises: with shared ones it is biased")
+        first, second = self._bound(noise, params)
+        return Bound(lambda x: _outer(first.phi_q(x), second.phi_q(x)),
+                     lambda y: _outer(first.phi_k(y), second.phi_k(y)))
 
     def log_kernel(self, x, y) -> Tensor:
         return self.parts[0].log_kernel(x, y) + self.parts[1].log_kernel(x, y)
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        return sum(p.log_relative_second_moment(x, y, q) for p, q in zip(self.parts, params))
-
-    @staticmethod
-    def _check(noise) -> None:
-        if not isinstance(noise, tuple) or len(noise) != 2 or noise[0] is noise[1]:
-            raise ValueError("a Product needs a pair of two independent noises: with shared ones it is biased")
+        return sum(p.log_relative_second_moment(x, y, q) for p, q in zip(self.parts, _each(params, self.parts)))
 
 
-def _spread(given, parts) -> tuple:
+def distinct(needed: Nested) -> list[Projections]:
+    """Each of the independent noises once. Raises ValueError where parts that share one take other numbers of rows."""
+    found = {}
+    for p in leaves(needed):
+        if found.setdefault(p.name, p).m != p.m:
+            raise ValueError(f"parts that share their projections take {found[p.name].m} and {p.m} of them: they must "
+                             "take as many")
+    return list(found.values())
+
+
+def _common_kernel(parts: Sequence[FeatureMap]) -> Kernel | None:
+    """The kernel of the parts that have one; where they differ, one that is not softmax: nor is the result."""
+    kernels = [p.kernel for p in parts if p.kernel is not None]
+    return next((k for k in kernels if k != "softmax"), kernels[0] if kernels else None)
+
+
+def _spread(given: Nested, parts: Sequence[FeatureMap]) -> tuple:
     """One entry per part: a tuple as it is, anything else repeated."""
-    if not isinstance(given, tuple):
-        return (given,) * len(parts)
+    return _each(given, parts) if isinstance(given, tuple) else (given,) * len(parts)
+
+
+def _each(given: tuple, parts: Sequence[FeatureMap]) -> tuple:
     if len(given) != len(parts):
-        raise ValueError(f"{len(given)} entries for {len(parts)} parts")
+        raise ValueError(f"{len(given)} entries for {len(parts)} parts: noise and parameters of a Sum or Product are "
+                         "tuples with one entry for each part")
     return given
 
 

@@ -1,4 +1,4 @@
-"""BERT-type encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
+"""Encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
 
 That folder, `<run>/model`, is what `from_pretrained` of transformers loads: config.json, model.safetensors, tokenizer. Its
 config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that attention.
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.choices import Attention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.mechanism import Mechanism
 
 MODEL = "model"  # within the run directory
-EXACT = Attention("exact").described()
+EXACT = Mechanism.of("exact").describe()
 HOW = ("With network: `hf download {name} --local-dir DIR`. Without: copy that folder (config.json, model.safetensors, "
        "tokenizer.json or vocab.txt) here. Then set {option}=DIR.")
 
@@ -82,8 +82,8 @@ def load_config(origin: Origin, **changes: Any):
     return _loaded(lambda: AutoConfig.from_pretrained(origin.name, **changes), origin, "configuration")
 
 
-def load_model(kind: str, config, origin: Origin, attention: Attention) -> nn.Module:
-    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `attention` in place of its own.
+def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
+    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `mechanism` in place of its own attention.
 
     Raises DataError where weights are missing, ConfigError where noise is to be taken over from another attention.
     """
@@ -91,7 +91,7 @@ def load_model(kind: str, config, origin: Origin, attention: Attention) -> nn.Mo
 
     auto = getattr(transformers, kind)
     if origin.noise:
-        check_attention(config, origin, attention)
+        check_attention(config, origin, mechanism)
     if origin.weights:
         load = lambda: auto.from_pretrained(origin.name, config=config, dtype=torch.float32, output_loading_info=True,
                                             ignore_mismatched_sizes=True)  # a head for other classes is made anew
@@ -99,13 +99,13 @@ def load_model(kind: str, config, origin: Origin, attention: Attention) -> nn.Mo
         check_complete(model, info, origin)
     else:
         model = auto.from_config(config).float()
-    model.config.crt_exp = attention.described()
-    return attention.swap(model, saved=origin.noise)
+    model.config.crt_exp = mechanism.describe()
+    return model if mechanism.name == "exact" else mechanism.swap(model, saved=origin.noise)
 
 
-def check_attention(config, origin: Origin, attention: Attention) -> None:
+def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
     """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
-    old, new = (dict(leaves(d)) for d in (getattr(config, "crt_exp", EXACT), attention.described()))
+    old, new = (dict(leaves(d)) for d in (getattr(config, "crt_exp", EXACT), mechanism.describe()))
     changed = [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new) if old.get(k) != new.get(k)]
     if changed:
         raise ConfigError(f"{origin.option} = {origin.name} was trained with another attention; these keys differ: "
@@ -180,8 +180,23 @@ def quiet():
 def check_length(config, length: int, option: str) -> None:
     """Raises ConfigError for sequences that the model has no positions for."""
     most = getattr(config, "max_position_embeddings", None)
-    if most is not None and length > most:
+    if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
+        return
+    with buildable(f"{option} = {length}"):
+        most -= unused_positions(config)
+    if length > most:
         raise ConfigError(f"{option} = {length}: this model has positions for {most} tokens")
+
+
+def unused_positions(config) -> int:
+    """Rows of the table of positions before the first token's: RoBERTa and its kin count from the padding's number on."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):  # which takes neither memory nor random numbers
+        model = AutoModel.from_config(config)
+    tables = [module for name, module in model.named_modules()
+              if isinstance(module, nn.Embedding) and name.endswith("position_embeddings")]
+    return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from crt_exp.attention.choices import LayerMaker
+from crt_exp.swap.swap import LayerMaker
 
 
 class Block(nn.Module):

@@ -17,69 +17,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from crt_exp import samplers
-from crt_exp.attention import attention, exact_attention, identity_attention
-from crt_exp.features import OPRF, PosRF, Statistics
+from crt_exp.studies.speed import Method, forward, forward_backward, inputs, methods
 
-HEADS, D, M = 8, 64, 256
-QUADRATIC = 16384      # longest sequence for the methods that are quadratic in time
-PEER_LONGEST = 65536   # where performer-pytorch's feature matrices still fit the memory of a workstation
-PEER_CAUSAL = 2048     # performer-pytorch's causal form without its extension keeps L m d numbers
-Method = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def methods(length: int) -> dict[str, Method]:
-    """Attention of queries, keys and values (1, HEADS, length, D), all of them already scaled by d^(-1/4)."""
-    noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
-    weight = noise.rows()
-
-    def floor(q, k, v):
-        return torch.exp(q @ weight.mT) @ (torch.exp(k @ weight.mT).mT @ v)
-
-    def ours(phi, causal):
-        def run(q, k, v):  # the fit is part of what FAVOR++ costs
-            return attention(q, k, v, phi, noise, phi.fit(Statistics.of(q, k)), causal=causal)
-        return run
-
-    found = {"floor": floor, "favor+": ours(PosRF(), False), "favor++": ours(OPRF(), False), "favor+ causal": ours(PosRF(), True),
-             "favor++ causal": ours(OPRF(), True), "identity": identity_attention}
-    if length <= QUADRATIC:
-        found["sdpa"] = exact_attention
-        found["sdpa causal"] = lambda q, k, v: exact_attention(q, k, v, causal=True)
-    return found | peers(length)
-
-
-def peers(length: int) -> dict[str, Method]:
-    """performer-pytorch, where it is installed (a dev dependency)."""
-    try:
-        from performer_pytorch.performer_pytorch import FastAttention
-    except ImportError:
-        return {}
-    found = {"performer-pytorch": FastAttention(D, M)} if length <= PEER_LONGEST else {}
-    if length <= PEER_CAUSAL:
-        found["performer-pytorch causal"] = FastAttention(D, M, causal=True)
-    return found
-
-
-def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys with |x + y|^2 of 10 or so, as pretrained models have; values and an incoming gradient."""
-    g = torch.Generator().manual_seed(1)
-    draw = lambda scale: (scale * torch.randn(1, HEADS, length, D, generator=g))
-    return *(draw(s).requires_grad_() for s in (0.28, 0.28, 1.0)), draw(1.0)
-
-
-def forward(method: Method, tensors) -> None:
-    with torch.no_grad():
-        method(*(t.detach() for t in tensors[:3]))
-
-
-def forward_backward(method: Method, tensors) -> None:
-    out = method(*tensors[:3])
-    out.backward(tensors[3])
-    for t in tensors[:3]:
-        t.grad = None
+LENGTHS, TURNS = (1024, 4096, 16384), 11
 
 
 def timed(run: Callable, all_methods: dict[str, Method], tensors, turns: int) -> dict[str, list[float]]:
@@ -146,18 +87,22 @@ def _peak() -> int:
     return int(lines["VmHWM"].split()[0]) * 1024 if "VmHWM" in lines else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main() -> None:
+def main(size: str) -> None:
+    print_times(list(LENGTHS), TURNS, [])
+
+
+def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="time", choices=["time", "memory", "peak"])
     parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.what == "time":
-        print_times(args.lengths or [1024, 4096, 16384], args.turns, args.only)
+        print_times(args.lengths or list(LENGTHS), args.turns, args.only)
     elif args.what == "memory":
         print_memory(args.lengths or [65536], args.only)
     else:
@@ -165,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line()

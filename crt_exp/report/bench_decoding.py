@@ -16,8 +16,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from crt_exp.mechanism import swap_attention
 from crt_exp.report.writing import markdown
-from crt_exp.swap.swap import swap_attention
 
 POSITIONS = (256, 1024, 4096, 8192)
 TURNS = 25
@@ -69,7 +69,7 @@ def size(cache) -> float:
 
 
 @torch.no_grad()
-def main(_: str = "small", positions: tuple[int, ...] = POSITIONS, turns: int = TURNS) -> None:
+def main(size: str = "small", positions: tuple[int, ...] = POSITIONS, turns: int = TURNS) -> None:
     warnings.filterwarnings("ignore", message=".*has no statistics yet.*")  # which features, matters not to the time
     own, swapped = models()
     rows, sizes = [], []

@@ -59,7 +59,7 @@ def givens_row(d: int) -> list:
     return [d, *medians({"dense": lambda: x @ weight.mT, "walk": walk}, repeats=3)]
 
 
-def main(threads: int | None = None) -> None:
+def main(size: str = "small", threads: int | None = None) -> None:
     torch.set_num_threads(threads or torch.get_num_threads())
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     sizes = [(d, m) for d in (64, 256, 512, 768, 1024, 2048, 4096) for m in (d // 4, d, 4 * d) if m * d <= 2**24]
@@ -72,4 +72,4 @@ def main(threads: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(a) for a in sys.argv[1:2]))
+    main(threads=int(sys.argv[1]) if sys.argv[1:] else None)

@@ -2,20 +2,21 @@
 
 import numpy as np
 
-from crt_exp.config import build
-from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import palette
+from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.uci import UCI, interval
-from crt_exp.tasks.base import EXACT, Mechanism
 
 DATASETS = ("wine", "breast_cancer", "digits", "iris")
-MECHANISMS = ("trig", "pos", "hyp", "smreg", "gerf", "oprf", "pois", "pois_coord", "geom", "pois_plus", "geom_plus")
+WITHOUT = palette.NONE
+MAPS = palette.maps(WITHOUT)
 M, REPEATS, SEED = 128, 5, 0
 SIGMAS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0)
 SOURCES = ("features", "samplers", "estimators.py", "studies/uci.py", "data/tabular.py", "report/demo.py")
 
 
 def main(size: str = "small") -> None:
-    todo = [{"dataset": data, "name": name} for data in DATASETS for name in ("exact", *MECHANISMS)]
+    todo = [{"dataset": data, "name": name} for data in DATASETS for name in ("exact", *MAPS)]
     cells = Cells("demo", SOURCES).fill(todo, accuracies, "kernel regression")
     results = {(key["dataset"], key["name"]): cells[key] for key in todo}
     rows = [{"mechanism": name, "dataset": data, **interval(values, "accuracy")} for (data, name), values in results.items()]
@@ -31,16 +32,13 @@ def accuracies(dataset: str, name: str) -> list[float]:
 
 
 def mechanism(name: str, m: int = M, sampler: str = "orthogonal") -> Mechanism:
-    if name == "exact":
-        return EXACT
-    target = type(build("features", name))
-    return Mechanism(name, {"_target_": f"{target.__module__}.{target.__qualname__}"}, sampler, build("sampler", sampler), m)
+    return Mechanism.of("exact") if name == "exact" else Mechanism.of(features=name, m=m, sampler=sampler)
 
 
 def table(results) -> str:
     """Accuracy in percent, mean +- half-width of the 95% interval over splits; the last column averages the sets."""
     rows = []
-    for name in ("exact", *MECHANISMS):
+    for name in ("exact", *MAPS):
         found = [interval(results[data, name], "a") for data in DATASETS]
         cells = [f"{100 * f['a']:.1f} +- {100 * f['a_ci95']:.1f}" for f in found]
         rows.append([name, *cells, f"{100 * np.mean([f['a'] for f in found]):.1f}"])
@@ -49,11 +47,11 @@ def table(results) -> str:
 
 def figure(results):
     fig, axes = new_figure(1, len(DATASETS), figsize=(11, 3.4), sharey=True)
-    names = ("exact", *MECHANISMS)
+    names = ("exact", *MAPS)
     for ax, data in zip(axes, DATASETS):
         found = [interval(results[data, name], "a") for name in names]
         ax.barh(range(len(names)), [100 * f["a"] for f in found], xerr=[100 * f["a_ci95"] for f in found],
-                color=[COLOURS[n] for n in names], error_kw={"lw": 0.8, "ecolor": "#444444"}, height=0.75)
+                color=[palette.colour(n) for n in names], error_kw={"lw": 0.8, "ecolor": "#444444"}, height=0.75)
         ax.axvline(100 * found[0]["a"], color="black", lw=0.8, ls=":")
         ax.set(title=data, xlabel="test accuracy, %", xlim=(0, 103))
     axes[0].set_yticks(range(len(names)), names)
@@ -65,4 +63,5 @@ def figure(results):
 def facts() -> str:
     return (f"Test accuracy in percent, mean and 95% interval over {REPEATS} random 80/10/10 splits (seed {SEED}); Gaussian kernel, "
             f"m = {M} orthogonal projections (trig, gerf and hyp make 2m columns of them), sigma tuned on validation over "
-            f"{list(SIGMAS)}, columns standardised; exact: the kernel itself. Data: the sets bundled with scikit-learn, unabridged.")
+            f"{list(SIGMAS)}, columns standardised; exact: the kernel itself. Data: the sets bundled with "
+            f"scikit-learn, unabridged.{palette.left_out(WITHOUT)}")

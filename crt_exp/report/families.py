@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crt_exp.mechanism import swap_attention
 from crt_exp.report import tiny_models
 from crt_exp.report.tiny_models import BATCH, NotBuilt, outputs
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
-from crt_exp.swap.swap import swap_attention, unswap_attention
+from crt_exp.swap.swap import unswap_attention
 
 LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transformers),
              "timm": (tiny_models.timm_names, tiny_models.of_timm),
              "torch": (lambda: list(tiny_models.TORCH), tiny_models.of_torch),
              "torchaudio": (lambda: list(tiny_models.TORCHAUDIO), tiny_models.of_torchaudio)}
-OUTCOMES = {"exact": "#0072B2", "refused": "#E69F00", "wrong": "#D55E00", "not tried": "#BBBBBB"}
+OUTCOMES = {"exact": "#0072B2", "refused": "#E69F00", "wrong": "#D55E00", "no attention": "#888888", "not tried": "#CCCCCC"}
 EXACT = 1e-6       # relative difference in float64 that counts as none: some models go through float32 in places
 LEAK = 1e-12       # of the future, in float64: rounding, since sums are scaled by what a chunk holds
 AS_EAGER = "equals its eager attention; its fused one drops the causal order where there is no padding"
@@ -39,7 +40,7 @@ def main(size: str) -> None:
         keys, verdict, "families")
     rows = [{**key, **Verdict(*cells[key])._asdict()} for key in keys]
     body = "\n".join([summary(rows), "## Wrong\n", table(rows, "wrong"), "## Refused at the swap\n", table(rows, "refused"), "## Exact\n",
-                      listed(rows, "exact"), "\n## Not tried\n", table(rows, "not tried")])
+                      listed(rows, "exact"), "\n## No attention\n", listed(rows, "no attention", False), "\n## Not tried\n", table(rows, "not tried")])
     facts = (f"Every model type of transformers that has a base model, its configuration shrunk (width {tiny_models.HIDDEN}, {tiny_models.LAYERS} "
              f"layers, {tiny_models.HEADS} heads); the smallest of a few models of each file of timm; attention of torch and torchaudio. Random weights, "
              f"float64, batches of {BATCH}. Exact: within {EXACT:g} of the model's own output, with padding too where the model honours it, every bit back "
@@ -80,8 +81,10 @@ def table(rows: list[dict[str, Any]], outcome: str) -> str:
     return markdown(("model", "reason"), found) if found else "None.\n"
 
 
-def listed(rows: list[dict[str, Any]], outcome: str) -> str:
+def listed(rows: list[dict[str, Any]], outcome: str, grouped: bool = True) -> str:
     """Names, grouped by what is said of them."""
+    if not grouped:
+        return ", ".join(row["name"] for row in rows if row["outcome"] == outcome) + ".\n"
     notes = dict.fromkeys(row["why"] for row in rows if row["outcome"] == outcome)
     names = lambda note: ", ".join(f"{r['name']}" for r in rows if r["outcome"] == outcome and r["why"] == note)
     return "\n\n".join(f"{(note or 'bidirectional, or not a sequence of tokens').capitalize()}: {names(note)}." for note in notes) + "\n"
@@ -105,7 +108,7 @@ def figure(rows: list[dict[str, Any]]):
 
 
 class Verdict(NamedTuple):
-    """outcome: exact, refused, wrong, or not tried; why: in words; worst: the largest relative difference that was seen."""
+    """outcome: one of OUTCOMES; why: in words; worst: the largest relative difference that was seen."""
 
     outcome: str
     why: str = ""
@@ -137,7 +140,9 @@ def judge_model(model: nn.Module, batch: dict[str, Any]) -> Verdict:
     try:
         swap_attention(model, "exact")
     except ValueError as error:
-        return Verdict("refused", " ".join(str(error).split()))
+        why = " ".join(str(error).split())
+        none = why.startswith("no attention found") and "other kinds" not in why
+        return Verdict("no attention" if none else "refused", why)
     try:
         worst, note = _exact(model, cases, before)
         unswap_attention(model)
@@ -213,7 +218,7 @@ def padding_leak(model: nn.Module, batch: dict[str, Any]) -> float:
 @torch.no_grad()
 def future_leak(model: nn.Module, batch: dict[str, Any]) -> float:
     """How much the later half of the (decoder's) tokens changes the output at the earlier half; inf where it has none."""
-    key = next((key for key in ("decoder_input_ids", "input_ids", "tgt") if key in batch), None)
+    key = next((key for key in ("decoder_input_ids", "input_ids", "tgt", "future_values") if key in batch), None)
     if key is None:
         return float("inf")
     changed, half = batch[key].clone(), batch[key].shape[1] // 2

@@ -1,27 +1,41 @@
 """make hadamard: how structured projections compare, after the report of Adda and Allen (2021), with its open question k = 3."""
 
-import functools
 import math
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from crt_exp import samplers
-from crt_exp.features import OPRF, PosRF, TrigRF
+from crt_exp.features import PosRF
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import palette
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.projections import Projections
-from crt_exp.tasks.base import Mechanism
 
-MAPS = {"trig": TrigRF(), "pos": PosRF(), "oprf": OPRF()}
-KINDS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex, "givens": samplers.givens,
-         **{f"hadamard k={k}": functools.partial(samplers.hadamard, blocks=k) for k in (1, 2, 3)}}
-STYLE = {"iid": ("#999999", "-"), "orthogonal": ("#D55E00", "-"), "simplex": ("#CC79A7", "-"), "givens": ("#009E73", "-"),
-         "hadamard k=1": ("#0072B2", ":"), "hadamard k=2": ("#0072B2", "--"), "hadamard k=3": ("#0072B2", "-")}
+DISCRETE = ("pois", "geom", "pois_coord", "pois_plus", "geom_plus")
+WITHOUT = {**dict.fromkeys(("gerf", "hyp", "smreg"), "trig, pos and oprf stand for the exponential maps"),
+           **dict.fromkeys(DISCRETE, "discrete maps need exactly Gaussian rows")}
+WITHOUT_SAMPLERS = dict.fromkeys(("sobol", "halton", "stratified"), "they place points, the report compares matrices")
+STYLES = {1: ":", 2: "--", 3: "-"}  # of lines, by the number of Hadamard blocks
+MAPS, SAMPLERS = palette.maps(WITHOUT), palette.samplers(WITHOUT_SAMPLERS)
 MS, L, D = (16, 32, 64, 128, 256, 512), 1024, 16
 SAMPLES = {"small": 30, "gpu": 30, "full": 100}
 LENGTHS, TIMED_M, ROUNDS = (256, 1024, 4096, 16384), 300, 7
 BIAS_D = (16, 64)
+
+
+def kinds(sampler: str) -> dict[str, Callable]:
+    """What stands for a sampler: itself, or Hadamard matrices with 1, 2 and 3 blocks."""
+    made = Mechanism.of(features="pos", sampler=sampler, m=1).sampler
+    if sampler != "hadamard":
+        return {sampler: made}
+    return {f"hadamard k={k}": partial(made, blocks=k) for k in STYLES}
+
+
+KINDS = {kind: made for sampler in SAMPLERS for kind, made in kinds(sampler).items()}
 
 
 def main(size: str) -> None:
@@ -37,16 +51,16 @@ def main(size: str) -> None:
             for (f, k), records in found.items() for m, r in zip(MS, records)]
     body = "\n".join([answer(found, samples), mse_tables(found), bias_table(bias_keys, biases), time_table(times)])
     facts = (f"MSE of the attention output against exact softmax, q, k, v ~ N(0, 1), L = {L}, d = {D}, {samples} samples (the same for every "
-             "sampler); tables and curves hold geometric means over samples, for the errors of trig have heavy tails. Times: x W^T for m = {TIMED_M}, d = {D}, float32, median of {ROUNDS} "
-             "interleaved rounds, one draw each, the draw itself apart.")
+             "sampler); tables and curves hold geometric means over samples, for the errors of trig have heavy tails. "
+             f"Times: x W^T for m = {TIMED_M}, d = {D}, float32, median of {ROUNDS} interleaved rounds, one draw each, "
+             f"the draw itself apart.{palette.left_out(WITHOUT | WITHOUT_SAMPLERS)}")
     path = write_report("hadamard", "Structured projections: MSE, bias and time", body, rows, figure(found, times), facts,
-                        cells.seconds(), "hadamard")
+                        cells.seconds())
     print(f"{answer(found, samples)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
 def errors(features: str, kind: str, samples: int) -> list[dict]:
-    target = type(MAPS[features])
-    mechanism = Mechanism(features, {"_target_": f"{target.__module__}.{target.__qualname__}"}, kind, KINDS[kind], 1)
+    mechanism = Mechanism.of(features=features, sampler=KINDS[kind], m=1)
     return list(Projections(L, D, MS, samples).records(mechanism, seed=0))
 
 
@@ -114,19 +128,25 @@ def time_table(times) -> str:
                                         [[k, *(f"{1000 * t:.2f}" for t in times[k])] for k in KINDS])
 
 
+def style(kind: str) -> dict[str, str]:
+    """Colour and dashes of a line: the sampler's, and by the number of blocks."""
+    sampler, _, blocks = kind.partition(" k=")
+    return {"color": palette.sampler_colour(sampler), "ls": STYLES[int(blocks)] if blocks else "-"}
+
+
 def figure(found, times):
     fig, axes = new_figure(1, 4, figsize=(14, 3.6))
     for ax, f in zip(axes, MAPS):
-        for kind, (colour, style) in STYLE.items():
+        for kind in KINDS:
             log = torch.tensor([r["log_mse_mean"] for r in found[f, kind]])
-            ax.plot(MS, log.exp(), color=colour, ls=style, label=kind, lw=1.5)
+            ax.plot(MS, log.exp(), label=kind, lw=1.5, **style(kind))
         ax.set(xscale="log", yscale="log", title=f"{f}: MSE of attention", xlabel="m")
         ax.set_xticks(MS, MS)
         ax.xaxis.minorticks_off()
         low, high = ax.get_ylim()
         ax.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
-    for kind, (colour, style) in STYLE.items():
-        axes[3].plot(LENGTHS, [1000 * t for t in times[kind][1:]], color=colour, ls=style, lw=1.5, label=kind)
+    for kind in KINDS:
+        axes[3].plot(LENGTHS, [1000 * t for t in times[kind][1:]], lw=1.5, label=kind, **style(kind))
     axes[3].set(xscale="log", yscale="log", title=f"time of {TIMED_M} projections, ms", xlabel="L")
     axes[3].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     fig.tight_layout()

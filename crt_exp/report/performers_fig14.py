@@ -1,13 +1,12 @@
 """make performers-fig14: Figure 14 of Performers, the error of attention on its way through the layers of a Transformer."""
 
 import math
-from functools import partial
 
 import torch
 
-from crt_exp.attention import RandomFeatureAttention
-from crt_exp.config import build, choices
-from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import palette
+from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.captured import Synthetic
 from crt_exp.studies.uci import interval
 
@@ -15,17 +14,19 @@ L, HEADS, D, DEPTH, SEED = 512, 8, 64, 12, 0
 SAMPLES = {"small": 5, "gpu": 15, "full": 15}
 MS, M = (64, 128, 256), 256
 SCALES = (1.0, 0.5)              # standard deviation of queries and keys in the first layer
+WITHOUT = palette.NONE
+MAPS = palette.maps(WITHOUT)
 SWEPT = ("trig", "pos", "oprf")  # over m, and with iid rows too
 SHOWN = (1, 2, 4, 6, 8, 10, 12)
 STYLES = dict(zip(MS, (":", "--", "-")))
 
 
 def main(size: str) -> None:
-    names = [n for n in COLOURS if n in choices("features")]
-    cases = [(f, "orthogonal", M) for f in names] + [(f, "orthogonal", m) for f in SWEPT for m in MS if m != M]
+    cases = [(f, "orthogonal", M) for f in MAPS] + [(f, "orthogonal", m) for f in SWEPT for m in MS if m != M]
     cases += [(f, "iid", M) for f in SWEPT]
     keys = [{"features": f, "sampler": s, "m": m, "samples": SAMPLES[size]} for f, s, m in cases]
-    keys += [{"features": f, "sampler": "orthogonal", "m": M, "samples": SAMPLES[size], "scale": SCALES[1]} for f in names]
+    keys += [{"features": f, "sampler": "orthogonal", "m": M, "samples": SAMPLES[size], "scale": SCALES[1]}
+             for f in MAPS]
     cells = Cells("performers-fig14", ("features", "samplers", "attention", "models/transformer.py", "studies/captured.py",
                                        "report/performers_fig14.py")).fill(keys, errors, "Figure 14")
     found = {(k["features"], k["sampler"], k["m"], k.get("scale", SCALES[0])): torch.tensor(cells[k]) for k in keys}
@@ -37,7 +38,8 @@ def main(size: str) -> None:
              f"approximated; geometric mean (shaded: standard deviation of the log) over {SAMPLES[size]} samples of tokens and noise (seed {SEED}; the same tokens for all). "
              f"A pre-norm Transformer with {HEADS} heads of d = {D}, FFN {4 * HEADS * D}, random weights (torch's, those of queries and keys scaled "
              f"to give them the standard deviation `scale` in the first layer, 1 where none is given), L = {L} tokens ~ N(0, 1), bidirectional; no training, no pretrained weights. Features "
-             "fitted to each head and sequence. The paper's figure is about orthogonal features; it states no sizes.")
+             "fitted to each head and sequence. The paper's figure is about orthogonal features; it states no sizes."
+             f"{palette.left_out(WITHOUT)}")
     path = write_report("performers-fig14", "Performers Figure 14: the error of attention behind 1 to 12 layers", body, rows, figure(found),
                         facts, cells.seconds())
     print(f"{statements(found)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
@@ -45,8 +47,7 @@ def main(size: str) -> None:
 
 def errors(features: str, sampler: str, m: int, samples: int, scale: float = SCALES[0]) -> list[list[float]]:
     """(samples, layers)."""
-    phi, draw = build("features", features, kernel="softmax"), build("sampler", sampler)
-    make = partial(RandomFeatureAttention, phi, draw, m, seed=SEED)
+    make = Mechanism.of(features=features, sampler=sampler, m=m, seed=SEED).layer
     return Synthetic(L, HEADS, D, scale, DEPTH).hidden_errors(make, samples, SEED).tolist()
 
 
@@ -78,9 +79,10 @@ def figure(found):
     fig, axes = new_figure(1, 3, figsize=(13, 3.9))
     for (f, s, m, scale), e in found.items():
         if s == "orthogonal" and m == M:
-            curve(axes[SCALES.index(scale)], e, COLOURS[f], f, "--" if f == "gerf" else "-")  # it lies on oprf where it takes s = 1
+            style = "--" if f == "gerf" else "-"  # it lies on oprf where it takes s = 1
+            curve(axes[SCALES.index(scale)], e, palette.colour(f), f, style)
         if s == "orthogonal" and f in SWEPT[1:] and scale == SCALES[0]:
-            curve(axes[2], e, COLOURS[f], f"{f}, m = {m}", STYLES[m])
+            curve(axes[2], e, palette.colour(f), f"{f}, m = {m}", STYLES[m])
         if s == "iid" and f in SWEPT[1:]:
             curve(axes[2], e, "#999999" if f == "pos" else "#000000", f"{f}, m = {m}, iid", "-.")
     for ax, title in zip(axes, (*(f"all mechanisms, orthogonal, m = {M}, scale {s:g}" for s in SCALES), "number of projections, scale 1")):

@@ -4,26 +4,30 @@ import math
 
 import torch
 
-from crt_exp.features import OPRF, HypRF, PosRF, TrigRF
-from crt_exp.report.writing import COLOURS, markdown, new_figure, write_report
+from crt_exp.features import TrigRF
+from crt_exp.report import palette
+from crt_exp.report.writing import markdown, new_figure, write_report
 from crt_exp.studies.variance import log_variances
 
 ANGLES = torch.linspace(-math.pi, math.pi, 181, dtype=torch.float64)
 LENGTHS = torch.linspace(-2, 2, 161, dtype=torch.float64)
-MAPS = {"pos": PosRF(), "hyp": HypRF(), "oprf": OPRF()}
+WITHOUT = {"trig": "the map that the others are measured against", "smreg": "it estimates a kernel of its own",
+           **dict.fromkeys(("gerf", "pois", "geom", "pois_coord"), "the figure is about positive features"),
+           **dict.fromkeys(("pois_plus", "geom_plus"), "they depend on the axes, the figure on angle and length alone")}
+MAPS = palette.maps(WITHOUT)
 LIMIT = 12.0  # nats: beyond, the colour saturates (the ratio has poles at x = y and x = -y)
 
 
 def main(size: str) -> None:
     angle, length = torch.meshgrid(ANGLES, LENGTHS, indexing="ij")
-    ratios = {name: log_ratio(phi, angle, length) for name, phi in MAPS.items()}
-    slices = {name: log_ratio(phi, ANGLES, torch.ones_like(ANGLES)) for name, phi in MAPS.items()}
+    ratios = {name: log_ratio(palette.feature_map(name), angle, length) for name in MAPS}
+    slices = {name: log_ratio(palette.feature_map(name), ANGLES, torch.ones_like(ANGLES)) for name in MAPS}
     rows = [{"map": n, "angle": a.item(), "length": 1.0, "log_mse_ratio": v.item()} for n, s in slices.items() for a, v in zip(ANGLES, s)]
     body = ("log of MSE(trig) / MSE(map) at length 1: positive where the positive map is better.\n\n"
             + markdown(["angle", *MAPS], [[f"{ANGLES[i]:.2f}", *(f"{slices[n][i]:.2f}" for n in MAPS)] for i in range(90, 181, 15)]))
     path = write_report("performers-fig2", "Performers Figure 2: where positive features beat trigonometric ones", body, rows,
-                        figure(ratios, slices), "Softmax kernel, equal numbers of projections, closed forms; x and y of equal length; OPRF "
-                        "fitted to each pair; no data, no sampling.")
+                        figure(ratios, slices), "Softmax kernel, equal numbers of projections, closed forms; x and y "
+                        f"of equal length; OPRF fitted to each pair; no data, no sampling.{palette.left_out(WITHOUT)}")
     print(f"{body}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
@@ -44,7 +48,7 @@ def figure(ratios, slices):
         ax.grid(False)
         fig.colorbar(image, ax=ax)
     for name, values in slices.items():
-        axes[2].plot(ANGLES, values, color=COLOURS[name], label=name)
+        axes[2].plot(ANGLES, values, color=palette.colour(name), label=name)
     axes[2].axhline(0, color="#444444", lw=0.8, ls=":")
     axes[2].set(title="slice at length 1", xlabel="angle", ylabel="log ratio, nats", ylim=(-LIMIT, LIMIT))
     axes[2].legend()

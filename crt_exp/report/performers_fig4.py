@@ -4,53 +4,52 @@ import math
 
 import torch
 
-from crt_exp.config import build, choices
-from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
-from crt_exp.studies.approximation import Approximation
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import palette
+from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.studies.approximation import Approximation, estimates_softmax
 from crt_exp.studies.uci import interval
-from crt_exp.tasks.base import Mechanism
 
 L, D, SAMPLES, ROWS, SEED = 4096, 16, 15, 128, 0
 MS = (8, 16, 32, 64, 128, 256)
 SCALES = (0.5, 0.75, 1.0)  # standard deviation of queries and keys: the paper says "appropriately normalized" and no more
-SAMPLERS = ("iid", "orthogonal", "simplex", "sobol", "halton", "stratified", "hadamard", "givens")
-APPROXIMATE = ("hadamard", "givens")
-DISCRETE = ("pois", "geom", "pois_plus", "geom_plus", "pois_coord")  # they need exactly Gaussian rows
+WITHOUT = palette.NONE
+WITHOUT_SAMPLERS = palette.NONE
+MAPS, SAMPLERS = palette.maps(WITHOUT), palette.samplers(WITHOUT_SAMPLERS)
 PAPER = (("trig", "iid"), ("trig", "orthogonal"), ("pos", "iid"), ("pos", "orthogonal"))
 STATEMENTS = (  # (better, baseline), each (mechanism, sampler): Performers Fig. 4
     (("pos", "orthogonal"), ("pos", "iid")), (("trig", "orthogonal"), ("trig", "iid")),
     (("pos", "iid"), ("trig", "iid")), (("pos", "orthogonal"), ("trig", "orthogonal")))
 KINDS = {"output_mse": "output", "matrix_mse": "matrix"}
 SOURCES = ("features", "samplers", "attention", "studies/approximation.py", "studies/captured.py", "report/performers_fig4.py")
-SAMPLER_COLOURS = dict(zip(SAMPLERS, ("#999999", "#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#000000")))
 
 
 def main(size: str) -> None:
-    names = [n for n in COLOURS if n in choices("features")]
-    keys = [{"features": f, "sampler": s} for f in names for s in SAMPLERS if not (f in DISCRETE and s in APPROXIMATE)]
+    keys = [{"features": f, "sampler": s} for f in MAPS for s in SAMPLERS if palette.go_together(f, s)]
     keys += [{"features": f, "sampler": s, "scale": scale} for scale in SCALES if scale != 1 for f, s in PAPER]
     cells = Cells("performers-fig4", SOURCES).fill(keys, errors, "Figure 4")
     found = {(k["features"], k["sampler"], k.get("scale", 1.0)): {kind: torch.tensor(v) for kind, v in cells[k].items()} for k in keys}
     rows = [{"features": f, "sampler": s, "scale": scale, "m": m, "of": KINDS[kind], "mse_mean": v.mean().item(),
              "mse_std": v.std().item(), "log_mse_mean": v.log().mean().item(), "log_mse_std": v.log().std().item()}
             for (f, s, scale), kinds in found.items() for kind, values in kinds.items() for m, v in zip(MS, values)]
-    body = "\n".join([statements(found), paper_table(found), *(all_table(found, names, kind) for kind in KINDS)])
+    body = "\n".join([statements(found), paper_table(found), *(all_table(found, kind) for kind in KINDS)])
     facts = (f"L = {L}, d = {D}, one head, {SAMPLES} samples of data and noise (seed {SEED}; the same data for every mechanism and sampler): v ~ "
              "N(0, 1), q, k ~ N(0, scale^2), scaled dot products, parameters fitted to each sample; scale 1 where none is given. The paper "
              "states L, d, the samples and no normalisation. MSE against exact softmax attention over all entries of the output, and over "
              f"{ROWS} random rows of the attention matrix with rows of sum 1. Means are geometric over samples (with few features the "
              "arithmetic mean of signed features is that of a few denominators near 0; it is in the csv); shaded: standard deviation of log "
-             "MSE. Equal numbers of projections m (trig, hyp and gerf make 2m features of them).")
-    path = write_report("performers-fig4", "Performers Figure 4: MSE of attention against m", body, rows, figure(found, names), facts,
-                        cells.seconds())
+             "MSE. Equal numbers of projections m (trig, hyp and gerf make 2m features of them)."
+             f"{palette.left_out({**WITHOUT, **WITHOUT_SAMPLERS})}")
+    path = write_report("performers-fig4", "Performers Figure 4: MSE of attention against m", body, rows, figure(found),
+                        facts, cells.seconds())
     print(f"{statements(found)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
 def errors(features: str, sampler: str, scale: float = 1.0) -> dict[str, list[list[float]]]:
     """MSE of output and matrix for each m and sample."""
     task = Approximation(MS, SAMPLES, ROWS, pairs=0, heads=1, d=D, scale=scale, depth=0, length=L)
-    phi, mechanism = build("features", features, kernel="softmax"), Mechanism(features, sampler=build("sampler", sampler))
-    found = [task.measure(phi, mechanism, m, 0, SEED)[0] for m in MS]
+    mechanism = Mechanism.of(features=features, sampler=sampler)
+    found = [task.measure(mechanism.map(), mechanism, m, 0, SEED)[0] for m in MS]
     return {kind: [e[kind][:, 0].tolist() for e in found] for kind in KINDS}
 
 
@@ -77,26 +76,28 @@ def paper_table(found) -> str:
     return "## MSE of the paper's four\n\n" + markdown(["", *(f"m = {m}" for m in MS)], lines)
 
 
-def all_table(found, names, kind: str) -> str:
+def all_table(found, kind: str) -> str:
     last = {(f, s): kinds[kind][-1].log().mean().exp().item() for (f, s, scale), kinds in found.items() if scale == 1}
     cell = lambda f, s: f"{last[f, s]:.2e}" if (f, s) in last else ""
-    best, unbiased = min(last, key=last.get), min((k for k in last if k[0] != "smreg"), key=last.get)
+    fair = [(f, s) for f, s in last if estimates_softmax(palette.feature_map(f))]
+    best, unbiased = min(last, key=last.get), min(fair, key=last.get)
     return (f"## MSE of the {KINDS[kind]}, m = {MS[-1]}, scale 1, every mechanism and sampler\n\nThe least: {' x '.join(best)}; of unbiased "
             f"mechanisms {' x '.join(unbiased)}. Empty: discrete mechanisms need exactly Gaussian rows.\n\n"
-            + markdown(["", *SAMPLERS], [[f, *(cell(f, s) for s in SAMPLERS)] for f in names]))
+            + markdown(["", *SAMPLERS], [[f, *(cell(f, s) for s in SAMPLERS)] for f in MAPS]))
 
 
-def figure(found, names):
+def figure(found):
     fig, axes = new_figure(2, 3, figsize=(13, 7.2))
     panels = [(scale, "output_mse") for scale in SCALES] + [(1.0, "matrix_mse")]
     for ax, (scale, kind) in zip(axes.flat, panels):
         for f, s in PAPER:
-            curve(ax, found[f, s, scale][kind], COLOURS[f], f"{f}, {s}", "-" if s == "orthogonal" else "--", shaded=True)
+            style = "-" if s == "orthogonal" else "--"
+            curve(ax, found[f, s, scale][kind], palette.colour(f), f"{f}, {s}", style, shaded=True)
         ax.set_title(f"the paper's four, {KINDS[kind]}, scale {scale}")
-    for name in names:
-        curve(axes[1, 1], found[name, "orthogonal", 1.0]["output_mse"], COLOURS[name], name)
+    for name in MAPS:
+        curve(axes[1, 1], found[name, "orthogonal", 1.0]["output_mse"], palette.colour(name), name)
     for s in SAMPLERS:
-        curve(axes[1, 2], found["oprf", s, 1.0]["output_mse"], SAMPLER_COLOURS[s], s)
+        curve(axes[1, 2], found["oprf", s, 1.0]["output_mse"], palette.sampler_colour(s), s)
     axes[1, 1].set_title("all mechanisms, orthogonal, output, scale 1")
     axes[1, 2].set_title("all samplers, oprf, output, scale 1")
     for ax in axes.flat:

@@ -5,6 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from crt_exp.report import bench_attention as alone
+from crt_exp.report import palette
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.speed import attention_steps, interleaved, measure
 
@@ -14,9 +15,8 @@ LONGEST_FORWARD = 16384  # of forward passes alone
 BARS = (1024, 4096, 16384)
 MEMORY_LENGTHS = (4096, 65536)
 MEASURED = ("favor+", "favor++", "favor+ causal", "favor++ causal")
-COLOUR = {"floor": "#444444", "favor+": "#E69F00", "favor++": "#D55E00", "favor+ causal": "#E69F00", "favor++ causal": "#D55E00",
-          "sdpa": "#000000", "exact": "#000000", "favorp": "#E69F00", "favorpp": "#D55E00", "identity": "#999999",
-          "performer-pytorch": "#0072B2", "performer-pytorch causal": "#0072B2", "sdpa causal": "#000000"}
+COLOURS = {"floor": "#444444", "favor+": palette.colour("favorp"), "favor++": palette.colour("favorpp"),
+           "sdpa": palette.EXACT, "performer-pytorch": "#0072B2"}  # of methods that are no names of conf/attention
 
 
 def main(size: str) -> None:
@@ -36,7 +36,8 @@ def main(size: str) -> None:
              "exact attention for models. Every length has a process of its own. There the floor's feature matrices come from pages that "
              "the system has yet to clear; a process that has run shorter sequences before may find them ready, and the floor is then up to "
              "twice as fast: the column `later` has the same ratios after two steps of all methods at all shorter lengths.")
-    path = write_report("speed", "Speed and memory of attention", body, rows, figure(keys, cells), facts, cells.seconds(), "speed")
+    path = write_report("speed", "Speed and memory of attention", body, rows, figure(keys, cells), facts,
+                        cells.seconds())
     print(f"{targets(keys, cells)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
@@ -101,13 +102,20 @@ def memory_table(keys, cells) -> str:
     return "## Peak memory beyond inputs, output and gradients, MiB\n\n" + markdown(["method", *(f"L = {n}" for n in MEMORY_LENGTHS)], rows)
 
 
+def colour(name: str) -> str:
+    """Of a method, causal or not."""
+    name = name.removesuffix(" causal")
+    return COLOURS.get(name) or palette.colour(name)
+
+
 def figure(keys, cells):
     fig, axes = new_figure(1, 4, figsize=(15, 3.8))
     for ax, what in zip(axes, LENGTHS):
         found = of(keys, cells, what)
         for name in dict.fromkeys(n for f in found.values() for n in f):
             points = [(n, f[name][0]) for n, f in found.items() if name in f]
-            ax.plot(*zip(*points), marker="o", ms=3, lw=1.4, color=COLOUR[name], ls="--" if "causal" in name else "-", label=name)
+            style = "--" if "causal" in name else "-"
+            ax.plot(*zip(*points), marker="o", ms=3, lw=1.4, color=colour(name), ls=style, label=name)
         ax.set(xscale="log", yscale="log", title=f"{what}: ms a step", xlabel="L")
         ax.set_xticks(list(found), [f"{n // 1024}k" if n >= 1024 else n for n in found], fontsize=7)
         ax.minorticks_off()

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from crt_exp.data.glue import TASKS
 from crt_exp.features import FeatureMap, Statistics
-from crt_exp.report.writing import COLOURS, Cells, markdown, new_figure, write_report
+from crt_exp.report import palette
+from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.runner.run import read_records
 from crt_exp.studies.uci import interval
 
@@ -30,7 +31,8 @@ SOURCES = ("tasks/glue.py", "tasks/mlm.py", "models/encoders.py", "data/glue.py"
 SEEDS = (0, 1, 2)
 LINES = 64                             # of text on which the error of the kernel is predicted
 UPTRAINED = "uptrained FAVOR++"
-ROWS = {"FAVOR+": "favorp", "ELU": "elu", "ReLU": "relu", "FAVOR++": "favorpp", UPTRAINED: "favorpp", "exact": "exact"}
+ROWS = {**{palette.label(name): name for name in ("favorp", "elu", "relu", "favorpp")}, UPTRAINED: "favorpp",
+        "exact": "exact"}
 PAPER_TASKS = ("mnli", "qqp", "qnli", "sst2", "cola", "stsb", "mrpc", "rte")
 PAPER = {  # CRT Table 2, dev sets, base-sized models
     "FAVOR+": (80.26, 89.53, 87.13, 90.58, 53.17, 85.07, 83.82, 67.59), "ELU": (80.72, 90.05, 89.09, 91.51, 48.43, 86.68, 85.05, 68.59),
@@ -263,7 +265,7 @@ def write(size: str, setting: Setting, pretrained: dict, table: dict, by_m: dict
     rows += [{"row": name, "dataset": "wikitext2 test", "metric": "perplexity", "m": setting.m if name != "exact" else "",
               "value": record["perplexity"]} for name, record in pretrained.items()]
     path = write_report("table2", "CRT Table 2: linear-attention BERT on GLUE" + (" (small models)" if size != "full" else ""), body,
-                        rows, figure(setting, scores, pretrained, by_m, drift), facts(setting, table), seconds, f"table2 SIZE={size}")
+                        rows, figure(setting, scores, pretrained, by_m, drift), facts(setting, table), seconds)
     print(said)
     print(f"written: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
@@ -352,18 +354,19 @@ def figure(setting: Setting, scores: dict, pretrained: dict, by_m: dict, drift: 
     fig, axes = new_figure(1, 2 + len(setting.figure_datasets), figsize=(4.4 + 3.2 * (1 + len(setting.figure_datasets)), 3.6),
                            width_ratios=[1.35] + [1] * (1 + len(setting.figure_datasets)))
     draw_table(axes[0], setting, scores)
-    lines = {"favorp": ("FAVOR+", COLOURS["pos"], "s"), "favorpp": ("FAVOR++", COLOURS["oprf"], "o")}
+    marks = {"favorp": "s", "favorpp": "o"}
+    lines = {name: (palette.label(name), palette.colour(name), mark) for name, mark in marks.items()}
     for name, (label, colour, mark) in lines.items():
         plot(axes[1], setting.ms, [interval([drift[name, m, s]["perplexity"] for s in SEEDS], "v") for m in setting.ms], label, colour, mark)
         for ax, data in zip(axes[2:], setting.figure_datasets):
             found = [interval([score(data, by_m[name, m, data, s]) for s in SEEDS], "v") for m in setting.ms]
             plot(ax, setting.ms, found, label, colour, mark)
     if "exact" in pretrained:
-        axes[1].axhline(pretrained["exact"]["perplexity"], color=COLOURS["exact"], ls=":", label="exact")
+        axes[1].axhline(pretrained["exact"]["perplexity"], color=palette.EXACT, ls=":", label="exact")
     for ax, data in zip(axes[2:], setting.figure_datasets):
         found = interval(scores["exact", data], "v")
-        ax.axhline(found["v"], color=COLOURS["exact"], ls=":", label="exact")
-        ax.axhspan(found["v"] - found["v_ci95"], found["v"] + found["v_ci95"], color=COLOURS["exact"], alpha=0.07, lw=0)
+        ax.axhline(found["v"], color=palette.EXACT, ls=":", label="exact")
+        ax.axhspan(found["v"] - found["v_ci95"], found["v"] + found["v_ci95"], color=palette.EXACT, alpha=0.07, lw=0)
         ax.set(title=f"swapped, fine-tuned: {TASKS[data].folder}", ylabel=f"dev {TASKS[data].metrics[0]}, %")
     axes[1].set(title="swapped, not trained", ylabel="WikiText-2 test perplexity")
     for ax in axes[1:]:

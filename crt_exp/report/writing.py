@@ -5,6 +5,8 @@ import hashlib
 import io
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -15,13 +17,9 @@ from typing import Any
 import joblib
 from tqdm import tqdm
 
-from crt_exp.runner.run import machine, read_records, write_atomic
+from crt_exp.runner.run import commit, machine, read_records, write_atomic
 
 REPORT = Path("outputs/report")
-# the one palette of all pictures: exact black, positive maps warm, indefinite ones cold (Okabe-Ito, safe for colour blindness)
-COLOURS = {"exact": "#000000", "trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#117733", "pos": "#E69F00",
-           "hyp": "#F0A860", "smreg": "#999999", "oprf": "#D55E00", "pois_plus": "#CC79A7", "geom_plus": "#882255",
-           "pois_coord": "#44AA99"}
 
 
 class Cells:
@@ -76,20 +74,39 @@ def fingerprint(sources: Sequence[str]) -> str:
 
 
 def write_report(name: str, title: str, body: str, rows: Sequence[dict[str, Any]], figure=None, facts: str = "",
-                 seconds: float = 0.0, command: str = "") -> Path:
+                 seconds: float = 0.0) -> Path:
     """outputs/report/<name>.md, .csv and .png, each written atomically. `facts`: data, subsampling, sizes, seeds."""
     REPORT.mkdir(parents=True, exist_ok=True)
     picture = f"\n![{title}]({name}.png)\n" if figure is not None else ""
-    write_atomic(REPORT / f"{name}.md", f"# {title}\n\n{body.rstrip()}\n{picture}\n{caption(facts, seconds, command or name)}\n")
+    write_atomic(REPORT / f"{name}.md", f"# {title}\n\n{body.rstrip()}\n{picture}\n{caption(facts, seconds)}\n")
     write_atomic(REPORT / f"{name}.csv", csv_text(rows))
     if figure is not None:
         save_figure(figure, REPORT / f"{name}.png")
     return REPORT / f"{name}.md"
 
 
-def caption(facts: str, seconds: float, command: str) -> str:
+def caption(facts: str, seconds: float) -> str:
+    """Below every report: what was done, with which code, where, when, and by which command."""
     found = ", ".join(f"{p} {metadata.version(p)}" for p in ("crt_exp", "torch", "scikit-learn", "numpy"))
-    return f"{facts} Versions: {found}. Machine: {machine()}. {date.today()}, {seconds:.0f} s of computing. Command: `make {command}`."
+    return (f"{facts} Versions: {found}; {source()}. Machine: {machine()}. {date.today()}, {seconds:.0f} s of "
+            f"computing. Command: `{command()}`.")
+
+
+def source() -> str:
+    """The commit of the code that wrote the report, and whether its tree was changed."""
+    found = commit()
+    if found is None:
+        return "no commit, for the code is no checkout"
+    digest, changed, _ = found.partition("+changes")
+    return f"commit {digest[:12]}, tree {'changed' if changed else 'unchanged'}"
+
+
+def command() -> str:
+    """What was typed, to be typed again: module or program, its arguments, and SIZE where the environment sets it."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    size = f"SIZE={shlex.quote(os.environ['SIZE'])} " if "SIZE" in os.environ else ""
+    return size + shlex.join([*program, *sys.argv[1:]])
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
 
-from crt_exp.composed import GROUPS, check_plain, explained, names_code, plain
 from crt_exp.config import CONF, ConfigError, choices, groups, unknown
-from crt_exp.runner.processes import inside_torchrun, rank
+from crt_exp.ranks import inside_torchrun, rank
+from crt_exp.runner.composed import GROUPS, check_plain, explained, names_code, plain
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
 
 

@@ -1,15 +1,8 @@
-"""One run on one or many processes: who takes part, what they agree on, how they are told to stop, and how torchrun is started.
-
-`torchrun --nproc_per_node=N -m crt_exp ...` and `python -m crt_exp trainer.processes=N ...` do the same; the second also works
-in sweeps, where each run then is a torchrun of its own, and returns exit codes that schedulers understand.
-"""
+"""The processes of a run, one or many: who takes part, what they agree on, how they are told to stop, and with whom they end."""
 
 import atexit
-import logging
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,23 +12,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from crt_exp.ranks import inside_torchrun, rank, world_size
+
 STEP_LIMIT = 120.0  # seconds that a step of one of several processes may take to end after a signal
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, agreed on by all processes
 SWEEP = "CRT_EXP_SWEEP"  # the name of the sweep that a run belongs to
-
-
-def rank() -> int:
-    """This process's number under torchrun, known before torch is imported; 0 without."""
-    return int(os.environ.get("RANK", 0))
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def inside_torchrun() -> bool:
-    return "LOCAL_RANK" in os.environ
 
 
 def agree_on_start() -> None:
@@ -252,71 +234,3 @@ def follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-# ---- a run that starts its own torchrun -------------------------------------------------------------------------------
-
-
-def torchrun(count: int, overrides: list[str], directory: Path) -> None:
-    """Runs `crt_exp <overrides>` on `count` processes of this machine, in `directory`.
-
-    A signal to stop is passed on once, and the run's Preempted raised when it has checkpointed. Raises ProcessesFailed where a
-    process failed; what went wrong stands above, on standard error. The processes end when this one is killed.
-    """
-    command = [sys.executable, "-m", "crt_exp.runner.processes", str(os.getpid()), "--standalone",
-               f"--nproc_per_node={count}", "-m", "crt_exp", *overrides, override("hydra.run.dir", directory)]
-    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}  # seconds that a checkpoint may take
-    env.pop("SUBMITIT_EXECUTOR", None)  # the processes are told by SIGTERM
-    child = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's ^C reaches it once, through us
-    try:
-        with StopSignals(child.terminate) as signals:
-            code = child.wait()
-            if code and signals.signum:
-                raise Preempted(signals.signum)
-    finally:
-        if child.poll() is None:
-            child.terminate()
-            child.wait()
-    if code:
-        raise ProcessesFailed(count, code)
-
-
-class ProcessesFailed(RuntimeError):
-    """A run that was started by torchrun ended with an error; `code` is the exit code of the process that failed first."""
-
-    def __init__(self, count: int, code: int):
-        super().__init__(f"the run on {count} processes failed; its first error stands above")
-        self.code = max(code, 1)
-
-
-def agent(parent: int, args: list[str]) -> int:
-    """torchrun itself, on a process of its own that ends with its parent; returns the exit code of the first that failed."""
-    end_with_parent(parent)
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
-
-    for name in ("agent.server.api", "multiprocessing.api"):  # their warnings tell how a signal is passed on
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
-    try:
-        main(args)
-    except ChildFailedError as error:  # its account of the exit codes says nothing that the processes did not say
-        return max(error.get_first_failure()[1].exitcode, 1)
-    except SignalException as error:
-        return 128 + error.sigval
-    return 0
-
-
-def override(key: str, value: Any) -> str:
-    """key=value in Hydra's grammar, for values of any characters."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    text = str(value)
-    if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
-        return f"{key}={text}"
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
-    return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
-
-
-if __name__ == "__main__":
-    sys.exit(agent(int(sys.argv[1]), sys.argv[2:]))

@@ -19,7 +19,7 @@ WORK = ("forward", "backward", "clip", "optimiser")
 class ProgressLine:
     """Loss, metric, samples/s, time left and memory on one line; nothing where standard error is no terminal."""
 
-    def __init__(self, total: int, start: int, batch: int, device: torch.device, shown: bool):
+    def __init__(self, total: int, start: int, batch: float, device: torch.device, shown: bool):
         self.batch, self.device, self.values = batch, device, {}
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None if shown else True, leave=False)
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import platform
-import random
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,9 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+import crt_exp
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
+from crt_exp.runner.invocation import overrides
 from crt_exp.runner.lock import LOCK, Lock
 from crt_exp.runner.processes import SWEEP
 
@@ -50,6 +51,8 @@ class Run:
             self.lock.release()
             raise
         self.started = time.monotonic() - (self.records[-1].get("time_s", 0.0) if self.records else 0.0)
+        from crt_exp.runner.generators import seed_everything  # with torch, which nothing else here needs
+
         seed_everything(cfg.seed)
 
     def _open(self, cfg: DictConfig) -> None:
@@ -213,13 +216,6 @@ def command() -> str:
     return " ".join([name, *sys.argv[1:]])
 
 
-def overrides() -> list[str]:
-    """What this run was told, also where a sweep or a torchrun told it and not the command line."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-
-
 def machine() -> str:
     """Processor, cores and system, such as '2 cores of x86_64, Linux'."""
     return f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}"
@@ -227,71 +223,12 @@ def machine() -> str:
 
 def commit() -> str | None:
     """The checked-out commit, with '+changes' where the tree differs from it; None outside a checkout."""
-    root = Path(__file__).parent.parent
+    root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None
     git = lambda *args: subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def seed_everything(seed: int) -> None:
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def stream_seed(seed: int, rank: int) -> int:
-    """A seed of its own for each process of a run."""
-    import numpy as np
-
-    return int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
-
-
-def rng_state() -> dict[str, Any]:
-    """The state of python's, numpy's and torch's generators (GPU: the current device), as plain JSON."""
-    import numpy as np
-    import torch
-
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), position, has_gauss, gauss],
-             "torch": torch.get_rng_state().numpy().tobytes().hex()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return state
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """The reverse of rng_state, before or after a trip through JSON."""
-    import numpy as np
-    import torch
-
-    unhex = lambda text: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
-    torch.set_rng_state(unhex(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(unhex(state["cuda"]))
-
-
-def generators(device: Any) -> list[Any]:
-    """The states of torch's generators alone, as tensors: quick enough for every step."""
-    import torch
-
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def set_generators(device: Any, states: list[Any]) -> None:
-    """The reverse of generators."""
-    import torch
-
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!outputs")  # reports are no code
+    return git("rev-parse", "HEAD") + ("+changes" if changed else "")
 
 
 class NoMirror:

@@ -11,46 +11,32 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
+from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.runner import checkpoint
+from crt_exp.runner.generators import generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
 from crt_exp.runner.processes import Preempted, StopSignals, World
 from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
-from crt_exp.runner.run import Run, generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
+from crt_exp.runner.run import Run
 from crt_exp.runner.sharding import shard, whole
 from crt_exp.runner.sweep import direction
 from crt_exp.runner.trainer_config import TrainerConfig
+from crt_exp.runner.training_state import Progress, TrainingState
 from crt_exp.tasks.base import Plan, Reader, Task
 
-CHECKPOINTS = "checkpoints"  # within the run directory
 
-
-@dataclass
-class Progress:
-    """Where a run stands; saved with each checkpoint."""
-
-    step: int = 0
-    epoch: int = 0
-    position: int = 0                  # steps of this epoch that are done
-    evaluated: int = 0                 # the step of the last evaluation
-    worse: int = 0                     # evaluations since the best
-    best: dict[str, Any] | None = None      # step, and metrics of the validation split
-    loss: float = 0.0                  # summed since the last record of the training split
-    losses: int = 0
-
-
-def planned_steps(config: TrainerConfig, task: Task) -> tuple[int | None, int]:
+def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
     """Steps of an epoch (None: streamed) and of the run. Raises ConfigError where task and config disagree."""
-    rows = task.length("train")
-    per_epoch = None if rows is None else rows // config.batch
+    rows, per_epoch = task.length("train"), task.epoch_steps(Plan(config.batch, config.accumulate, world=processes))
+    if per_epoch is None and rows is not None:
+        per_epoch = rows // config.batch
     if not (task.test or task.validation):
         raise ConfigError("this task names neither a validation nor a test split: there is nothing to report")
     if config.steps is not None and per_epoch != 0 or config.steps == 0:
@@ -69,23 +55,23 @@ def planned_steps(config: TrainerConfig, task: Task) -> tuple[int | None, int]:
 class Trainer:
     """Trains `task` as `config` says and writes the records and checkpoints of `run`.
 
-    make_attention goes to `task.build`. Raises Diverged, Preempted, CheckpointError; ConfigError where task and config disagree.
+    mechanism goes to `task.build`. Raises Diverged, Preempted, CheckpointError; ConfigError where task and config disagree.
     """
 
-    def __init__(self, config: TrainerConfig, task: Task, make_attention: Any, run: Run, world: World, seed: int):
+    def __init__(self, config: TrainerConfig, task: Task, mechanism: Mechanism, run: Run, world: World, seed: int):
         self.config, self.task, self.run, self.world, self.seed = config, task, run, world, seed
-        self.root, self.scaler = run.directory / CHECKPOINTS, world.accelerator.scaler  # float16 alone has a scaler
-        self.per_epoch, self.total = planned_steps(config, task)
-        self._build(make_attention)
-        self.progress, self.saved, self.rate, self.stopping = Progress(), 0, 0.0, False
-        self.saved_at, self.overdue = time.monotonic(), False
+        self.scaler = world.accelerator.scaler  # float16 alone has one
+        self.per_epoch, self.total = planned_steps(config, task, world.size)
+        self._build(mechanism)
+        self.state = TrainingState(self.module, self.optimizer, task, run, world, config.keep, self.per_epoch)
+        self.rate, self.stopping, self.overdue = 0.0, False, False
         self.feed: Iterator[Any] | None = None
         self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
 
-    def _build(self, make_attention: Any) -> None:
+    def _build(self, mechanism: Mechanism) -> None:
         """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
         config, accelerator = self.config, self.world.accelerator
-        self.module = self.task.build(make_attention)
+        self.module = self.task.build(mechanism)
         self.sharded = config.strategy == "fsdp" and self.world.size > 1
         self.module.to(self.world.device)
         if self.sharded:
@@ -100,12 +86,16 @@ class Trainer:
             self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
         seed_everything(stream_seed(self.seed, self.world.rank))
 
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
     # ---- the loop ---------------------------------------------------------------------------------------------------------
 
     def fit(self) -> list[dict[str, Any]]:
         """Goes on from where the run directory stands, to the end; returns the records, the last of them final."""
-        self.restore()
-        line = ProgressLine(self.total, self.progress.step, self.config.batch, self.world.device, self.world.main)
+        self.state.restore()
+        line = ProgressLine(self.total, self.progress.step, self._rows(), self.world.device, self.world.main)
         with self.signals, line as self.line, self._reading():
             self.module.train()
             while True:
@@ -118,12 +108,18 @@ class Trainer:
             print(self.clock.report())
         return self.run.records
 
+    def _rows(self) -> float:
+        """Rows of a step; on average where the task reads by cost."""
+        rows, batch = self.task.length("train"), self.config.batch
+        return rows / self.per_epoch if rows and self.per_epoch not in (None, rows // batch) else batch
+
     def _between_steps(self) -> None:
         if self.stopping:
             self.signals.step_ended()
         due = self._evaluation_due()
-        if self.progress.step > self.saved and (due or self.stopping or self._save_due()):
-            self.save()
+        if self.progress.step > self.state.saved and (due or self.stopping or self._save_due()):
+            self.state.save()
+            self.overdue = False
         if self.stopping:
             raise Preempted(self.signals.signum or signal.SIGTERM)
         if due:
@@ -163,6 +159,8 @@ class Trainer:
             with self.clock("optimiser"):
                 self._update()
             self._advance(loss, norm)
+            with torch.no_grad():
+                self.task.updated(self.module, self.progress.step)
         self.clock.count()
 
     def _next_batches(self) -> list[Any] | None:
@@ -268,7 +266,7 @@ class Trainer:
 
     def _too_old(self) -> bool:
         minutes = self.config.save_minutes
-        return minutes is not None and time.monotonic() > self.saved_at + 60 * minutes
+        return minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
 
     def _diverged(self, loss: float, norm: float, batches: list[Any], before: Any) -> Diverged:
         """Computes the step anew to find the first layer whose numbers are not finite."""
@@ -292,7 +290,7 @@ class Trainer:
         """step: the one under way, or one that was done and is evaluated."""
         broken = where.startswith("parameter") or step is not None  # so a checkpoint of the last step is no good either
         step = self.progress.step + 1 if step is None else step
-        good = [s for s in checkpoint.steps(self.root) if s < self.progress.step + (not broken)]
+        good = [s for s in checkpoint.steps(self.state.root) if s < self.progress.step + (not broken)]
         last = f"the checkpoint of step {good[-1]} is the last good one" if good else "there is no checkpoint before it"
         return Diverged(f"step {step}: {what}; first not finite: {where}; {last}", alone)
 
@@ -316,7 +314,7 @@ class Trainer:
         self._record(self.task.validation, **metrics)
         self.line.metric(self.task.metric, value)
         if self._better(value):
-            p.best, p.worse = {"step": p.step, "epoch": self._epoch(), "metrics": metrics}, 0
+            p.best, p.worse = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}, 0
         else:
             p.worse += 1
 
@@ -369,7 +367,7 @@ class Trainer:
         p, task = self.progress, self.task
         best = p.best if self.config.select == "best" else None
         if best and best["step"] != p.step:
-            self._load_best(self.root / f"step-{best['step']}")
+            self.state.load_best()
         metrics = best["metrics"] if task.test is None and best else self.evaluate(task.test or task.validation)
         self._export()
         chosen = {"best_step": best["step"]} if best else {}
@@ -381,77 +379,5 @@ class Trainer:
         if self.world.main:
             self.task.export(self.module, tensors, self.run.directory)
 
-    def _load_best(self, path: Path) -> None:
-        reason = self.world.broadcast(checkpoint.damage(path) if self.world.main else None)
-        if reason:
-            self._say(f"the best checkpoint {path} is damaged ({reason}): the last weights are tested in its place")
-        else:
-            checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
-
-    # ---- records and checkpoints --------------------------------------------------------------------------------------------
-
     def _record(self, split: str, **values: Any) -> None:
-        self.run.log(step=self.progress.step, epoch=self._epoch(), split=split, **values)
-
-    def _epoch(self) -> float:
-        part = self.progress.position / self.per_epoch if self.per_epoch else 0
-        return round(self.progress.epoch + part, 4)
-
-    def _say(self, text: str) -> None:
-        if self.world.main:
-            print(text)
-
-    def save(self) -> None:
-        """The first process writes a checkpoint and removes those kept no longer; where it fails, all raise CheckpointError."""
-        tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items()},
-                   "optimizer": checkpoint.optimizer_tensors(self.module, self.optimizer)}
-        state = asdict(self.progress) | {"rng": self.world.gather(rng_state()), "records": len(self.run.records),
-                                         "scaler": self.scaler.state_dict() if self.scaler else None}
-        problem = None
-        if self.world.main:
-            try:
-                checkpoint.save(self.root, self.progress.step, tensors, state)
-                checkpoint.prune(self.root, self.config.keep, (self.progress.best or {}).get("step"))
-            except checkpoint.CheckpointError as error:
-                problem = str(error)
-        problem = self.world.broadcast(problem)
-        if problem:
-            raise checkpoint.CheckpointError(problem)
-        self.saved, self.saved_at, self.overdue = self.progress.step, time.monotonic(), False
-
-    def restore(self) -> None:
-        """Loads the newest intact checkpoint and takes back the records that came after it; without one the run begins anew.
-
-        Raises CheckpointError where fewer records are left than were written before that checkpoint.
-        """
-        path = self.world.broadcast(checkpoint.newest(self.root, self._say) if self.world.main else None)
-        if path is None:
-            self._begin_anew()
-            return
-        state = checkpoint.load_state(path)
-        self._check_records(path, state["records"])
-        checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
-        checkpoint.load_optimizer(self.module, self.optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
-        if self.scaler and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-        self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
-        self.saved = self.progress.step
-        self.run.rewind(state["records"])
-        self._say(f"continuing from {path} (epoch {self._epoch():g})")
-        if len(state["rng"]) == self.world.size:
-            set_rng_state(state["rng"][self.world.rank])
-        else:
-            self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators start afresh")
-
-    def _begin_anew(self) -> None:
-        """From the first step; the records of an earlier attempt are kept under another name."""
-        kept = self.run.begin_anew()
-        if kept:
-            self._say(f"no intact checkpoint in {self.root}: the run begins anew; its earlier records are kept in {kept.name}")
-
-    def _check_records(self, path: Path, count: int) -> None:
-        left = self.world.broadcast(len(self.run.records))
-        if left < count:
-            raise checkpoint.CheckpointError(
-                f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. Put the "
-                f"whole file back, or move {self.root} away: then the run begins anew")
+        self.run.log(step=self.progress.step, epoch=self.state.epoch, split=split, **values)

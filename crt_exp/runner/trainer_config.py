@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 import torch
 
 from crt_exp.config import ConfigError
+from crt_exp.ranks import world_size
 from crt_exp.runner.optim import OPTIMIZERS, SCHEDULES
-from crt_exp.runner.processes import World, world_size
+from crt_exp.runner.processes import World
 from crt_exp.schema import Count, NotNegative, Positive, Whole, at_least, below, checked
 
 Beta = Annotated[float, at_least(0), below(1)]

@@ -6,6 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from crt_exp.nested import Nested, mapped
+
 # Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that is
 # transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024, 37 at
 # 2048; by transforms 14.3, 9.1, 10.3, 11.2 (python -m crt_exp.report.bench_samplers 1). Not measured on GPUs.
@@ -87,6 +89,10 @@ class Noise(ABC):
         """|omega_m|^2, (*batch, 1, m)."""
         with torch.inference_mode(False):  # it is kept, and must serve later backward passes
             return self.rows().square().sum(-1).unsqueeze(-2)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that it holds now: what its rows are made of, and what was computed of them and is kept."""
+        return [t for t in self.__dict__.values() if isinstance(t, Tensor)]
 
     def on_sphere(self) -> "Noise":
         """The same directions with every row of length sqrt(d) (the noise of SMREG)."""
@@ -171,12 +177,9 @@ class HadamardNoise(Noise):
         return HadamardNoise(self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d)
 
 
-def precise(noise, dtype: torch.dtype):
-    """The same rows, in float64 where the vectors are: what is computed of rows alone must not be rounded before. A tuple of
-    noises gives a tuple."""
-    if isinstance(noise, tuple):
-        return tuple(precise(part, dtype) for part in noise)
-    return noise.to(dtype) if noise is not None and dtype == torch.float64 != noise.dtype else noise
+def precise(noise: Nested, dtype: torch.dtype) -> Nested:
+    """The same rows, in float64 where the vectors are: what is computed of rows alone must not be rounded before."""
+    return mapped(lambda n: n.to(dtype) if dtype == torch.float64 != n.dtype else n, noise)
 
 
 def fwht(x: Tensor) -> Tensor:

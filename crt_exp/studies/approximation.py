@@ -8,22 +8,22 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention
+from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.bounds import ensemble_log_variance
-from crt_exp.config import build, choices
+from crt_exp.config import choices
 from crt_exp.features import GERF, FeatureMap, Statistics, TrigRF
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import Noise, bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
-from crt_exp.tasks.base import EXACT, Mechanism
 
 DRAWS = 200      # of the noise, for sample variances
 AT_ONCE = 2**24  # numbers of features held for them
@@ -31,7 +31,6 @@ PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms
 MEANS = ("output_error", "uniform_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators", "log_variance",
          "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
 LENGTH = 1024    # of synthetic tensors
-BIASED = ("smreg",)
 SMALL = -60.0    # nats: a smaller relative MSE counts as this
 
 
@@ -59,7 +58,7 @@ class Approximation:
         self.depth = model is not None or depth > 0
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        if mechanism == EXACT:
+        if not mechanism.estimates:
             raise ValueError("attention=exact has no error: choose features=...")
         phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
         self.check(phi, mechanism, seed)
@@ -86,11 +85,12 @@ class Approximation:
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        found = {name: predicted_log_mse(build("features", name, kernel="softmax"), layer, max(self.ms), seed)
+        found = {name: predicted_log_mse(Mechanism.of(features=name).map(), layer, max(self.ms), seed)
                  for name in choices("features")}
+        unbiased = [name for name in found if estimates_softmax(Mechanism.of(features=name).map())]
         best = lambda names: [min(names, key=lambda name: found[name][h]) for h in range(layer.heads)]
         return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(), "best": best(found),
-                "best_unbiased": best([name for name in found if name not in BIASED]),
+                "best_unbiased": best(unbiased),
                 "log_relative_mse": {name: [_number(v) for v in values] for name, values in found.items()}}
 
     # ---- what is measured
@@ -133,15 +133,14 @@ class Approximation:
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
         found = {"": phi.log_variance(x, y, params) - math.log(m) - squared}
         if coupled(phi, mechanism):
-            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_name) - squared
+            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.rows.name) - squared
         found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, _generator(seed, i, m)) - squared
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in found.items()}
         return {k: _number(v.median()) for k, v in medians.items()} | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
     def of_depth(self, phi: FeatureMap, mechanism: Mechanism, m: int, seed: int) -> dict[str, Any]:
         """Error of the hidden states behind layers 1, 2, ..., over samples."""
-        make = partial(RandomFeatureAttention, phi, mechanism.sampler, m, seed=seed)
-        errors = self.source.hidden_errors(make, self.samples, seed)
+        errors = self.source.hidden_errors(replace(mechanism, m=m, seed=seed).layer, self.samples, seed)
         spread = [_spread("hidden_error", e) for e in errors.unbind(1)]
         return {"m": m, **spread[-1], **{f"{k}_by_layer": [s[k] for s in spread] for k in spread[0]}}
 
@@ -202,6 +201,12 @@ def predicted_log_mse(phi: FeatureMap, layer: Layer, features: int, seed: int) -
     return total.clamp(min=SMALL)[0].mean(-1).tolist()
 
 
+def estimates_softmax(phi: FeatureMap) -> bool:
+    """Whether the mean of its estimates is the softmax kernel, judged at one pair: SMREG estimates another one."""
+    x, y = torch.tensor([[0.7, -0.4]], dtype=torch.float64), torch.tensor([[0.3, 0.9]], dtype=torch.float64)
+    return torch.allclose(phi.log_kernel(x, y), (x * y).sum(-1))
+
+
 def random_pairs(layer: Layer, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Queries and keys (1, H, pairs, d), float64; with causal attention a key is not later than its query."""
     i = torch.randint(layer.x.shape[2], (pairs,), generator=g)
@@ -225,7 +230,7 @@ def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tenso
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
-    return mechanism.sampler_name in ("orthogonal", "simplex") and exact and isinstance(phi, (TrigRF, PositiveExponential, GERF))
+    return mechanism.rows.name in ("orthogonal", "simplex") and exact and isinstance(phi, (TrigRF, PositiveExponential, GERF))
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.attention.choices import Attention, LayerMaker, layer_maker
 from crt_exp.attention.layer import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.data.text import bert_tokenizer, check_vocabulary
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
+from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
-from crt_exp.swap.swap import fill_statistics, swap_attention, swap_layers, unswap_attention
+from crt_exp.swap.swap import LayerMaker, fill_statistics, swap_layers, unswap_attention
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _normal(length: int, heads: int, d: int, scale: float, sample: int, seed: in
 def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int) -> Transformer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Transformer(heads, depth, 4 * heads * d, heads * d, layer_maker("exact"))
+        model = Transformer(heads, depth, 4 * heads * d, heads * d, Mechanism.of("exact").layer)
     for block in model.blocks:  # torch's uniform weights give normalised tokens the variance 1/3
         block.qkv.weight.data[:2 * heads * d] *= 3**0.5 * scale
     return model.eval()
@@ -173,7 +173,7 @@ class Pretrained:
     def _capture(self) -> tuple[list[Layer], list[Tensor]]:
         """Each call of each chosen layer, in the order of calls, and the hidden states of the exact model."""
         found = []
-        swap_attention(self.model, "exact", layers=self.chosen)
+        Mechanism.of("exact").swap(self.model, self.chosen)
         hooks = [state.register_forward_pre_hook(lambda state, given: found.append(_layer_of(state, given)))
                  for state in swapped_states(self.model)]
         states = self._run()
@@ -223,7 +223,7 @@ def read_text(path: str | Path) -> str:
 def load_bare(name: str) -> nn.Module:
     """The model without a head, float32, eval mode; of an encoder-decoder, its encoder."""
     origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
-    model = encoders.load_model("AutoModel", encoders.load_config(origin), origin, Attention("exact"))
+    model = encoders.load_model("AutoModel", encoders.load_config(origin), origin, Mechanism.of("exact"))
     if model.main_input_name != "input_ids":
         raise ValueError(f"task.model={name}: {type(model).__name__} reads {model.main_input_name}, not text. Synthetic tensors "
                          "of its sizes: task.heads, task.d and task.length, without task.model and task.text")

@@ -8,8 +8,8 @@ import torch
 from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import softmax_attention
 from crt_exp.features import FeatureMap, Statistics
+from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
-from crt_exp.tasks.base import EXACT, Mechanism
 
 
 @checked("task")
@@ -22,7 +22,7 @@ class Projections:
         self.length, self.d, self.ms, self.samples = length, d, list(ms), samples
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        if mechanism == EXACT:
+        if not mechanism.estimates:
             raise ValueError("attention=exact has no error: choose features=...")
         phi = mechanism.map("softmax")
         for step, m in list(enumerate(self.ms))[len(done):]:

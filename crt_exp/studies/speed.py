@@ -10,15 +10,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from crt_exp.attention.choices import layer_maker
+from crt_exp import samplers
+from crt_exp.attention import attention, exact_attention, identity_attention
+from crt_exp.features import OPRF, PosRF, Statistics
+from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
-from crt_exp.report import bench_attention as alone
 from crt_exp.schema import Count, Several, checked
-from crt_exp.tasks.base import Mechanism
 
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
-QUADRATIC = 4096  # longest sequence for exact attention in whole models
+LONGEST_EXACT_MODEL = 4096  # longest sequence for exact attention in whole models
+HEADS, D, M = 8, 64, 256  # of attention alone
+LONGEST_EXACT = 16384     # longest sequence for the methods that are quadratic in time
+PEER_LONGEST = 65536      # where performer-pytorch's feature matrices still fit the memory of a workstation
+PEER_CAUSAL = 2048        # performer-pytorch's causal form without its extension keeps L m d numbers
+Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 Step = Callable[[], None]
 
 
@@ -65,16 +72,16 @@ def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, f
 
 def attention_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
     """The eager floor, FAVOR+ and FAVOR++ both ways, SDPA, performer-pytorch and identity, 8 heads, d = 64, m = 256."""
-    run, tensors = (alone.forward_backward if backward else alone.forward), alone.inputs(length)
-    return {name: lambda method=method: run(method, tensors) for name, method in alone.methods(length).items()}
+    run, tensors = (forward_backward if backward else forward), inputs(length)
+    return {name: lambda method=method: run(method, tensors) for name, method in methods(length).items()}
 
 
 def model_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
     """A Transformer of one of `MODELS` with each attention, batch 1; exact first, while it is not too long."""
     heads, layers, ffn, dim = MODELS[what]
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
-    names = [n for n in ("exact", "identity", "favorp", "favorpp") if n != "exact" or length <= QUADRATIC]
-    return {name: _step(Transformer(heads, layers, ffn, dim, layer_maker(name)), x, backward) for name in names}
+    names = [n for n in ("exact", "identity", "favorp", "favorpp") if n != "exact" or length <= LONGEST_EXACT_MODEL]
+    return {name: _step(Transformer(heads, layers, ffn, dim, Mechanism.of(name).layer), x, backward) for name in names}
 
 
 def vit_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
@@ -85,7 +92,7 @@ def vit_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
 
     side = max(1, round(length**0.5))
     image = torch.randn(1, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(0))
-    names = [n for n in ("exact", "favorp", "favorpp") if n != "exact" or length <= QUADRATIC]
+    names = [n for n in ("exact", "favorp", "favorpp") if n != "exact" or length <= LONGEST_EXACT_MODEL]
     make = lambda: timm.create_model("vit_tiny_patch16_224", img_size=16 * side, num_classes=10)
     return {name: _step(make() if name == "exact" else swap_attention(make(), name), image, backward) for name in names}
 
@@ -99,3 +106,58 @@ def _step(model: torch.nn.Module, x: torch.Tensor, backward: bool) -> Step:
         model(x).square().mean().backward()
         model.zero_grad(set_to_none=True)
     return step
+
+
+# ---- attention alone ------------------------------------------------------------------------------------------
+
+
+def methods(length: int) -> dict[str, Method]:
+    """Attention of queries, keys and values (1, HEADS, length, D), all of them already scaled by d^(-1/4)."""
+    noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+    weight = noise.rows()
+
+    def floor(q, k, v):
+        return torch.exp(q @ weight.mT) @ (torch.exp(k @ weight.mT).mT @ v)
+
+    def ours(phi, causal):
+        def run(q, k, v):  # the fit is part of what FAVOR++ costs
+            return attention(q, k, v, phi, noise, phi.fit(Statistics.of(q, k)), causal=causal)
+        return run
+
+    found = {"floor": floor, "favor+": ours(PosRF(), False), "favor++": ours(OPRF(), False), "favor+ causal": ours(PosRF(), True),
+             "favor++ causal": ours(OPRF(), True), "identity": identity_attention}
+    if length <= LONGEST_EXACT:
+        found["sdpa"] = exact_attention
+        found["sdpa causal"] = lambda q, k, v: exact_attention(q, k, v, causal=True)
+    return found | peers(length)
+
+
+def peers(length: int) -> dict[str, Method]:
+    """performer-pytorch, where it is installed (a dev dependency)."""
+    try:
+        from performer_pytorch.performer_pytorch import FastAttention
+    except ImportError:
+        return {}
+    found = {"performer-pytorch": FastAttention(D, M)} if length <= PEER_LONGEST else {}
+    if length <= PEER_CAUSAL:
+        found["performer-pytorch causal"] = FastAttention(D, M, causal=True)
+    return found
+
+
+def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries and keys with |x + y|^2 of 10 or so, as pretrained models have; values and an incoming gradient."""
+    g = torch.Generator().manual_seed(1)
+    draw = lambda scale: (scale * torch.randn(1, HEADS, length, D, generator=g))
+    return *(draw(s).requires_grad_() for s in (0.28, 0.28, 1.0)), draw(1.0)
+
+
+def forward(method: Method, tensors) -> None:
+    with torch.no_grad():
+        method(*(t.detach() for t in tensors[:3]))
+
+
+def forward_backward(method: Method, tensors) -> None:
+    out = method(*tensors[:3])
+    out.backward(tensors[3])
+    for t in tensors[:3]:
+        t.grad = None

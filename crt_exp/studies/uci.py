@@ -16,9 +16,9 @@ from tqdm import tqdm
 from crt_exp.data.tabular import load
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, above, below, checked
-from crt_exp.tasks.base import EXACT, Mechanism
 
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
 
@@ -56,7 +56,7 @@ class UCI:
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a split and draw, then the mean with its 95% interval over splits."""
         tests = [r for r in done if r["split"] == "split"]
-        draws = 1 if mechanism == EXACT else self.draws
+        draws = 1 if mechanism.name == "exact" else self.draws
         steps = range(len(tests), self.repeats * draws)
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)
@@ -104,7 +104,7 @@ class UCI:
     def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         gamma = sigma**2 / 2
-        if mechanism == EXACT:
+        if not mechanism.estimates:
             return kind("exact", gamma=gamma)
         return kind(mechanism.map("gaussian"), mechanism.sampler, mechanism.m, gamma=gamma, random_state=seed)
 

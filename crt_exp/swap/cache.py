@@ -295,7 +295,7 @@ class RecurrentLayer(DynamicLayer):
 
 def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
     """The tensors that a state depends on and how often each was changed in place; reading them would wait for a device."""
-    decides = lambda name: name in ("omega", "draws", "folds") or name.startswith("running_")
+    decides = lambda name: name in ("draws", "folds") or name.startswith(("omega", "running_"))
     return [(t, 0 if t.is_inference() else t._version) for name, t in swapped._buffers.items() if t is not None and decides(name)]
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
-from crt_exp.attention.generalized import uniform_attention
 from crt_exp.attention.layer import MOMENTS, RandomFeatureAttention
 from crt_exp.features.base import Moments, Statistics
 

@@ -7,7 +7,7 @@ buffers are added to them. Families: Hugging Face models on the attention interf
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -15,44 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.choices import DEFAULT_M, WITHOUT_FEATURES, LayerMaker, layer_maker
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.swap import families as families
+from crt_exp.swap import families
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.refusals import places, refusal
 
-
-def swap_attention(model: nn.Module, name: str, m: int | None = DEFAULT_M, layers: Iterable[int] | int | None = None,
-                   sampler=None, redraw_every: int = 0, normalize_qk: bool = False, seed: int | None = None, *,
-                   causal: bool | None = None, saved: bool = True, **options) -> nn.Module:
-    """Puts attention `name` (a file of conf/attention) in place of the model's own, in place, and returns the model.
-
-    m: projections (exact, identity and linformer have none: ignored). layers: which attention modules, counted from 0 (negative:
-    from the end) in the order of `describe_attention`; default all. sampler: another one, by name or itself. seed: of the noise;
-    None is 0, so that the same call gives the same noise. causal: for modules whose class does not say it (default: what it
-    says; nn.MultiheadAttention: call by call). saved: a Hugging Face model loaded by from_pretrained from a folder that a swapped
-    model was saved to gets its noise and statistics from there, whatever the seed. options: further keys of the file.
-
-    Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training, loses keys:
-    each with its probability for all queries of a head at once, since the matrix is never formed. `output_attentions=True` (and
-    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training;
-    cross-attention, which is fitted to its keys alone until then, gains by it: no query's features depend on another query.
-
-    Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention with position
-    biases, for saved noise of another m; when called, for masks that are neither key padding nor causal. Each names the layer.
-    Warns of attention of other kinds beside the layers that are swapped, unless `layers` chose: it stays as it is.
-    """
-    options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
-    maker = layer_maker(name, m=None if name in WITHOUT_FEATURES else m, sampler=sampler, seed=seed or 0, **options)
-    if layers is None:
-        _warn_of_others(model)
-    return swap_layers(model, maker, name, layers, causal=causal, saved=saved)
+LayerMaker = Callable[..., nn.Module]  # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
 
 
 def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | None = None, *,
                 causal: bool | None = None, saved: bool = True) -> nn.Module:
-    """`swap_attention` with any maker of layers (see `choices.layer_maker`); `name` is what tables call it."""
+    """`swap_attention` (crt_exp/mechanism.py) with any maker of layers; `name` is what tables call it."""
     found = _found(model)
+    if layers is None:
+        _warn_of_others(model)
     chosen = _choose(found, layers)
     _refuse(model, found, chosen)
     states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
@@ -149,7 +125,7 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _warn_of_others(model: nn.Module) -> None:
     others = families.others(model)
     if others and any(families.family(part) for part in model.modules()):
-        warnings.warn(f"attention of other kinds stays as it is in this {type(model).__name__}: {_names(others)}", stacklevel=3)
+        warnings.warn(f"attention of other kinds stays as it is in this {type(model).__name__}: {_names(others)}", stacklevel=4)
 
 
 def _names(parts: list[tuple[str, nn.Module]]) -> str:

@@ -33,15 +33,12 @@ def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
         return *head, own if state is None else state.mechanism, _reached(state), *empty, parameters, *_errors(state)
     stats = _statistics(state)
     params = None if stats is None and state.phi.fitted else state.phi.fit(stats)
-    return (*head, state.mechanism, _reached(state), state.m, _width(state), *_a_range(params), parameters, *_errors(state))
+    m = state.m if state.gaussian else None  # a map without projections has none
+    return (*head, state.mechanism, _reached(state), m, state.width, *_a_range(params), parameters, *_errors(state))
 
 
 def _reached(state: nn.Module | None) -> str:
     return {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)]
-
-
-def _width(state: RandomFeatureAttention) -> int:
-    return state.d if state.omega is None else state.phi.width(state.m)
 
 
 def _statistics(state: RandomFeatureAttention) -> Statistics | None:

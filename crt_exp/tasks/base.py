@@ -1,89 +1,15 @@
-"""What a task gets from the runner and what it gives back: studies that only measure, and tasks that train a model."""
+"""What a task that trains a model gives the runner, and what it gets from it. Tasks that only measure are studies."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.config import instantiate
-from crt_exp.features import FeatureMap
-
-
-@dataclass(frozen=True)
-class Mechanism:
-    """A feature map (its name and constructor options, the kernel left to the task), a sampler and m projections."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)  # with _target_
-    sampler_name: str = ""
-    sampler: Any = None
-    m: int = 0
-
-    def map(self, kernel: str) -> FeatureMap:
-        return instantiate(self.options | {"kernel": kernel})
-
-    def __str__(self):
-        return f"{self.name} x {self.sampler_name}, m = {self.m}" if self.m else f"{self.name} kernel"
-
-
-EXACT = Mechanism("exact")
-
-
-class Study(Protocol):
-    """A task without training: it measures, and yields records for metrics.jsonl."""
-
-    metric: str  # the key of the final record that a sweep optimises
-    lower_is_better: bool = False
-
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict]) -> Iterator[dict[str, Any]]:
-        """Yields the records that are not yet in `done`, in a fixed order; the last one has `"final": True`."""
-
-    def summary(self, records: list[dict]) -> str:
-        """One line for the terminal."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which rows one process reads, in which order: a pure function of these numbers, so that a run can stop and go on anywhere.
-
-    batch: rows of an optimiser step over all processes and micro-batches (evaluation: rows a process reads at once);
-    micro: micro-batches a process makes of its share of a step; start: steps of this epoch that are already done.
-    """
-
-    batch: int
-    micro: int = 1
-    seed: int = 0
-    epoch: int = 0
-    start: int = 0
-    rank: int = 0
-    world: int = 1
-
-    def rows(self, n: int, split: str) -> Iterator[np.ndarray]:
-        """Row numbers of each micro-batch of this process: shuffled for "train", every row once and in order for other splits."""
-        return self.shuffled(n) if split == "train" else self.ordered(n)
-
-    def shuffled(self, n: int) -> Iterator[np.ndarray]:
-        """A new permutation each epoch, the same on every process; the last n mod batch rows of it are left out."""
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(n)
-        share = self.batch // self.world
-        for step in range(self.start, n // self.batch):
-            mine = order[step * self.batch + self.rank * share:][:share]
-            yield from mine.reshape(self.micro, -1)
-
-    def ordered(self, n: int) -> Iterator[np.ndarray]:
-        """Consecutive blocks: joined in the order of ranks, they are 0 .. n - 1."""
-        first, last = n * self.rank // self.world, n * (self.rank + 1) // self.world
-        for i in range(first, last, self.batch):
-            yield np.arange(i, min(i + self.batch, last))
-
-    def rng(self, row: int) -> np.random.Generator:
-        """For what is drawn anew each epoch (masks, crops): the same for a row on any process, in any batch, after any resume."""
-        return np.random.default_rng([self.seed, self.epoch, int(row), 1])
-
+from crt_exp.data.plan import Plan
+from crt_exp.mechanism import Mechanism
 
 Batch = Any  # tensors in dicts, lists or tuples; moved to the device by the trainer
 
@@ -102,7 +28,7 @@ class Task(Protocol):
     def length(self, split: str) -> int | None:
         """Rows of a split; None where it is streamed: then `trainer.steps` must say when training ends."""
 
-    def build(self, make_attention: Any) -> nn.Module:
+    def build(self, mechanism: Mechanism) -> nn.Module:
         """The model, its initial weights drawn from torch's global generator."""
 
     def batches(self, split: str, plan: Plan) -> Iterable[Batch]:
@@ -120,6 +46,31 @@ class Task(Protocol):
         Where it is 0 the loss must still be finite.
         """
         return None
+
+    def epoch_steps(self, plan: Plan) -> int | None:
+        """Optimiser steps of an epoch where micro-batches are not a fixed number of rows: `plan.steps(costs, budget)`
+        where `batches` reads `plan.by_cost(costs, budget, split)`. None: rows of the training split // trainer.batch.
+        """
+        return None
+
+    def updated(self, model: nn.Module, step: int) -> None:
+        """Called on every process after each update of the weights, `step` of them so far: for what follows the
+        optimiser, such as a sampler's tables. No gradient is recorded. With trainer=fsdp parameters are sharded (DTensor).
+        """
+
+    def state_dict(self) -> dict[str, Tensor | float | int | bool | str | None]:
+        """What a resumed run needs beside weights and optimiser: an LSTM's hidden state carried over batches, a
+        sampler's tables. Each process has its own; all are saved with every checkpoint.
+
+        It may change in `loss` and `updated`, and not in `batches`, which reads ahead of the step. `evaluate` may use
+        it: the best weights are tested with the state of their step.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor | float | int | bool | str | None]) -> None:
+        """The reverse of state_dict; tensors come on the CPU. Another number of processes takes it where all had the same."""
+        if state:
+            raise ValueError(f"{type(self).__name__} has a state_dict and no load_state_dict: a resumed run would lose it")
 
     def lr_scale(self, name: str) -> float:
         """Factor on the learning rate of the parameter of that name: layer-wise decay, faster heads; 0 freezes it."""

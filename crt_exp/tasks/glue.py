@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.attention.choices import Attention
 from crt_exp.data import glue
 from crt_exp.data.text import check_vocabulary
+from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import glue_metrics
 from crt_exp.models import encoders
 from crt_exp.nonfinite import NotFinite
@@ -69,8 +69,8 @@ class GLUE(Task):
     def length(self, split: str) -> int:
         return len(self.texts[split])
 
-    def build(self, make_attention: Attention) -> nn.Module:
-        return encoders.load_model("AutoModelForSequenceClassification", self.config, self.origin, make_attention)
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        return encoders.load_model("AutoModelForSequenceClassification", self.config, self.origin, mechanism)
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.encoded[split]

@@ -1,4 +1,4 @@
-"""Masked-language-model pretraining and uptraining of BERT-type encoders, with any attention, on any text.
+"""Masked-language-model pretraining and uptraining of encoders, with any attention, on any text.
 
 Local text is packed into blocks once, and its masks are drawn anew each epoch; sets of the hub are streamed. Legend: B rows of a
 batch, L tokens of a block, n masked tokens, V entries of the vocabulary.
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.attention.choices import Attention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data import text as data
 from crt_exp.data.vocabulary import wordpieces
+from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.schema import Count, NotNegative, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
@@ -207,9 +207,9 @@ class MLM(Task):
         bounded = {int: Count if default else Whole, float: NotNegative}
         return Parameter(bounded.get(type(default), hint), False)
 
-    def build(self, make_attention: Attention) -> nn.Module:
+    def build(self, mechanism: Mechanism) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)
-        return MaskedModel(encoders.load_model("AutoModelForMaskedLM", self.config, origin, make_attention))
+        return MaskedModel(encoders.load_model("AutoModelForMaskedLM", self.config, origin, mechanism))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)

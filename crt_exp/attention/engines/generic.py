@@ -29,6 +29,7 @@ from crt_exp.attention.partials import (
     within,
 )
 from crt_exp.features.base import Bound, FeatureMap
+from crt_exp.nested import Nested, leaves, mapped
 
 CHUNK = 128                      # tokens of a chunk
 PIECES = (CHUNK, 32, 8, 1)       # tokens of the pieces of a causal chunk, shorter where a row underflows
@@ -437,22 +438,14 @@ def _with(state: Partial, sums) -> Partial:
     return state._replace(numerator=sums[0], denominator=sums[1])
 
 
-def _batch_free(noise) -> bool:
-    if isinstance(noise, tuple):
-        return all(_batch_free(n) for n in noise)
-    return noise is None or len(noise.batch) < 2 or noise.batch[0] == 1
+def _batch_free(noise: Nested) -> bool:
+    return all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise))
 
 
-def _width(phi: FeatureMap, noise, d: int) -> int:
-    m = lambda n: tuple(m(part) for part in n) if isinstance(n, tuple) else d if n is None else n.m
-    return phi.width(m(noise))
+def _width(phi: FeatureMap, noise: Nested, d: int) -> int:
+    return phi.width(mapped(lambda n: n.m, noise, empty=d))
 
 
-def _take(params, rows: slice, batch: int):
+def _take(params: Nested, rows: slice, batch: int) -> Nested:
     """The parameters of a range of the batch: those with a leading dimension (B, H, ...) are cut."""
-    if isinstance(params, Tensor):
-        return params[rows] if params.ndim == 4 and params.shape[0] == batch else params
-    if isinstance(params, tuple):
-        parts = [_take(p, rows, batch) for p in params]
-        return type(params)(*parts) if hasattr(params, "_fields") else tuple(parts)
-    return params
+    return mapped(lambda t: t[rows] if t.ndim == 4 and t.shape[0] == batch else t, params)

@@ -102,8 +102,9 @@ def check_plain(given: dict[str, Any]) -> None:
             raise unknown("key", key, [*TOP, *GROUPS])
     check_keys("", {key: value for key, value in given.items() if key in TOP}, TOP)
     for name, group in GROUPS.items():
-        if given.get(name) is not None:
-            check_node(name, given[name], group)
+        node = given.get(name)
+        if node is not None and not (isinstance(node, dict) and node.keys() <= group.extra.keys()):  # what config.yaml holds
+            check_node(name, node, group)
         elif not group.optional:
             raise ConfigError(f"{name} is missing: a run needs one, {name}=... (known: {' '.join(choices(name))})")
 

@@ -5,20 +5,24 @@ import pytest
 import torch
 
 from crt_exp import swap_attention
-from crt_exp.attention.choices import layer_maker
 from crt_exp.config import ConfigError, choices
 from crt_exp.features import GeomRF
+from crt_exp.mechanism import Mechanism
 from crt_exp.runner.command_line import compose
+
+
+def maker(name, **options):
+    return Mechanism.of(name, **options).layer
 
 
 @pytest.mark.filterwarnings("ignore:.*denominators are not positive")
 @pytest.mark.parametrize("name", choices("attention"))
 def test_every_attention_works(name):
-    layer = layer_maker(name)(2, 8, layer=3, causal=False)
+    layer = maker(name)(2, 8, layer=3, causal=False)
     q = torch.randn(1, 2, 5, 8)
     assert layer(q, q, q).shape == q.shape
     if name != "linformer":
-        assert layer_maker(name)(4, 8, kv_heads=2, causal=True)(torch.randn(1, 4, 5, 8), q, q).shape == (1, 4, 5, 8)
+        assert maker(name)(4, 8, kv_heads=2, causal=True)(torch.randn(1, 4, 5, 8), q, q).shape == (1, 4, 5, 8)
 
 
 @pytest.mark.parametrize("name", choices("attention"))
@@ -27,16 +31,16 @@ def test_every_attention_composes(name):
 
 
 def test_options():
-    layer = layer_maker("favorpp", m=32, sampler="simplex", features="geom", redraw_every=7, seed=5)(2, 8, layer=1)
+    layer = maker("favorpp", m=32, sampler="simplex", features="geom", redraw_every=7, seed=5)(2, 8, layer=1)
     assert layer.m == 32 and isinstance(layer.phi, GeomRF) and layer.redraw_every == 7 and layer.seed == 5 and layer.layer == 1
-    assert layer_maker("generalized", kernel="tanh")(2, 8).phi.f == "tanh"
-    assert layer_maker("linformer", rank=3)(2, 8).function.key_projection.shape == (3, 512)
+    assert maker("generalized", kernel="tanh")(2, 8).phi.f == "tanh"
+    assert maker("linformer", rank=3)(2, 8).key_projection.shape == (3, 512)
 
 
 def test_integers_of_numpy_are_integers():
     n = np.int64
-    ours = layer_maker("favorpp", m=n(16), seed=n(3), redraw_every=n(7))(n(2), n(8), layer=n(1))
-    same = layer_maker("favorpp", m=16, seed=3, redraw_every=7)(2, 8, layer=1)
+    ours = maker("favorpp", m=n(16), seed=n(3), redraw_every=n(7))(n(2), n(8), layer=n(1))
+    same = maker("favorpp", m=16, seed=3, redraw_every=7)(2, 8, layer=1)
     assert torch.equal(ours.omega, same.omega) and ours.redraw_every == 7 and ours.omega.shape == (2, 16, 8)
 
 
@@ -60,16 +64,16 @@ def test_layers_that_are_no_numbers(layers):
 
 
 BAD = {
-    "did you mean favorpp": lambda: layer_maker("favorppp"),
-    "did you mean redraw_every": lambda: layer_maker("favorp", redraw_evry=3),
-    "leave m out": lambda: layer_maker("exact", m=64),
-    "at least 1": lambda: layer_maker("favorp", m=0),
-    "m = True": lambda: layer_maker("favorp", m=True),
-    "m = 16.0": lambda: layer_maker("favorp", m=16.0),
-    "seed = True": lambda: layer_maker("favorp", seed=True),
-    "seed = 2.5": lambda: layer_maker("favorp", seed=2.5),
-    "unknown sampler": lambda: layer_maker("favorp", sampler="ortho"),
-    "unknown features": lambda: layer_maker("favorp", features="x"),
+    "did you mean favorpp": lambda: maker("favorppp"),
+    "did you mean redraw_every": lambda: maker("favorp", redraw_evry=3),
+    "makes no use of m: leave it out": lambda: maker("exact", m=64),
+    "at least 1": lambda: maker("favorp", m=0),
+    "m = True": lambda: maker("favorp", m=True),
+    "m = 16.0": lambda: maker("favorp", m=16.0),
+    "seed = True": lambda: maker("favorp", seed=True),
+    "seed = 2.5": lambda: maker("favorp", seed=2.5),
+    "unknown sampler": lambda: maker("favorp", sampler="ortho"),
+    "unknown features": lambda: maker("favorp", features="x"),
 }
 
 

@@ -1,0 +1,193 @@
+"""Attention without random features: the ceiling, the bound of speed, the controls of every report, and a peer.
+
+Each is a layer with the interface of `RandomFeatureAttention` and says what it can be: causal, and cross-attention, whose keys
+are of another sequence. Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.samplers import at_least_float32
+from crt_exp.schema import Count, Whole
+
+
+class Baseline(nn.Module):
+    """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled; subclasses define `attend` for x, y and v.
+
+    scaling: the logit is scaling q.k, by default d^(-1/2). The number of the layer and whether it is cross-attention make no
+    difference to these.
+    """
+
+    can_be_causal = can_be_cross = True
+
+    def __init__(self, heads: int, d: int, *, kv_heads: int | None = None, causal: bool = False, cross: bool = False,
+                 scaling: float | None = None, layer: int = 0):
+        super().__init__()
+        self.causal, self.scaling = causal, d**-0.5 if scaling is None else scaling
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        root = self.scaling**0.5
+        return self.attend(q * root, k * root, v, causal=self.causal, key_mask=key_mask)
+
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+        """(B,H,L,dv)."""
+        raise NotImplementedError
+
+
+def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+    """Softmax attention by the fused kernels of torch, quadratic in time: arguments and result as `attention`."""
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+    L, S = x.shape[2], y.shape[2]
+    allowed = None
+    if key_mask is not None:
+        allowed = key_mask[:, None, None].expand(-1, 1, L, -1)
+        y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
+    if causal and (key_mask is not None or L != S):  # torch's own causal flag counts from the first key
+        past = torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)
+        allowed = past if allowed is None else allowed & past
+    if allowed is None:
+        return F.scaled_dot_product_attention(x, y, v, is_causal=causal, scale=1.0)
+    return _masked_softmax(x, y, v, allowed)
+
+
+def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax attention over the allowed pairs; 0 for a query that sees no key, which would be NaN."""
+    seen = allowed.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(x, y, v, attn_mask=allowed | ~seen, scale=1.0)
+    return torch.where(seen, out, 0.0)
+
+
+def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+    """The values themselves: what no attention can be faster than. Needs as many keys as queries."""
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    if x.shape[2] != y.shape[2]:
+        raise ValueError(f"identity attention of {x.shape[2]} queries to {y.shape[2]} keys: it needs as many of both")
+    return repeat_heads(v, x.shape[1])
+
+
+def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+    """The mean of the values over the keys that a query may see, whatever it is: what an approximation must be nearer than."""
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    v, (L, S) = repeat_heads(v, x.shape[1]), (x.shape[2], y.shape[2])
+    keep = torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device) if key_mask is None else key_mask[:, None, :, None]
+    values = torch.where(keep, at_least_float32(v), 0.0)
+    if causal:
+        sums, counts = (t.cumsum(2)[:, :, S - L:] for t in (values, keep))
+    else:
+        sums, counts = (t.sum(2, keepdim=True) for t in (values, keep))
+    return (sums / counts.clamp(min=1)).to(v.dtype).expand(-1, -1, L, -1)
+
+
+def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first: int = 4, causal: bool = False,
+                     key_mask: Tensor | None = None) -> Tensor:
+    """Exact softmax over the first keys and the blocks around a query's own: the one before, and if not causal the one after.
+
+    Time and memory O(L (first + 3 block)). Query i stands at place i + S - L of the keys.
+    """
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    B, H, L, S = *x.shape[:3], y.shape[2]
+    y, v = repeat_heads(y, H), repeat_heads(v, H)
+    keep = torch.ones(B, S, dtype=torch.bool, device=x.device) if key_mask is None else key_mask
+    y, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v))
+    start = (S - L) // block                                 # the block of the first query
+    count = (S - 1) // block - start + 1                     # blocks with queries
+    lead = (S - L) - start * block                           # places of the first block before the first query
+    queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(2, (count, block))          # (B, H, n, block, d)
+    around = range(-1, 1 if causal else 2)
+    near = [_blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])]       # (B, H, n, w, .)
+    head = [t[:, :, None, :first].expand(-1, -1, count, -1, -1) for t in (y, v, keep[:, None, :, None])]
+    keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
+    allowed = kept[..., 0][..., None, :] & _allowed_places(S, block, min(first, S), start, count, around, causal, x.device)
+    out = _masked_softmax(queries, keys, values, allowed)
+    return out.flatten(2, 3)[:, :, lead:lead + L]
+
+
+def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Tensor:
+    """The blocks around each of `count` blocks of (B, H, S, k), side by side: (B, H, count, len(around) block, k)."""
+    size = (start + count + 1) * block
+    t = F.pad(t, (0, 0, block, size - t.shape[2]))           # one block before the first, one after the last
+    parts = t.unflatten(2, (-1, block))
+    return torch.cat([parts[:, :, start + 1 + i:start + 1 + i + count] for i in around], 3)
+
+
+def _allowed_places(S: int, block: int, first: int, start: int, count: int, around: range, causal: bool, device) -> Tensor:
+    """(1, 1, count, block, first + len(around) block): which pairs count, by the places of their tokens alone."""
+    at = torch.arange(count, device=device)[:, None] + start
+    queries = at * block + torch.arange(block, device=device)                                       # (n, block)
+    offsets = torch.arange(around.start * block, around.stop * block, device=device)
+    near = at * block + offsets                                                                     # (n, w)
+    near = torch.where(near < first, -1, near)               # the first tokens stand in front already
+    keys = torch.cat([torch.arange(first, device=device).expand(count, -1), near], 1)
+    allowed = (keys >= 0) & (keys < S)
+    pairs = allowed[:, None] & (keys[:, None] <= queries[..., None]) if causal else allowed[:, None].expand(-1, block, -1)
+    return pairs[None, None]
+
+
+class Exact(Baseline):
+    """Softmax attention by torch's fused kernels: the ceiling."""
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        return exact_attention(x, y, v, causal=causal, key_mask=key_mask)
+
+
+class Identity(Baseline):
+    """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
+
+    can_be_cross = False
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        return identity_attention(x, y, v, causal=causal, key_mask=key_mask)
+
+
+class Uniform(Baseline):
+    """The mean of the values that a query may see: the control without queries and keys."""
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        return uniform_attention(x, y, v, causal=causal, key_mask=key_mask)
+
+
+class Window(Baseline):
+    """Own and neighbouring blocks of `block` tokens and the `first` tokens, exactly: the control without a far view."""
+
+    can_be_cross = False
+
+    def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
+        super().__init__(heads, d, **sizes)
+        self.block, self.first = block, first
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        if not causal and x.shape[2] != y.shape[2]:
+            raise ValueError(f"window attention of {x.shape[2]} queries to {y.shape[2]} keys: they must be one sequence")
+        return window_attention(x, y, v, block=self.block, first=self.first, causal=causal, key_mask=key_mask)
+
+
+class Linformer(Baseline):
+    """Softmax attention to `rank` learned mixtures of the keys, for sequences of up to `length` tokens, not causal.
+
+    One projection for keys and one for values, shared by heads and batch; masked keys enter no mixture.
+    """
+
+    can_be_causal = False
+
+    def __init__(self, heads: int, d: int, *, length: Count = 512, rank: Count = 128, **sizes):
+        super().__init__(heads, d, **sizes)
+        if not 1 <= rank <= length:
+            raise ValueError(f"rank = {rank}: it must lie between 1 and the length {length}")
+        self.key_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
+        self.value_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        check_inputs(x, y, v, None, (), causal, key_mask)
+        most, S = self.key_projection.shape[1], y.shape[2]
+        if causal:
+            raise ValueError("linformer mixes all keys: it cannot be causal")
+        if most < S:
+            raise ValueError(f"linformer was made for up to {most} keys but {S} came")
+        y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+        if key_mask is not None:
+            y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
+        mix = lambda projection, t: projection[:, :S].to(t.dtype) @ t
+        return F.scaled_dot_product_attention(x, mix(self.key_projection, y), mix(self.value_projection, v), scale=1.0)

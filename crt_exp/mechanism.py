@@ -1,0 +1,264 @@
+"""`Mechanism`: "favorpp, m = 256" as one object, between names and feature maps, samplers, attention layers and swapped models.
+
+A name is a file of conf/attention (or of conf/features, for a map alone), for the library as for the command line. Nothing else
+builds these from configuration: tasks, studies, estimators, reports and swaps take a Mechanism.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from crt_exp.config import CONF, ConfigError, choices, instantiate, plain_number, unknown
+from crt_exp.features.base import FeatureMap
+from crt_exp.samplers import Noise
+from crt_exp.samplers.draws import whole
+
+BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
+
+
+class Part(NamedTuple):
+    """A choice of a group: its name, and its contents (with `_target_`) or the object itself."""
+
+    name: str
+    content: Any
+
+    def described(self) -> Any:
+        """Plain numbers and strings; of an object what it says of itself."""
+        return self.content if isinstance(self.content, dict) else repr(self.content)
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Attention, the feature map in it, the sampler of its noise, and m projections; without map, sampler and m a baseline.
+
+    Make one by `Mechanism.of` or, of a run's configuration, `Mechanism.composed`. name: what tables call it. options: contents of
+    the attention's file. Two are equal where all that decides their values is.
+    """
+
+    name: str
+    options: dict[str, Any]
+    features: Part | None = None
+    rows: Part | None = None
+    m: int | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, name: str | None = None, *, m: int | None = None, sampler: str | Callable | None = None,
+           features: str | FeatureMap | None = None, seed: int = 0, **options: Any) -> "Mechanism":
+        """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
+
+        name: None takes `features` alone. m: projections (default: features.m of conf/config.yaml). sampler, features: names
+        of those groups or objects. options: keys of the file, such as redraw_every. Raises ConfigError for unknown names and
+        options, and for those that the attention makes no use of.
+        """
+        if name is not None and name not in choices("attention"):
+            raise unknown("attention", name, choices("attention"))
+        node, named = read_preset(BASE if name is None else name)
+        for key in options:
+            if key not in node:
+                raise unknown(f"option of attention {name}", key, [str(k) for k in node if not str(k).startswith("_")])
+        node = _resolved(OmegaConf.merge(node, {key: plain_number(value) for key, value in options.items()}))
+        if name is None and features is None:
+            raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
+        chosen = {"features": features, "sampler": sampler, "m": m}
+        _refuse_unused(name, uses(node), {key for key, value in chosen.items() if value is not None})
+        parts = {group: _part(group, chosen[group] or named.get(group) or default_choice(group))
+                 for group in ("features", "sampler")}
+        return cls._made(name, node, parts["features"], parts["sampler"], default_m() if m is None else m, seed)
+
+    @classmethod
+    def composed(cls, cfg: DictConfig, chosen: Callable[[str], str | None]) -> "Mechanism":
+        """Of the composed groups of a run; `chosen` gives the name of a group's choice. Without a choice of attention the
+        features and the sampler say it all."""
+        name = chosen("attention")
+        node = read_preset(BASE)[0] if cfg.get("attention") is None else cfg.attention
+        features = OmegaConf.to_container(cfg.features, resolve=True)
+        m = features.pop("m")
+        rows = OmegaConf.to_container(cfg.sampler, resolve=True)
+        return cls._made(name, _resolved(node), Part(chosen("features"), features), Part(chosen("sampler"), rows), m, cfg.seed)
+
+    @classmethod
+    def _made(cls, name: str | None, options: dict[str, Any], features: Part | None, rows: Part | None, m: Any,
+              seed: Any) -> "Mechanism":
+        """Without the parts that the attention makes no use of."""
+        used = uses(options)
+        features = features if "features" in used else None
+        rows, m = (rows, _whole(m, "m", 1)) if "m" in used else (None, None)
+        return cls(name or features.name, options, features, rows, m, _whole(seed, "seed", None))
+
+    # ---- what it is made of
+
+    @property
+    def kind(self) -> type:
+        """The class of its layers."""
+        return located(self.options["_target_"])
+
+    @property
+    def estimates(self) -> bool:
+        """Whether it has a feature map that estimates a kernel; baselines and generalised kernels do not."""
+        return self.features is not None
+
+    def map(self, kernel: str = "softmax") -> FeatureMap:
+        """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
+        if "phi" in self.options:
+            return instantiate(self.options["phi"])
+        if self.features is None:
+            raise ConfigError(f"attention {self.name} has no feature map: choose features=..., or a preset such as favorpp")
+        content = self.features.content
+        if not isinstance(content, dict):
+            return content if content.kernel == kernel else type(content)(**vars(content) | {"kernel": kernel})
+        return instantiate(content, kernel=kernel)
+
+    @cached_property
+    def sampler(self) -> Callable[..., Noise] | None:
+        """The function that draws its noise; None where it has none."""
+        if self.rows is None:
+            return None
+        return self.rows.content if callable(self.rows.content) else instantiate(self.rows.content)
+
+    def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
+        """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
+        if self.sampler is None:
+            raise ConfigError(f"attention {self.name} draws no noise")
+        return self.map().noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
+
+    # ---- what it makes
+
+    def layer(self, heads: int, d: int, *, layer: int = 0, **sizes: Any) -> nn.Module:
+        """The attention of one layer, a module of (q, k, v, key_mask); sizes: kv_heads, causal, cross, scaling.
+
+        layer: its number, from which and the seed its noise is drawn.
+        """
+        options = {key: value for key, value in self.options.items() if key not in ("phi", "kernel")}
+        make = instantiate(options)
+        if self.m is None and "phi" not in self.options:
+            return make(heads, d, layer=layer, **sizes)
+        return make(self.map("softmax"), self.sampler, self.m or 1, heads, d, seed=self.seed, layer=layer, **sizes)
+
+    def swap(self, model: nn.Module, layers: Iterable[int] | int | None = None, *, causal: bool | None = None,
+             saved: bool = True) -> nn.Module:
+        """Puts it in place of a model's attention: see `swap_attention`."""
+        from crt_exp.swap.swap import swap_layers
+
+        return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that decides its values but the seed, in plain numbers and strings: to compare with a saved model."""
+        options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_")}
+        parts = {"features": self.features, "sampler": self.rows}
+        return {"attention": options or self.name, "m": self.m} | {
+            group: None if part is None else part.described() for group, part in parts.items()}
+
+    def __str__(self) -> str:
+        names = " x ".join(part.name for part in (self.features or Part(self.name, None), self.rows) if part is not None)
+        return f"{names}, m = {self.m}" if self.m else f"{self.name} kernel"
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.m, self.seed, str(self.describe())))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "sampler"}
+
+
+def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None, layers: Iterable[int] | int | None = None,
+                   sampler=None, redraw_every: int = 0, normalize_qk: bool = False, seed: int | None = None, *,
+                   causal: bool | None = None, saved: bool = True, **options) -> nn.Module:
+    """Puts attention `name` (a file of conf/attention) in place of the model's own, in place, and returns the model.
+
+    m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules, counted from
+    0 (negative: from the end) in the order of `describe_attention`; default all. sampler: another one, by name or itself. seed:
+    of the noise; None is 0, so that the same call gives the same noise. causal: whether layers begin as causal ones, by default
+    what their class says; each call's mask decides. saved: a Hugging Face model loaded by from_pretrained from a folder that a
+    swapped model was saved to gets its noise and statistics from there, whatever the seed. options: further keys of the file.
+
+    Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training, loses keys:
+    each with its probability for all queries of a head at once, since the matrix is never formed. `output_attentions=True` (and
+    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training;
+    cross-attention, which is fitted to its keys alone until then, gains by it: no query's features depend on another query.
+
+    Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention that linear
+    attention cannot represent (position biases, softcaps, sinks, windows that cut), for saved noise of another m; when called,
+    for masks that are neither key padding nor causal. Each names the layer. Warns of attention of other kinds beside the layers
+    that are swapped, unless `layers` chose: it stays as it is.
+    """
+    if isinstance(name, Mechanism):
+        return name.swap(model, layers, causal=causal, saved=saved)
+    options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
+    mechanism = Mechanism.of(name, m=m, sampler=sampler, seed=0 if seed is None else seed, **options)
+    return mechanism.swap(model, layers, causal=causal, saved=saved)
+
+
+# ---- files and what they use
+
+def read_preset(name: str) -> tuple[DictConfig, dict[str, str]]:
+    """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other groups that it makes."""
+    node, named = OmegaConf.load(CONF / "attention" / f"{name}.yaml"), {}
+    below = OmegaConf.create()
+    for entry in node.pop("defaults", []):
+        if isinstance(entry, str):
+            below = OmegaConf.merge(below, read_preset(entry.split("@")[0])[0])
+        else:
+            named |= {key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()}
+    return OmegaConf.merge(below, node), named
+
+
+def default_choice(group: str) -> str:
+    """The choice of a group where none is made: that of the command line."""
+    return next(entry[group] for entry in OmegaConf.load(CONF / "config.yaml").defaults if group in entry)
+
+
+def default_m() -> int:
+    """The number of projections where none is given: that of the command line."""
+    return OmegaConf.load(CONF / "config.yaml").features.m
+
+
+def uses(options: dict[str, Any] | DictConfig) -> frozenset[str]:
+    """Which of features, sampler and m the attention of a file makes use of."""
+    from crt_exp.attention.baselines import Baseline
+
+    kind = located(options["_target_"])
+    if isinstance(kind, type) and issubclass(kind, Baseline):
+        return frozenset()
+    if "phi" not in options:
+        return frozenset({"features", "sampler", "m"})
+    return frozenset({"sampler", "m"} if options["phi"].get("projection", True) else ())
+
+
+def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> None:
+    if given - used:
+        raise ConfigError(f"attention {name} makes no use of {' and '.join(sorted(given - used))}: leave "
+                          f"{'it' if len(given - used) == 1 else 'them'} out")
+
+
+def located(target: str) -> Any:
+    """The class that a `_target_` names."""
+    import pkgutil
+
+    return pkgutil.resolve_name(target)
+
+
+def _part(group: str, choice: Any) -> Part | None:
+    if choice is None:
+        return None
+    if not isinstance(choice, str):
+        return Part(getattr(choice, "__name__", type(choice).__name__), choice)
+    if choice not in choices(group):
+        raise unknown(group, choice, choices(group))
+    return Part(choice, OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml")))
+
+
+def _resolved(node: DictConfig) -> dict[str, Any]:
+    node = OmegaConf.create(OmegaConf.to_container(node))  # a root of its own, for interpolations relative to it
+    return OmegaConf.to_container(node, resolve=True)
+
+
+def _whole(value: Any, name: str, least: int | None) -> int:
+    try:
+        return whole(value, name, least)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,104 @@
+"""The one place for what tables and figures list, in which order and in which colours: feature maps and samplers.
+
+Names are the files of conf/features and conf/sampler. A new file appears in every report by itself, behind the others
+of its kind and in a colour made of its name, until it gets a line here; a report that leaves one out says so and why.
+"""
+
+import colorsys
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from crt_exp.config import choices, unknown
+from crt_exp.features import FeatureMap, GeomRFPlus, PoisRFPlus
+from crt_exp.features.discrete import DiscreteRF
+from crt_exp.features.exponential import PositiveExponential
+from crt_exp.mechanism import Mechanism
+
+EXACT = "#000000"
+CONTROL = "#999999"
+# In the order of the reports. Indefinite maps are cold and positive ones warm (Okabe-Ito, safe for colour blindness).
+MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
+        "pos": "#E69F00", "hyp": "#F0A860", "smreg": "#999999", "oprf": "#D55E00", "pois_plus": "#CC79A7",
+        "geom_plus": "#882255"}
+SAMPLERS = {"iid": "#999999", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
+            "stratified": "#009E73", "hadamard": "#E69F00", "givens": "#000000"}
+LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "elu": "ELU", "relu": "ReLU"}  # of attention, as papers call it
+NONE: Mapping[str, str] = {}  # left out
+POSITIVE = (PositiveExponential, PoisRFPlus, GeomRFPlus)
+
+
+def maps(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
+    """All of conf/features but those `without` (name -> reason), indefinite ones first. ConfigError: no such name."""
+    return _listed("features", without, lambda name: (is_positive(name), *_place(name, MAPS)))
+
+
+def samplers(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
+    """All of conf/sampler but those `without` (name -> reason). ConfigError: no such name."""
+    return _listed("sampler", without, lambda name: _place(name, SAMPLERS))
+
+
+def left_out(without: Mapping[str, str]) -> str:
+    """The sentence of a caption that says what a report leaves out, and why; empty where that is nothing."""
+    reasons = dict.fromkeys(without.values())
+    named = [f"{', '.join(n for n, why in without.items() if why == reason)} ({reason})" for reason in reasons]
+    return f" Left out: {'; '.join(named)}." if named else ""
+
+
+def colour(name: str) -> str:
+    """Of a map, of the exact kernel, or of attention: that of its map."""
+    if name == "exact":
+        return EXACT
+    if name not in MAPS and name in choices("attention") and name not in choices("features"):
+        features = Mechanism.of(name).features
+        return CONTROL if features is None else colour(features.name)
+    return MAPS.get(name) or colour_by_rule(name)
+
+
+def sampler_colour(name: str) -> str:
+    return SAMPLERS.get(name) or colour_by_rule(name)
+
+
+def colour_by_rule(name: str) -> str:
+    """A colour that depends on the name alone, and so stays when others come: a hue, dark enough for lines on white."""
+    red_green_blue = colorsys.hsv_to_rgb(zlib.crc32(name.encode()) % 360 / 360, 0.7, 0.65)
+    return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)
+
+
+def label(name: str) -> str:
+    """What tables and legends call it: maps and samplers by their names, attention as the papers do."""
+    return LABELS.get(name, name)
+
+
+def is_positive(name: str) -> bool:
+    """Whether the map is known to have positive features only; others may estimate negative kernels."""
+    return isinstance(feature_map(name), POSITIVE)
+
+
+def go_together(features: str, sampler: str) -> bool:
+    """Whether the map takes the sampler's rows: discrete maps need exactly Gaussian ones."""
+    return not isinstance(feature_map(features), DiscreteRF) or is_gaussian(sampler)
+
+
+def is_gaussian(sampler: str) -> bool:
+    """Whether its rows are exactly Gaussian."""
+    return Mechanism.of(features="pos", sampler=sampler, m=1).noise(2, torch.Generator().manual_seed(0)).gaussian
+
+
+def feature_map(name: str) -> FeatureMap:
+    return Mechanism.of(features=name).map()
+
+
+def _place(name: str, order: Iterable[str]) -> tuple[int, str]:
+    """Where it stands in a given order; names that are not in it come behind, by the alphabet."""
+    places = list(order)
+    return (places.index(name) if name in places else len(places), name)
+
+
+def _listed(group: str, without: Mapping[str, str], key) -> tuple[str, ...]:
+    names = choices(group)
+    for name in without:
+        if name not in names:
+            raise unknown(group, name, names)
+    return tuple(sorted((name for name in names if name not in without), key=key))

@@ -1,0 +1,80 @@
+"""What the choices of a run make, and which of them do not go together: found before anything is written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from crt_exp.config import ConfigError, instantiate
+from crt_exp.ranks import inside_torchrun, world_size
+from crt_exp.runner.composed import located
+from crt_exp.runner.invocation import choice, in_sweep, overrides
+from crt_exp.runner.sweep import check_direction
+
+
+def mechanism_of(cfg):
+    """The Mechanism that the configuration names; bad options of its parts are told before any data is read."""
+    from crt_exp.mechanism import Mechanism
+
+    mechanism = Mechanism.composed(cfg, choice)
+    if mechanism.estimates:
+        with named("features"):
+            mechanism.map()
+    return mechanism
+
+
+@contextmanager
+def named(group: str) -> Iterator[None]:
+    """The errors of a constructor with the choice that it belongs to."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{group}={choice(group)}: {error}") from None
+
+
+def check_attention(cfg) -> None:
+    """Choices that the attention makes no use of."""
+    from crt_exp.mechanism import uses
+
+    if cfg.get("attention") is None:
+        return
+    used = uses(cfg.attention)
+    unused = [o for o in overrides() if (part := _part_of(o)) and part not in used]
+    if unused:
+        raise ConfigError(f"attention={choice('attention')} makes no use of it: leave out {' '.join(unused)}")
+
+
+def _part_of(override: str) -> str | None:
+    """Which part of a mechanism an override chooses: features, sampler or m."""
+    key = override.split("=")[0].lstrip("+~")
+    return "m" if key == "features.m" else next((part for part in ("features", "sampler") if key.split(".")[0] == part), None)
+
+
+def check_sweeper(cfg) -> None:
+    """A sweeper that would look for the worst value."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if in_sweep():
+        kind = located("task", cfg.task._target_)
+        check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
+
+
+def check_study(cfg, mechanism) -> None:
+    """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
+    if world_size() > 1 or cfg.trainer.processes:
+        raise ConfigError(f"task={choice('task')} does not train: start it on one process")
+    if not mechanism.estimates and mechanism.name != "exact":
+        raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} estimates "
+                          "none: choose features=..., a preset such as attention=favorpp, or attention=exact")
+
+
+def check_training(cfg, task, mechanism) -> None:
+    """What can be known before the processes of a run start: each of them would find the same."""
+    from crt_exp.runner.trainer import planned_steps
+    from crt_exp.runner.trainer_config import check_processes
+
+    config = instantiate(cfg.trainer, _convert_="all")
+    processes = world_size() if inside_torchrun() else config.processes or 1
+    check_processes(config, processes)
+    planned_steps(config, task, processes)
+    if choice("attention"):
+        with named("attention"):
+            mechanism.layer(2, 8)

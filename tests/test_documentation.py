@@ -1,0 +1,336 @@
+"""README.md and docs/: code runs, commands exist, links lead somewhere, and figures are those of the reports."""
+
+import importlib
+import re
+import shlex
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from crt_exp import Mechanism, samplers
+from crt_exp.attention import attention_reference
+from crt_exp.config import CONF, ConfigError, choices, groups
+from crt_exp.data import __main__ as data_command
+from crt_exp.data import sources
+from crt_exp.features import Statistics
+from crt_exp.runner.command_line import check_command_line
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = {"python", "bash", "yaml", "make"}
+
+
+class Block(NamedTuple):
+    """A fenced block; `title` is the name of the file that it holds, where it is one."""
+
+    page: Path
+    language: str
+    title: str
+    text: str
+
+
+def blocks_of(page):
+    for head, text in re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.S | re.M):
+        title = re.search(r'title="([^"]+)"', head)
+        yield Block(page, head.split(" ")[0], title[1] if title else "", text)
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name != "add-your-own.md"]
+
+
+def names(blocks):
+    return [f"{block.page.stem}-{number}" for number, block in enumerate(blocks)]
+
+
+def test_every_block_says_its_language():
+    """One that a test knows what to do with; what is a file of its own stands in a recipe."""
+    assert not [block for block in BLOCKS if block.language not in LANGUAGES]
+    assert not [block for block in BLOCKS if block.title and block.page.name != "add-your-own.md"]
+
+
+@pytest.mark.filterwarnings("ignore:in . of . layers the output of random-feature attention:UserWarning")
+@pytest.mark.parametrize("block", EXAMPLES, ids=names(EXAMPLES))
+def test_example(block, capsys):
+    exec(block.text, {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
+
+
+# ---- the recipes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """A folder with the files of docs/add-your-own.md, as the page says."""
+    for block in BLOCKS:
+        if block.title:
+            path = tmp_path / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name, module in sys.modules.items() if str(recipes_of(module)).startswith(str(tmp_path))]:
+        del sys.modules[name]
+
+
+def recipes_of(module):
+    """The file of a module, or the folder of a package without one."""
+    return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
+
+
+def test_recipes_in_python(recipes, capsys):
+    for block in BLOCKS:
+        if block.page.name == "add-your-own.md" and block.language == "python" and not block.title:
+            exec(block.text, {"__name__": "__main__"})
+            assert capsys.readouterr().out.strip()
+
+
+def test_recipes_pass_their_own_tests(recipes, capsys):
+    """By a pytest within this one: another process would spend its time on imports."""
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(recipes)])
+    assert code == 0 and "10 passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_map_of_the_recipe_obeys_the_laws_of_all_maps(recipes, kernel):
+    import test_features as laws
+    from mine.maps import ShiftedRF
+
+    phi = ShiftedRF(kernel)
+    for d in (1, 4):
+        laws.test_unbiased(phi, d, samplers.orthogonal)
+    laws.test_variance_is_the_closed_form(phi, 1)
+    laws.test_shapes_and_batches(phi)
+    laws.test_dtypes_and_gradients(phi)
+
+
+def test_map_of_the_recipe_attends_like_its_features(recipes):
+    from mine.maps import ShiftedRF
+
+    layer = Mechanism.of(features=ShiftedRF(), m=64).layer(2, 8, causal=False)
+    q, k, v = torch.randn(3, 1, 2, 50, 8)
+    x, y = q * 8**-0.25, k * 8**-0.25
+    noise, params = layer.noise, layer.phi.fit(Statistics.of(x, y))
+    torch.testing.assert_close(layer(q, k, v), attention_reference(x, y, v, layer.phi, noise, params))
+
+
+def test_recipes_take_few_files():
+    """At most three for a map, a sampler, a baseline and a report, four for a task: as the table of the page says."""
+    page = ROOT / "docs" / "add-your-own.md"
+    rows = re.findall(r"^\| \[an? (\w+)\]\(.*?\) \| (.*?) \|", page.read_text(), re.M)
+    told = {kind: re.findall(r"`(.*?)`", files) for kind, files in rows}
+    assert set(told) == {"map", "sampler", "baseline", "task", "report"}
+    assert all(len(files) <= (4 if kind == "task" else 3) for kind, files in told.items())
+    assert sorted(sum(told.values(), [])) == sorted(block.title for block in BLOCKS if block.title)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def words_of(text):
+    """The commands of a block, without comments; a backslash at the end of a line continues it."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for words in (tuple(shlex.split(line, comments=True)) for line in lines) if words]
+
+
+def inline_commands(page):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    return [tuple(shlex.split(code)) for code in re.findall(r"`((?:make|python -m|torchrun|pip) [^`]+)`", prose)]
+
+
+COMMANDS = sorted({words for block in BLOCKS if block.language == "bash" for words in words_of(block.text)}
+                  | {words for page in PAGES for words in inline_commands(page)})
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_command_exists(words, recipes):
+    match words:
+        case ("make", target, *variables):
+            check_make(target, dict(variable.split("=") for variable in variables))
+        case ("pip", "install", "-e", what):
+            extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)[1]
+            assert extra is None or extra in project()["optional-dependencies"]
+        case ("python", "-m", "crt_exp.data", *arguments):
+            options = data_command.parser().parse_args(arguments)
+            assert not getattr(options, "name", None) or sources.select(options.name)
+        case ("python", "-m", "crt_exp.report", name, *_):
+            assert find_spec(f"crt_exp.report.{name}")
+        case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
+            check_run(arguments)
+        case ("python", "-m", module):
+            importlib.invalidate_caches()
+            assert find_spec(module)
+        case _:
+            pytest.fail(f"no test knows what {' '.join(words)} does")
+
+
+def check_make(target, variables):
+    makefile = (ROOT / "Makefile").read_text() + "".join(block.text for block in BLOCKS if block.title == "Makefile")
+    assert re.search(rf"^{target}:.*## ", makefile, re.M)
+    for name, value in variables.items():
+        assert re.search(rf"^{name} +\?=", makefile, re.M)
+        assert name != "SIZE" or value in ("small", "gpu", "full")
+
+
+def check_run(arguments):
+    """The command line and the configuration that it composes, unless it asks for the version.
+
+    Without Hydra's plugins, which are an extra, those that need one say so.
+    """
+    if arguments == ["--version"]:
+        return
+    if any(argument.startswith("hydra/") for argument in arguments) and find_spec("hydra_plugins") is None:
+        with pytest.raises(ConfigError, match=r"pip install 'crt_exp\[sweep\]'"):
+            check_command_line(arguments)
+    else:
+        check_command_line(arguments)
+
+
+TINY = {  # the same command in a second: overrides that are added to it
+    "uci": ["task.repeats=1", "task.sigmas=[0.3]"],
+    "variance": ["task.pairs=4", "task.sigmas=[1.0]"],
+    "projections": ["task.length=16", "task.ms=[4]", "task.samples=1"],
+    "approximation": ["task.length=16", "task.ms=[4]", "task.samples=1", "task.pairs=2", "task.rows=4"],
+    "speed": ["task.lengths=[32]", "task.rounds=1"],
+    "mlm": ["task.text=README.md", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=cache",
+            "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
+    "first": ["trainer.epochs=1"],
+}
+
+
+def runs():
+    """Single runs on one process that need no model, no data, and no file beside README.md and the recipes'."""
+    for words in COMMANDS:
+        task = next((word.partition("=")[2] for word in words if word.startswith("task=")), "uci")
+        no_run = {"-m", "--cfg", "--help", "--version"} & set(words[3:])
+        needs = any(word.startswith(("task.model=", "trainer.processes=")) for word in words)
+        needs |= task == "mlm" and not {"task.text=README.md", "--config-dir=conf"} & set(words)
+        if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
+            yield pytest.param(words[3:], TINY[task], id=" ".join(words[3:]))
+
+
+@pytest.mark.parametrize("words, tiny", list(runs()))
+def test_command_runs(words, tiny, typed, recipes):
+    (recipes / "README.md").write_text((ROOT / "README.md").read_text())
+    code, out, err = typed(*words, *tiny, "logger=none", "hydra.run.dir=run")
+    assert code == 0, err
+    assert str(recipes / "run") in out
+
+
+GROUPS = groups()
+
+
+def test_inline_keys_exist():
+    """`task.whole_words=true`, `sampler=`, `trainer.keep`: the group, its choice, the key."""
+    known = {*known_keys(), *GROUPS}
+    pattern = re.compile(rf"`((?:{'|'.join(GROUPS)})[=.][^` ]*)`")
+    spans = {span for page in PAGES for span in pattern.findall(page.read_text())}
+    assert len(spans) > 20
+    for span in spans:
+        key, sign, value = span.partition("=")
+        if key in GROUPS and re.fullmatch(r"\w+", value):
+            assert value in choices(key), span
+        assert key in known, span
+
+
+def known_keys():
+    for path in CONF.rglob("*.yaml"):
+        text, node = path.read_text(), OmegaConf.to_container(OmegaConf.load(path))
+        group = "" if path.parent == CONF or "@package _global_" in text else path.relative_to(CONF).parts[0]
+        yield from flattened(group, node)
+
+
+def flattened(prefix, node):
+    for key, value in node.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        yield name
+        if isinstance(value, dict):
+            yield from flattened(name, value)
+
+
+# ---- links, names and figures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_that_are_named_exist(page):
+    """`tests/maps.py`, `conf/attention/`: what begins like a path of the repository is one, or a file of a recipe."""
+    own = {block.title for block in BLOCKS if block.title}
+    for path in re.findall(r"`((?:crt_exp|conf|tests|docs)/[\w./-]+)`", page.read_text()):
+        assert path in own or (ROOT / path).exists(), path
+
+
+def test_site_holds_every_page():
+    nav = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+
+
+def test_api_names_exist():
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        found = re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", page.read_text(), re.M)
+        assert found
+        for module, members in found:
+            for name in members.split(", "):
+                assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
+
+
+def rows_of_tasks():
+    for line in (ROOT / "README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if len(cells) == 5 and "](outputs/report/" in cells[4]:
+            yield pytest.param(*cells, id=cells[0].split(":")[0])
+
+
+@pytest.mark.parametrize("task, data, command, minutes, result", list(rows_of_tasks()))
+def test_command_and_time_are_those_of_the_report(task, data, command, minutes, result):
+    """The command is that of the report which the row links, and so is the time."""
+    report = (ROOT / re.search(r"\]\((outputs/report/[^)]+)\)", result)[1]).read_text()
+    assert f"Command: {command.strip('`')}" in report.replace("Command: `", "Command: ")
+    seconds = float(re.search(r"(\d+) s of computing", report)[1])
+    assert abs(int(minutes) - seconds / 60) < 1
+
+
+def paragraphs_on_reports():
+    for page in PAGES:
+        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text()):
+            if "outputs/report/" in text and not text.startswith("```"):
+                yield pytest.param(page, text, id=f"{page.stem}: {text[:30]}")
+
+
+@pytest.mark.parametrize("page, text", list(paragraphs_on_reports()))
+def test_numbers_beside_a_report_are_its_own(page, text):
+    """Decimals and counts of three digits that a paragraph or a row tells stand in one of the reports that it links."""
+    links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
+    reports = "".join((page.parent / link).with_suffix(".md").read_text() for link in links)
+    numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", text)
+    assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
+
+
+def test_tasks_of_the_front_page_exist():
+    named = {name for row in rows_of_tasks() for name in re.findall(r"`(\w+)`", row.values[0])}
+    assert named == set(choices("task"))
+
+
+def test_citation_and_version_agree():
+    import crt_exp
+
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == project()["version"] == crt_exp.__version__ and cited["license"] == project()["license"]
+    assert all({"title", "authors", "year"} <= set(paper) for paper in cited["references"])
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

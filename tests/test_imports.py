@@ -1,0 +1,84 @@
+"""Who may import whom: arrows between the rooms of the package point downward, and no two modules need each other."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "crt_exp"
+
+# From the bottom to the top: a module imports from lines above its own, or from its own line. The longest name that fits counts.
+ROOMS = [
+    ["ranks", "nonfinite", "nested", "config", "schema", "kernels"],
+    ["samplers"],
+    ["features"],
+    ["bounds"],
+    ["attention.checks", "attention.partials"],  # what engines share with the layers above them
+    ["attention.engines"],
+    ["attention"],
+    ["data"],
+    ["metrics"],
+    ["swap"],
+    ["mechanism"],
+    ["models"],
+    ["estimators"],
+    ["tasks", "studies"],
+    ["runner"],
+    ["train"],
+    ["report"],
+    ["__main__"],
+]
+FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms
+
+
+def name_of(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(name):
+    """The modules of the package that a module imports, also inside functions and for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}, line {node.lineno}: write the full name of the module"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {each if each in MODULES else node.module for each in names}
+    return {each for each in found if each in MODULES} - {name, FRONT}
+
+
+def height(name):
+    """The line of ROOMS that a module stands in."""
+    within = name.removeprefix(f"{FRONT}.")
+    found = [(len(room), line) for line, rooms in enumerate(ROOMS) for room in rooms if f"{within}.".startswith(f"{room}.")]
+    assert found, f"{name} stands in no room: add it to ROOMS of this test, where its imports allow it"
+    return max(found)[1]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != FRONT])
+def test_imports_point_downward(name):
+    upward = sorted(other for other in imported(name) if height(other) > height(name))
+    assert not upward, f"{name} imports {', '.join(upward)}, which stands above it"
+
+
+def test_no_circle():
+    TopologicalSorter({name: imported(name) for name in MODULES}).prepare()  # raises CycleError, which names the circle
+
+
+def test_the_library_stands_below_its_command_line():
+    """The front door of the library needs nothing of tasks, runner and reports."""
+    limit = height("crt_exp.tasks")
+    homes = __import__(FRONT)._HOMES
+    assert homes and all(height(home) < limit for home in homes)
+
+
+def test_every_room_exists():
+    for line in ROOMS:
+        for room in line:
+            assert f"{FRONT}.{room}" in MODULES
