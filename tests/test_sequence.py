@@ -54,8 +54,8 @@ def compare(function, part, Hkv=2, dtype=torch.float64, masked=True, tolerance=1
     mask = mask if masked else None
     whole = results(lambda *a: function(*a, None), x, y, v, mask, grad)
     cut = lambda t: t[:, :, part]
-    ours = results(lambda *a: function(*a, dist.group.WORLD), *map(cut, (x, y, v)), None if mask is None else mask[:, part],
-                   cut(grad))
+    mask = None if mask is None else mask[:, part]
+    ours = results(lambda *a: function(*a, dist.group.WORLD), *map(cut, (x, y, v)), mask, cut(grad))
     for name, a, b in zip(("out", "dx", "dy", "dv"), ours, whole, strict=True):
         assert a.isfinite().all(), name
         assert (a - cut(b)).abs().max() <= tolerance * b.abs().max(), name

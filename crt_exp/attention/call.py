@@ -23,28 +23,30 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
               counter: DenominatorCount | None = None, scale: float = 1.0, group=None) -> Tensor:
     """Estimates softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d) with values v (B,Hkv,S,dv): (B,H,L,dv).
 
-    The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale = d^(-1/4),
-    which multiplies both without a pass over them. Hkv divides H, and consecutive query heads share a key head. `noise` is a
-    Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from `phi.fit` of the scaled vectors,
-    with leading dimensions that broadcast to (B, H). Differentiable in x, y and v; noise and parameters are constants.
-    Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the backward pass too. Forward-mode and second
-    derivatives, the transforms of torch.func (grad, vmap, jvp, ...) and torch.export go through plain operations: O(L M) memory.
+    The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale =
+    d^(-1/4), which multiplies both without a pass over them. Hkv divides H, and consecutive query heads share a key
+    head. `noise` is a Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from
+    `phi.fit` of the scaled vectors, with leading dimensions that broadcast to (B, H). Differentiable in x, y and v;
+    noise and parameters are constants. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the
+    backward pass too. Forward-mode and second derivatives, the transforms of torch.func (grad, vmap, jvp, ...) and
+    torch.export go through plain operations: O(L M) memory.
 
-    `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query that sees
-    no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
+    `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query
+    that sees no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
 
     Signed maps can have denominators that are not positive: `denominator` leaves them ("none"), keeps them off zero
-    ("clamp", at 1e-6 of the sum of absolute values) or takes their absolute value ("abs"); `counter` counts them, and without one
-    a warning says how many there were (on the CPU). `normalize=False` gives the numerator phi_q(x) phi_k(y)^T v alone.
+    ("clamp", at 1e-6 of the sum of absolute values) or takes their absolute value ("abs"); `counter` counts them, and
+    without one a warning says how many there were (on the CPU). `normalize=False` gives the numerator phi_q(x)
+    phi_k(y)^T v alone.
 
-    `group`: a process group of torch.distributed, each of whose processes holds a part of one sequence, its queries, keys, values
-    and mask, in the order of ranks; parts may differ in length. Every process gets the outputs of its own queries, as one process
-    would with the whole sequence, and in the backward pass the gradients to its own part. All must give the same noise and
-    parameters, and all must call the backward pass. M (dv + 1) numbers a head travel to each process, whatever the length.
+    `group`: a process group of torch.distributed, each of whose processes holds a part of one sequence, its queries,
+    keys, values and mask, in the order of ranks; parts may differ in length. Every process gets the outputs of its own
+    queries, as one process would with the whole sequence, and in the backward pass the gradients to its own part. All
+    must give the same noise and parameters, and all must call the backward pass. M (dv + 1) numbers a head travel to
+    each process, whatever the length.
 
-    Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU only: on
-    other devices the check would wait for the result).
-    """
+    Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU
+    only: on other devices the check would wait for the result). """
     check_policy(denominator)
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
@@ -72,12 +74,12 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
 
 def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
                       key_mask: Tensor | None = None, modulus: bool = False, scale: float = 1.0) -> Partial:
-    """What the queries gather from these keys: a Partial with a row for each query, (B,H,L,.), to be merged with that of others.
+    """What the queries gather from these keys: a Partial with a row for each query, (B,H,L,.), to be merged with that
+    of others.
 
-    `merge` adds the partials of parts of the keys, `finish` or `.output` divide; `.logsum` is the log of the denominator in nats.
-    Differentiable in x, y and v, through outputs and log-sums alike. `modulus`: with the sums of absolute values that
-    `finish(..., "clamp")` needs. The rest as for `attention`. Raises ValueError as it does.
-    """
+    `merge` adds the partials of parts of the keys, `finish` or `.output` divide; `.logsum` is the log of the
+    denominator in nats. Differentiable in x, y and v, through outputs and log-sums alike. `modulus`: with the sums of
+    absolute values that `finish(..., "clamp")` needs. The rest as for `attention`. Raises ValueError as it does. """
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
     x, y, v = _together(x, y, v, noise, params, causal)
@@ -91,8 +93,8 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
 
 
 def _together(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """With as many key heads as query heads: query heads that share keys and features become one longer set of queries, else the
-    keys are repeated."""
+    """With as many key heads as query heads: query heads that share keys and features become one longer set of queries,
+    else the keys are repeated."""
     key_heads = y.shape[1]
     if x.shape[1] != key_heads and not causal and _shared_by_heads(noise, params):
         x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)

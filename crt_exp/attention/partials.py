@@ -1,19 +1,20 @@
 """Partials: what has been gathered from a set of keys, and how two gatherings are added. The one currency of attention.
 
-Legend: L queries x, S keys y, values v (..., S, dv), M features; a partial has R rows. a, b are the log features of queries
-and keys. Rows are queries (what each has gathered) or features (the state: what keys have left in each feature).
+Legend: L queries x, S keys y, values v (..., S, dv), M features; a partial has R rows. a, b are the log features of
+queries and keys. Rows are queries (what each has gathered) or features (the state: what keys have left in each
+feature).
 
 Every way to attend to a set of keys gives a Partial: features by any engine (`partial_attention`), an exact block
-(`softmax_partial`), earlier chunks, the keys of another process. `merge` adds them as online softmax does, and `finish` divides:
+(`softmax_partial`), earlier chunks, the keys of another process. `merge` adds them as online softmax does, and `finish`
+divides:
 
     near = softmax_partial(x, y[:, :, :n], v[:, :, :n])
     far = partial_attention(x, y[:, :, n:], v[:, :, n:], phi, noise, params)
     out = finish(merge(near, far))
 
-A partial is a numerator and a denominator over exp(log_scale), and not an output and a log-sum, since signed features have
-denominators that no logarithm holds. Gradients flow through both, and so into `output` and `logsum`. Log scales carry none: they
-only say where zero is, and cancel in numerator / denominator.
-"""
+A partial is a numerator and a denominator over exp(log_scale), and not an output and a log-sum, since signed features
+have denominators that no logarithm holds. Gradients flow through both, and so into `output` and `logsum`. Log scales
+carry none: they only say where zero is, and cancel in numerator / denominator. """
 
 import warnings
 from typing import NamedTuple
@@ -67,8 +68,8 @@ def normalised(output: Tensor, logsum: Tensor) -> Partial:
 
 
 def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Partial:
-    """What queries x (B,H,L,d) gather from keys y (B,Hkv,S,d) and values v (B,Hkv,S,dv) by exact softmax attention with logits
-    x.y, in O(L S) memory. Arguments as those of `attention`."""
+    """What queries x (B,H,L,d) gather from keys y (B,Hkv,S,d) and values v (B,Hkv,S,dv) by exact softmax attention with
+    logits x.y, in O(L S) memory. Arguments as those of `attention`."""
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
     dtype = compute_dtype(x, y, v)
@@ -114,9 +115,8 @@ def read(f: Features, state: Partial) -> Partial:
 def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
     """What query i gathers from keys j <= i of the same chunk.
 
-    The scale looks at the whole chunk, later keys too. That is exact unless a later key is so large that the terms of an
-    earlier row underflow: `underflowed` finds those rows, and the caller takes shorter chunks.
-    """
+    The scale looks at the whole chunk, later keys too. That is exact unless a later key is so large that the terms of
+    an earlier row underflow: `underflowed` finds those rows, and the caller takes shorter chunks. """
     phi, top = _scale_queries(f, keys.top)
     kernel = (phi @ keys.phi.mT).tril()
     mod = (phi.abs() @ keys.phi.abs().mT).tril().sum(-1, keepdim=True) if modulus else None

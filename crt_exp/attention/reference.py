@@ -1,12 +1,12 @@
-"""Attention by its definition, O(L S M) time: what tests and diagnostics compare the engines with, and shares no line with them.
+"""Attention by its definition, O(L S M) time: what tests and diagnostics compare the engines with, and shares no line
+with them.
 
 Legend: L queries x, S keys y, d, values v (..., S, dv), M features. x and y are already scaled: x = d^(-1/4) q,
 y = d^(-1/4) k, so that x.y is the logit.
 
-Of a feature map it takes phi_q and phi_k alone. Each entry of the kernel matrix, sum_m phi_q(x_i)_m phi_k(y_j)_m, is summed in
-logs of its own, so nothing underflows or overflows whatever the other entries are; the rows are normalised as a softmax is.
-Everything is computed in float64, whatever comes in.
-"""
+Of a feature map it takes phi_q and phi_k alone. Each entry of the kernel matrix, sum_m phi_q(x_i)_m phi_k(y_j)_m, is
+summed in logs of its own, so nothing underflows or overflows whatever the other entries are; the rows are normalised as
+a softmax is. Everything is computed in float64, whatever comes in. """
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ ELEMENTS = 2**22   # numbers of a block of the (L, S, M) terms
 
 
 class Kernel(NamedTuple):
-    """The kernel matrix value * exp(log) and that of absolute values modulus * exp(log), (B,H,L,S); 0 where a key is not seen."""
+    """The kernel matrix value * exp(log) and that of absolute values modulus * exp(log), (B,H,L,S), 0 where unseen."""
 
     value: Tensor
     modulus: Tensor
@@ -76,7 +76,8 @@ def _kernel(fq: Features, fk: Features, seen: Tensor) -> Kernel:
     fq, fk = (Features(*torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)) for f in (fq, fk))
     size = max(1, ELEMENTS // max(1, fk.log_scale.numel()))
     blocks = zip(*(t.split(size, -2) for t in (*fq, seen.expand(-1, -1, fq.log_scale.shape[-2], -1))))
-    return Kernel(*(torch.cat(parts, -2) for parts in zip(*(_block(value, log, fk, see) for value, log, see in blocks))))
+    found = [_block(value, log, fk, see) for value, log, see in blocks]
+    return Kernel(*(torch.cat(parts, -2) for parts in zip(*found)))
 
 
 def _block(value: Tensor, log: Tensor, fk: Features, seen: Tensor) -> Kernel:
@@ -88,7 +89,7 @@ def _block(value: Tensor, log: Tensor, fk: Features, seen: Tensor) -> Kernel:
 
 
 def _guarded(total: Tensor, modulus: Tensor, denominator: str) -> Tensor:
-    """The denominators as the policy has them: with sign(0) = 1, at least CLAMP of the sum of absolute values, or positive."""
+    """The denominators as the policy has them: with sign(0) = 1, at least CLAMP of the modulus, or positive."""
     if denominator == "abs":
         return total.abs()
     floor = CLAMP * modulus.detach() if denominator == "clamp" else torch.zeros_like(modulus)
@@ -99,10 +100,9 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
                      rows: Tensor | None = None) -> Tensor:
     """The attention matrix (B,H,L,S) itself, float64, rows of sum 1: of a feature map, or exact softmax without one.
 
-    rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. One product of whole
-    features, O(L S M) without the reference's care: a row whose kernels all underflow beside those of another key of the
-    sequence (causal, beyond e^700) is 0.
-    """
+    rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. One product of
+    whole features, O(L S M) without the reference's care: a row whose kernels all underflow beside those of another key
+    of the sequence (causal, beyond e^700) is 0. """
     L, S = x.shape[2], y.shape[2]
     index = torch.arange(L, device=x.device) if rows is None else rows
     x, y = x[:, :, index], y.repeat_interleave(x.shape[1] // y.shape[1], 1)

@@ -1,9 +1,9 @@
 """Attention to one sequence whose tokens lie on several processes, each with a part of it, in the order of ranks.
 
-Legend: R processes, M features. Each process summarises its own keys in the features, M (dv + 1) numbers a head, all gather the
-summaries of all, and each adds up those that its queries see: bidirectional all of them, causal those of earlier ranks, to which
-it merges what its queries gather from their own part. The length of a part matters to its own process alone.
-"""
+Legend: R processes, M features. Each process summarises its own keys in the features, M (dv + 1) numbers a head, all
+gather the summaries of all, and each adds up those that its queries see: bidirectional all of them, causal those of
+earlier ranks, to which it merges what its queries gather from their own part. The length of a part matters to its own
+process alone. """
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from crt_exp.samplers.noise import cached
 
 def sequence_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params, causal: bool, keep: Tensor | None,
                      factor: float, group, modulus: bool) -> Partial:
-    """What the queries of this process gather from the keys of all; checked arguments, as many key heads as query heads."""
+    """What the queries of this process gather from the keys of all; checked arguments, key heads as query heads."""
     _check(x, y, v, causal, group)
     positive = isinstance(phi, PositiveExponential) and not modulus
     if positive:
@@ -38,13 +38,13 @@ def sequence_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, pa
 
 def _check(x: Tensor, y: Tensor, v: Tensor, causal: bool, group) -> None:
     if torch.compiler.is_compiling() or transformed(x, y, v):
-        raise ValueError("attention of a sequence that is split over processes (group=...) cannot be compiled, exported or "
-                         "transformed by torch.func: call it by itself, for one backward pass")
+        raise ValueError("attention of a sequence that is split over processes (group=...) cannot be compiled, exported "
+                         "or transformed by torch.func: call it by itself, for one backward pass")
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the group that was given to attention")
     if causal and x.shape[2] != y.shape[2]:
-        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys on this process: in a sequence that "
-                         "is split over processes each token is a query and a key")
+        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys on this process: in a "
+                         "sequence that is split over processes each token is a query and a key")
 
 
 def total(states: Partial) -> Partial:
@@ -56,10 +56,11 @@ def total(states: Partial) -> Partial:
 
 
 def _hidden_from(states: Partial, rank: int) -> Partial:
-    """The states of later processes and its own as nothing gathered: they stay in the graph, for all must take part in the
-    backward pass."""
-    later = torch.arange(states.log_scale.shape[0], device=states.log_scale.device) >= rank
-    return states._replace(log_scale=states.log_scale.masked_fill(later.view(-1, *[1] * (states.log_scale.ndim - 1)), -torch.inf))
+    """The states of later processes and its own as nothing gathered: they stay in the graph, for all must take part in
+    the backward pass."""
+    top = states.log_scale
+    later = (torch.arange(len(top), device=top.device) >= rank).view(-1, *[1] * (top.ndim - 1))
+    return states._replace(log_scale=top.masked_fill(later, -torch.inf))
 
 
 def _of_all(state: Partial, group) -> Partial:
@@ -96,7 +97,8 @@ class _Gather(torch.autograd.Function):
 
 
 class Pooled:
-    """Moments of a set whose parts lie on several processes, each gathered when first asked for: by all processes at once.
+    """Moments of a set whose parts lie on several processes, each gathered when first asked for: by all processes at
+    once.
 
     of: those of the part here. mask (B, L) of its vectors, True = keep: a part without any counts for nothing.
     """

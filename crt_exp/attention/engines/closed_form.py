@@ -1,25 +1,27 @@
 """Attention with positive exponential features, forward and backward in closed form, for every device and precision.
 
-Legend: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h are the batch
-entries and heads of a tile. a, b are the log features of queries and keys.
+Legend: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h are the
+batch entries and heads of a tile. a, b are the log features of queries and keys.
 
 Bidirectional. With z_m = sum_j exp(b_jm), U_m = sum_j exp(b_jm) v_j / z_m and l_i = log sum_m exp(a_im + log z_m),
     output_i = sum_m exp(a_im + log z_m - l_i) U_m:
 queries attend to M virtual keys with logits a + log z and values U, each of which attends to the true keys. With
 Q_im = exp(a_im + log z_m - l_i) and K_jm = exp(b_jm - log z_m), whose sums are 1, and G = [g, grad_logsum - g.output],
     dQ = G [U, 1]^T,  d[U, 1] = Q^T G,  dv = K dU,  dK = V d[U, 1]^T.
-Four products forward and eight backward; one log-sum is kept for a row and one for a feature, nothing of size L x M. Terms of a
-that the features of a row share cancel and are left out; the bias of a feature counts once for each side. Derived here.
+Four products forward and eight backward; one log-sum is kept for a row and one for a feature, nothing of size L x M.
+Terms of a that the features of a row share cancel and are left out; the bias of a feature counts once for each side.
+Derived here.
 
-Causal. Query i sees keys j <= i + S - L. Keys before the first query are summarised; the rest goes in segments of k chunks. With
-`before` (dv + 1, M) what the keys before a chunk have left, over exp(ref),
+Causal. Query i sees keys j <= i + S - L. Keys before the first query are summarised; the rest goes in segments of k
+chunks. With `before` (dv + 1, M) what the keys before a chunk have left, over exp(ref),
     [numerator; denominator] = Q before^T + (Q K^T, lower triangle) V,
 and the chunks' states are running sums of their own contributions, so that each product of a segment is one batch.
 
-A segment has one reference, `ref`: the largest logs of its keys and of all before. That is exact, but a late key may be so large
-that the terms of an early row underflow: a denominator below TINY sends the segment through shorter and shorter pieces, down to
-one token, whose denominators are at least 1. Nothing else depends on the future. Kept for the backward pass: one log-sum a row,
-one state and reference a segment. It sweeps the segments in reverse with the gradient to the state and recomputes the features.
+A segment has one reference, `ref`: the largest logs of its keys and of all before. That is exact, but a late key may be
+so large that the terms of an early row underflow: a denominator below TINY sends the segment through shorter and
+shorter pieces, down to one token, whose denominators are at least 1. Nothing else depends on the future. Kept for the
+backward pass: one log-sum a row, one state and reference a segment. It sweeps the segments in reverse with the gradient
+to the state and recomputes the features.
 
 native.c is the faster twin for float32 on CPUs, flash.py that for half precision on GPUs.
 """
@@ -44,7 +46,7 @@ TINY = 1e-25             # a smaller sum could miss terms that float32 rounds to
 
 
 class State(NamedTuple):
-    """sums = exp(-ref) sum_j exp(b_j) [v_j, 1] (b, h, dv + 1, M), ref (b, h, 1, M); ref = -inf where no key was seen."""
+    """sums = exp(-ref) sum_j exp(b_j) [v_j, 1] (b, h, dv + 1, M), ref (b, h, 1, M): -inf where no key was seen."""
 
     sums: Tensor
     ref: Tensor
@@ -106,8 +108,8 @@ class Memory:
 class Tile:
     """The vectors of some batch entries and heads, and their features chunk by chunk. `size`: tokens of a chunk."""
 
-    def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor, size: int,
-                 memory: Memory):
+    def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor,
+                 size: int, memory: Memory):
         self.x, self.y, self.v, self.offsets = x[index], y[index], v[index], offsets[index]
         cut = lambda t: t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))]
         self.rows = (cut(form.rows) * cut(form.scale)).expand(*self.x.shape[:2], -1, -1)                 # (b, h, M, d)
@@ -241,7 +243,8 @@ def read(tile: Tile, values: Tensor, log_z: Tensor, out: Tensor, logsum: Tensor)
         logsum[:, :, tokens] = (top + sums[..., -1:].log()).squeeze(-1)
 
 
-def read_backward(tile: Tile, state: Tensor, log_z: Tensor, logsum: Tensor, grad: Tensor, last: Tensor, dx: Tensor) -> Tensor:
+def read_backward(tile: Tile, state: Tensor, log_z: Tensor, logsum: Tensor, grad: Tensor, last: Tensor,
+                  dx: Tensor) -> Tensor:
     """Writes dx and returns the gradient to [U, 1], (b, h, dv + 1, M)."""
     weights, dstate = tile.weights(log_z + 2 * tile.bias), torch.zeros_like(state)
     for tokens in chunks(dx.shape[2], tile.size):
@@ -291,7 +294,8 @@ class causal:  # noqa: N801
             given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads]
             dstate = State(torch.zeros_like(at(0).sums), torch.full_like(at(0).ref, torch.inf))  # nothing comes later
             for i in range(len(parts), 0, -1):
-                for piece, before in reversed(run.entering(parts[i - 1], int(kept.levels[index][:, :, i].max()), at(i))):
+                level = int(kept.levels[index][:, :, i].max())
+                for piece, before in reversed(run.entering(parts[i - 1], level, at(i))):
                     dstate = run.piece_backward(piece, before, dstate, given, wanted)
             ref = at(0).ref
             run.tile.summary_backward(run.tile.after, ref, dsums_at(dstate, ref), *wanted[1:])
@@ -318,8 +322,8 @@ def pieces(segment: slice, level: int) -> list[slice]:
 
 
 def dsums_at(dstate: State, ref: Tensor) -> Tensor:
-    """Gradients to sums of the reference dstate.ref as gradients to those of `ref`, in which they are exp(ref - dstate.ref) times
-    as large: at most 1 times, for references grow."""
+    """Gradients to sums of the reference dstate.ref as gradients to those of `ref`, in which they are exp(ref -
+    dstate.ref) times as large: at most 1 times, for references grow."""
     return dstate.sums * torch.exp(ref - finite(dstate.ref))
 
 
@@ -328,11 +332,11 @@ class Run:
 
     def __init__(self, tile: Tile):
         self.tile, self.weights = tile, tile.weights()
-        self.seen = None if tile.hidden is None else ((~tile.hidden).cumsum(-2) > 0)[:, :, tile.after:]     # (b, 1, L, 1)
+        self.seen = None if tile.hidden is None else ((~tile.hidden).cumsum(-2) > 0)[:, :, tile.after:]  # (b, 1, L, 1)
 
     def segment(self, segment: slice, state: State, out: Tensor, logsum: Tensor) -> tuple[State, State, int]:
-        """What the backward pass needs (whole: the entering state in the reference of the segment), the state after the segment,
-        and the level of pieces that it took."""
+        """What the backward pass needs (whole: the entering state in the reference of the segment), the state after the
+        segment, and the level of pieces that it took."""
         for level in range(len(PIECES) + 1):
             after = state
             for piece in pieces(segment, level):
@@ -363,7 +367,7 @@ class Run:
         Q = split(Q.sub_(top).exp_())
         before, after = running(inside, V.mT @ K)
         sums = Q @ before.mT
-        sums = add_product(sums, (Q @ K.mT).tril_(), V).flatten(2, 3)                                       # (b, h, T, dv + 1)
+        sums = add_product(sums, (Q @ K.mT).tril_(), V).flatten(2, 3)  # (b, h, T, dv + 1)
         den, seen = sums[..., -1:], None if self.seen is None else self.seen[:, :, piece]
         if piece.stop - piece.start > 1 and bool((den < TINY if seen is None else (den < TINY) & seen).any()):
             return inside, None
@@ -373,7 +377,8 @@ class Run:
         logsum[:, :, piece] = (top + den.log()).squeeze(-1)
         return inside, after
 
-    def piece_backward(self, piece: slice, state: State, dstate: State, given: list[Tensor], wanted: list[Tensor]) -> State:
+    def piece_backward(self, piece: slice, state: State, dstate: State, given: list[Tensor],
+                       wanted: list[Tensor]) -> State:
         """Writes the gradients of one piece and returns that to the state before it, given that after it."""
         (logsum, grad, last), (dx, dy, dv), tile = ([t[:, :, piece] for t in given], wanted, self.tile)
         tokens = shifted(piece, tile.after)

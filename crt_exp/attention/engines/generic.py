@@ -1,12 +1,11 @@
 """Attention with any feature map, chunk by chunk: autograd on the chunk, recomputed in the backward pass.
 
-Legend: B, H, L queries, S keys, M features, C tokens of a chunk. Works on `Features` and `Partial` alone, so that every map that
-gives phi_q and phi_k is served: signed, trigonometric, discrete, sums and products. Kept for the backward pass: the inputs and
-states of M (dv + 1) numbers (causal: one for every KEPT chunks); nothing of size L x M.
+Legend: B, H, L queries, S keys, M features, C tokens of a chunk. Works on `Features` and `Partial` alone, so that every
+map that gives phi_q and phi_k is served: signed, trigonometric, discrete, sums and products. Kept for the backward
+pass: the inputs and states of M (dv + 1) numbers (causal: one for every KEPT chunks); nothing of size L x M.
 
-`chunked_attention` gives outputs, `chunked_partial` what goes into them. `keys_state` and `read_state` are the two halves of
-bidirectional attention, for callers who add states of other keys in between.
-"""
+`chunked_attention` gives outputs, `chunked_partial` what goes into them. `keys_state` and `read_state` are the two
+halves of bidirectional attention, for callers who add states of other keys in between. """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -128,9 +127,9 @@ def _plain(x: Tensor, y: Tensor, v: Tensor, call: Call) -> bool:
 
 
 def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: "Part") -> Partial:
-    """The rows in plain operations, which all transforms of torch follow, to any order: autograd through all chunks, whose
-    features it may keep. torch.compile cannot look into what depends on numbers: there without the check of inputs and without
-    shorter pieces where a row underflows."""
+    """The rows in plain operations, which all transforms of torch follow, to any order: autograd through all chunks,
+    whose features it may keep. torch.compile cannot look into what depends on numbers: there without the check of
+    inputs and without shorter pieces where a row underflows."""
     offset, sizes = y.shape[2] - x.shape[2], PIECES if part.call.causal and not torch.compiler.is_compiling() else (CHUNK,)
     with torch.autocast(x.device.type, enabled=False):
         for size in sizes:

@@ -1,14 +1,15 @@
 """native.c as a library: compiled for this machine at first use, by its C compiler, and kept for later processes.
 
-gcc makes the fastest code; that of clang takes about 1.2 times as long. `python -m crt_exp.attention.engines.native` compiles it
-ahead of use.
+gcc makes the fastest code; that of clang takes about 1.2 times as long. `python -m crt_exp.attention.engines.native`
+compiles it ahead of use.
 
-A kept library is loaded only where it is byte for byte what was written, by this user, in a folder that nobody else can write to:
-one that a full disk cut short would kill the process, and one that another user left there would run as this user.
+A kept library is loaded only where it is byte for byte what was written, by this user, in a folder that nobody else can
+write to: one that a full disk cut short would kill the process, and one that another user left there would run as this
+user.
 
-Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the library is kept (default ~/.cache), and CRT_EXP_NATIVE=0
-keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning that says so.
-"""
+Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the library is kept (default ~/.cache), and
+CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning that
+says so. """
 
 import ctypes
 import functools
@@ -46,7 +47,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def build() -> tuple[Path, float | None]:
-    """The kept library, loaded once to see that it can be, and the seconds that its making took, None where it was there.
+    """The kept library, loaded once to see that it can be, and the seconds that its making took, None where it was
+    there.
 
     Raises ValueError where it cannot be compiled, kept or loaded, with the reason and what to do.
     """
@@ -54,8 +56,8 @@ def build() -> tuple[Path, float | None]:
         raise ValueError("CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products: there is nothing to compile")
     folder, trouble = _cache()
     if folder is None:
-        raise ValueError(f"the attention kernels cannot be kept ({trouble}): name a folder in XDG_CACHE_HOME that you alone can "
-                         "write to")
+        raise ValueError(f"the attention kernels cannot be kept ({trouble}): name a folder in XDG_CACHE_HOME that you "
+                         "alone can write to")
     start, there = time.perf_counter(), set(folder.glob("*.so"))
     try:
         with compiled() as file:
@@ -161,8 +163,8 @@ def _intact(file: Path) -> bool:
 def _keep(made: Path, file: Path) -> Path:
     """Puts a library and its record in the cache, on the disk: another process may read, or do the same, at any moment.
 
-    Two that compile at once make the same bytes; where not, a record that does not fit costs the next process a compilation.
-    """
+    Two that compile at once make the same bytes; where not, a record that does not fit costs the next process a
+    compilation. """
     content = made.read_bytes()
     _write(file, content)
     _write(_record(file), _seal(content))

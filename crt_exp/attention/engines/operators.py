@@ -17,8 +17,8 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
                        keep: Tensor | None, factor: float) -> Tensor:
     """Attention of checked arguments with a map of the positive exponential family; as many key heads as query heads.
 
-    The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
-    """
+    The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2
+    norm_weight) |x|^2. """
     form = form_of(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return finish(_in_plain_operations(x, y, v, form, causal)).to(v.dtype)
@@ -66,7 +66,8 @@ def _in_plain_operations(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bo
 
 @torch.no_grad()
 def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features: exp(-top) sum_j [v_j, 1] phi(y_j) (B,H,dv+1,M), and top (B,H,M).
+    """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features: exp(-top) sum_j [v_j, 1] phi(y_j) (B,H,dv+1,M), and
+    top (B,H,M).
 
     The bidirectional engine computes it for its queries; one of zeros asks for no more.
     """
@@ -89,7 +90,8 @@ def _operator(causal: bool):
     return torch.ops.crt_exp.causal_attention if causal else torch.ops.crt_exp.bidirectional_attention
 
 
-FORM = "Tensor x, Tensor y, Tensor v, Tensor rows, Tensor scale, Tensor bias, float norm_weight, Tensor? keep, bool causal"
+FORM = ("Tensor x, Tensor y, Tensor v, Tensor rows, Tensor scale, Tensor bias, float norm_weight, Tensor? keep, "
+        "bool causal")
 
 
 def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:

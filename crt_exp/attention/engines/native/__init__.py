@@ -1,8 +1,8 @@
 """The closed-form engines on CPUs in float32, in C (see native_library.py for how it is compiled).
 
-closed_form.py has the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while
-its features are in the cache of one core; the same products one by one take 1.5 (bidirectional) to 2 times (causal) as long.
-"""
+closed_form.py has the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while its
+features are in the cache of one core; the same products one by one take 1.5 (bidirectional) to 2 times (causal) as
+long. """
 
 import ctypes
 import math

@@ -1,8 +1,8 @@
 """python -m crt_exp.attention.engines.native: compiles the attention kernels for this CPU ahead of use.
 
-For nodes that have no compiler or may not write to the folder where libraries are kept: build on a node with the same processor,
-and give all the same XDG_CACHE_HOME. Prints where the library lies and how long it took; exits with 1 where there is none.
-"""
+For nodes that have no compiler or may not write to the folder where libraries are kept: build on a node with the same
+processor, and give all the same XDG_CACHE_HOME. Prints where the library lies and how long it took; exits with 1 where
+there is none. """
 
 import sys
 
