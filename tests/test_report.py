@@ -166,7 +166,7 @@ def test_bench_attention_is_a_report(capsys, monkeypatch):
 
     monkeypatch.setattr(bench_attention, "LENGTHS", (8,))
     monkeypatch.setattr(bench_attention, "TURNS", 1)
-    monkeypatch.setattr(bench_attention, "peers", lambda length: {})
+    monkeypatch.setattr("crt_exp.studies.speed.peers", lambda length: {})
     monkeypatch.setattr(sys, "argv", ["report", "bench-attention"])
     command_line.main()
     assert capsys.readouterr().out.count("favor++ causal") == 2
