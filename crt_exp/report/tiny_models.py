@@ -232,7 +232,7 @@ def _tensors(out: Any):
 
 
 def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
+    text = re.sub(r"/\S*/site-packages/", "", str(error).strip()).splitlines()  # of any machine alike
     return f"{type(error).__name__}: {text[0][:160] if text else ''}"
 
 
