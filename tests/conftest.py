@@ -19,6 +19,15 @@ def seeded():
 
 
 @pytest.fixture
+def one_thread():
+    """Threads only wait for each other on models of a few numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def interruptible():
     """Signals work, also where the tests were started with them ignored, as by nohup or a script's `make test &`."""
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}

@@ -6,6 +6,7 @@ import torch
 from crt_exp.report.families import judge, judge_model
 from crt_exp.report.tiny_models import spread
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {
     "transformers": ["aimv2", "albert", "altclip", "bart", "beit", "bert", "bigbird_pegasus", "clip", "clip_text_model",
                      "cohere", "detr", "dinov3_vit", "git", "gpt2", "gpt_neox", "llama", "llava", "marian", "mistral",
@@ -21,14 +22,6 @@ REFUSED = {
                      "t5": "position bias", "t5gemma2": "one softmax"},
     "torchaudio": {"wavlm_model": "WavLMSelfAttention from its weights"},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("library, name", [(library, name) for library, names in EXACT.items() for name in names])

@@ -14,22 +14,14 @@ from crt_exp.swap.call import drop_keys
 from crt_exp.swap.swap import swap_layers
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
               pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")]
 B, L = 2, 9
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40,
          "max_position_embeddings": 40, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 IMAGES = SIZES | {"image_size": 8, "patch_size": 4}
 LOOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only wait for each other on models of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def bert():

@@ -11,19 +11,12 @@ from crt_exp import calibrate_attention, swap_attention, unswap_attention
 transformers = pytest.importorskip("transformers")
 from crt_exp.swap.cache import NewKeys, RecurrentLayer  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CALL = {"keep": None, "mask": None, "causal": True, "scaling": None, "dropout": 0.0, "matrix": False}
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 SPECIAL = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40,
          "max_position_embeddings": 80} | SPECIAL
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gpt2():

@@ -14,21 +14,13 @@ from crt_exp.swap import families as swap_families
 
 transformers = pytest.importorskip("transformers")
 B, S, L = 2, 9, 7
+pytestmark = pytest.mark.usefixtures("one_thread")
 FITTED = ("favorpp", "gerf", "geom", "geom_plus", "pois", "pois_plus")
 LATER = 4  # the first decoder token that changes
 SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
          "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40, "init_std": 0.3}
 SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 2, "forced_eos_token_id": None}
 TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only wait for each other on models of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def ids(length, seed=0):
