@@ -83,3 +83,10 @@ def test_a_swapped_model_is_causal_with_its_controls():
         model = swap_attention(transformers.GPT2Model(config).eval().double(), name)
         whole, part = model(ids).last_hidden_state, model(ids[:, :7]).last_hidden_state
         torch.testing.assert_close(whole[:, :7], part)
+
+
+def test_what_cannot_be_causal_is_refused_at_the_swap_of_a_causal_model():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40)
+    with pytest.raises(ValueError, match=r"h.0.attn \(GPT2Attention\) is causal, which attention linformer cannot be"):
+        swap_attention(transformers.GPT2Model(config), "linformer", length=40, rank=8)

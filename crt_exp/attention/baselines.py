@@ -1,7 +1,7 @@
 """Attention without random features: the ceiling, the bound of speed, the controls of every report, and a peer.
 
-Each is a layer with the interface of `RandomFeatureAttention` and says what it can be: causal, and cross-attention, whose keys
-are of another sequence. Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
+Each is a layer with the interface of `RandomFeatureAttention` and says whether it can be causal. Legend: B batch, H query
+heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
 import torch
@@ -20,7 +20,7 @@ class Baseline(nn.Module):
     difference to these.
     """
 
-    can_be_causal = can_be_cross = True
+    can_be_causal = True
 
     def __init__(self, heads: int, d: int, *, kv_heads: int | None = None, causal: bool = False, cross: bool = False,
                  scaling: float | None = None, layer: int = 0):
@@ -136,8 +136,6 @@ class Exact(Baseline):
 class Identity(Baseline):
     """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
 
-    can_be_cross = False
-
     def attend(self, x, y, v, *, causal, key_mask):
         return identity_attention(x, y, v, causal=causal, key_mask=key_mask)
 
@@ -151,8 +149,6 @@ class Uniform(Baseline):
 
 class Window(Baseline):
     """Own and neighbouring blocks of `block` tokens and the `first` tokens, exactly: the control without a far view."""
-
-    can_be_cross = False
 
     def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
         super().__init__(heads, d, **sizes)

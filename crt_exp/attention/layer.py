@@ -55,7 +55,7 @@ class RandomFeatureAttention(nn.Module):
     or cross. Saved and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
     """
 
-    can_be_causal = can_be_cross = True
+    can_be_causal = True
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,

@@ -176,6 +176,9 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
     size = families.sizes(module, path)
     state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=causal is not False, scaling=size.scaling, layer=i,
                   **({"cross": True} if size.cross else {}))
+    if not getattr(state, "can_be_causal", True) and getattr(module, "is_causal", False) is True and causal is not False:
+        raise ValueError(f"{path} ({type(module).__name__}) is causal, which attention {name} cannot be: leave it out with "
+                         "layers=[...], or give causal=False if this model is never used so")
     state.path, state.mechanism = path, name
     state.causal = size.causal if causal is None else causal
     device = next((p.device for p in module.parameters()), None)
