@@ -49,7 +49,15 @@ def test_cells_resume(tmp_path, monkeypatch):
     cells.path.write_text(text[:-10])
     again = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
     assert [again[k] for k in keys] == [0, 1, 4] and len((tmp_path / "calls").read_text().split()) == 4
+    assert all(record["commit"] and record["date"] for record in again.known.values())
     assert not writing.Cells("demo", ("runner/run.py",)).known  # other code: all anew
+
+
+def test_a_cell_depends_on_what_code_does_and_not_on_how_it_is_written():
+    plain = 'def f(x):\n    """Doubles."""\n    return 2 * x\n'
+    rewritten = 'def f(x):\n    """Twice x."""\n    return (2\n            * x)  # why\n'
+    assert writing.statements(plain) == writing.statements(rewritten)
+    assert writing.statements(plain) != writing.statements(plain.replace("2 * x", "3 * x"))
 
 
 def test_write_report(tmp_path, monkeypatch):

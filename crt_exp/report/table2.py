@@ -4,12 +4,6 @@ Every run is the command line's: task=mlm pretrains an encoder with each attenti
 Beside the table: what more projections do to an exact encoder whose attention is swapped, before and after fine-tuning.
 """
 
-import hashlib
-import io
-import shutil
-import sys
-import tempfile
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +15,8 @@ from torch import Tensor
 
 from crt_exp.data.glue import TASKS
 from crt_exp.features import FeatureMap, Statistics
-from crt_exp.report import palette
+from crt_exp.report import palette, runs
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
-from crt_exp.runner.run import read_records
 from crt_exp.studies.uci import interval
 
 HOME = Path("outputs/table2")
@@ -149,12 +142,12 @@ def of_data(data: str, seed: int, setting: Setting) -> list[str]:
 def pretrain(overrides: list[str], option: str | None = None, start: Any = None) -> dict[str, Any]:
     """The final record. A pretrained encoder is kept, and continued where it was interrupted."""
     if option:
-        return in_passing([*overrides, f"{option}={place(start)}"])
-    return run([*overrides, "resume=auto", "trainer.keep=1"], place(overrides))
+        return runs.passing(HOME, [*overrides, f"{option}={place(start)}"])[-1]
+    return runs.kept(HOME, overrides)[-1]
 
 
 def fine_tune(overrides: list[str], option: str, start: Any) -> dict[str, Any]:
-    return in_passing([*overrides, f"{option}={place(start)}", "trainer.keep=1"])
+    return runs.passing(HOME, [*overrides, f"{option}={place(start)}", "trainer.keep=1"])[-1]
 
 
 def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
@@ -201,37 +194,8 @@ def typical_pair(stats: Statistics) -> tuple[Tensor, Tensor]:
 
 
 def place(start: Any) -> Path | str:
-    """The run directory of a pretraining, named by its attention and all its options; names of the hub stay."""
-    if isinstance(start, str):
-        return start
-    name = next(o.removeprefix("attention=") for o in start if o.startswith("attention="))
-    return HOME / f"{name}-{hashlib.sha256(' '.join(start).encode()).hexdigest()[:10]}"
-
-
-def in_passing(overrides: list[str]) -> dict[str, Any]:
-    """A run whose directory is not kept."""
-    directory = Path(tempfile.mkdtemp(dir=HOME, prefix="run-"))
-    try:
-        return run(overrides, directory / "run")
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def run(overrides: list[str], directory: Path) -> dict[str, Any]:
-    """`python -m crt_exp` with these arguments, in this process: the final record."""
-    from crt_exp.train import main
-
-    told, argv = io.StringIO(), sys.argv
-    sys.argv = ["crt_exp", *overrides, "logger=none", f"hydra.run.dir={directory}"]
-    try:
-        with redirect_stdout(told), redirect_stderr(told):
-            main()
-    except SystemExit as stop:
-        if stop.code:
-            raise ValueError(f"{' '.join(sys.argv)}: {told.getvalue().strip()}") from None
-    finally:
-        sys.argv = argv
-    return read_records(directory / "metrics.jsonl")[-1]
+    """The run directory of a pretraining; names of the hub stay."""
+    return start if isinstance(start, str) else runs.place(HOME, start)
 
 
 # ---- the report -------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """How every report is written: cells that survive an interruption, a Markdown table, a CSV and a picture."""
 
+import ast
 import csv
 import hashlib
 import io
@@ -25,7 +26,8 @@ REPORT = Path("outputs/report")
 class Cells:
     """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
 
-    `sources` are the files whose code decides the values: when one changes, all cells are computed anew.
+    `sources` are the files whose code decides the values: when one changes, all cells are computed anew. Comments,
+    docstrings and line breaks decide nothing. Each cell says when and by which commit it was computed.
     """
 
     def __init__(self, name: str, sources: Sequence[str]):
@@ -43,7 +45,8 @@ class Cells:
         jobs = joblib.Parallel(n_jobs=min(workers or os.cpu_count(), max(len(missing), 1)), return_as="generator_unordered")(
             joblib.delayed(_timed)(compute, key) for key in missing)
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
-            self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code})
+            self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code, "commit": commit(),
+                        "date": str(date.today())})
         return self
 
     def _keep(self, record: dict[str, Any]) -> None:
@@ -64,13 +67,22 @@ def _timed(compute: Callable[..., Any], key: dict[str, Any]) -> tuple[dict[str, 
 
 
 def fingerprint(sources: Sequence[str]) -> str:
-    """A digest of source files or folders of the package."""
+    """A digest of what the source files or folders of the package do: their statements, without docstrings."""
     digest, package = hashlib.sha256(), Path(__file__).parent.parent
     for source in sources:
         path = package / source
         for file in sorted([*path.rglob("*.py"), *path.rglob("*.c")]) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
+            digest.update(statements(file.read_text(encoding="utf-8")).encode() if file.suffix == ".py" else file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def statements(source: str) -> str:
+    """Python code as a syntax tree in text, docstrings taken out."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+            node.body[0].value.value = ""
+    return ast.dump(tree)
 
 
 def write_report(name: str, title: str, body: str, rows: Sequence[dict[str, Any]], figure=None, facts: str = "",

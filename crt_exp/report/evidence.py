@@ -1,0 +1,163 @@
+"""What a report may conclude: intervals, paired differences, gates before time is spent, and verdicts on a paper's claims.
+
+Legend: n independent draws (seeds, data sets drawn anew); all intervals are two-sided, 95% unless said otherwise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+LEVEL = 0.05  # of all verdicts of a report together
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean, the half-width of its interval, and the probability of a mean as far from 0 where the truth is 0."""
+
+    mean: float
+    half: float
+    p: float
+    n: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
+
+
+def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """Student's interval of the mean of independent draws. Raises ValueError below two draws or where one is not finite."""
+    return _student(values, 1 / len(values) if len(values) else 1, level)
+
+
+def overlapping(values: Sequence[float], test_share: float, level: float = LEVEL) -> Interval:
+    """Nadeau and Bengio's interval for random splits of one data set, which overlap and so are not independent.
+
+    test_share: rows of the test part over rows of the training part. The variance of the mean is (1/n + test_share) times
+    that of the values (Nadeau and Bengio, Machine Learning 52, 2003, section 3).
+    """
+    return _student(values, 1 / max(len(values), 1) + test_share, level)
+
+
+def paired(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> Interval:
+    """Of the differences first - second, each pair from one draw."""
+    return independent(np.subtract(first, second), level)
+
+
+def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
+    """The true difference that n pairs (default: as many as given) would show with this power, judged by the spread of some.
+
+    By the noncentral t distribution's usual approximation: (t_{1 - level/2} + t_power) standard errors.
+    """
+    values = _checked(differences)
+    n = n or len(values)
+    error = float(values.std(ddof=1)) / math.sqrt(n)
+    return float(stdtrit(n - 1, 1 - level / 2) + stdtrit(n - 1, power)) * error
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for their number, so that any wrong rejection among them has at most the level's probability."""
+    order, found, largest = np.argsort(p_values), [0.0] * len(p_values), 0.0
+    for place, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+        found[index] = largest
+    return found
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An ordering that a paper states: `difference` is above 0 if it holds. unit: of the difference, for the text."""
+
+    text: str
+    difference: Interval
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim judged; p is corrected for the number of claims judged together."""
+
+    claim: Claim
+    p: float
+    level: float = LEVEL
+
+    @property
+    def word(self) -> Literal["confirmed", "refuted", "open"]:
+        if self.p > self.level:
+            return "open"
+        return "confirmed" if self.claim.difference.mean > 0 else "refuted"
+
+    def row(self) -> dict[str, float | int | str]:
+        """For a report's csv: the index of all verdicts is made of these."""
+        found = self.claim.difference
+        return {"claim": self.claim.text, "verdict": self.word, "difference": found.mean, "difference_ci95": found.half,
+                "unit": self.claim.unit, "n": found.n, "p_holm": self.p}
+
+    def __str__(self) -> str:
+        """A line of a list in Markdown."""
+        unit = f" {self.claim.unit}" if self.claim.unit else ""
+        return (f"- **{self.word}**: {self.claim.text}: {self.claim.difference:+.3g}{unit} (n = {self.claim.difference.n}, "
+                f"p = {self.p:.2g})")
+
+
+def judged(claims: Sequence[Claim], level: float = LEVEL) -> list[Verdict]:
+    """All verdicts of a report, with Holm's correction over them."""
+    corrected = holm([claim.difference.p for claim in claims])
+    return [Verdict(claim, p, level) for claim, p in zip(claims, corrected)]
+
+
+class GateFailed(ValueError):
+    """The setting cannot show what the report asks; nothing more was computed."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What must hold before a report spends its time: `value` between `least` and `most`."""
+
+    text: str
+    value: float
+    least: float = -math.inf
+    most: float = math.inf
+
+    @property
+    def passed(self) -> bool:
+        return self.least <= self.value <= self.most
+
+    def __str__(self) -> str:
+        bounds = [f"at least {self.least:g}"] * (self.least > -math.inf) + [f"at most {self.most:g}"] * (self.most < math.inf)
+        return f"- {'passed' if self.passed else '**failed**'}: {self.text}: {self.value:.3g} ({' and '.join(bounds)})"
+
+
+def check_gates(gates: Sequence[Gate]) -> list[Gate]:
+    """The gates, all passed. Raises GateFailed with the figure of each that is not."""
+    failed = [str(gate).removeprefix("- **failed**: ") for gate in gates if not gate.passed]
+    if failed:
+        raise GateFailed("this setting cannot answer the report's question, so it stops here: " + "; ".join(failed))
+    return list(gates)
+
+
+def _student(values: Sequence[float], variance_share: float, level: float) -> Interval:
+    values = _checked(values)
+    n, mean = len(values), float(values.mean())
+    error = float(values.std(ddof=1)) * math.sqrt(variance_share)
+    p = float(2 * stdtr(n - 1, -abs(mean) / error)) if error > 0 else float(mean == 0)
+    return Interval(mean, float(stdtrit(n - 1, 1 - level / 2)) * error, p, n)
+
+
+def _checked(values: Sequence[float]) -> np.ndarray:
+    values = np.asarray(values, np.float64)
+    if values.ndim != 1 or len(values) < 2:
+        raise ValueError(f"an interval needs at least two draws, not values of shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"draw {int(np.argmin(np.isfinite(values)))} is not a finite number: name and count such draws apart")
+    return values

@@ -1,0 +1,57 @@
+"""Runs that a report starts: command lines of `python -m crt_exp`, in this process, kept under the report's own folder or not.
+
+Everything that decides a run is in its arguments, so they are the key of its cell and name its directory.
+"""
+
+import hashlib
+import io
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from crt_exp.runner.run import read_records
+
+
+def place(home: Path, overrides: Sequence[str]) -> Path:
+    """The directory of a kept run, named by its attention and a digest of all its arguments."""
+    name = next((o.removeprefix("attention=") for o in overrides if o.startswith("attention=")), "run")
+    return home / f"{name}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:10]}"
+
+
+def kept(home: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """The records of a run that stays at `place(home, overrides)` and is continued where it was interrupted."""
+    return run([*overrides, "resume=auto", "trainer.keep=1"], place(home, overrides))
+
+
+def passing(home: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """The records of a run whose directory is deleted afterwards."""
+    home.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(dir=home, prefix="run-"))
+    try:
+        return run(overrides, directory / "run")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
+    """`python -m crt_exp` with these arguments, without a logger: all its records, the last of them final.
+
+    Raises ValueError with the arguments and what the run said where it ends with an error.
+    """
+    from crt_exp.train import main
+
+    told, argv = io.StringIO(), sys.argv
+    sys.argv = ["crt_exp", *overrides, "logger=none", f"hydra.run.dir={directory}"]
+    try:
+        with redirect_stdout(told), redirect_stderr(told):
+            main()
+    except SystemExit as stop:
+        if stop.code:
+            raise ValueError(f"{' '.join(sys.argv)}: {told.getvalue().strip()}") from None
+    finally:
+        sys.argv = argv
+    return read_records(directory / "metrics.jsonl")
