@@ -1,7 +1,8 @@
-"""The composed configuration, checked as one: which keys there are, what each takes, and that every group names code of its kind.
+"""The composed configuration, checked as one: which keys there are, what each takes,
+and that every group names code of its kind.
 
-Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (schema.py), so a new task, map or
-sampler is checked without a line here.
+Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (schema.py), so a new
+task, map or sampler is checked without a line here.
 """
 
 import pkgutil
@@ -41,7 +42,8 @@ def is_map(target: Any) -> bool:
 
 
 def is_task(target: Any) -> bool:
-    return isinstance(target, type) and hasattr(target, "summary") and (hasattr(target, "records") or hasattr(target, "batches"))
+    return (isinstance(target, type) and hasattr(target, "summary")
+            and (hasattr(target, "records") or hasattr(target, "batches")))
 
 
 def is_trainer(target: Any) -> bool:
@@ -103,7 +105,8 @@ def check_plain(given: dict[str, Any]) -> None:
     check_keys("", {key: value for key, value in given.items() if key in TOP}, TOP)
     for name, group in GROUPS.items():
         node = given.get(name)
-        if node is not None and not (isinstance(node, dict) and node.keys() <= group.extra.keys()):  # what config.yaml holds
+        unchosen = isinstance(node, dict) and node.keys() <= group.extra.keys()  # what config.yaml holds
+        if node is not None and not unchosen:
             check_node(name, node, group)
         elif not group.optional:
             raise ConfigError(f"{name} is missing: a run needs one, {name}=... (known: {' '.join(choices(name))})")
@@ -124,7 +127,8 @@ def check_node(path: str, node: Any, group: Group) -> None:
     for key, value in given.items():
         if names_code({key: value}):
             raise ConfigError(f"{path}.{key} = {shown(value)}: it names code to run, and this key takes none")
-    wanted = {key: parameter for key, parameter in parameters(target).items() if key not in (*group.supplied, *group.parts)}
+    apart = (*group.supplied, *group.parts)
+    wanted = {key: parameter for key, parameter in parameters(target).items() if key not in apart}
     check_keys(f"{path}.", given, wanted | group.extra)
 
 
