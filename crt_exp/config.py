@@ -1,6 +1,7 @@
 """The configuration tree: where it lies, how names become objects, and what a mistyped name was meant to be.
 
-The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`, for the library as for the command line.
+The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`,
+for the library as for the command line.
 """
 
 import difflib
@@ -35,7 +36,8 @@ def unknown(what: str, name: str, known: list[str]) -> ConfigError:
 
 
 def read_yaml(path: Path) -> "DictConfig":
-    """A saved configuration, to compare with: nothing in it is resolved or built. Raises ConfigError naming the wrong line."""
+    """A saved configuration, to compare with: nothing in it is resolved or built.
+    Raises ConfigError naming the wrong line."""
     from omegaconf import DictConfig, OmegaConf
     from yaml import YAMLError
 
