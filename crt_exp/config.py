@@ -6,6 +6,7 @@ for the library as for the command line.
 
 import difflib
 import json
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,15 @@ def plain_number(value: Any) -> Any:
     import numpy as np
 
     return value.item() if isinstance(value, np.generic) else value
+
+
+def located(path: str, name: Any) -> Any:
+    """The class or function that the `_target_` of a node names. Raises ConfigError where it cannot be imported."""
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:  # whatever the import of somebody's module raises
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{path}._target_ = {name} cannot be imported: {reason}") from None
 
 
 def instantiate(node: Any, **options: Any) -> Any:

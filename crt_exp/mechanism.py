@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from crt_exp.config import CONF, ConfigError, choices, instantiate, plain_number, unknown
+from crt_exp.config import CONF, ConfigError, choices, instantiate, located, plain_number, unknown
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
 from crt_exp.samplers.draws import whole
@@ -99,7 +99,7 @@ class Mechanism:
     @property
     def kind(self) -> type:
         """The class of its layers."""
-        return located(self.options["_target_"])
+        return located("attention", self.options["_target_"])
 
     @property
     def estimates(self) -> bool:
@@ -231,7 +231,7 @@ def uses(options: dict[str, Any] | DictConfig) -> frozenset[str]:
     """Which of features, sampler and m the attention of a file makes use of."""
     from crt_exp.attention.baselines import Baseline
 
-    kind = located(options["_target_"])
+    kind = located("attention", options["_target_"])
     if isinstance(kind, type) and issubclass(kind, Baseline):
         return frozenset()
     if "phi" not in options:
@@ -243,13 +243,6 @@ def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> N
     if given - used:
         raise ConfigError(f"attention {name} makes no use of {' and '.join(sorted(given - used))}: leave "
                           f"{'it' if len(given - used) == 1 else 'them'} out")
-
-
-def located(target: str) -> Any:
-    """The class that a `_target_` names."""
-    import pkgutil
-
-    return pkgutil.resolve_name(target)
 
 
 def _part(group: str, choice: Any) -> Part | None:

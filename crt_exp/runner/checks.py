@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from crt_exp.config import ConfigError, instantiate
+from crt_exp.config import ConfigError, instantiate, located
 from crt_exp.ranks import inside_torchrun, world_size
-from crt_exp.runner.composed import located
 from crt_exp.runner.invocation import choice, in_sweep, overrides
 from crt_exp.runner.sweep import check_direction
 

@@ -5,7 +5,6 @@ Nothing is listed twice: keys, types and bounds of a group are the parameters of
 task, map or sampler is checked without a line here.
 """
 
-import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from crt_exp.config import ConfigError, choices, unknown
+from crt_exp.config import ConfigError, choices, located, unknown
 from crt_exp.schema import Count, Parameter, at_least, at_most, check_keys, parameters, shown
 
 HYDRA_KEYS = ("_target_", "_partial_", "_convert_")  # how a file says what is built; the command line may not name them
@@ -137,12 +136,3 @@ def names_code(value: Any) -> bool:
     if isinstance(value, dict):
         return any(str(key).startswith("_") or names_code(inner) for key, inner in value.items())
     return isinstance(value, list) and any(map(names_code, value))
-
-
-def located(path: str, name: Any) -> Any:
-    """The class or function that a `_target_` names."""
-    try:
-        return pkgutil.resolve_name(name)
-    except Exception as error:  # whatever the import of somebody's module raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{path}._target_ = {name} cannot be imported: {reason}") from None
