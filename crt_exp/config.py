@@ -1,10 +1,12 @@
 """The configuration tree: where it lies, how names become objects, and what a mistyped name was meant to be.
 
-The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`, for the library as for the command line.
+The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`,
+for the library as for the command line.
 """
 
 import difflib
 import json
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,8 @@ def unknown(what: str, name: str, known: list[str]) -> ConfigError:
 
 
 def read_yaml(path: Path) -> "DictConfig":
-    """A saved configuration, to compare with: nothing in it is resolved or built. Raises ConfigError naming the wrong line."""
+    """A saved configuration, to compare with: nothing in it is resolved or built.
+    Raises ConfigError naming the wrong line."""
     from omegaconf import DictConfig, OmegaConf
     from yaml import YAMLError
 
@@ -68,6 +71,15 @@ def plain_number(value: Any) -> Any:
     import numpy as np
 
     return value.item() if isinstance(value, np.generic) else value
+
+
+def located(path: str, name: Any) -> Any:
+    """The class or function that the `_target_` of a node names. Raises ConfigError where it cannot be imported."""
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:  # whatever the import of somebody's module raises
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{path}._target_ = {name} cannot be imported: {reason}") from None
 
 
 def instantiate(node: Any, **options: Any) -> Any:

@@ -10,7 +10,8 @@ from numbers import Real
 import numpy as np
 import torch
 from scipy.sparse import issparse
-from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, RegressorMixin, TransformerMixin
+from sklearn.base import (BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, RegressorMixin,
+                          TransformerMixin)
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -86,9 +87,10 @@ class _RandomFeatureEstimator(BaseEstimator):
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
             name = type(self.map_).__name__
-            raise ValueError(f"some entries lie below the shift that {name} was fitted to, where its features are no longer "
-                             f"positive: give it more room by mechanism={name}({self.kernel!r}, margin=1.0), in standard "
-                             f"deviations below the least entry (now {self.map_.margin}), or use pois, geom or oprf")
+            raise ValueError(f"some entries lie below the shift that {name} was fitted to, where its features are no "
+                             f"longer positive: give it more room by mechanism={name}({self.kernel!r}, margin=1.0), in "
+                             f"standard deviations below the least entry (now {self.map_.margin}), or use pois, geom "
+                             "or oprf")
         return x
 
     def __sklearn_tags__(self):
@@ -100,21 +102,23 @@ class _RandomFeatureEstimator(BaseEstimator):
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomFeatureEstimator):
     """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
 
-    mechanism: a name of `conf/features` (trig pos hyp smreg oprf pois geom pois_plus geom_plus pois_coord) or a FeatureMap.
-    sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig and hyp make two of a projection, and one
-    of the last where the number is odd, which leaves the estimate unbiased. gamma: as in RBFSampler, sigma^2 / 2 or 'scale'.
-    gerf has different maps for the two sides and raises in `transform`: use KernelRegressionClassifier or
-    KernelRegressionRegressor, or phi_q and phi_k of crt_exp.features. pois_plus and geom_plus raise for rows below the least
-    entry that they were fitted to; a map with a larger `margin` leaves them room. X may be sparse; Z is dense.
+    mechanism: a name of `conf/features` (trig pos hyp smreg oprf pois geom pois_plus geom_plus pois_coord) or a
+    FeatureMap. sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig and hyp make two of a
+    projection, and one of the last where the number is odd, which leaves the estimate unbiased. gamma: as in
+    RBFSampler, sigma^2 / 2 or 'scale'. gerf has different maps for the two sides and raises in `transform`: use
+    KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k of crt_exp.features. pois_plus and
+    geom_plus raise for rows below the least entry that they were fitted to; a map with a larger `margin` leaves them
+    room. X may be sparse; Z is dense.
 
     Attributes: map_, params_, noise_, gamma_, center_, n_features_in_; random_weights_ (n_features, n_components) and
-    random_offset_ (n_components,) of trig, where Z = sqrt(2 / n_components) cos(X random_weights_ + random_offset_) as in
-    RBFSampler (times e^(gamma_ |X|^2) for kernel="softmax"), and of pos, hyp, smreg and oprf, where
-    Z = exp(X random_weights_ + random_offset_ - c |X - center_|^2) with c = 2 gamma_ (gamma_ for kernel="softmax"). The other
-    maps have none.
+    random_offset_ (n_components,) of trig, where Z = sqrt(2 / n_components) cos(X random_weights_ + random_offset_) as
+    in RBFSampler (times e^(gamma_ |X|^2) for kernel="softmax"), and of pos, hyp, smreg and oprf, where
+    Z = exp(X random_weights_ + random_offset_ - c |X - center_|^2) with c = 2 gamma_ (gamma_ for kernel="softmax").
+    The other maps have none.
     """
 
-    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=1.0, random_state=None):
+    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=1.0,
+                 random_state=None):
         self.mechanism = mechanism
         self.sampler = sampler
         self.n_components = n_components
@@ -139,9 +143,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
         if type(self.map_).phi_k is not FeatureMap.phi_k:
-            raise ValueError(f"{type(self.map_).__name__} has different features for the two sides of the kernel, which one "
-                             "transform cannot give: use KernelRegressionClassifier or KernelRegressionRegressor, or "
-                             "map_.phi_q and map_.phi_k")
+            raise ValueError(f"{type(self.map_).__name__} has different features for the two sides of the kernel, "
+                             "which one transform cannot give: use KernelRegressionClassifier or "
+                             "KernelRegressionRegressor, or map_.phi_q and map_.phi_k")
         out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
         write = self._write_odd if self._odd else self.map_.writer(self.noise_, self.params_)
         for rows in _rows_of(X):
@@ -152,8 +156,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         phi, n = self._map(), whole(self.n_components, "n_components")
         each = phi.width(1)
         if n % each and not (each == 2 and isinstance(phi, (TrigRF, PositiveExponential, GERF))):
-            raise ValueError(f"n_components = {n}: {self.mechanism} makes {each} columns of a projection, so it must be a "
-                             f"multiple of {each}")
+            raise ValueError(f"n_components = {n}: {self.mechanism} makes {each} columns of a projection, so it must "
+                             f"be a multiple of {each}")
         return -(-n // each)
 
     @property
@@ -181,7 +185,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
     def _affine(self) -> tuple[np.ndarray, np.ndarray]:
         """Weights and offsets of the columns, in the dtype of the data."""
         if not isinstance(getattr(self, "map_", None), (TrigRF, PositiveExponential)):
-            raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and oprf")
+            raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and "
+                                 "oprf")
         n, m = self._n_features_out, self.noise_.m
         if isinstance(self.map_, TrigRF):
             rows = self.noise_.rows().repeat(2, 1)[:n].numpy()
@@ -254,7 +259,8 @@ class _KernelRegression(_RandomFeatureEstimator):
     def _numerators(self, X: np.ndarray) -> np.ndarray:
         """(n, C + 1) sums, the last column the kernel mass, up to a positive factor for each row."""
         sums = self._exact_sums if self._exact else self._feature_sums
-        return np.concatenate([sums(X[rows]) for rows in _blocks(len(X), ROWS if not self._exact else self._exact_rows())])
+        at_once = self._exact_rows() if self._exact else ROWS
+        return np.concatenate([sums(X[rows]) for rows in _blocks(len(X), at_once)])
 
     def _exact_rows(self) -> int:
         return max(1, 4_000_000 // max(len(self.x_), 1))
@@ -272,14 +278,15 @@ class _KernelRegression(_RandomFeatureEstimator):
         if self.kernel == "gaussian":
             logits -= y.square().sum(-1) / 2
         weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-        return torch.column_stack([weights @ torch.from_numpy(self.targets_.astype(np.float64)), weights.sum(-1)]).numpy()
+        targets = torch.from_numpy(self.targets_.astype(np.float64))
+        return torch.column_stack([weights @ targets, weights.sum(-1)]).numpy()
 
 
 class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     """Kernel-regression classification: the class with the largest kernel sum over its training points (CRT 5.2).
 
-    O(n M) to fit, O(M C) to predict, whatever n is. mechanism: "exact", a name of `conf/features`, or a FeatureMap with the
-    same kernel; n_projections: m. Ties go to the lowest class.
+    O(n M) to fit, O(M C) to predict, whatever n is. mechanism: "exact", a name of `conf/features`, or a FeatureMap with
+    the same kernel; n_projections: m. Ties go to the lowest class.
     """
 
     def fit(self, X, y):
@@ -310,7 +317,8 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         return self.classes_[scores.argmax(1)]
 
     def predict_proba(self, X):
-        """(n, C): the kernel sums of each class, negative estimates set to 0; all on the best class where none is positive."""
+        """(n, C): the kernel sums of each class, negative estimates set to 0;
+        all on the best class where none is positive."""
         scores = self._scores(X)
         positive = np.maximum(scores, 0)
         total = positive.sum(1, keepdims=True)
@@ -375,8 +383,9 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         mass = sums[:, -1:]
         bad = ~(mass[:, 0] > 0)
         if bad.any():
-            warnings.warn(f"{bad.sum()} of {len(X)} rows have no positive kernel mass under {self.mechanism}: they get the mean "
-                          "of the training targets; more projections, a smaller gamma or a positive mechanism (oprf) help",
+            warnings.warn(f"{bad.sum()} of {len(X)} rows have no positive kernel mass under {self.mechanism}: they get "
+                          "the mean of the training targets; more projections, a smaller gamma or a positive mechanism "
+                          "(oprf) help",
                           stacklevel=2)
         mean = np.where(bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass))
         return mean.reshape(len(X), *self._shape)

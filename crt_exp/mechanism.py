@@ -1,7 +1,8 @@
-"""`Mechanism`: "favorpp, m = 256" as one object, between names and feature maps, samplers, attention layers and swapped models.
+"""`Mechanism`: "favorpp, m = 256" as one object, between names and feature maps, samplers,
+attention layers and swapped models.
 
-A name is a file of conf/attention (or of conf/features, for a map alone), for the library as for the command line. Nothing else
-builds these from configuration: tasks, studies, estimators, reports and swaps take a Mechanism.
+A name is a file of conf/attention (or of conf/features, for a map alone), for the library as for the command line.
+Nothing else builds these from configuration: tasks, studies, estimators, reports and swaps take a Mechanism.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from crt_exp.config import CONF, ConfigError, choices, instantiate, plain_number, unknown
+from crt_exp.config import CONF, ConfigError, choices, instantiate, located, plain_number, unknown
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
 from crt_exp.samplers.draws import whole
@@ -34,10 +35,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Attention, the feature map in it, the sampler of its noise, and m projections; without map, sampler and m a baseline.
+    """Attention, the feature map in it, the sampler of its noise, and m projections;
+    without map, sampler and m a baseline.
 
-    Make one by `Mechanism.of` or, of a run's configuration, `Mechanism.composed`. name: what tables call it. options: contents of
-    the attention's file. Two are equal where all that decides their values is.
+    Make one by `Mechanism.of` or, of a run's configuration, `Mechanism.composed`. name: what tables call it. options:
+    contents of the attention's file. Two are equal where all that decides their values is.
     """
 
     name: str
@@ -52,9 +54,9 @@ class Mechanism:
            features: str | FeatureMap | None = None, seed: int = 0, **options: Any) -> "Mechanism":
         """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
 
-        name: None takes `features` alone. m: projections (default: features.m of conf/config.yaml). sampler, features: names
-        of those groups or objects. options: keys of the file, such as redraw_every. Raises ConfigError for unknown names and
-        options, and for those that the attention makes no use of.
+        name: None takes `features` alone. m: projections (default: features.m of conf/config.yaml). sampler, features:
+        names of those groups or objects. options: keys of the file, such as redraw_every. Raises ConfigError for
+        unknown names and options, and for those that the attention makes no use of.
         """
         if name is not None and name not in choices("attention"):
             raise unknown("attention", name, choices("attention"))
@@ -73,14 +75,15 @@ class Mechanism:
 
     @classmethod
     def composed(cls, cfg: DictConfig, chosen: Callable[[str], str | None]) -> "Mechanism":
-        """Of the composed groups of a run; `chosen` gives the name of a group's choice. Without a choice of attention the
-        features and the sampler say it all."""
+        """Of the composed groups of a run; `chosen` gives the name of a group's choice. Without a choice of attention
+        the features and the sampler say it all."""
         name = chosen("attention")
         node = read_preset(BASE)[0] if cfg.get("attention") is None else cfg.attention
         features = OmegaConf.to_container(cfg.features, resolve=True)
         m = features.pop("m")
         rows = OmegaConf.to_container(cfg.sampler, resolve=True)
-        return cls._made(name, _resolved(node), Part(chosen("features"), features), Part(chosen("sampler"), rows), m, cfg.seed)
+        features, rows = Part(chosen("features"), features), Part(chosen("sampler"), rows)
+        return cls._made(name, _resolved(node), features, rows, m, cfg.seed)
 
     @classmethod
     def _made(cls, name: str | None, options: dict[str, Any], features: Part | None, rows: Part | None, m: Any,
@@ -96,7 +99,7 @@ class Mechanism:
     @property
     def kind(self) -> type:
         """The class of its layers."""
-        return located(self.options["_target_"])
+        return located("attention", self.options["_target_"])
 
     @property
     def estimates(self) -> bool:
@@ -108,7 +111,8 @@ class Mechanism:
         if "phi" in self.options:
             return instantiate(self.options["phi"])
         if self.features is None:
-            raise ConfigError(f"attention {self.name} has no feature map: choose features=..., or a preset such as favorpp")
+            raise ConfigError(f"attention {self.name} has no feature map: choose features=..., or a preset such as "
+                              "favorpp")
         content = self.features.content
         if not isinstance(content, dict):
             return content if content.kernel == kernel else type(content)(**vars(content) | {"kernel": kernel})
@@ -148,14 +152,16 @@ class Mechanism:
         return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved)
 
     def describe(self) -> dict[str, Any]:
-        """Everything that decides its values but the seed, in plain numbers and strings: to compare with a saved model."""
+        """Everything that decides its values but the seed, in plain numbers and strings:
+        to compare with a saved model."""
         options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_")}
         parts = {"features": self.features, "sampler": self.rows}
         return {"attention": options or self.name, "m": self.m} | {
             group: None if part is None else part.described() for group, part in parts.items()}
 
     def __str__(self) -> str:
-        names = " x ".join(part.name for part in (self.features or Part(self.name, None), self.rows) if part is not None)
+        parts = (self.features or Part(self.name, None), self.rows)
+        names = " x ".join(part.name for part in parts if part is not None)
         return f"{names}, m = {self.m}" if self.m else f"{self.name} kernel"
 
     def __hash__(self) -> int:
@@ -165,26 +171,29 @@ class Mechanism:
         return {key: value for key, value in self.__dict__.items() if key != "sampler"}
 
 
-def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None, layers: Iterable[int] | int | None = None,
-                   sampler=None, redraw_every: int = 0, normalize_qk: bool = False, seed: int | None = None, *,
-                   causal: bool | None = None, saved: bool = True, **options) -> nn.Module:
+def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None,
+                   layers: Iterable[int] | int | None = None, sampler=None, redraw_every: int = 0,
+                   normalize_qk: bool = False, seed: int | None = None, *, causal: bool | None = None,
+                   saved: bool = True, **options) -> nn.Module:
     """Puts attention `name` (a file of conf/attention) in place of the model's own, in place, and returns the model.
 
-    m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules, counted from
-    0 (negative: from the end) in the order of `describe_attention`; default all. sampler: another one, by name or itself. seed:
-    of the noise; None is 0, so that the same call gives the same noise. causal: whether layers begin as causal ones, by default
-    what their class says; each call's mask decides. saved: a Hugging Face model loaded by from_pretrained from a folder that a
-    swapped model was saved to gets its noise and statistics from there, whatever the seed. options: further keys of the file.
+    m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules,
+    counted from 0 (negative: from the end) in the order of `describe_attention`; default all. sampler: another one, by
+    name or itself. seed: of the noise; None is 0, so that the same call gives the same noise. causal: whether layers
+    begin as causal ones, by default what their class says; each call's mask decides. saved: a Hugging Face model loaded
+    by from_pretrained from a folder that a swapped model was saved to gets its noise and statistics from there,
+    whatever the seed. options: further keys of the file.
 
-    Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training, loses keys:
-    each with its probability for all queries of a head at once, since the matrix is never formed. `output_attentions=True` (and
-    need_weights=True of torch) forms it. Causal layers whose features are fitted need `calibrate_attention` or training;
-    cross-attention, which is fitted to its keys alone until then, gains by it: no query's features depend on another query.
+    Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training,
+    loses keys: each with its probability for all queries of a head at once, since the matrix is never formed.
+    `output_attentions=True` (and need_weights=True of torch) forms it. Causal layers whose features are fitted need
+    `calibrate_attention` or training; cross-attention, which is fitted to its keys alone until then, gains by it: no
+    query's features depend on another query.
 
-    Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention that linear
-    attention cannot represent (position biases, softcaps, sinks, windows that cut), for saved noise of another m; when called,
-    for masks that are neither key padding nor causal. Each names the layer. Warns of attention of other kinds beside the layers
-    that are swapped, unless `layers` chose: it stays as it is.
+    Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention that
+    linear attention cannot represent (position biases, softcaps, sinks, windows that cut), for saved noise of another
+    m; when called, for masks that are neither key padding nor causal. Each names the layer. Warns of attention of other
+    kinds beside the layers that are swapped, unless `layers` chose: it stays as it is.
     """
     if isinstance(name, Mechanism):
         return name.swap(model, layers, causal=causal, saved=saved)
@@ -196,7 +205,8 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
 # ---- files and what they use
 
 def read_preset(name: str) -> tuple[DictConfig, dict[str, str]]:
-    """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other groups that it makes."""
+    """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other
+    groups that it makes."""
     node, named = OmegaConf.load(CONF / "attention" / f"{name}.yaml"), {}
     below = OmegaConf.create()
     for entry in node.pop("defaults", []):
@@ -221,7 +231,7 @@ def uses(options: dict[str, Any] | DictConfig) -> frozenset[str]:
     """Which of features, sampler and m the attention of a file makes use of."""
     from crt_exp.attention.baselines import Baseline
 
-    kind = located(options["_target_"])
+    kind = located("attention", options["_target_"])
     if isinstance(kind, type) and issubclass(kind, Baseline):
         return frozenset()
     if "phi" not in options:
@@ -233,13 +243,6 @@ def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> N
     if given - used:
         raise ConfigError(f"attention {name} makes no use of {' and '.join(sorted(given - used))}: leave "
                           f"{'it' if len(given - used) == 1 else 'them'} out")
-
-
-def located(target: str) -> Any:
-    """The class that a `_target_` names."""
-    import pkgutil
-
-    return pkgutil.resolve_name(target)
 
 
 def _part(group: str, choice: Any) -> Part | None:

@@ -1,8 +1,8 @@
 """Metrics of classification and regression, each a fraction, defined for degenerate inputs too.
 
-`predictions` and `labels` are sequences, arrays or tensors of equal length n > 0. Constant predictions (or labels) carry
-no information, so a correlation with them counts as 0. Each function raises ValueError for lengths that differ, for no
-examples, and for values that are not finite: a model that diverged must not look like one that scored 0.
+`predictions` and `labels` are sequences, arrays or tensors of equal length n > 0. Constant predictions (or labels)
+carry no information, so a correlation with them counts as 0. Each function raises ValueError for lengths that differ,
+for no examples, and for values that are not finite: a model that diverged must not look like one that scored 0.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,8 @@ def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
 def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     predictions, labels = vector(predictions), vector(labels)
     if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-        raise ValueError(f"predictions {predictions.shape} and labels {labels.shape} must be two vectors of one length n > 0")
+        raise ValueError(f"predictions {predictions.shape} and labels {labels.shape} must be two vectors of one length "
+                         "n > 0")
     for name, values in (("prediction", predictions), ("label", labels)):
         if not np.isfinite(values).all():
             place = int(np.argmin(np.isfinite(values)))

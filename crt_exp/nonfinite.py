@@ -24,11 +24,12 @@ class Diverged(RuntimeError):
 
 
 def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
-    """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed anew; None if all are.
+    """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed anew;
+    None if all are.
 
-    Layers are looked at in the order in which they ran, inner ones before those around them, gradients in backward order.
-    Hooks do not run in compiled code: `model` must be the one that was not compiled. Everything is computed to the end, because
-    the layers of a sharded model only work when all processes take part. Leaves gradients behind.
+    Layers are looked at in the order in which they ran, inner ones before those around them, gradients in backward
+    order. Hooks do not run in compiled code: `model` must be the one that was not compiled. Everything is computed to
+    the end, because the layers of a sharded model only work when all processes take part. Leaves gradients behind.
     """
     found = nonfinite_parameters(model)
     model.zero_grad()
@@ -53,7 +54,8 @@ def layer_of(error: BaseException, model: nn.Module) -> str:
 
 
 def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], found: list[str]) -> None:
-    """Runs one micro-batch forward and backward with a hook on every module and parameter; appends to an empty `found`."""
+    """Runs one micro-batch forward and backward with a hook on every module and parameter;
+    appends to an empty `found`."""
     hooks = [module.register_forward_hook(output_hook(name, found)) for name, module in model.named_modules()]
     hooks += [p.register_hook(gradient_hook(name, found)) for name, p in model.named_parameters() if p.requires_grad]
     try:

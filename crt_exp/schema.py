@@ -2,8 +2,9 @@
 
     def __init__(self, scaling: Literal["standard", "minmax", "none"], repeats: Count, sigmas: Several[Positive]): ...
 
-From such annotations come the check and its words: "task.repeats = 1.5: it takes a whole number of at least 1". The command line
-checks by them whatever a `_target_` names (runner/composed.py); a class under `@checked` does so in Python too.
+From such annotations come the check and its words: "task.repeats = 1.5: it takes a whole number of at least 1". The
+command line checks by them whatever a `_target_` names (runner/composed.py); a class under `@checked` does so in Python
+too.
 """
 
 import functools
@@ -13,7 +14,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints,
+                    is_typeddict)
 
 from crt_exp.config import ConfigError, unknown
 
@@ -52,7 +54,7 @@ NotNegative = Annotated[float, at_least(0)]
 Several = Annotated[Sequence[Entry], Bound("of at least one entry", len)]
 
 
-# ---- one value -----------------------------------------------------------------------------------------------------------
+# ---- one value -------------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -68,7 +70,8 @@ def check(key: str, value: Any, hint: Any) -> None:
     if is_typeddict(hint) and isinstance(value, Mapping):
         check_keys(f"{key}.", value, parameters(hint))
     elif found := wrong(key, value, hint):
-        raise ConfigError(f"{found.key} = {shown(found.value)}: it takes {describe(found.hint)}{advice(found.value, found.hint)}")
+        wanted = describe(found.hint) + advice(found.value, found.hint)
+        raise ConfigError(f"{found.key} = {shown(found.value)}: it takes {wanted}")
 
 
 def wrong(key: str, value: Any, hint: Any) -> Place | None:
@@ -104,7 +107,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def is_a(value: Any, hint: Any) -> bool:
-    """Whether a single value is of a type. A whole number is a number too; true and false are none, and nan and inf neither."""
+    """Whether a single value is of a type. A whole number is a number too;
+    true and false are none, and nan and inf neither."""
     if hint is Any:
         return True
     if get_origin(hint) is Literal:
@@ -153,10 +157,11 @@ def entry_hints(hint: Any, count: int) -> list[Any]:
     return list(arguments) if fixed else [arguments[0]] * count
 
 
-# ---- words ---------------------------------------------------------------------------------------------------------------
+# ---- words -----------------------------------------------------------------------------------------------------------
 
-NAMES = {int: "a whole number", float: "a number", complex: "a number, complex ones written as 0.1+0.2j", bool: "true or false",
-         str: "a text", dict: "keys with values", type(None): "null", None: "null", Any: "any value"}
+NAMES = {int: "a whole number", float: "a number", complex: "a number, complex ones written as 0.1+0.2j",
+         bool: "true or false", str: "a text", dict: "keys with values", type(None): "null", None: "null",
+         Any: "any value"}
 
 
 def describe(hint: Any) -> str:
@@ -172,7 +177,8 @@ def describe(hint: Any) -> str:
     if is_list(bare):
         entries = entry_hints(bare, 1)
         size = words or (f"of {len(entries)} entries" if len(entries) > 1 else "")
-        return " ".join(filter(None, ["a list", size])) + ("" if entries[0] is Any else f", each {describe(entries[0])}")
+        each = "" if entries[0] is Any else f", each {describe(entries[0])}"
+        return " ".join(filter(None, ["a list", size])) + each
     kind = dict if is_typeddict(bare) else get_origin(bare) or bare
     name = NAMES.get(kind) or f"a {getattr(kind, '__name__', kind)}"
     return f"{name} {words}".rstrip()
@@ -202,7 +208,7 @@ def advice(value: Any, hint: Any) -> str:
     return ""
 
 
-# ---- the parameters of a constructor -----------------------------------------------------------------------------------------
+# ---- the parameters of a constructor ---------------------------------------------------------------------------------
 
 
 class Parameter(NamedTuple):
@@ -214,7 +220,8 @@ class Parameter(NamedTuple):
 
 @functools.cache
 def parameters(target: Any) -> dict[str, Parameter]:
-    """What a class or function takes by name, or a TypedDict holds; an unannotated parameter takes what its default is."""
+    """What a class or function takes by name, or a TypedDict holds;
+    an unannotated parameter takes what its default is."""
     if is_typeddict(target):
         hints = get_type_hints(target, include_extras=True)
         return {name: Parameter(hint, name in target.__required_keys__) for name, hint in hints.items()}
@@ -222,7 +229,8 @@ def parameters(target: Any) -> dict[str, Parameter]:
         hints = get_type_hints(target.__init__ if isinstance(target, type) else target, include_extras=True)
     except NameError:  # annotations of names that are imported for type checkers alone
         hints = {}
-    named = [p for p in inspect.signature(target).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [p for p in inspect.signature(target).parameters.values() if p.kind in by_name]
     return {p.name: Parameter(hints.get(p.name, like(p.default)), p.default is p.empty) for p in named}
 
 
@@ -236,7 +244,8 @@ def like(default: Any) -> Any:
 
 
 def check_keys(prefix: str, given: dict[str, Any], wanted: dict[str, Parameter]) -> None:
-    """Raises ConfigError for keys that are unknown or missing and for values that do not fit; `prefix` goes before each key."""
+    """Raises ConfigError for keys that are unknown or missing and for values that do not fit;
+    `prefix` goes before each key."""
     for key in given:
         if key not in wanted:
             raise unknown("key", f"{prefix}{key}", [f"{prefix}{name}" for name in wanted])
@@ -248,7 +257,8 @@ def check_keys(prefix: str, given: dict[str, Any], wanted: dict[str, Parameter])
 
 
 def checked(prefix: str) -> Callable[[type], type]:
-    """A class decorator: the constructor checks its arguments by their annotations, and calls them `<prefix>.<name>`."""
+    """A class decorator: the constructor checks its arguments by their annotations, and calls
+    them `<prefix>.<name>`."""
     def decorate(cls: type) -> type:
         construct, signature = cls.__init__, inspect.signature(cls.__init__)
 

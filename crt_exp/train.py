@@ -97,7 +97,8 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
 
 
 def train(cfg, task, mechanism) -> tuple[list[dict], Path]:
-    """The records of a task that trains; none on processes but the first. Raises Stopped after a signal or a divergence."""
+    """The records of a task that trains; none on processes but the first.
+    Raises Stopped after a signal or a divergence."""
     from crt_exp.runner.trainer import Trainer
     from crt_exp.runner.trainer_config import start_world
 

@@ -20,6 +20,6 @@ from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge,
 from crt_exp.attention.reference import attention_reference, softmax_attention
 
 __all__ = ["Baseline", "DecodingState", "DenominatorCount", "Exact", "Generalized", "Identity", "Linformer", "Partial",
-           "RandomFeatureAttention", "Uniform", "Window", "attention", "attention_reference", "exact_attention", "finish",
-           "identity_attention", "merge", "partial_attention", "softmax_attention", "softmax_partial",
+           "RandomFeatureAttention", "Uniform", "Window", "attention", "attention_reference", "exact_attention",
+           "finish", "identity_attention", "merge", "partial_attention", "softmax_attention", "softmax_partial",
            "uniform_attention", "window_attention"]

@@ -1,7 +1,7 @@
 """Attention without random features: the ceiling, the bound of speed, the controls of every report, and a peer.
 
-Each is a layer with the interface of `RandomFeatureAttention` and says whether it can be causal. Legend: B batch, H query
-heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
+Each is a layer with the interface of `RandomFeatureAttention` and says whether it can be causal. Legend: B batch, H
+query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
 import torch
@@ -16,8 +16,8 @@ from crt_exp.schema import Count, Whole
 class Baseline(nn.Module):
     """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled; subclasses define `attend` for x, y and v.
 
-    scaling: the logit is scaling q.k, by default d^(-1/2). The number of the layer and whether it is cross-attention make no
-    difference to these.
+    scaling: the logit is scaling q.k, by default d^(-1/2). The number of the layer and whether it is cross-attention
+    make no difference to these.
     """
 
     can_be_causal = True
@@ -60,7 +60,8 @@ def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return torch.where(seen, out, 0.0)
 
 
-def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
+                       key_mask: Tensor | None = None) -> Tensor:
     """The values themselves: what no attention can be faster than. Needs as many keys as queries."""
     check_inputs(x, y, v, None, (), causal, key_mask)
     if x.shape[2] != y.shape[2]:
@@ -68,8 +69,10 @@ def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     return repeat_heads(v, x.shape[1])
 
 
-def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
-    """The mean of the values over the keys that a query may see, whatever it is: what an approximation must be nearer than."""
+def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
+                      key_mask: Tensor | None = None) -> Tensor:
+    """The mean of the values over the keys that a query may see, whatever it is:
+    what an approximation must be nearer than."""
     check_inputs(x, y, v, None, (), causal, key_mask)
     v, (L, S) = repeat_heads(v, x.shape[1]), (x.shape[2], y.shape[2])
     keep = torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device) if key_mask is None else key_mask[:, None, :, None]
@@ -83,7 +86,8 @@ def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, 
 
 def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first: int = 4, causal: bool = False,
                      key_mask: Tensor | None = None) -> Tensor:
-    """Exact softmax over the first keys and the blocks around a query's own: the one before, and if not causal the one after.
+    """Exact softmax over the first keys and the blocks around a query's own:
+    the one before, and if not causal the one after.
 
     Time and memory O(L (first + 3 block)). Query i stands at place i + S - L of the keys.
     """
@@ -95,12 +99,13 @@ def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first:
     start = (S - L) // block                                 # the block of the first query
     count = (S - 1) // block - start + 1                     # blocks with queries
     lead = (S - L) - start * block                           # places of the first block before the first query
-    queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(2, (count, block))          # (B, H, n, block, d)
+    queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(2, (count, block))        # (B, H, n, block, d)
     around = range(-1, 1 if causal else 2)
     near = [_blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])]       # (B, H, n, w, .)
     head = [t[:, :, None, :first].expand(-1, -1, count, -1, -1) for t in (y, v, keep[:, None, :, None])]
     keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
-    allowed = kept[..., 0][..., None, :] & _allowed_places(S, block, min(first, S), start, count, around, causal, x.device)
+    places = _allowed_places(S, block, min(first, S), start, count, around, causal, x.device)
+    allowed = kept[..., 0][..., None, :] & places
     out = _masked_softmax(queries, keys, values, allowed)
     return out.flatten(2, 3)[:, :, lead:lead + L]
 
@@ -113,7 +118,8 @@ def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Ten
     return torch.cat([parts[:, :, start + 1 + i:start + 1 + i + count] for i in around], 3)
 
 
-def _allowed_places(S: int, block: int, first: int, start: int, count: int, around: range, causal: bool, device) -> Tensor:
+def _allowed_places(S: int, block: int, first: int, start: int, count: int, around: range, causal: bool,
+                    device) -> Tensor:
     """(1, 1, count, block, first + len(around) block): which pairs count, by the places of their tokens alone."""
     at = torch.arange(count, device=device)[:, None] + start
     queries = at * block + torch.arange(block, device=device)                                       # (n, block)
@@ -122,7 +128,8 @@ def _allowed_places(S: int, block: int, first: int, start: int, count: int, arou
     near = torch.where(near < first, -1, near)               # the first tokens stand in front already
     keys = torch.cat([torch.arange(first, device=device).expand(count, -1), near], 1)
     allowed = (keys >= 0) & (keys < S)
-    pairs = allowed[:, None] & (keys[:, None] <= queries[..., None]) if causal else allowed[:, None].expand(-1, block, -1)
+    allowed = allowed[:, None]
+    pairs = allowed & (keys[:, None] <= queries[..., None]) if causal else allowed.expand(-1, block, -1)
     return pairs[None, None]
 
 
@@ -156,7 +163,8 @@ class Window(Baseline):
 
     def attend(self, x, y, v, *, causal, key_mask):
         if not causal and x.shape[2] != y.shape[2]:
-            raise ValueError(f"window attention of {x.shape[2]} queries to {y.shape[2]} keys: they must be one sequence")
+            raise ValueError(f"window attention of {x.shape[2]} queries to {y.shape[2]} keys: "
+                             "they must be one sequence")
         return window_attention(x, y, v, block=self.block, first=self.first, causal=causal, key_mask=key_mask)
 
 

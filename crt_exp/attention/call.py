@@ -88,7 +88,8 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     else:
         call = Call(phi, noise, params, causal, key_mask, Rows(modulus))
         x, y = x * scale, y * scale
-        rows = attend_at_once(x, y, v, call.whole()) if torch.compiler.is_exporting() else chunked_partial(x, y, v, call)
+        exporting = torch.compiler.is_exporting()
+        rows = attend_at_once(x, y, v, call.whole()) if exporting else chunked_partial(x, y, v, call)
     return Partial(*(None if t is None else _apart(t, heads) for t in rows))
 
 

@@ -1,4 +1,5 @@
-"""What the attention functions accept: shapes, masks, noise and parameters, each refused with one sentence that says why.
+"""What the attention functions accept: shapes, masks, noise and parameters, each refused with one
+sentence that says why.
 
 Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv.
 """
@@ -25,8 +26,8 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
         raise ValueError(f"x is on {x.device}, y on {y.device} and v on {v.device}: all three must be on one device")
     _check_sizes(x, y, v)
     if causal and x.shape[2] > y.shape[2]:
-        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last ones of "
-                         "the sequence, so there cannot be more of them than keys")
+        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last "
+                         "ones of the sequence, so there cannot be more of them than keys")
     check_key_mask(key_mask, y)
     for part in leaves(noise):
         _check_noise(part, x)
@@ -40,7 +41,8 @@ def _check_sizes(x: Tensor, y: Tensor, v: Tensor) -> None:
     if x.shape[3] != y.shape[3]:
         raise ValueError(f"x has d = {x.shape[3]} and y has d = {y.shape[3]}: they must agree")
     if y.shape[1:3] != v.shape[1:3]:
-        raise ValueError(f"y has (heads, length) {tuple(y.shape[1:3])} and v has {tuple(v.shape[1:3])}: they must agree")
+        raise ValueError(f"y has (heads, length) {tuple(y.shape[1:3])} and v has {tuple(v.shape[1:3])}: "
+                         "they must agree")
     if y.shape[1] == 0 or x.shape[1] % y.shape[1]:
         raise ValueError(f"{x.shape[1]} query heads cannot share {y.shape[1]} key heads: give a multiple")
     if 0 in (x.shape[3], v.shape[3]):
@@ -53,10 +55,12 @@ def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
     if key_mask is None:
         return
     if key_mask.ndim != 2:
-        raise ValueError(f"the mask has shape {tuple(key_mask.shape)}: linear attention takes causal=True and a key padding "
-                         "mask (batch, keys); an arbitrary (batch, heads, queries, keys) mask cannot be linearised")
+        raise ValueError(f"the mask has shape {tuple(key_mask.shape)}: linear attention takes causal=True and a key "
+                         "padding mask (batch, keys); an arbitrary (batch, heads, queries, keys) mask cannot be "
+                         "linearised")
     if key_mask.device != y.device:
-        raise ValueError(f"the key mask is on {key_mask.device} and the keys are on {y.device}: they must be on one device")
+        raise ValueError(f"the key mask is on {key_mask.device} and the keys are on {y.device}: "
+                         "they must be on one device")
     if key_mask.dtype != torch.bool:
         raise ValueError(f"the key mask holds {key_mask.dtype}: it must be boolean, True = keep")
     if key_mask.shape != (y.shape[0], y.shape[2]):
@@ -100,21 +104,23 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether operators that torch cannot look into would lose something: under a transform of torch.func (grad, vmap, jvp, ...),
-    and where a tensor carries a tangent of forward-mode differentiation. Then plain operations of torch do the work."""
+    """Whether operators that torch cannot look into would lose something: under a transform of torch.func (grad, vmap,
+    jvp, ...), and where a tensor carries a tangent of forward-mode differentiation. Then plain operations of torch do
+    the work."""
     return transforming() or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def check_gradient(grad: Tensor) -> None:
-    """Raises ValueError for a batch of gradients as torch.autograd makes it, whose older vmap knows too few operations."""
+    """Raises ValueError for a batch of gradients as torch.autograd makes it, whose older vmap knows
+    too few operations."""
     if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")):
-        raise ValueError("attention cannot take a batch of gradients from torch.autograd (is_grads_batched=True, or jacobian and "
-                         "hessian with vectorize=True): use torch.func.jacrev, jacfwd, hessian or vmap")
+        raise ValueError("attention cannot take a batch of gradients from torch.autograd (is_grads_batched=True, or "
+                         "jacobian and hessian with vectorize=True): use torch.func.jacrev, jacfwd, hessian or vmap")
 
 
 def check_result(logs: Tensor) -> None:
-    """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only: elsewhere the
-    answer would have to be waited for."""
+    """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only:
+    elsewhere the answer would have to be waited for."""
     if logs.device.type == "cpu" and not torch.compiler.is_compiling() and not holds(logs < torch.inf):
-        raise NotFinite("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
-                        "65504; scale the vectors down, or use bfloat16 or float32")
+        raise NotFinite("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 "
+                        "ends at 65504; scale the vectors down, or use bfloat16 or float32")

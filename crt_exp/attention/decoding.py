@@ -1,7 +1,8 @@
 """Decoding: causal attention token by token, with a state of M (dv + 1) numbers a head, whatever the length.
 
-The state holds what the keys so far have left in each feature. One token is added to it and read from it at once; several go
-through the `Partial` of their own chunk, so that nothing but rounding distinguishes the result from that of the whole sequence.
+The state holds what the keys so far have left in each feature. One token is added to it and read from it at once;
+several go through the `Partial` of their own chunk, so that nothing but rounding distinguishes the result from that of
+the whole sequence.
 
 States are never changed in place: a copy, which costs nothing, is a point to come back to.
 """
@@ -24,7 +25,8 @@ from crt_exp.samplers.noise import precise
 
 
 class Kept(NamedTuple):
-    """sums = sum_j [v_j, 1] phi_k(y_j) exp(-top), features last: so a token is added, and the sums are read, fastest."""
+    """sums = sum_j [v_j, 1] phi_k(y_j) exp(-top), features last:
+    so a token is added, and the sums are read, fastest."""
 
     sums: Tensor                     # (B, H, dv + 1, M)
     top: Tensor                      # (B, H, 1, M or 1), -inf where no key was seen
@@ -43,8 +45,9 @@ class Kept(NamedTuple):
 class DecodingState:
     """What causal attention remembers of the tokens so far, for fixed noise and parameters.
 
-    `version` tags them for a caller that counts redraws and refits: a `step` with another version is refused, and so is one after
-    the noise or the parameters were changed in place. The state holds features of the old ones, which mean nothing in the new.
+    `version` tags them for a caller that counts redraws and refits: a `step` with another version is refused, and so is
+    one after the noise or the parameters were changed in place. The state holds features of the old ones, which mean
+    nothing in the new.
     """
 
     def __init__(self, phi: FeatureMap, noise, params=(), *, denominator: str = "none", normalize: bool = True,
@@ -66,10 +69,11 @@ class DecodingState:
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
-        """Takes T >= 1 new tokens x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv) and returns their outputs (B,H,T,dv), no gradient.
+        """Takes T >= 1 new tokens x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv) and returns their outputs (B,H,T,dv),
+        no gradient.
 
-        key_mask (B, T), True = keep: a masked token leaves the state untouched. Raises ValueError as `attention` does, and where
-        the noise or the parameters are not those that the state was made with.
+        key_mask (B, T), True = keep: a masked token leaves the state untouched. Raises ValueError as `attention` does,
+        and where the noise or the parameters are not those that the state was made with.
         """
         check_inputs(x, y, v, self._noise, self._params, True, key_mask)
         if x.shape[2] != y.shape[2]:
@@ -85,7 +89,8 @@ class DecodingState:
 
     @torch.no_grad()
     def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> None:
-        """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,H,T,d) with as many heads as the queries, v (B,H,T,dv).
+        """Takes T >= 1 tokens whose outputs are known or not wanted:
+        y (B,H,T,d) with as many heads as the queries, v (B,H,T,dv).
 
         Half of the work of `step`, in one pass: for a prompt whose outputs `attention` gives.
         """
@@ -151,8 +156,9 @@ class DecodingState:
     def _check(self, x: Tensor, version: Hashable) -> None:
         changed = any(_changes(t) != count for t, count in self._seen)
         if changed or (version is not None and version != self.version):
-            raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which have "
-                             f"changed since (now {version}): start a new state, and keep them fixed while decoding")
+            raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which "
+                             f"have changed since (now {version}): start a new state, and keep them fixed while "
+                             "decoding")
         if self.kept is not None and self._batch != x.shape[0]:
             raise ValueError(f"the decoding state holds {self._batch} sequences but {x.shape[0]} came")
 

@@ -1,7 +1,7 @@
 """Attention with other kernels than softmax.
 
-`Generalized` is phi(u) = f(W u) / sqrt(M) + epsilon with any Gaussian rows W, or W = I (Performers 2.2, A.4, D.3; elu+1 without
-projection is the Linear Transformer). It estimates no known kernel: it defines one.
+`Generalized` is phi(u) = f(W u) / sqrt(M) + epsilon with any Gaussian rows W, or W = I (Performers 2.2, A.4, D.3; elu+1
+without projection is the Linear Transformer). It estimates no known kernel: it defines one.
 """
 
 import math
@@ -15,16 +15,16 @@ from crt_exp.features.base import ONE, FeatureMap, Features, Projections
 from crt_exp.samplers import at_least_float32
 
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
-FUNCTIONS = {"relu": torch.relu, "elu+1": lambda t: F.elu(t) + 1, "sigmoid": torch.sigmoid, "abs": torch.abs, "gelu": F.gelu,
-             "cos": torch.cos, "tanh": torch.tanh, "identity": lambda t: t}
+FUNCTIONS = {"relu": torch.relu, "elu+1": lambda t: F.elu(t) + 1, "sigmoid": torch.sigmoid, "abs": torch.abs,
+             "gelu": F.gelu, "cos": torch.cos, "tanh": torch.tanh, "identity": lambda t: t}
 
 
 @dataclass(frozen=True)
 class Generalized(FeatureMap):
     """Features f(W u) / sqrt(M) + kernel_epsilon. Without `projection` W = I, M = d, and the noise may be None.
 
-    Denominators are positive for relu, elu+1, sigmoid, exp and abs; for the others choose what `attention` does with those that
-    are not. The epsilon belongs to the definition of these kernels; it makes every key count a little.
+    Denominators are positive for relu, elu+1, sigmoid, exp and abs; for the others choose what `attention` does with
+    those that are not. The epsilon belongs to the definition of these kernels; it makes every key count a little.
     """
 
     f: Function = "relu"
@@ -57,7 +57,8 @@ class Generalized(FeatureMap):
         return Features(value, u.new_zeros(1, 1))
 
     def log_relative_second_moment(self, x, y, params=()):
-        raise NotImplementedError(f"generalised features ({self.f}) estimate no known kernel: there is no variance to give")
+        raise NotImplementedError(f"generalised features ({self.f}) estimate no known kernel: "
+                                  "there is no variance to give")
 
     def log_kernel(self, x, y):
         raise NotImplementedError(f"generalised features ({self.f}) estimate no known kernel")

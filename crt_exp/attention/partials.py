@@ -49,7 +49,8 @@ class Partial(NamedTuple):
 
     @property
     def logsum(self) -> Tensor:
-        """The log of the denominator (signed features: of its absolute value) in nats, (..., R, 1); -inf where it is 0."""
+        """The log of the denominator (signed features: of its absolute value) in nats, (..., R, 1);
+        -inf where it is 0."""
         empty = self.denominator == 0
         logs = torch.where(empty, 1.0, self.denominator).abs().log() + self.log_scale
         return torch.where(empty, -torch.inf, logs)
@@ -61,13 +62,15 @@ class ScaledKeys(NamedTuple):
 
 
 def normalised(output: Tensor, logsum: Tensor) -> Partial:
-    """The partial of outputs (..., R, dv) and log-sums (..., R, 1), -inf where nothing was gathered; both with gradient."""
+    """The partial of outputs (..., R, dv) and log-sums (..., R, 1), -inf where nothing was gathered;
+    both with gradient."""
     top = logsum.detach()
     weight = torch.exp(logsum - finite(top))  # 1, or 0 where nothing was gathered, with the gradient of the log-sum
     return Partial(weight * output, weight, top)
 
 
-def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Partial:
+def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
+                    key_mask: Tensor | None = None) -> Partial:
     """What queries x (B,H,L,d) gather from keys y (B,Hkv,S,d) and values v (B,Hkv,S,dv) by exact softmax attention with
     logits x.y, in O(L S) memory. Arguments as those of `attention`."""
     check_inputs(x, y, v, None, (), causal, key_mask)
@@ -138,7 +141,8 @@ UNDERFLOW = 1e-25  # below it, terms that float32 rounds to 0 could be missed
 
 
 def underflowed(parts: list[Partial], seen: Tensor | None) -> bool:
-    """Whether some row that has seen a key has a denominator too small to be trusted. seen (..., R), R rows of all parts."""
+    """Whether some row that has seen a key has a denominator too small to be trusted.
+    seen (..., R), R rows of all parts."""
     small = torch.cat([p.denominator.detach() for p in parts], -2).abs() < UNDERFLOW
     return not holds(~(small if seen is None else small & seen[..., None]))
 

@@ -96,8 +96,8 @@ def _guarded(total: Tensor, modulus: Tensor, denominator: str) -> Tensor:
     return torch.where(total.abs() >= floor, total, torch.where(total < 0, -floor, floor))
 
 
-def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=None, params=(), *, causal: bool = False,
-                     rows: Tensor | None = None) -> Tensor:
+def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=None, params=(), *,
+                     causal: bool = False, rows: Tensor | None = None) -> Tensor:
     """The attention matrix (B,H,L,S) itself, float64, rows of sum 1: of a feature map, or exact softmax without one.
 
     rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. One product of
@@ -118,14 +118,17 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
 
 
 def _stabilised(fq: Features, fk: Features) -> tuple[Tensor, Tensor]:
-    """exp(a + c - r) and exp(b - c) with c_m = max_j b_jm and r_i = max_m (a_im + c_m): kernels over exp(r_i), row by row."""
+    """exp(a + c - r) and exp(b - c) with c_m = max_j b_jm and r_i = max_m (a_im + c_m):
+    kernels over exp(r_i), row by row."""
     top = fk.log_scale.amax(-2, keepdim=True)
     log = fq.log_scale + top
     return fq.value * torch.exp(log - log.amax(-1, keepdim=True)), fk.value * torch.exp(fk.log_scale - top)
 
 
-def softmax_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
-    """Exact softmax attention with logits x.y, the limit of every softmax estimator as m grows; 0 for a row without keys."""
+def softmax_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
+                      key_mask: Tensor | None = None) -> Tensor:
+    """Exact softmax attention with logits x.y, the limit of every softmax estimator as m grows;
+    0 for a row without keys."""
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = (_unpadded(t, key_mask).repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (y, v))
     allowed = _seen(x, y, causal, key_mask)

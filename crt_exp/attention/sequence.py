@@ -38,8 +38,8 @@ def sequence_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, pa
 
 def _check(x: Tensor, y: Tensor, v: Tensor, causal: bool, group) -> None:
     if torch.compiler.is_compiling() or transformed(x, y, v):
-        raise ValueError("attention of a sequence that is split over processes (group=...) cannot be compiled, exported "
-                         "or transformed by torch.func: call it by itself, for one backward pass")
+        raise ValueError("attention of a sequence that is split over processes (group=...) cannot be compiled, "
+                         "exported or transformed by torch.func: call it by itself, for one backward pass")
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the group that was given to attention")
     if causal and x.shape[2] != y.shape[2]:

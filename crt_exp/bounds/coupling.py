@@ -18,7 +18,8 @@ NODES = 200    # Gauss-Legendre nodes of the simplex average: 1e-13 up to d = 10
 TERMS = 2**22  # of Poisson sums held at a time
 
 
-def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1, ensemble: str = "iid") -> Tensor:
+def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1,
+                          ensemble: str = "iid") -> Tensor:
     """log Var(hat K) with m rows that are iid, orthogonal or simplex, blocks of d with the last one cut.
 
     Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2. Exact for the exponential maps (own: one pair moment
@@ -41,7 +42,8 @@ def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble:
     if ensemble == "iid":
         return zero, zero
     if not isinstance(phi, (TrigRF, PositiveExponential, GERF)):
-        raise ValueError(f"no exact covariance of coupled rows is known for {type(phi).__name__}, only for exponential maps")
+        raise ValueError(f"no exact covariance of coupled rows is known for {type(phi).__name__}, "
+                         "only for exponential maps")
     if isinstance(phi, PositiveExponential):
         covariance = smreg_covariance if isinstance(phi, SMREG) else positive_covariance
         cosines = [c * _cosine(ensemble, d) for c in ((1, -1) if phi.antithetic else (1,))]
@@ -58,8 +60,8 @@ def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
     """Cov(Z_1, Z_2) / K^2 for s = +1, every A, rows with this cosine (own); between -1 and 0 for orthogonal rows.
 
     The moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) of orthogonal rows is K^2 E r_k with k ~ Poisson(S) and
-    r_k = prod_(i<k) (d + i) / (d + 2i): sums of one sign, no cancellation. A cosine c makes S into S (1 + c w), averaged over
-    w = 2 r_1 r_2 / (r_1^2 + r_2^2), which is independent of r_1^2 + r_2^2.
+    r_k = prod_(i<k) (d + i) / (d + 2i): sums of one sign, no cancellation. A cosine c makes S into S (1 + c w),
+    averaged over w = 2 r_1 r_2 / (r_1^2 + r_2^2), which is independent of r_1^2 + r_2^2.
     """
     if cosine == 0:
         return _poisson_mean(s_plus, lambda k: torch.expm1(_log_direction_ratio(k, d)))
@@ -89,7 +91,8 @@ def _cosine(ensemble: str, d: int) -> float:
 
 
 def _length_products(d: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of w = 2 r_1 r_2 / (r_1^2 + r_2^2), r ~ chi_d: w = cos t, density proportional to cos^(d-1) t."""
+    """Nodes and weights of w = 2 r_1 r_2 / (r_1^2 + r_2^2), r ~ chi_d:
+    w = cos t, density proportional to cos^(d-1) t."""
     node, weight = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(NODES))
     t = math.pi / 4 * (node + 1)
     weight = weight * t.cos() ** (d - 1)
@@ -119,10 +122,11 @@ def _pairs_per_row(m: int, d: int) -> float:
 
 
 def log_orthogonality_gap(kernel: Kernel, x: Tensor, y: Tensor, m: int) -> Tensor:
-    """log of a lower bound on Var_iid - Var_ort for m <= d rows, s = +1, every A (CRT Theorem 4.1, Performers Theorem 2).
+    """log of a lower bound on Var_iid - Var_ort for m <= d rows, s = +1, every A
+    (CRT Theorem 4.1, Performers Theorem 2).
 
-    (1 - 1/m) 2/(d + 2) C with C = (K - e^-N)^2, for the softmax kernel (SM - e^(-N/2))^2. CRT leaves C open, as a function of
-    |x + y|; it depends on N as well. `ensemble_log_variance` has the exact gap.
+    (1 - 1/m) 2/(d + 2) C with C = (K - e^-N)^2, for the softmax kernel (SM - e^(-N/2))^2. CRT leaves C open, as a
+    function of |x + y|; it depends on N as well. `ensemble_log_variance` has the exact gap.
     """
     check_kernel(kernel)
     x, y = x.double(), y.double()

@@ -18,10 +18,10 @@ NORMAL_FROM = 1e8  # noncentrality from which log Z is normal up to an Edgeworth
 class OPRFLaw:
     """The law of Z = f(omega, x) f(omega, y) for one OPRF projection with real A < 1/8 (own; exact).
 
-    log Z = d/2 log(1 - 4A) + 2A |omega|^2 + sqrt(1 - 4A) omega.(x + y) + offset, so that Z = Z_ref e^(2AQ) with Q noncentral
-    chi-square of d degrees of freedom and noncentrality (1 - 4A) S / (16 A^2); Z_ref is the maximum for A < 0, the minimum
-    for A > 0. Near A = 0, where that is singular, log Z is normal up to a small correction; at A = 0 exactly log-normal.
-    Fields broadcast; float64.
+    log Z = d/2 log(1 - 4A) + 2A |omega|^2 + sqrt(1 - 4A) omega.(x + y) + offset, so that Z = Z_ref e^(2AQ) with Q
+    noncentral chi-square of d degrees of freedom and noncentrality (1 - 4A) S / (16 A^2); Z_ref is the maximum for
+    A < 0, the minimum for A > 0. Near A = 0, where that is singular, log Z is normal up to a small correction; at
+    A = 0 exactly log-normal. Fields broadcast; float64.
     """
 
     A: Tensor
@@ -147,7 +147,8 @@ def log_mgf(law: Law, tilt: float) -> float:
 
 
 def log_smreg_ratio(s_plus: Tensor, d: int) -> Tensor:
-    """log SMREG / SM = -w + log 0F1(; d/2; d w / 2), w = |x + y|^2 / 2: at most 0 (Performers Theorem 1, exact form own)."""
+    """log SMREG / SM = -w + log 0F1(; d/2; d w / 2), w = |x + y|^2 / 2:
+    at most 0 (Performers Theorem 1, exact form own)."""
     s_plus = s_plus.double()
     return (log_0f1(d / 2, d * s_plus / 4) - s_plus / 2).clamp(max=0)
 

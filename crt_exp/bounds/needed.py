@@ -15,12 +15,13 @@ OVERFLOW = 700.0  # logs from which a number of projections is called infinite
 
 def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: float, delta: float, relative: bool = True,
                method: str = "chebyshev", ensemble: str = "iid") -> Tensor:
-    """A number of projections that gives |hat K - K| <= epsilon K (`relative=False`: <= epsilon) with probability 1 - delta.
+    """A number of projections that gives |hat K - K| <= epsilon K (`relative=False`: <= epsilon) with
+    probability 1 - delta.
 
-    "chebyshev" uses the exact variance: m = Var(Z) / (delta epsilon^2) for iid rows; for coupled rows the least m among 1..d and
-    the multiples of d. "hoeffding" uses the range, iid rows and bounded features only: it grows with log(1 / delta)
-    instead of 1 / delta, but the range is often far larger than the standard deviation. Per pair, float64; +inf where no m is
-    enough by that method.
+    "chebyshev" uses the exact variance: m = Var(Z) / (delta epsilon^2) for iid rows; for coupled rows the least m among
+    1..d and the multiples of d. "hoeffding" uses the range, iid rows and bounded features only: it grows with
+    log(1 / delta) instead of 1 / delta, but the range is often far larger than the standard deviation. Per pair,
+    float64; +inf where no m is enough by that method.
     """
     if not (epsilon > 0 and 0 < delta < 1):
         raise ValueError(f"epsilon = {epsilon} and delta = {delta}: they need epsilon > 0 and 0 < delta < 1")
@@ -57,8 +58,8 @@ def uniform_m(epsilon: float, delta: float, pairs: int, radius: float, d: int, A
     """m that gives |hat SM - SM| <= epsilon for `pairs` given query-key pairs at once with probability 1 - delta (own).
 
     OPRF with A < 0, iid rows, |q|, |k| <= radius, x = d^(-1/4) q: Hoeffding and a union bound, m = b^2 / (2 epsilon^2)
-    log(2 pairs / delta), b^2 = (1 - 4A)^d exp(radius^2 / (sqrt(d) |A|) + 2 radius^2 / sqrt(d)). Stands in for CRT Theorem 4.3,
-    whose prefactor (1 - 4A)^(d/2) rests on the misprint in Theorem 4.2 and whose constants are open.
+    log(2 pairs / delta), b^2 = (1 - 4A)^d exp(radius^2 / (sqrt(d) |A|) + 2 radius^2 / sqrt(d)). Stands in for CRT
+    Theorem 4.3, whose prefactor (1 - 4A)^(d/2) rests on the misprint in Theorem 4.2 and whose constants are open.
     """
     if not A < 0:
         raise ValueError(f"A = {A}: the features are bounded for A < 0 only")

@@ -14,7 +14,8 @@ MAX_TILT = 2e4  # largest theta Z_max of the Chernoff bounds
 
 
 def log_range(phi: FeatureMap, x: Tensor, y: Tensor, params=()) -> Tensor:
-    """log of the length of an interval that holds Z; +inf where Z is unbounded (PosRF, HypRF, A >= 0) or no range is known."""
+    """log of the length of an interval that holds Z; +inf where Z is unbounded (PosRF, HypRF, A >= 0)
+    or no range is known."""
     x, y = x.double(), y.double()
     weight = 0.5 if phi.kernel == "softmax" else 1.0
     norms = x.square().sum(-1) + y.square().sum(-1)
@@ -40,8 +41,8 @@ def log_hoeffding_tail(epsilon: Tensor | float, m: int, log_range: Tensor | floa
 def log_chernoff_tail(law: Law, epsilon: float, m: int) -> float:
     """log of a bound on P(hat K - K >= epsilon): -m L(K + epsilon), L(a) = sup_theta theta a - log E e^(theta Z).
 
-    m iid projections, any m; or orthogonal ones, m <= d (CRT Theorem 4.2, Performers Theorem 3). One pair, bounded Z. The
-    supremum is taken over theta Z_max <= 2e4: further on the bound stays valid but is not the best.
+    m iid projections, any m; or orthogonal ones, m <= d (CRT Theorem 4.2, Performers Theorem 3). One pair, bounded Z.
+    The supremum is taken over theta Z_max <= 2e4: further on the bound stays valid but is not the best.
     """
     tilt, exponent = _best_tilt(law, epsilon)
     return -m * exponent if tilt else -math.inf
@@ -56,15 +57,16 @@ def _best_tilt(law: Law, epsilon: float) -> tuple[float, float]:
     if level > 1:
         return 0.0, 0.0
     loss = lambda u: log_mgf(law, math.exp(u)) - math.exp(u) * level
-    found = minimize_scalar(loss, bounds=(math.log(1e-6), math.log(MAX_TILT)), method="bounded", options={"xatol": 1e-4})
+    bounds = (math.log(1e-6), math.log(MAX_TILT))
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
     return math.exp(found.x), max(0.0, -float(found.fun))
 
 
 def log_smreg_orthogonal_tail(law: SMREGLaw, epsilon: float, m: int) -> float:
     """log of a bound on P(hat K - K >= epsilon) for orthogonal SMREG rows, m <= d (Performers Theorem 3, corrected).
 
-    e^(-theta m a) (M(theta)^m - Lambda^4 theta^4 m (m - 1) |x + y|^4 / (4 (d + 2))), Lambda = e^offset. The paper prints
-    Lambda^m, which is false for m = 2 and 3 (the bracket can be negative) and weaker for m > 4.
+    e^(-theta m a) (M(theta)^m - Lambda^4 theta^4 m (m - 1) |x + y|^4 / (4 (d + 2))), Lambda = e^offset. The paper
+    prints Lambda^m, which is false for m = 2 and 3 (the bracket can be negative) and weaker for m > 4.
     """
     if m > law.d:
         raise ValueError(f"m = {m}: the bound is for one block, m <= d = {law.d}")

@@ -51,7 +51,8 @@ def run_list(options: argparse.Namespace) -> int:
     rows = [(source.name, source.tasks, presence(source, root), size(source), files(source), source.page)
             for source in sources.TABLE]
     print_table([("set", "tasks", "here", "size", "files below the data folder", "official source"), *rows])
-    print("\nembedded: needs no file. by hand: `fetch` cannot get it. Other images: images/<name>/{train,val}/<class>/.")
+    print("\nembedded: needs no file. by hand: `fetch` cannot get it. "
+          "Other images: images/<name>/{train,val}/<class>/.")
     return 0
 
 

@@ -118,11 +118,12 @@ class Examples:
     def subsample(self, n: int | None, seed: int = 0) -> "Examples":
         """n examples drawn without replacement, in the order of the file; all, where there are no more or n is None.
 
-        The draw depends on (seed, number of examples) alone, in every version of Python, and a smaller subsample is part
-        of a larger one. `source` says what was drawn. Raises DataError for n < 1.
+        The draw depends on (seed, number of examples) alone, in every version of Python, and a smaller subsample is
+        part of a larger one. `source` says what was drawn. Raises DataError for n < 1.
         """
         if n is not None and n < 1:
-            raise DataError(f"A subsample of {n} examples is none; take 1 or more, or leave it out for all {len(self)}.")
+            raise DataError(f"A subsample of {n} examples is none; take 1 or more, or leave it out for all "
+                            f"{len(self)}.")
         if n is None or n >= len(self):
             return self
         draw = random.Random(seed).random
@@ -137,9 +138,9 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
          n: int | None = None, seed: int = 0) -> Examples:
     """Read one split (train, dev, test; MNLI also dev_mm, test_mm) of the GLUE task `name`.
 
-    source: "files", the official TSVs in `data_dir` (the option task.data_dir, default $CRT_DATA/glue/<TASK>), or "hub",
-    the copy on the Hugging Face hub. n, seed: see `Examples.subsample`. Raises DataError for unknown names, a file that
-    is missing or empty, and a row of it that has too few columns or a label that the task does not have.
+    source: "files", the official TSVs in `data_dir` (the option task.data_dir, default $CRT_DATA/glue/<TASK>), or
+    "hub", the copy on the Hugging Face hub. n, seed: see `Examples.subsample`. Raises DataError for unknown names, a
+    file that is missing or empty, and a row of it that has too few columns or a label that the task does not have.
     """
     task = task_of(name)
     if split not in task.splits:
@@ -163,7 +164,8 @@ class Reader:
         """Raise DataError: where, what, and how to get the file as published."""
         source = self.task.source
         raise DataError(f"{self.path}{'' if line is None else f', line {line}'}: {problem}.\n"
-                        f"To get the file as published: `python -m crt_exp.data fetch {source.name}`, or {source.page}.")
+                        "To get the file as published: "
+                        f"`python -m crt_exp.data fetch {source.name}`, or {source.page}.")
 
     def read(self) -> Examples:
         lines = ((number, line.split("\t")) for number, line in numbered_lines(self.path) if line)
@@ -173,7 +175,8 @@ class Reader:
         texts = [[fields[place] for _, fields in rows] for place in range(len(self.task.columns))]
         labels = [self.label(fields[-1], line) for line, fields in rows] if self.task.label in header else None
         note = self.note(len(rows), broken)
-        return Examples(texts[0], texts[1] if len(texts) > 1 else None, labels, self.task.names, f"{self.path}{note}", note)
+        second = texts[1] if len(texts) > 1 else None
+        return Examples(texts[0], second, labels, self.task.names, f"{self.path}{note}", note)
 
     def rows(self, lines: Iterator[tuple[int, list[str]]], header: Sequence[str],
              places: Sequence[int]) -> tuple[list[tuple[int, list[str]]], int]:
@@ -249,9 +252,11 @@ def read_hub(task: Task, split: str) -> Examples:
     name = next(name for name, other in TASKS.items() if other is task)
     part = task.splits[split].replace("dev", "validation")
     rows = from_hub(lambda: load_dataset(HUB, name, split=part), f"{HUB} ({name}, {part})",
-                    f"Or get the files: `python -m crt_exp.data fetch {task.source.name} --dir DIR`, with CRT_DATA=DIR.")
+                    "Or get the files: "
+                    f"`python -m crt_exp.data fetch {task.source.name} --dir DIR`, with CRT_DATA=DIR.")
     if task.names != tuple(getattr(rows.features["label"], "names", ())):
-        raise DataError(f"{HUB} ({name}) has other classes than expected ({', '.join(task.names) or 'scores'}); use the files.")
+        raise DataError(f"{HUB} ({name}) has other classes than expected ({', '.join(task.names) or 'scores'}); "
+                        "use the files.")
     texts = [list(rows[column]) for column in task.hub_columns or task.columns]
     labels = list(rows["label"])
     if all(label == -1 for label in labels):                 # how the hub marks a test set without labels
@@ -293,9 +298,11 @@ def encode(examples: Examples, tokenizer, max_length: int, cache_dir: str | Path
     """
     special = tokenizer.num_special_tokens_to_add(pair=examples.sentence2 is not None)
     if max_length <= special:
-        raise DataError(f"max_length={max_length} leaves no room for text beside {special} special tokens; BERT takes up to 512.")
+        raise DataError(f"max_length={max_length} leaves no room for text beside {special} special tokens; "
+                        "BERT takes up to 512.")
     texts = (examples.sentence1, *([examples.sentence2] if examples.sentence2 is not None else []))
-    key = "" if cache_dir is None else key_of("glue 1", max_length, fingerprint(tokenizer), *(repr(part) for part in texts))
+    key = "" if cache_dir is None else key_of("glue 1", max_length, fingerprint(tokenizer),
+                                              *(repr(part) for part in texts))
     arrays = cached(cache_dir, key, lambda: tokenized(texts, tokenizer, max_length))
     labels = None if examples.labels is None else np.array(examples.labels, np.int64 if examples.names else np.float32)
     return Encoded(arrays["input_ids"], arrays["offsets"], arrays.get("token_type_ids"), labels)
@@ -346,8 +353,8 @@ def padded(batch: Sequence[dict[str, Any]], name: str, inside: np.ndarray, fill:
 def bucketed(lengths: np.ndarray, plan: "Plan", pool: int = 50) -> Iterator[np.ndarray]:
     """Rows of each training micro-batch, as `plan.rows(n, "train")`, but with examples of like length together.
 
-    Of `pool` batches at a time, so that batches still vary; it saves padding. The same rows as without, in other batches;
-    as there, a pure function of the plan, and a process has its share of every batch.
+    Of `pool` batches at a time, so that batches still vary; it saves padding. The same rows as without, in other
+    batches; as there, a pure function of the plan, and a process has its share of every batch.
     """
     n, share = len(lengths), plan.batch // plan.world
     steps = n // plan.batch

@@ -23,9 +23,10 @@ def images(split: str = "train", data_dir: str | Path | None = None) -> np.ndarr
     try:
         raw = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be unpacked ({error}); get it again: `python -m crt_exp.data fetch mnist`.") from None
+        raise DataError(f"{path}: cannot be unpacked ({error}); "
+                        "get it again: `python -m crt_exp.data fetch mnist`.") from None
     magic, count, height, width = struct.unpack(">4i", raw[:16])
     if magic != 2051 or len(raw) != 16 + count * height * width:
-        raise DataError(f"{path}: not an idx file of images, or truncated ({len(raw)} bytes, header says {count} images of "
-                        f"{height} x {width}); get it again with `python -m crt_exp.data fetch mnist`.")
+        raise DataError(f"{path}: not an idx file of images, or truncated ({len(raw)} bytes, header says {count} "
+                        f"images of {height} x {width}); get it again with `python -m crt_exp.data fetch mnist`.")
     return np.frombuffer(raw, np.uint8, offset=16).reshape(count, height, width)

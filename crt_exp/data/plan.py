@@ -8,7 +8,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows one process reads, in which order: a pure function of these numbers, so that a run can stop and go on anywhere.
+    """Which rows one process reads, in which order: a pure function of these numbers,
+    so that a run can stop and go on anywhere.
 
     batch: rows of an optimiser step over all processes and micro-batches (evaluation: rows a process reads at once);
     micro: micro-batches a process makes of its share of a step; start: steps of this epoch that are already done.
@@ -23,7 +24,8 @@ class Plan:
     world: int = 1
 
     def rows(self, n: int, split: str) -> Iterator[np.ndarray]:
-        """Row numbers of each micro-batch of this process: shuffled for "train", every row once and in order for other splits."""
+        """Row numbers of each micro-batch of this process:
+        shuffled for "train", every row once and in order for other splits."""
         return self.shuffled(n) if split == "train" else self.ordered(n)
 
     def shuffled(self, n: int) -> Iterator[np.ndarray]:
@@ -90,7 +92,8 @@ class Plan:
             first += size
 
     def rng(self, row: int) -> np.random.Generator:
-        """For what is drawn anew each epoch (masks, crops): the same for a row on any process, in any batch, after any resume."""
+        """For what is drawn anew each epoch (masks, crops):
+        the same for a row on any process, in any batch, after any resume."""
         return np.random.default_rng([self.seed, self.epoch, int(row), 1])
 
 
@@ -112,6 +115,6 @@ def checked_costs(costs: Sequence[float], budget: float) -> np.ndarray:
     costs = np.asarray(costs, np.float64)
     wrong = np.flatnonzero(~((costs > 0) & (costs <= budget)))
     if len(wrong):
-        raise ValueError(f"row {wrong[0]} costs {costs[wrong[0]]:g}: every row must cost more than 0 and at most the budget of "
-                         f"{budget:g}; raise the budget, or leave such rows out")
+        raise ValueError(f"row {wrong[0]} costs {costs[wrong[0]]:g}: every row must cost more than 0 and at most the "
+                         f"budget of {budget:g}; raise the budget, or leave such rows out")
     return costs

@@ -129,7 +129,8 @@ TABLE = (
     glue("RTE", {"train": 2491, "dev": 278, "test": 3001}, "RTE.zip"),
     glue("WNLI", {"train": 636, "dev": 72, "test": 147}, "WNLI.zip"),
     Source("ptb", "ptb", "https://www.fit.vutbr.cz/~imikolov/rnnlm/", tuple(
-        File(f"ptb/ptb.{part}.txt", PTB_ARCHIVE, f"simple-examples/data/ptb.{part}.txt", rows, digest=f"sha256:{digest}")
+        File(f"ptb/ptb.{part}.txt", PTB_ARCHIVE, f"simple-examples/data/ptb.{part}.txt", rows,
+             digest=f"sha256:{digest}")
         for part, rows, digest in (
             ("train", 42068, "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
             ("valid", 3370, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
@@ -156,12 +157,13 @@ TABLE = (
              f"free-spoken-digit-dataset-{FSDD_COMMIT}/recordings", 3000),), size="16 MB"),
     images("imagenette2-320", "https://github.com/fastai/imagenette", 13394,
            "https://s3.amazonaws.com/fast-ai-imageclas/imagenette2-320.tgz", "330 MB"),
-    images("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip", 110000, size="240 MB", note=BY_CLASS),
+    images("tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip", 110000, size="240 MB",
+           note=BY_CLASS),
     images("cifar10", "https://www.cs.toronto.edu/~kriz/cifar.html", 60000, size="160 MB", note=BY_CLASS),
     images("imagenet", "https://www.image-net.org/download.php", 1331167, size="150 GB", note=BY_CLASS),
     Source("protein", "trembl", "https://www.uniprot.org/proteomes", (
-        proteome("Bacteria", "UP000000625_83333", 4000), proteome("Eukaryota", "UP000002311_559292", 5500)), size="4 MB",
-           note="every *.fasta with UniProt headers in the folder is read"),
+        proteome("Bacteria", "UP000000625_83333", 4000), proteome("Eukaryota", "UP000002311_559292", 5500)),
+           size="4 MB", note="every *.fasta with UniProt headers in the folder is read"),
     Source("mnist", "pixels", "http://yann.lecun.com/exdb/mnist/", tuple(
         File(f"mnist/{name}-ubyte.gz", f"{MNIST_SERVER}/{name}-ubyte.gz", digest=f"gunzip:{digest}")
         for name, digest in (

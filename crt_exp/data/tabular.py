@@ -151,7 +151,7 @@ LAYOUTS = {
         ordered("black_king_file", "a b c d e f g h"), ordered("black_king_rank", RANKS),
         ordered("class", " ".join(chess.CLASSES)))),
     "wine": Layout((
-        Field("class", ("1", "2", "3"), aliases={"0": "2"}),   # a copy in circulation writes its 71 rows of class 2 as 0
+        Field("class", ("1", "2", "3"), aliases={"0": "2"}),  # a copy in circulation writes its 71 rows of class 2 as 0
         *numbers("alcohol malic_acid ash alcalinity_of_ash magnesium total_phenols flavanoids nonflavanoid_phenols "
                  "proanthocyanins color_intensity hue od280_od315 proline"))),
     "boston": Layout((
@@ -220,7 +220,8 @@ class Reader:
         if record is not None and record + 1 == len(self.records) < source.files[0].rows:
             problem += f" (the last of {record + 1} rows, {source.files[0].rows} expected: the file looks truncated)"
         raise DataError(f"{self.path}{line}{f', column {field.name}' if field else ''}: {problem}.\n"
-                        f"To get the file as published: `python -m crt_exp.data fetch {source.name}`, or {source.page}.")
+                        "To get the file as published: "
+                        f"`python -m crt_exp.data fetch {source.name}`, or {source.page}.")
 
     def number(self, field: Field, texts: Sequence[str]) -> np.ndarray:
         """The finite numbers of one column: (n,) float64."""

@@ -1,7 +1,8 @@
 """Text as token ids: tokenizers from a vocabulary file, masked blocks for masked language models, word-level corpora.
 
 Nothing here draws from a global generator: the masks of a block come from a generator that the caller names (such as
-`Plan.rng`), those of a stream from (seed, rank, step), so a run that resumes sees what the uninterrupted run would have seen.
+`Plan.rng`), those of a stream from (seed, rank, step), so a run that resumes sees what the uninterrupted run would have
+seen.
 Legend: B sequences of a batch, L tokens of a sequence, V entries of a vocabulary.
 """
 
@@ -45,7 +46,8 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
     path = Path(vocabulary).expanduser()
     path = path / "vocab.txt" if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"The vocabulary {path} is not there. Get vocab.txt of the model from its page on huggingface.co\n"
+        raise DataError(f"The vocabulary {path} is not there. "
+                        "Get vocab.txt of the model from its page on huggingface.co\n"
                         "(bert-base-uncased: https://huggingface.co/google-bert/bert-base-uncased) and give its path.")
     words = [line for _, line in numbered_lines(path)]
     ids = {word: i for i, word in enumerate(words)}
@@ -53,7 +55,8 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
         if word not in ids:
             raise DataError(f"{path}: {word} is not among its {len(words)} lines, so this is no BERT vocabulary.")
     if len(ids) != len(words):
-        raise DataError(f"{path}: {Counter(words).most_common(1)[0][0]!r} stands there twice; each line must be another token.")
+        twice = Counter(words).most_common(1)[0][0]
+        raise DataError(f"{path}: {twice!r} stands there twice; each line must be another token.")
     return BertTokenizerFast(vocab=ids, do_lower_case=lowercase)
 
 
@@ -64,12 +67,12 @@ def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None
     """
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocab_size:
-        raise DataError(f"Tokenizer and model disagree: the tokenizer's ids go up to {largest} ({token!r}), the model's "
-                        f"vocabulary ends at {vocab_size - 1}.\nUse the tokenizer that the model was trained with, or give a "
-                        f"new model vocab_size={largest + 1}.")
+        raise DataError(f"Tokenizer and model disagree: the tokenizer's ids go up to {largest} ({token!r}), the "
+                        f"model's vocabulary ends at {vocab_size - 1}.\nUse the tokenizer that the model was trained "
+                        f"with, or give a new model vocab_size={largest + 1}.")
     if pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
-        raise DataError(f"Tokenizer and model disagree: the tokenizer pads with id {tokenizer.pad_token_id}, the model takes "
-                        f"id {pad_token_id} for padding.\nUse the tokenizer that the model was trained with.")
+        raise DataError(f"Tokenizer and model disagree: the tokenizer pads with id {tokenizer.pad_token_id}, the model "
+                        f"takes id {pad_token_id} for padding.\nUse the tokenizer that the model was trained with.")
 
 
 def fingerprint(tokenizer) -> str:
@@ -78,7 +81,8 @@ def fingerprint(tokenizer) -> str:
 
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state = {key: value for key, value in state.items() if key not in ("truncation", "padding")}   # set by each call
+        varying = ("truncation", "padding")  # set by each call
+        state = {key: value for key, value in state.items() if key not in varying}
     else:
         state = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
     state = [state, getattr(tokenizer, "truncation_side", ""), tokenizers.__version__]
@@ -87,8 +91,9 @@ def fingerprint(tokenizer) -> str:
 
 # ------------------------------------------------------------------------------------------------------- cache
 def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """`make()`, kept as KEY.safetensors in `directory` (None: not kept) with a checksum. A file that is not as it was written
-    is made anew, and one line says so; so it is where the directory cannot be written, and then nothing is kept.
+    """`make()`, kept as KEY.safetensors in `directory` (None: not kept) with a checksum. A file that is not as it was
+    written is made anew, and one line says so; so it is where the directory cannot be written, and then nothing is
+    kept.
 
     The key must hold all that the result depends on.
     """
@@ -191,7 +196,8 @@ def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
         path = Path(path).expanduser()
         if not path.exists():
-            raise DataError(f"The text {path} is not there. Give a text file (UTF-8), or a folder of {' '.join(SUFFIXES)} files.")
+            raise DataError(f"The text {path} is not there. Give a text file (UTF-8), or a folder of "
+                            f"{' '.join(SUFFIXES)} files.")
         inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
         if not inside:
             raise DataError(f"{path}: no {' '.join(SUFFIXES)} file in this folder.")
@@ -214,7 +220,8 @@ def untokenized(line: str, unknown: str) -> str:
 
 
 def official_file(name: str, split: str, data_dir: str | Path | None = None) -> Path:
-    """The file of "ptb" or "wikitext2" for train, valid or test; data_dir: by default $CRT_DATA/NAME. Raises DataError."""
+    """The file of "ptb" or "wikitext2" for train, valid or test; data_dir: by default $CRT_DATA/NAME.
+    Raises DataError."""
     place = checked_split(name, split)
     folder = task_folder(name, data_dir)
     path = folder / Path(SOURCES[name].files[place].path).name if folder else None
@@ -264,8 +271,9 @@ def word_ids(words: Sequence[str], ids: dict[str, int], name: str) -> np.ndarray
     unknown = ids.get("<unk>", -1)
     found = np.fromiter((ids.get(word, unknown) for word in words), np.int32, len(words))
     if found.min() < 0:
-        raise DataError(f"{name}: {words[int(found.argmin())]!r} is not in the training text, which has no <unk> for it either.\n"
-                        f"The files do not belong together. Get them again: `python -m crt_exp.data fetch {name}`.")
+        raise DataError(f"{name}: {words[int(found.argmin())]!r} is not in the training text, which has no <unk> for "
+                        "it either.\nThe files do not belong together. Get them again: "
+                        f"`python -m crt_exp.data fetch {name}`.")
     return found
 
 
@@ -284,7 +292,8 @@ def pack(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:
     What does not fill the last block is left out. Raises DataError where not one block is filled.
     """
     body = body_length(tokenizer, length)
-    tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(ids, np.int32) for ids in token_lists(texts, tokenizer))])
+    arrays = (np.array(ids, np.int32) for ids in token_lists(texts, tokenizer))
+    tokens = np.concatenate([np.zeros(0, np.int32), *arrays])
     if len(tokens) < body:
         raise DataError(f"The text has {len(tokens)} tokens, and one block of length {length} needs {body}. "
                         "Give more text, or a shorter length.")
@@ -293,7 +302,8 @@ def pack(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:
 
 def body_length(tokenizer, length: int) -> int:
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id):
-        raise DataError(f"{type(tokenizer).__name__} has no [CLS] or [SEP] token: a tokenizer of a BERT-type encoder is needed.")
+        raise DataError(f"{type(tokenizer).__name__} has no [CLS] or [SEP] token: "
+                        "a tokenizer of a BERT-type encoder is needed.")
     if length < 3:
         raise DataError(f"length={length} leaves no room for text between [CLS] and [SEP]; at least 3 is needed.")
     return length - 2
@@ -302,12 +312,14 @@ def body_length(tokenizer, length: int) -> int:
 def framed(bodies: np.ndarray, tokenizer) -> np.ndarray:
     """(n, length - 2) -> (n, length) int32."""
     ends = ((0, 0), (1, 1))
-    return np.pad(bodies, ends, constant_values=((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id))).astype(np.int32)
+    marks = ((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    return np.pad(bodies, ends, constant_values=marks).astype(np.int32)
 
 
 def local_blocks(paths: str | Path | Sequence[str | Path], tokenizer, length: int,
                  cache_dir: str | Path | None = None) -> np.ndarray:
-    """`pack` of text files (see `text_files`), kept in `cache_dir` by their content: (n, length) int32. Raises DataError.
+    """`pack` of text files (see `text_files`), kept in `cache_dir` by their content: (n, length) int32.
+    Raises DataError.
 
     WikiText-2: `local_blocks(official_file("wikitext2", "train"), ...)`.
     """
@@ -327,7 +339,8 @@ def content(file: Path) -> str:
 @dataclass(frozen=True, eq=False)
 class Masking:
     """BERT's corruption: `share` of the tokens are to be predicted; of these 80% become [MASK], 10% a random token,
-    10% stay. Special tokens (and unknown ones) are never chosen. Every row that has a token to choose gets at least one.
+    10% stay. Special tokens (and unknown ones) are never chosen.
+    Every row that has a token to choose gets at least one.
 
     With whole words, a word and its "##" pieces are chosen together, with the same probability `share`.
     Source: Devlin et al., 2019, section 3.1 and the authors' whole-word option.
@@ -342,21 +355,24 @@ class Masking:
     def of(cls, tokenizer, share: float = 0.15, whole_words: bool = False) -> "Masking":
         """Raises DataError for a tokenizer without mask token, or without "##" pieces where whole words are wanted."""
         if tokenizer.mask_token_id is None:
-            raise DataError(f"{type(tokenizer).__name__} has no mask token: a tokenizer of a masked language model is needed.")
+            raise DataError(f"{type(tokenizer).__name__} has no mask token: "
+                            "a tokenizer of a masked language model is needed.")
         if not 0 < share < 1:
-            raise DataError(f"A share of {share} of the tokens cannot be masked; give a number between 0 and 1, such as 0.15.")
+            raise DataError(f"A share of {share} of the tokens cannot be masked; "
+                            "give a number between 0 and 1, such as 0.15.")
         vocabulary = tokenizer.get_vocab()
         pieces = [i for token, i in vocabulary.items() if token.startswith("##")] if whole_words else []
         if whole_words and not pieces:
-            raise DataError(f"{type(tokenizer).__name__} has no '##' pieces: whole words can be masked with WordPiece only.")
+            raise DataError(f"{type(tokenizer).__name__} has no '##' pieces: "
+                            "whole words can be masked with WordPiece only.")
         size = max(vocabulary.values()) + 1
         return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), table(size, pieces), share)
 
     def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
         """ids (B, L) -> {"input_ids", "labels"}, (B, L) int64 each; the label is -100 where nothing is to be predicted.
 
-        uniform: (3, B, L) numbers in [0, 1), see `uniforms`: which tokens are chosen, what becomes of them, and into which
-        random token they turn. NumPy throughout: on batches this small, torch's threads cost more than the work.
+        uniform: (3, B, L) numbers in [0, 1), see `uniforms`: which tokens are chosen, what becomes of them, and into
+        which random token they turn. NumPy throughout: on batches this small, torch's threads cost more than the work.
         """
         score, action, token = uniform
         chosen = self.chosen(ids, score)
@@ -369,7 +385,8 @@ class Masking:
     def chosen(self, ids: np.ndarray, score: np.ndarray) -> np.ndarray:
         """(B, L) bool: the tokens to predict."""
         word = np.maximum(np.cumsum(~self.continues[ids], axis=1) - 1, 0)
-        score = np.where(self.special[ids], 2.0, np.take_along_axis(score, word, axis=1))   # one score for all pieces of a word
+        # one score for all pieces of a word
+        score = np.where(self.special[ids], 2.0, np.take_along_axis(score, word, axis=1))
         return score <= np.clip(score.min(axis=1, keepdims=True), self.share, 1.0)
 
 
@@ -381,8 +398,8 @@ def table(size: int, members: Sequence[int]) -> np.ndarray:
 
 def uniforms(generators: Iterable[np.random.Generator | torch.Generator], length: int) -> np.ndarray:
     """What `Masking` draws, row by row from a generator of the row's own: (3, B, length) float64."""
-    return np.stack([torch.rand(3, length, generator=draw, dtype=torch.float64).numpy() if isinstance(draw, torch.Generator)
-                     else draw.random((3, length)) for draw in generators], axis=1)
+    return np.stack([torch.rand(3, length, generator=draw, dtype=torch.float64).numpy()
+                     if isinstance(draw, torch.Generator) else draw.random((3, length)) for draw in generators], axis=1)
 
 
 def generator_of(*numbers: int) -> torch.Generator:
@@ -421,11 +438,12 @@ class Stream:
     documents(epoch, skip): this process's texts in the order of the pass `epoch`, without the first `skip`. Iterating
     yields {"input_ids", "labels"}, (B, L) int64 each, B = `batch` rows of this process. The position, a document and a
     token of it, counts what was handed out: `state_dict` after a batch is what a checkpoint after its step needs, and
-    loading it reads the pass again up to there without tokenizing it. Raises DataError where a whole pass yields no token.
+    loading it reads the pass again up to there without tokenizing it.
+    Raises DataError where a whole pass yields no token.
     """
 
-    def __init__(self, documents: Callable[[int, int], Iterable[str]], tokenizer, length: int, masking: Masking, batch: int,
-                 seed: int = 0, rank: int = 0):
+    def __init__(self, documents: Callable[[int, int], Iterable[str]], tokenizer, length: int, masking: Masking,
+                 batch: int, seed: int = 0, rank: int = 0):
         self.documents, self.tokenizer, self.masking = documents, tokenizer, masking
         self.batch, self.body, self.seed, self.rank = batch, body_length(tokenizer, length), seed, rank
         self.load_state_dict({"epoch": 0, "step": 0, "document": 0, "token": 0})
@@ -490,7 +508,8 @@ def hub_documents(name: str, config: str | None = None, split: str = "train", co
     stream = from_hub(lambda: load_dataset(name, config, split=split, streaming=True, data_files=data_files), name)
 
     def documents(epoch: int, skip: int) -> Iterator[str]:
-        shuffled = stream.shuffle(seed=int(generator_of(seed, 2, epoch).initial_seed()), buffer_size=buffer) if buffer else stream
+        shuffled = stream.shuffle(seed=int(generator_of(seed, 2, epoch).initial_seed()),
+                                  buffer_size=buffer) if buffer else stream
         for example in split_dataset_by_node(shuffled, rank=rank, world_size=world).skip(skip):
             if column not in example:
                 raise DataError(f"{name} has no column {column!r}; it has {', '.join(example)}.")
@@ -508,5 +527,6 @@ def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text 
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"{name} cannot be read from the Hugging Face hub: {reason}.\n"
-                        "Check the name and the network; without network, a set works that was loaded once (HF_HUB_OFFLINE=1).\n"
+                        "Check the name and the network; without network, a set works that was loaded once "
+                        "(HF_HUB_OFFLINE=1).\n"
                         + otherwise) from None

@@ -17,7 +17,8 @@ def wordpieces(paths: str | Path | Sequence[str | Path], size: int, lowercase: b
                cache_dir: str | Path | None = None) -> list[str]:
     """`size` pieces, or fewer where the text has no more, the special ones first; kept in `cache_dir` by content.
 
-    The same text gives the same vocabulary, in every process. Raises DataError for a size without room for the characters.
+    The same text gives the same vocabulary, in every process.
+    Raises DataError for a size without room for the characters.
     """
     files = text_files(paths)
     key = key_of("wordpiece 1", size, lowercase, *[f"{file.suffix}:{content(file)}" for file in files])
@@ -30,7 +31,8 @@ def encoded(words: list[str]) -> np.ndarray:
 
 
 def trained(files: list[Path], size: int, lowercase: bool) -> list[str]:
-    """The library numbers the "##" characters in the order of a hash table, and breaks ties by it: they are given beforehand."""
+    """The library numbers the "##" characters in the order of a hash table, and breaks ties by it:
+    they are given beforehand."""
     from tokenizers.implementations import BertWordPieceTokenizer
 
     tokenizer = BertWordPieceTokenizer(lowercase=lowercase)

@@ -4,5 +4,5 @@ from crt_exp.features.base import FeatureMap, Features, Moments, Product, Projec
 from crt_exp.features.discrete import GeomRF, GeomRFPlus, PoisCoordRF, PoisRF, PoisRFPlus
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF
 
-__all__ = ["FeatureMap", "Features", "GERF", "GeomRF", "GeomRFPlus", "HypRF", "Moments", "OPRF", "PoisCoordRF", "PoisRF",
-           "PoisRFPlus", "PosRF", "Product", "Projections", "SMREG", "Statistics", "Sum", "TrigRF"]
+__all__ = ["FeatureMap", "Features", "GERF", "GeomRF", "GeomRFPlus", "HypRF", "Moments", "OPRF", "PoisCoordRF",
+           "PoisRF", "PoisRFPlus", "PosRF", "Product", "Projections", "SMREG", "Statistics", "Sum", "TrigRF"]

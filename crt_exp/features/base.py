@@ -107,7 +107,8 @@ class Moments:
         """Mean of |x|^2, (...) float64; one pass that writes nothing where `mean_sq` is not there yet."""
         if "mean_sq" in self.__dict__:
             return self.mean_sq.double().sum(-1)
-        return (self._scale * torch.linalg.vector_norm(self._x, dim=(-2, -1)).double()).square() / self.count.squeeze(-1)
+        norm = torch.linalg.vector_norm(self._x, dim=(-2, -1)).double()
+        return (self._scale * norm).square() / self.count.squeeze(-1)
 
     @cached
     def mean_abs(self) -> Tensor:
@@ -145,7 +146,8 @@ class Mirrored:
 
 
 class Chosen:
-    """Moments of one set where `condition` holds, else of another, each computed when asked for; nothing waits for a device."""
+    """Moments of one set where `condition` holds, else of another, each computed when asked for;
+    nothing waits for a device."""
 
     def __init__(self, condition: Tensor, first: Moments, other: "Moments | Mirrored"):
         self._condition, self._first, self._other, self.d = condition, first, other, other.d
@@ -261,7 +263,8 @@ class FeatureMap(ABC):
         return Bound(partial(self.phi_q, noise=noise, params=params), partial(self.phi_k, noise=noise, params=params))
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
-        """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient, in few passes."""
+        """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient,
+        in few passes."""
         phi = self.bind(precise(noise, torch.float64), params).phi_q
         return lambda x, out: phi(x).write(out)
 
@@ -438,7 +441,8 @@ def _concatenate(fs: list[Features], weights: Sequence[float], signed: bool) -> 
 
 def _outer(a: Features, b: Features) -> Features:
     (va, la), (vb, lb) = _full(a), _full(b)
-    return Features((va[..., :, None] * vb[..., None, :]).flatten(-2), (la[..., :, None] + lb[..., None, :]).flatten(-2))
+    values, logs = va[..., :, None] * vb[..., None, :], la[..., :, None] + lb[..., None, :]
+    return Features(values.flatten(-2), logs.flatten(-2))
 
 
 def _log_weighted_sum(logs: Tensor, weights: Sequence[float]) -> Tensor:
@@ -450,7 +454,8 @@ def _log_weighted_sum(logs: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """A parameter (*batch, 1, k) as (*batch, 1, ..., 1, k), to broadcast with the product of x and y, batch dimensions first."""
+    """A parameter (*batch, 1, k) as (*batch, 1, ..., 1, k), to broadcast with the product of x and y,
+    batch dimensions first."""
     pair_dims = max(x.ndim, y.ndim) - 1
     batch = param.shape[:-2]
     return param.reshape(*batch, *[1] * (pair_dims - len(batch)), param.shape[-1])

@@ -1,11 +1,12 @@
 """Discretely induced random features: Poisson, geometric, their positive variants, and per-coordinate Poisson rates.
 
-f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! p(omega_l)) with omega_l = 0, 1, ... of law p (CRT (9), (10));
-the softmax kernel drops e^(-|x|^2/2). Legend as in base.py; k counts.
+f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! p(omega_l)) with omega_l = 0, 1, ... of law p (CRT (9),
+(10)); the softmax kernel drops e^(-|x|^2/2). Legend as in base.py; k counts.
 
-Gaussian rows become counts through u = Phi(g) and the quantile function of the law, so every sampler with exactly Gaussian
-rows serves, and new parameters need no new draw. log|f| is a product of the counts with log|x|: where |x_l| falls below
-1e-30 (float64: 1e-300) it is clamped, which is exact in the value (it underflows) and sets the gradient there to zero.
+Gaussian rows become counts through u = Phi(g) and the quantile function of the law, so every sampler with exactly
+Gaussian rows serves, and new parameters need no new draw. log|f| is a product of the counts with log|x|: where |x_l|
+falls below 1e-30 (float64: 1e-300) it is clamped, which is exact in the value (it underflows) and sets the gradient
+there to zero.
 """
 
 import math
@@ -28,7 +29,8 @@ P_RANGE = (1e-6, 1 - 1e-9)
 
 
 class DiscreteParams(NamedTuple):
-    """`rate`: lambda of Poisson or p of the geometric law, (..., 1, 1) or (..., 1, d); `shift`: c (..., 1, d) or None."""
+    """`rate`: lambda of Poisson or p of the geometric law, (..., 1, 1) or (..., 1, d);
+    `shift`: c (..., 1, d) or None."""
 
     rate: Tensor
     shift: Tensor | None = None
@@ -79,7 +81,8 @@ class DiscreteRF(FeatureMap):
             return Features(sign, log_scale)
 
     def _inputs(self, x: Tensor, noise: Noise, shift: Tensor | None) -> tuple[Tensor, Tensor, bool]:
-        """[log|x|, 1, norm term] (..., L, d + 2) of the shifted x, the shifted x, and whether it is positive throughout."""
+        """[log|x|, 1, norm term] (..., L, d + 2) of the shifted x, the shifted x, and whether it is
+        positive throughout."""
         noise.check(x)
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
@@ -88,7 +91,8 @@ class DiscreteRF(FeatureMap):
         return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
-        """-|x|^2/2 of the Gaussian kernel, at the shifted point, and +|x|^2/2 back to the softmax kernel at the point itself."""
+        """-|x|^2/2 of the Gaussian kernel, at the shifted point, and +|x|^2/2 back to the softmax kernel
+        at the point itself."""
         if self.kernel == "gaussian":
             return -sq_norm(shifted) / 2
         return torch.zeros_like(x[..., :1]) if shifted is x else (sq_norm(x) - sq_norm(shifted)) / 2
@@ -104,7 +108,8 @@ class DiscreteRF(FeatureMap):
         raise NotImplementedError
 
     def _log_weights(self, counts: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
-        """Two terms of sum_l log(1 / sqrt(omega_l! p(omega_l))): of the counts (..., 1, m), and constant (..., 1, 1)."""
+        """Two terms of sum_l log(1 / sqrt(omega_l! p(omega_l))):
+        of the counts (..., 1, m), and constant (..., 1, 1)."""
         raise NotImplementedError
 
     def _shifted(self, x: Tensor, y: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
@@ -116,7 +121,8 @@ class DiscreteRF(FeatureMap):
 
 
 def _all_positive(x: Tensor) -> bool:
-    """Whether no entry is negative, where that is cheap to know: not on a device, whose answer would have to be waited for."""
+    """Whether no entry is negative, where that is cheap to know:
+    not on a device, whose answer would have to be waited for."""
     known = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
     return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
@@ -220,8 +226,8 @@ class GeomRF(DiscreteRF):
 class _Shifted(DiscreteRF):
     """x - c and y - c with c below every coordinate seen, which makes all features positive (CRT 3.2.3).
 
-    `margin` sets how far below, in standard deviations of the coordinate. A later point below c gets a signed feature: still
-    unbiased, no longer positive.
+    `margin` sets how far below, in standard deviations of the coordinate. A later point below c gets a signed feature:
+    still unbiased, no longer positive.
     """
 
     margin: float = 1e-2
@@ -299,15 +305,17 @@ def _v_minus_1(p: float) -> float:
 def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     """Poisson counts at u = Phi(g): g (..., m, d) float64, rate (..., d) -> (..., m, d).
 
-    The cumulative law is tabulated once per rate; upper tails use 1 - u, so that no count is lost to rounding near u = 1.
+    The cumulative law is tabulated once per rate; upper tails use 1 - u, so that no count is lost
+    to rounding near u = 1.
     """
-    top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())  # under vmap, of all that is mapped over
+    # under vmap, of all that is mapped over
+    top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
         raise ValueError(f"the Poisson rate {top:.3g} is too large: scale the vectors down or use another map")
     k = torch.arange(size, dtype=torch.float64, device=g.device)
     log_pmf = k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)  # (..., d, size)
-    survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)                              # P(omega >= k), exact in the tail
+    survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)  # P(omega >= k), exact in the tail
     batch = np.broadcast_shapes(rate.shape[:-1], g.shape[:-2])  # torch's own imports sympy, 0.8 s
     g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()                                # (..., d, m)
     survival = survival.expand(*batch, *survival.shape[-2:])

@@ -1,8 +1,8 @@
 """Exponential random features: trigonometric, positive, hyperbolic, SMREG, GERF and OPRF.
 
-Legend: f(omega, x) = D exp(A |omega|^2 + B omega.x + C |x|^2) with s = +-1, B = sqrt(s (1 - 4A)), log D = d/4 log(1 - 4A),
-C = -(s + 1)/2 for the Gaussian kernel and -s/2 for the softmax kernel (CRT (4), (5)). S_s = |x + s y|^2;
-w = 1 - 8A = e^(a + ib), |b| < pi/2, is the domain where the variance is finite.
+Legend: f(omega, x) = D exp(A |omega|^2 + B omega.x + C |x|^2) with s = +-1, B = sqrt(s (1 - 4A)),
+log D = d/4 log(1 - 4A), C = -(s + 1)/2 for the Gaussian kernel and -s/2 for the softmax kernel (CRT (4), (5)).
+S_s = |x + s y|^2; w = 1 - 8A = e^(a + ib), |b| < pi/2, is the domain where the variance is finite.
 
 Variances are given relative to the squared kernel, which makes them the same for both kernels and free of cancellation.
 """
@@ -64,7 +64,8 @@ class TrigRF(FeatureMap):
 
 @dataclass(frozen=True)
 class PositiveExponential(FeatureMap):
-    """Positive features log phi = scale omega.x + bias - c |x|^2; c = 1/2 for the softmax kernel, 1 for the Gaussian one.
+    """Positive features log phi = scale omega.x + bias - c |x|^2;
+    c = 1/2 for the softmax kernel, 1 for the Gaussian one.
 
     `antithetic` uses omega and -omega: M = 2m features for m projections, with less variance than 2m independent ones.
     """
@@ -128,7 +129,8 @@ class PositiveExponential(FeatureMap):
         return Features(ONE, torch.cat(signed, -1))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
-        """rows (..., M, d), scale (..., 1, 1) or None and bias (..., 1, M): log phi = scale rows.x + bias - norm_weight |x|^2.
+        """rows (..., M, d), scale (..., 1, 1) or None and bias (..., 1, M):
+        log phi = scale rows.x + bias - norm_weight |x|^2.
 
         What an engine needs to make the M features by itself: antithetic maps have both signs of each row.
         """
@@ -167,7 +169,8 @@ class HypRF(PositiveExponential):
 
 @dataclass(frozen=True)
 class SMREG(PositiveExponential):
-    """Positive features with rows of length sqrt(d): unbiased for the regularised softmax kernel SMREG <= SM, not for SM.
+    """Positive features with rows of length sqrt(d): unbiased for the regularised softmax kernel
+    SMREG <= SM, not for SM.
 
     SMREG(x, y) = e^(-N/2) 0F1(; d/2; d |x+y|^2 / 4) (Performers Theorem 1; closed form checked numerically). Bounded.
     `kernel="gaussian"` gives SMREG e^(-N/2). Any noise serves: its rows are put on the sphere.
@@ -190,10 +193,11 @@ class SMREG(PositiveExponential):
 
 @dataclass(frozen=True)
 class OPRF(PositiveExponential):
-    """Optimal positive random features (FAVOR++): least-variance positive features, for a real A <= 0 (CRT Theorem 3.3).
+    """Optimal positive random features (FAVOR++): least-variance positive features, for a real A <= 0
+    (CRT Theorem 3.3).
 
-    A is fitted to the mean of |x_i + y_j|^2 over all pairs; A = 0 is FAVOR+. Features are bounded where A < 0. Unbiased for
-    every A < 1/8 that does not depend on omega. `A` fixes it instead. `antithetic` adds omega -> -omega pairs.
+    A is fitted to the mean of |x_i + y_j|^2 over all pairs; A = 0 is FAVOR+. Features are bounded where A < 0. Unbiased
+    for every A < 1/8 that does not depend on omega. `A` fixes it instead. `antithetic` adds omega -> -omega pairs.
     """
 
     A: float | None = None
@@ -227,10 +231,10 @@ class OPRF(PositiveExponential):
 class GERF(FeatureMap):
     """Generalised exponential random features (CRT 3.1): s = +-1, A real or complex, least mean log variance of all.
 
-    M = 2m: Re, then Im (zero where s = +1 and A is real). Indefinite. `s` "auto" takes the sign with the smaller mean log
-    second moment; the optimum over complex A was at real A in every numerical search, so `search="real"` is the default,
-    and `search="complex"` runs the two-dimensional search and keeps it where it gains more than 1e-9. `A` (with s) fixes A.
-    Real A > 0 (s = -1) is unbounded: its sample variance needs A < 1/16 to be finite.
+    M = 2m: Re, then Im (zero where s = +1 and A is real). Indefinite. `s` "auto" takes the sign with the smaller mean
+    log second moment; the optimum over complex A was at real A in every numerical search, so `search="real"` is the
+    default, and `search="complex"` runs the two-dimensional search and keeps it where it gains more than 1e-9. `A`
+    (with s) fixes A. Real A > 0 (s = -1) is unbounded: its sample variance needs A < 1/16 to be finite.
     """
 
     s: Literal["auto", 1, -1] = "auto"
@@ -312,7 +316,8 @@ def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: 
     a = torch.log1p(-8 * A.double()) if not A.is_complex() else torch.log(1 - 8 * A)
     if not a.is_complex():
         lcosh = d * log_cosh(a / 2)
-        low, high = lcosh + s * torch.exp(-a) * s_s, lcosh + torch.where(torch.as_tensor(s) > 0, torch.exp(-a), 1.0) * s_s
+        low = lcosh + s * torch.exp(-a) * s_s
+        high = lcosh + torch.where(torch.as_tensor(s) > 0, torch.exp(-a), 1.0) * s_s
         return log_mean_exp2(high, low)
     re, im = a.real, a.imag
     low = d * torch.log(torch.cosh(a / 2)) + s * torch.exp(-a) * s_s
@@ -356,8 +361,8 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
 def zoom(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
     """A point of [low, high] for each entry of `like` (...), to (high - low) 24^-rounds.
 
-    Each round lays a grid (..., points) over the interval and goes on between the neighbours of the one that `pick` chooses.
-    A few calls on wide tensors take the place of many calls on narrow ones.
+    Each round lays a grid (..., points) over the interval and goes on between the neighbours of the one that `pick`
+    chooses. A few calls on wide tensors take the place of many calls on narrow ones.
     """
     lo, hi = torch.full_like(like, low).unsqueeze(-1), torch.full_like(like, high).unsqueeze(-1)
     steps = torch.linspace(0, 1, points, dtype=like.dtype, device=like.device)

@@ -1,7 +1,8 @@
 """Encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
 
-That folder, `<run>/model`, is what `from_pretrained` of transformers loads: config.json, model.safetensors, tokenizer. Its
-config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that attention.
+That folder, `<run>/model`, is what `from_pretrained` of transformers loads: config.json, model.safetensors, tokenizer.
+Its config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that
+attention.
 """
 
 import difflib
@@ -42,26 +43,27 @@ def origin_of(model: str, init: str) -> Origin:
     if not Path(init).expanduser().is_dir():
         near = difflib.get_close_matches(init, ("scratch", "uptrain"), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise DataError(f"task.init = {init}: it takes scratch, uptrain, or the directory of a run of task=mlm, and there is "
-                        f"no such directory{hint}")
+        raise DataError(f"task.init = {init}: it takes scratch, uptrain, or the directory of a run of task=mlm, and "
+                        f"there is no such directory{hint}")
     return Origin(folder_of(init, "task.init"), "task.init", True, True)
 
 
 def folder_of(name: str, option: str) -> str:
-    """The folder that holds config.json: `name` itself or the model of that run; names of the hub stay. Raises DataError."""
+    """The folder that holds config.json: `name` itself or the model of that run; names of the hub stay.
+    Raises DataError."""
     path = Path(name).expanduser()
     for folder in (path / MODEL, path):
         if (folder / "config.json").is_file():
             return str(folder)
     if (path / "config.yaml").is_file():
-        raise DataError(f"{option} = {name}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with resume=auto "
-                        f"hydra.run.dir={name}")
+        raise DataError(f"{option} = {name}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with "
+                        f"resume=auto hydra.run.dir={name}")
     if path.is_dir():
-        raise DataError(f"{option} = {name}: this folder has no config.json. Give the directory of a run of task=mlm, or a "
-                        "model's folder (config.json, model.safetensors, tokenizer.json or vocab.txt)")
+        raise DataError(f"{option} = {name}: this folder has no config.json. Give the directory of a run of task=mlm, "
+                        "or a model's folder (config.json, model.safetensors, tokenizer.json or vocab.txt)")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(f"{option} = {name}: there is no such folder. Give a model's folder, the directory of a run of task=mlm, "
-                        "or a name of the Hugging Face hub such as google-bert/bert-base-uncased")
+        raise DataError(f"{option} = {name}: there is no such folder. Give a model's folder, the directory of a run of "
+                        "task=mlm, or a name of the Hugging Face hub such as google-bert/bert-base-uncased")
     return name
 
 
@@ -71,7 +73,8 @@ def load_tokenizer(origin: Origin):
 
     tokenizer = _loaded(lambda: AutoTokenizer.from_pretrained(origin.name), origin, "tokenizer")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
-        raise DataError(f"{origin.option} = {origin.name} holds no tokenizer: put the model's tokenizer.json or vocab.txt there")
+        raise DataError(f"{origin.option} = {origin.name} holds no tokenizer: "
+                        "put the model's tokenizer.json or vocab.txt there")
     return tokenizer
 
 
@@ -83,7 +86,8 @@ def load_config(origin: Origin, **changes: Any):
 
 
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
-    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `mechanism` in place of its own attention.
+    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `mechanism` in
+    place of its own attention.
 
     Raises DataError where weights are missing, ConfigError where noise is to be taken over from another attention.
     """
@@ -106,11 +110,12 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
 def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
     """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
     old, new = (dict(leaves(d)) for d in (getattr(config, "crt_exp", EXACT), mechanism.describe()))
-    changed = [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new) if old.get(k) != new.get(k)]
+    changed = [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new)
+               if old.get(k) != new.get(k)]
     if changed:
         raise ConfigError(f"{origin.option} = {origin.name} was trained with another attention; these keys differ: "
-                          f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: task.init=uptrain "
-                          f"task.model={origin.name}")
+                          f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
+                          f"task.init=uptrain task.model={origin.name}")
 
 
 def leaves(node: Any, prefix: str = ""):
@@ -128,7 +133,8 @@ def _key(name: str) -> str:
 
 
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
-    """Raises DataError where the checkpoint lacks weights of the encoder or has them in another shape; heads may be new."""
+    """Raises DataError where the checkpoint lacks weights of the encoder or has them in another shape;
+    heads may be new."""
     prefix = model.base_model_prefix
     prefix = f"{prefix}." if hasattr(model, prefix) else ""  # none in a model without a head
     inner = lambda name: name.startswith(prefix) and not name.removeprefix(prefix).startswith("pooler.")
@@ -137,8 +143,9 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     if missing or shapes:
         problem = f"lacks {missing[0]}" if missing else f"has {shapes[0]} in another shape than config.json says"
         more = len(missing) + len(shapes) - 1
-        raise DataError(f"{origin.option} = {origin.name} {problem}{f' and {more} more such weights' if more else ''}: it is no "
-                        f"checkpoint of this {type(model).__name__}")
+        others = f" and {more} more such weights" if more else ""
+        raise DataError(f"{origin.option} = {origin.name} {problem}{others}: it is no checkpoint of this "
+                        f"{type(model).__name__}")
 
 
 def _loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
@@ -160,7 +167,8 @@ def _loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
 
 @contextmanager
 def quiet():
-    """Without the libraries' words on new weights (`check_complete` judges them) and repeated attempts to reach the hub."""
+    """Without the libraries' words on new weights (`check_complete` judges them) and repeated
+    attempts to reach the hub."""
     from transformers.utils import logging
 
     hub, bars = getLogger("huggingface_hub"), logging.is_progress_bar_enabled()
@@ -189,7 +197,8 @@ def check_length(config, length: int, option: str) -> None:
 
 
 def unused_positions(config) -> int:
-    """Rows of the table of positions before the first token's: RoBERTa and its kin count from the padding's number on."""
+    """Rows of the table of positions before the first token's:
+    RoBERTa and its kin count from the padding's number on."""
     from transformers import AutoModel
 
     with torch.device("meta"):  # which takes neither memory nor random numbers
@@ -225,4 +234,5 @@ def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Pat
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"cannot write {final}: {error.strerror or error}; free space and continue with resume=auto") from None
+        raise OSError(f"cannot write {final}: {error.strerror or error}; "
+                      "free space and continue with resume=auto") from None

@@ -1,9 +1,9 @@
 """Speed and memory of attention: `python -m crt_exp.report.bench_attention [time|memory] [--lengths 1024 4096 ...]`.
 
-Batch 1, 8 heads, d = 64, m = 256, float32 on the CPU. All methods take turns, so that load from outside hits them alike;
-a cell is the median of milliseconds, and in brackets the median of its ratio to the eager floor exp(Q W^T) (exp(K W^T)^T V) of the
-same turn. `memory` runs each case in a process of its own and prints the peak of resident memory beyond inputs, incoming
-gradient, output and gradients, in MiB.
+Batch 1, 8 heads, d = 64, m = 256, float32 on the CPU. All methods take turns, so that load from outside hits them
+alike; a cell is the median of milliseconds, and in brackets the median of its ratio to the eager floor
+exp(Q W^T) (exp(K W^T)^T V) of the same turn. `memory` runs each case in a process of its own and prints the peak of
+resident memory beyond inputs, incoming gradient, output and gradients, in MiB.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def print_times(lengths: list[int], turns: int, only: list[str]) -> None:
             print(f"\n{title}, L = {length}; load {os.getloadavg()[0]:.1f}")
             for name, t in times.items():
                 ratio = statistics.median(a / b for a, b in zip(t, times["floor"]))
-                print(f"  {name:<26}{statistics.median(t):10.1f} ms  ({ratio:6.3f}, fastest {min(t) / min(times['floor']):6.3f})",
+                fastest = min(t) / min(times["floor"])
+                print(f"  {name:<26}{statistics.median(t):10.1f} ms  ({ratio:6.3f}, fastest {fastest:6.3f})",
                       flush=True)
 
 
@@ -84,7 +85,9 @@ def _reset_peak() -> int:
 def _peak() -> int:
     with open("/proc/self/status") as f:
         lines = dict(line.split(":", 1) for line in f)
-    return int(lines["VmHWM"].split()[0]) * 1024 if "VmHWM" in lines else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if "VmHWM" in lines:
+        return int(lines["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(size: str) -> None:

@@ -1,9 +1,11 @@
-"""One cached token of a swapped causal model beside the model's own: `python -m crt_exp.report.bench_decoding [positions ...]`.
+"""One cached token of a swapped causal model beside the model's own:
+`python -m crt_exp.report.bench_decoding [positions ...]`.
 
-A Llama of 8 layers, 8 heads, d = 64, random weights, float32, batch 1; favorpp with m = 256. The swapped model with its recurrent
-state, the same with all keys in its cache, and the model's own attention take turns, so that load from outside hits them alike: a
-cell is the median of milliseconds a token after a prompt of that length and the fastest, and in brackets the median of its ratio
-to the model's own of the same turn and that of the fastest. Below, the sizes of all tensors in the caches.
+A Llama of 8 layers, 8 heads, d = 64, random weights, float32, batch 1; favorpp with m = 256. The swapped model with its
+recurrent state, the same with all keys in its cache, and the model's own attention take turns, so that load from
+outside hits them alike: a cell is the median of milliseconds a token after a prompt of that length and the fastest, and
+in brackets the median of its ratio to the model's own of the same turn and that of the fastest. Below, the sizes of all
+tensors in the caches.
 """
 
 import argparse
@@ -31,8 +33,8 @@ def models() -> tuple:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     own = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1408, vocab_size=8000,
-        max_position_embeddings=2 * max(POSITIONS))).eval()
+        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1408,
+        vocab_size=8000, max_position_embeddings=2 * max(POSITIONS))).eval()
     return own, swap_attention(copy.deepcopy(own), "favorpp", m=256)
 
 

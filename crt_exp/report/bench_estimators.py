@@ -1,4 +1,5 @@
-"""make bench-estimators: RandomFeatures.transform against scikit-learn's RBFSampler at equal output columns, interleaved."""
+"""make bench-estimators: RandomFeatures.transform against scikit-learn's RBFSampler
+at equal output columns, interleaved."""
 
 import statistics
 import time
@@ -22,9 +23,9 @@ def main(size: str) -> None:
     table = markdown(["features", "float32, s", "of RBFSampler", "float64, s", "of RBFSampler"], [
         [a["features"], f"{a['seconds']:.3f}", f"{a['ratio']:.2f}", f"{b['seconds']:.3f}", f"{b['ratio']:.2f}"]
         for a, b in zip(rows[:len(rows) // 2], rows[len(rows) // 2:])])
-    facts = (f"transform of {ROWS:,} x {COLUMNS} standard normal inputs to {WIDTH} columns, gamma = 0.005, orthogonal noise; medians of {ROUNDS} "
-             f"interleaved rounds in rotating order, {REST} s of rest before each; the ratio is the median of those "
-             f"within a round.{palette.left_out(WITHOUT)}")
+    facts = (f"transform of {ROWS:,} x {COLUMNS} standard normal inputs to {WIDTH} columns, gamma = 0.005, orthogonal "
+             f"noise; medians of {ROUNDS} interleaved rounds in rotating order, {REST} s of rest before each; the "
+             f"ratio is the median of those within a round.{palette.left_out(WITHOUT)}")
     path = write_report("bench-estimators", "Speed of RandomFeatures beside RBFSampler", table, rows, None, facts,
                         time.perf_counter() - start)
     print(f"{table}\nwritten: {path}")
@@ -44,7 +45,8 @@ def measure(dtype) -> list[dict]:
             model.transform(X)
             seconds[name].append(time.perf_counter() - start)
     ratio = lambda name: statistics.median(t / base for t, base in zip(seconds[name], seconds["RBFSampler"]))
-    return [{"features": n, "dtype": np.dtype(dtype).name, "seconds": statistics.median(seconds[n]), "ratio": ratio(n)} for n in models]
+    return [{"features": n, "dtype": np.dtype(dtype).name, "seconds": statistics.median(seconds[n]), "ratio": ratio(n)}
+            for n in models]
 
 
 def rotated(items: list, by: int) -> list:

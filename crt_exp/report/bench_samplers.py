@@ -1,4 +1,5 @@
-"""Times behind the choices in crt_exp/samplers: `python -m crt_exp.report.bench_samplers [threads]` prints three tables.
+"""Times behind the choices in crt_exp/samplers:
+`python -m crt_exp.report.bench_samplers [threads]` prints three tables.
 
 Medians of interleaved runs, in milliseconds: the alternatives take turns, so that load from outside hits them alike.
 """

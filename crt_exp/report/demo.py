@@ -19,9 +19,10 @@ def main(size: str = "small") -> None:
     todo = [{"dataset": data, "name": name} for data in DATASETS for name in ("exact", *MAPS)]
     cells = Cells("demo", SOURCES).fill(todo, accuracies, "kernel regression")
     results = {(key["dataset"], key["name"]): cells[key] for key in todo}
-    rows = [{"mechanism": name, "dataset": data, **interval(values, "accuracy")} for (data, name), values in results.items()]
-    path = write_report("demo", "Every mechanism on embedded data: test accuracy of kernel regression", table(results), rows,
-                        figure(results), facts(), cells.seconds())
+    rows = [{"mechanism": name, "dataset": data, **interval(values, "accuracy")}
+            for (data, name), values in results.items()]
+    path = write_report("demo", "Every mechanism on embedded data: test accuracy of kernel regression", table(results),
+                        rows, figure(results), facts(), cells.seconds())
     print(table(results))
     print(f"written: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
@@ -61,7 +62,7 @@ def figure(results):
 
 
 def facts() -> str:
-    return (f"Test accuracy in percent, mean and 95% interval over {REPEATS} random 80/10/10 splits (seed {SEED}); Gaussian kernel, "
-            f"m = {M} orthogonal projections (trig, gerf and hyp make 2m columns of them), sigma tuned on validation over "
-            f"{list(SIGMAS)}, columns standardised; exact: the kernel itself. Data: the sets bundled with "
-            f"scikit-learn, unabridged.{palette.left_out(WITHOUT)}")
+    return (f"Test accuracy in percent, mean and 95% interval over {REPEATS} random 80/10/10 splits (seed {SEED}); "
+            f"Gaussian kernel, m = {M} orthogonal projections (trig, gerf and hyp make 2m columns of them), sigma "
+            f"tuned on validation over {list(SIGMAS)}, columns standardised; exact: the kernel itself. Data: the sets "
+            f"bundled with scikit-learn, unabridged.{palette.left_out(WITHOUT)}")

@@ -1,8 +1,9 @@
-"""make families: every model type that builds small, with its attention swapped: exact, refused at the swap with the reason, or wrong.
+"""make families: every model type that builds small, with its attention swapped:
+exact, refused at the swap with the reason, or wrong.
 
-A model is judged in float64 by laws that hold whatever its attention: `exact` in place of its own changes nothing, with and without
-padding, and unswapping gives every bit back; random features change it, let no token see the future where the model's own attention
-does not, and keep padding out.
+A model is judged in float64 by laws that hold whatever its attention: `exact` in place of its own changes nothing, with
+and without padding, and unswapping gives every bit back; random features change it, let no token see the future where
+the model's own attention does not, and keep padding out.
 """
 
 import copy
@@ -25,7 +26,8 @@ LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transforme
              "timm": (tiny_models.timm_names, tiny_models.of_timm),
              "torch": (lambda: list(tiny_models.TORCH), tiny_models.of_torch),
              "torchaudio": (lambda: list(tiny_models.TORCHAUDIO), tiny_models.of_torchaudio)}
-OUTCOMES = {"exact": "#0072B2", "refused": "#E69F00", "wrong": "#D55E00", "no attention": "#888888", "not tried": "#CCCCCC"}
+OUTCOMES = {"exact": "#0072B2", "refused": "#E69F00", "wrong": "#D55E00", "no attention": "#888888",
+            "not tried": "#CCCCCC"}
 EXACT = 1e-6       # relative difference in float64 that counts as none: some models go through float32 in places
 LEAK = 1e-12       # of the future, in float64: rounding, since sums are scaled by what a chunk holds
 AS_EAGER = "equals its eager attention; its fused one drops the causal order where there is no padding"
@@ -36,17 +38,22 @@ SECONDS = 120      # for one model
 def main(size: str) -> None:
     keys = [{"library": library, "name": name, "version": metadata.version(library)}
             for library, (names, _) in LIBRARIES.items() for name in names()]
-    cells = Cells("families", ("attention", "features", "samplers", "report/families.py", "report/tiny_models.py")).fill(
-        keys, verdict, "families")
+    sources = ("attention", "features", "samplers", "report/families.py", "report/tiny_models.py")
+    cells = Cells("families", sources).fill(keys, verdict, "families")
     rows = [{**key, **Verdict(*cells[key])._asdict()} for key in keys]
-    body = "\n".join([summary(rows), "## Wrong\n", table(rows, "wrong"), "## Refused at the swap\n", table(rows, "refused"), "## Exact\n",
-                      listed(rows, "exact"), "\n## No attention\n", listed(rows, "no attention", False), "\n## Not tried\n", table(rows, "not tried")])
-    facts = (f"Every model type of transformers that has a base model, its configuration shrunk (width {tiny_models.HIDDEN}, {tiny_models.LAYERS} "
-             f"layers, {tiny_models.HEADS} heads); the smallest of a few models of each file of timm; attention of torch and torchaudio. Random weights, "
-             f"float64, batches of {BATCH}. Exact: within {EXACT:g} of the model's own output, with padding too where the model honours it, every bit back "
-             f"after unswapping, and with favorpp (m = {FEATURES['m']}) a changed and finite output, a future leak below {LEAK:g} where the "
-             "model is causal, and no trace of padding. Refused: ValueError from swap_attention; counted as wrong where it comes later.")
-    path = write_report("families", "Swapped attention in every model type", body, rows, figure(rows), facts, cells.seconds())
+    body = "\n".join([summary(rows), "## Wrong\n", table(rows, "wrong"),
+                      "## Refused at the swap\n", table(rows, "refused"), "## Exact\n", listed(rows, "exact"),
+                      "\n## No attention\n", listed(rows, "no attention", False),
+                      "\n## Not tried\n", table(rows, "not tried")])
+    facts = ("Every model type of transformers that has a base model, its configuration shrunk "
+             f"(width {tiny_models.HIDDEN}, {tiny_models.LAYERS} layers, {tiny_models.HEADS} heads); the smallest of a "
+             "few models of each file of timm; attention of torch and torchaudio. Random weights, float64, batches of "
+             f"{BATCH}. Exact: within {EXACT:g} of the model's own output, with padding too where the model honours "
+             f"it, every bit back after unswapping, and with favorpp (m = {FEATURES['m']}) a changed and finite "
+             f"output, a future leak below {LEAK:g} where the model is causal, and no trace of padding. Refused: "
+             "ValueError from swap_attention; counted as wrong where it comes later.")
+    path = write_report("families", "Swapped attention in every model type", body, rows, figure(rows), facts,
+                        cells.seconds())
     print(f"{summary(rows)}written: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
@@ -77,7 +84,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]], outcome: str) -> str:
-    found = [(f"{row['library']} {row['name']}", row["why"].replace("|", "/")[:300]) for row in rows if row["outcome"] == outcome]
+    found = [(f"{row['library']} {row['name']}", row["why"].replace("|", "/")[:300])
+             for row in rows if row["outcome"] == outcome]
     return markdown(("model", "reason"), found) if found else "None.\n"
 
 
@@ -87,7 +95,8 @@ def listed(rows: list[dict[str, Any]], outcome: str, grouped: bool = True) -> st
         return ", ".join(row["name"] for row in rows if row["outcome"] == outcome) + ".\n"
     notes = dict.fromkeys(row["why"] for row in rows if row["outcome"] == outcome)
     names = lambda note: ", ".join(f"{r['name']}" for r in rows if r["outcome"] == outcome and r["why"] == note)
-    return "\n\n".join(f"{(note or 'bidirectional, or not a sequence of tokens').capitalize()}: {names(note)}." for note in notes) + "\n"
+    title = lambda note: (note or "bidirectional, or not a sequence of tokens").capitalize()
+    return "\n\n".join(f"{title(note)}: {names(note)}." for note in notes) + "\n"
 
 
 def figure(rows: list[dict[str, Any]]):
@@ -171,13 +180,15 @@ def _exact(model: nn.Module, cases: dict[str, Any], before: dict[str, list[Tenso
 
 
 def _eager(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """What the unswapped model gives with transformers' plain attention, which forms every mask that the model asks for."""
+    """What the unswapped model gives with transformers' plain attention, which forms every mask that
+    the model asks for."""
     twin = unswap_attention(copy.deepcopy(model))
     twin.set_attn_implementation("eager")
     return outputs(twin, batch)
 
 
-def _features(model: nn.Module, batch: dict[str, Any], cases: dict[str, Any], before: dict[str, list[Tensor]], causal: bool) -> None:
+def _features(model: nn.Module, batch: dict[str, Any], cases: dict[str, Any], before: dict[str, list[Tensor]],
+              causal: bool) -> None:
     after = outputs(model, batch)
     if not all(t.isfinite().all() for t in after):
         raise Wrong("favorpp: not finite")
@@ -191,7 +202,8 @@ def _features(model: nn.Module, batch: dict[str, Any], cases: dict[str, Any], be
 
 
 def padded(model: nn.Module, batch: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The batch with its last or first tokens masked in one row, where the model takes such a mask and honours it itself."""
+    """The batch with its last or first tokens masked in one row, where the model takes such a mask
+    and honours it itself."""
     if "input_ids" not in batch:
         return {}
     found = {}
@@ -217,7 +229,8 @@ def padding_leak(model: nn.Module, batch: dict[str, Any]) -> float:
 
 @torch.no_grad()
 def future_leak(model: nn.Module, batch: dict[str, Any]) -> float:
-    """How much the later half of the (decoder's) tokens changes the output at the earlier half; inf where it has none."""
+    """How much the later half of the (decoder's) tokens changes the output at the earlier half;
+    inf where it has none."""
     key = next((key for key in ("decoder_input_ids", "input_ids", "tgt", "future_values") if key in batch), None)
     if key is None:
         return float("inf")

@@ -12,14 +12,17 @@ LENGTHS = torch.linspace(0, 100, 201, dtype=torch.float64)
 
 def main(size: str) -> None:
     curves = {d: utility(d) for d in DIMENSIONS}
-    rows = [{"d": d, "sq_norm_sum": s.item(), "log_variance_ratio": v.item()} for d, c in curves.items() for s, v in zip(LENGTHS, c)]
+    rows = [{"d": d, "sq_norm_sum": s.item(), "log_variance_ratio": v.item()}
+            for d, c in curves.items() for s, v in zip(LENGTHS, c)]
     gain = -curves[64][-1].item()
     verdict = (f"Paper: more than e^60 less variance at d = 64, |x + y|^2 = 100. Here: e^{gain:.2f}, "
                f"{'met' if gain > 60 else 'not met'}.")
     body = verdict + "\n\n" + markdown(["\\|x + y\\|^2", *(f"d = {d}" for d in DIMENSIONS)], [
         [f"{LENGTHS[i]:.0f}", *(f"{curves[d][i]:.2f}" for d in DIMENSIONS)] for i in range(0, len(LENGTHS), 40)])
-    path = write_report("fig1", "CRT Figure 1: log variance of OPRF less that of PosRF, nats", body, rows, figure(curves),
-                        "Closed forms, the same for the Gaussian and the softmax kernel; A fitted to each |x + y|^2; no data, no sampling.")
+    facts = ("Closed forms, the same for the Gaussian and the softmax kernel; A fitted to each |x + y|^2; no data, no "
+             "sampling.")
+    path = write_report("fig1", "CRT Figure 1: log variance of OPRF less that of PosRF, nats", body, rows,
+                        figure(curves), facts)
     print(f"{verdict}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 

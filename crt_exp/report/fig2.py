@@ -1,4 +1,5 @@
-"""make fig2: Figure 2 of Chefs' Random Tables, log variance over sigma in four regimes, positive and other maps apart."""
+"""make fig2: Figure 2 of Chefs' Random Tables, log variance over sigma in four regimes,
+positive and other maps apart."""
 
 import os
 
@@ -27,15 +28,18 @@ def main(size: str) -> None:
     images = image_regime()
     regimes = ("normal", "sphere", "heterogen", images)
     keys = [{"regime": r, "name": n} for r in regimes for n in MAPS]
-    cells = Cells("fig2", ("features", "studies/variance.py", "data/mnist.py", "report/fig2.py")).fill(keys, curve, "Figure 2")
+    sources = ("features", "studies/variance.py", "data/mnist.py", "report/fig2.py")
+    cells = Cells("fig2", sources).fill(keys, curve, "Figure 2")
     curves = {(k["regime"], k["name"]): cells[k] for k in keys}
     rows = [{"regime": r, "mechanism": n, "sigma": s, "mean_log_variance": mean, "std_log_variance": std}
             for (r, n), found in curves.items() for s, mean, std in zip(SIGMAS, *found)]
-    body = "\n".join([statements(curves, images), resizing() if images == "mnist" else "", "## Mean log variance at sigma = 1, nats\n", at_one(curves, regimes)])
+    body = "\n".join([statements(curves, images), resizing() if images == "mnist" else "",
+                      "## Mean log variance at sigma = 1, nats\n", at_one(curves, regimes)])
     facts = (f"Log variance of one projection, Gaussian kernel, d = {D}, mean and standard deviation over {PAIRS} "
              f"pairs (seed {SEED}), by the closed forms, each pair with its own fitted parameters. "
              f"{image_facts(images)}{palette.left_out(WITHOUT)}")
-    path = write_report("fig2", "CRT Figure 2: log variance of the mechanisms", body, rows, figure(curves, regimes), facts, cells.seconds())
+    path = write_report("fig2", "CRT Figure 2: log variance of the mechanisms", body, rows, figure(curves, regimes),
+                        facts, cells.seconds())
     print(statements(curves, images))
     print(f"written: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
@@ -54,8 +58,8 @@ def image_regime() -> str:
 def image_facts(images: str) -> str:
     if images == "mnist":
         return "mnist: the 10,000 test images resized to 8 x 8 (bilinear, antialiased), pixels in [0, sigma]."
-    return ("MNIST was not found (CRT_DATA/mnist), so scikit-learn's 1,797 digits of 8 x 8 stand in, pixels in [0, sigma]; the "
-            "paper's statements on mnist are checked on them.")
+    return ("MNIST was not found (CRT_DATA/mnist), so scikit-learn's 1,797 digits of 8 x 8 stand in, pixels in "
+            "[0, sigma]; the paper's statements on mnist are checked on them.")
 
 
 def curve(regime: str, name: str) -> tuple[list[float], list[float]]:
@@ -70,29 +74,32 @@ def statements(curves, images: str) -> str:
     for better, base, regime, exponent in STATEMENTS:
         r = images if regime == "mnist" else regime
         gain = curves[r, base][0][-1] - curves[r, better][0][-1]
-        rows.append([f"{better} below {base}, {r}", f"e^{exponent}", f"e^{gain:.1f}", "met" if gain > exponent else "not met"])
+        said = "met" if gain > exponent else "not met"
+        rows.append([f"{better} below {base}, {r}", f"e^{exponent}", f"e^{gain:.1f}", said])
     return "The paper's statements at sigma = 1 (difference of the mean log variances):\n\n" + markdown(
         ["statement", "paper: more than", "here", ""], rows)
 
 
 def resizing() -> str:
     """The gains on images depend on how they were made small, which the paper does not say."""
-    variants = {"bilinear, antialiased (above)": {}, "bilinear": {"mode": "bilinear"}, "nearest": {"mode": "nearest-exact"},
-                "area": {"mode": "area"}, "bicubic": {"mode": "bicubic"}}
+    variants = {"bilinear, antialiased (above)": {}, "bilinear": {"mode": "bilinear"},
+                "nearest": {"mode": "nearest-exact"}, "area": {"mode": "area"}, "bicubic": {"mode": "bicubic"}}
     rows = []
     for label, options in variants.items():
         x, y = REGIMES["mnist"](PAIRS, D, torch.Generator().manual_seed(SEED), **options)
-        mean = {n: log_variances(Mechanism.of(features=n).map("gaussian"), x, y).mean() for n in ("trig", "gerf", "pos", "oprf", "geom_plus")}
-        rows.append([label, f"{(x + y).square().sum(-1).mean():.1f}", *(f"e^{(mean[b] - mean[n]).abs():.1f}" for n, b in (
-            ("gerf", "trig"), ("oprf", "pos"), ("geom_plus", "pos")))])
-    return ("The paper does not say how MNIST was resized, nor the range of its pixels before sigma; both decide the gains (pixels in [0, 1], "
-            "sigma = 1; the optimum of gerf is trig itself for images this short):\n\n" + markdown(
-                ["resizing", "mean of \\|x + y\\|^2", "gerf below trig", "oprf below pos", "geom_plus below pos"], rows))
+        mean = {n: log_variances(Mechanism.of(features=n).map("gaussian"), x, y).mean()
+                for n in ("trig", "gerf", "pos", "oprf", "geom_plus")}
+        gains = ((mean[b] - mean[n]).abs() for n, b in (("gerf", "trig"), ("oprf", "pos"), ("geom_plus", "pos")))
+        rows.append([label, f"{(x + y).square().sum(-1).mean():.1f}", *(f"e^{gain:.1f}" for gain in gains)])
+    columns = ["resizing", "mean of \\|x + y\\|^2", "gerf below trig", "oprf below pos", "geom_plus below pos"]
+    return ("The paper does not say how MNIST was resized, nor the range of its pixels before sigma; both decide the "
+            "gains (pixels in [0, 1], sigma = 1; the optimum of gerf is trig itself for images this short):\n\n"
+            + markdown(columns, rows))
 
 
 def at_one(curves, regimes) -> str:
-    return markdown(["mechanism", *regimes], [[n, *(f"{curves[r, n][0][-1]:.1f} ± {curves[r, n][1][-1]:.1f}" for r in regimes)]
-                                              for n in MAPS])
+    cell = lambda r, n: f"{curves[r, n][0][-1]:.1f} ± {curves[r, n][1][-1]:.1f}"
+    return markdown(["mechanism", *regimes], [[n, *(cell(r, n) for r in regimes)] for n in MAPS])
 
 
 def figure(curves, regimes):

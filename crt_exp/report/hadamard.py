@@ -1,4 +1,5 @@
-"""make hadamard: how structured projections compare, after the report of Adda and Allen (2021), with its open question k = 3."""
+"""make hadamard: how structured projections compare, after the report of Adda and Allen (2021),
+with its open question k = 3."""
 
 import math
 import statistics
@@ -50,12 +51,12 @@ def main(size: str) -> None:
     rows = [{"features": f, "sampler": k, "m": m, "mse": r["mse"], "log_mse_std": r["log_mse_std"]}
             for (f, k), records in found.items() for m, r in zip(MS, records)]
     body = "\n".join([answer(found, samples), mse_tables(found), bias_table(bias_keys, biases), time_table(times)])
-    facts = (f"MSE of the attention output against exact softmax, q, k, v ~ N(0, 1), L = {L}, d = {D}, {samples} samples (the same for every "
-             "sampler); tables and curves hold geometric means over samples, for the errors of trig have heavy tails. "
-             f"Times: x W^T for m = {TIMED_M}, d = {D}, float32, median of {ROUNDS} interleaved rounds, one draw each, "
-             f"the draw itself apart.{palette.left_out(WITHOUT | WITHOUT_SAMPLERS)}")
-    path = write_report("hadamard", "Structured projections: MSE, bias and time", body, rows, figure(found, times), facts,
-                        cells.seconds())
+    facts = (f"MSE of the attention output against exact softmax, q, k, v ~ N(0, 1), L = {L}, d = {D}, {samples} "
+             "samples (the same for every sampler); tables and curves hold geometric means over samples, for the "
+             f"errors of trig have heavy tails. Times: x W^T for m = {TIMED_M}, d = {D}, float32, median of {ROUNDS} "
+             f"interleaved rounds, one draw each, the draw itself apart.{palette.left_out(WITHOUT | WITHOUT_SAMPLERS)}")
+    path = write_report("hadamard", "Structured projections: MSE, bias and time", body, rows, figure(found, times),
+                        facts, cells.seconds())
     print(f"{answer(found, samples)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
@@ -65,7 +66,8 @@ def errors(features: str, kind: str, samples: int) -> list[dict]:
 
 
 def bias(kind: str, d: int) -> list[float]:
-    """Mean estimate over exact kernel and its standard error, PosRF, at x = y = e_1 and at a spread x = y of the same length."""
+    """Mean estimate over exact kernel and its standard error, PosRF, at x = y = e_1 and at a spread x = y
+    of the same length."""
     x = torch.zeros(2, d, dtype=torch.float64)
     x[0, 0], x[1] = 1, d**-0.5
     found = samplers.measured_bias(PosRF(), KINDS[kind], x, x, draws=20_000, generator=torch.Generator().manual_seed(0))
@@ -95,7 +97,8 @@ def timed(call, into: list[float]):
 
 def answer(found, samples: int) -> str:
     """The report's open question: does k = 3 gain over k = 1? Ratios of geometric means of the MSE over m."""
-    return ("Three blocks against one (geometric mean over m, 95% interval over samples; the report's open question):\n\n" + "".join(
+    return ("Three blocks against one (geometric mean over m, 95% interval over samples; the report's open "
+            "question):\n\n" + "".join(
         f"- {f}: k = 3 has {ratio(found, f, 'hadamard k=3', 'hadamard k=1', samples)} of the MSE of k = 1, and "
         f"{ratio(found, f, 'hadamard k=3', 'orthogonal', samples)} of that of orthogonal Gaussian rows (iid: "
         f"{ratio(found, f, 'iid', 'orthogonal', samples)})\n" for f in MAPS))
@@ -110,8 +113,9 @@ def ratio(found, features: str, above: str, below: str, samples: int) -> str:
 
 
 def mse_tables(found) -> str:
-    return "\n".join(f"## MSE, {f}\n\n" + markdown(["sampler", *(f"m = {m}" for m in MS)],
-                                                 [[k, *(f"{math.exp(r['log_mse_mean']):.2e}" for r in found[f, k])] for k in KINDS]) for f in MAPS)
+    columns = ["sampler", *(f"m = {m}" for m in MS)]
+    row = lambda f, k: [k, *(f"{math.exp(r['log_mse_mean']):.2e}" for r in found[f, k])]
+    return "\n".join(f"## MSE, {f}\n\n" + markdown(columns, [row(f, k) for k in KINDS]) for f in MAPS)
 
 
 def bias_table(keys, cells) -> str:

@@ -1,4 +1,5 @@
-"""make performers-fig14: Figure 14 of Performers, the error of attention on its way through the layers of a Transformer."""
+"""make performers-fig14: Figure 14 of Performers, the error of attention on its way through the
+layers of a Transformer."""
 
 import math
 
@@ -27,21 +28,25 @@ def main(size: str) -> None:
     keys = [{"features": f, "sampler": s, "m": m, "samples": SAMPLES[size]} for f, s, m in cases]
     keys += [{"features": f, "sampler": "orthogonal", "m": M, "samples": SAMPLES[size], "scale": SCALES[1]}
              for f in MAPS]
-    cells = Cells("performers-fig14", ("features", "samplers", "attention", "models/transformer.py", "studies/captured.py",
-                                       "report/performers_fig14.py")).fill(keys, errors, "Figure 14")
+    sources = ("features", "samplers", "attention", "models/transformer.py", "studies/captured.py",
+               "report/performers_fig14.py")
+    cells = Cells("performers-fig14", sources).fill(keys, errors, "Figure 14")
     found = {(k["features"], k["sampler"], k["m"], k.get("scale", SCALES[0])): torch.tensor(cells[k]) for k in keys}
     rows = [{"features": f, "sampler": s, "m": m, "scale": scale, "layers": i + 1, "error_mean": e.mean().item(),
-             "error_std": e.std().item(), "log_error_mean": e.log().mean().item(), "log_error_std": e.log().std().item()}
+             "error_std": e.std().item(), "log_error_mean": e.log().mean().item(),
+             "log_error_std": e.log().std().item()}
             for (f, s, m, scale), errors in found.items() for i, e in enumerate(errors.T)]
     body = "\n".join([statements(found), table(found)])
-    facts = (f"Relative error |approximate - exact| / |exact| (Frobenius) of the hidden states behind each layer, all attention up to it "
-             f"approximated; geometric mean (shaded: standard deviation of the log) over {SAMPLES[size]} samples of tokens and noise (seed {SEED}; the same tokens for all). "
-             f"A pre-norm Transformer with {HEADS} heads of d = {D}, FFN {4 * HEADS * D}, random weights (torch's, those of queries and keys scaled "
-             f"to give them the standard deviation `scale` in the first layer, 1 where none is given), L = {L} tokens ~ N(0, 1), bidirectional; no training, no pretrained weights. Features "
-             "fitted to each head and sequence. The paper's figure is about orthogonal features; it states no sizes."
+    facts = ("Relative error |approximate - exact| / |exact| (Frobenius) of the hidden states behind each layer, all "
+             "attention up to it approximated; geometric mean (shaded: standard deviation of the log) over "
+             f"{SAMPLES[size]} samples of tokens and noise (seed {SEED}; the same tokens for all). A pre-norm "
+             f"Transformer with {HEADS} heads of d = {D}, FFN {4 * HEADS * D}, random weights (torch's, those of "
+             "queries and keys scaled to give them the standard deviation `scale` in the first layer, 1 where none is "
+             f"given), L = {L} tokens ~ N(0, 1), bidirectional; no training, no pretrained weights. Features fitted to "
+             "each head and sequence. The paper's figure is about orthogonal features; it states no sizes."
              f"{palette.left_out(WITHOUT)}")
-    path = write_report("performers-fig14", "Performers Figure 14: the error of attention behind 1 to 12 layers", body, rows, figure(found),
-                        facts, cells.seconds())
+    path = write_report("performers-fig14", "Performers Figure 14: the error of attention behind 1 to 12 layers", body,
+                        rows, figure(found), facts, cells.seconds())
     print(f"{statements(found)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
@@ -52,17 +57,20 @@ def errors(features: str, sampler: str, m: int, samples: int, scale: float = SCA
 
 
 def statements(found) -> str:
-    """Performers D.1: error grows on its way through the layers; met where the whole interval of the ratio is above 1."""
+    """Performers D.1: error grows on its way through the layers;
+    met where the whole interval of the ratio is above 1."""
     lines = []
     for (f, s, m, scale), e in found.items():
         if s == "orthogonal" and m == M:
             log = interval((e[:, -1] / e[:, 0]).log().tolist(), "log")
             low, mid, high = (math.exp(log["log"] + sign * log["log_ci95"]) for sign in (-1, 0, 1))
             verdict = "met" if low > 1 else "not met" if high < 1 else "open"
-            lines.append([f, scale, *(middle(e[:, i - 1]) for i in (1, DEPTH)), f"{mid:.2f} ({low:.2f} to {high:.2f})", verdict])
-    return (f"The paper's finding, small errors grow on their way through the layers: error behind layer {DEPTH} over error behind layer 1, "
-            f"orthogonal, m = {M}, geometric means and 95% interval over samples; open where it holds 1. An error of 1 is no approximation at "
-            "all; beyond, denominators near 0 have blown it up.\n\n"
+            ends = (middle(e[:, i - 1]) for i in (1, DEPTH))
+            lines.append([f, scale, *ends, f"{mid:.2f} ({low:.2f} to {high:.2f})", verdict])
+    return ("The paper's finding, small errors grow on their way through the layers: error behind layer "
+            f"{DEPTH} over error behind layer 1, orthogonal, m = {M}, geometric means and 95% interval over samples; "
+            "open where it holds 1. An error of 1 is no approximation at all; beyond, denominators near 0 have blown "
+            "it up.\n\n"
             + markdown(["mechanism", "scale", "behind layer 1", f"behind layer {DEPTH}", "growth", ""], lines))
 
 
@@ -71,7 +79,8 @@ def middle(errors: torch.Tensor) -> str:
 
 
 def table(found) -> str:
-    lines = [[f"{f} x {s}, m = {m}, scale {scale}", *(middle(e[:, i - 1]) for i in SHOWN)] for (f, s, m, scale), e in found.items()]
+    lines = [[f"{f} x {s}, m = {m}, scale {scale}", *(middle(e[:, i - 1]) for i in SHOWN)]
+             for (f, s, m, scale), e in found.items()]
     return "## Relative error of the hidden states\n\n" + markdown(["", *(f"layer {i}" for i in SHOWN)], lines)
 
 
@@ -85,7 +94,8 @@ def figure(found):
             curve(axes[2], e, palette.colour(f), f"{f}, m = {m}", STYLES[m])
         if s == "iid" and f in SWEPT[1:]:
             curve(axes[2], e, "#999999" if f == "pos" else "#000000", f"{f}, m = {m}, iid", "-.")
-    for ax, title in zip(axes, (*(f"all mechanisms, orthogonal, m = {M}, scale {s:g}" for s in SCALES), "number of projections, scale 1")):
+    titles = (f"all mechanisms, orthogonal, m = {M}, scale {s:g}" for s in SCALES)
+    for ax, title in zip(axes, (*titles, "number of projections, scale 1")):
         ax.set(title=title, xlabel="layers", yscale="log")
         ax.set_xticks(range(1, DEPTH + 1))
         ax.legend(fontsize=6.5, ncols=2)

@@ -1,4 +1,5 @@
-"""make performers-fig2: Figure 2 of Performers, MSE of trigonometric over that of positive features, by angle and length."""
+"""make performers-fig2: Figure 2 of Performers, MSE of trigonometric over that of positive features,
+by angle and length."""
 
 import math
 
@@ -22,12 +23,15 @@ def main(size: str) -> None:
     angle, length = torch.meshgrid(ANGLES, LENGTHS, indexing="ij")
     ratios = {name: log_ratio(palette.feature_map(name), angle, length) for name in MAPS}
     slices = {name: log_ratio(palette.feature_map(name), ANGLES, torch.ones_like(ANGLES)) for name in MAPS}
-    rows = [{"map": n, "angle": a.item(), "length": 1.0, "log_mse_ratio": v.item()} for n, s in slices.items() for a, v in zip(ANGLES, s)]
+    rows = [{"map": n, "angle": a.item(), "length": 1.0, "log_mse_ratio": v.item()}
+            for n, s in slices.items() for a, v in zip(ANGLES, s)]
     body = ("log of MSE(trig) / MSE(map) at length 1: positive where the positive map is better.\n\n"
-            + markdown(["angle", *MAPS], [[f"{ANGLES[i]:.2f}", *(f"{slices[n][i]:.2f}" for n in MAPS)] for i in range(90, 181, 15)]))
-    path = write_report("performers-fig2", "Performers Figure 2: where positive features beat trigonometric ones", body, rows,
-                        figure(ratios, slices), "Softmax kernel, equal numbers of projections, closed forms; x and y "
-                        f"of equal length; OPRF fitted to each pair; no data, no sampling.{palette.left_out(WITHOUT)}")
+            + markdown(["angle", *MAPS], [[f"{ANGLES[i]:.2f}", *(f"{slices[n][i]:.2f}" for n in MAPS)]
+                                          for i in range(90, 181, 15)]))
+    facts = ("Softmax kernel, equal numbers of projections, closed forms; x and y of equal length; OPRF fitted to each "
+             f"pair; no data, no sampling.{palette.left_out(WITHOUT)}")
+    path = write_report("performers-fig2", "Performers Figure 2: where positive features beat trigonometric ones", body,
+                        rows, figure(ratios, slices), facts)
     print(f"{body}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
@@ -42,8 +46,8 @@ def figure(ratios, slices):
     fig, axes = new_figure(1, 3, figsize=(12, 3.4))
     for ax, name in zip(axes, ("pos", "oprf")):
         shown = ratios[name].nan_to_num(nan=0.0).clamp(-LIMIT, LIMIT)
-        image = ax.imshow(shown.T, origin="lower", extent=(-math.pi, math.pi, -2, 2), aspect="auto", cmap="RdBu_r", vmin=-LIMIT,
-                          vmax=LIMIT)
+        image = ax.imshow(shown.T, origin="lower", extent=(-math.pi, math.pi, -2, 2), aspect="auto", cmap="RdBu_r",
+                          vmin=-LIMIT, vmax=LIMIT)
         ax.set(title=f"log MSE(trig) / MSE({name})", xlabel="angle", ylabel="length")
         ax.grid(False)
         fig.colorbar(image, ax=ax)

@@ -12,7 +12,8 @@ from crt_exp.studies.uci import interval
 
 L, D, SAMPLES, ROWS, SEED = 4096, 16, 15, 128, 0
 MS = (8, 16, 32, 64, 128, 256)
-SCALES = (0.5, 0.75, 1.0)  # standard deviation of queries and keys: the paper says "appropriately normalized" and no more
+# standard deviation of queries and keys: the paper says "appropriately normalized" and no more
+SCALES = (0.5, 0.75, 1.0)
 WITHOUT = palette.NONE
 WITHOUT_SAMPLERS = palette.NONE
 MAPS, SAMPLERS = palette.maps(WITHOUT), palette.samplers(WITHOUT_SAMPLERS)
@@ -21,24 +22,27 @@ STATEMENTS = (  # (better, baseline), each (mechanism, sampler): Performers Fig.
     (("pos", "orthogonal"), ("pos", "iid")), (("trig", "orthogonal"), ("trig", "iid")),
     (("pos", "iid"), ("trig", "iid")), (("pos", "orthogonal"), ("trig", "orthogonal")))
 KINDS = {"output_mse": "output", "matrix_mse": "matrix"}
-SOURCES = ("features", "samplers", "attention", "studies/approximation.py", "studies/captured.py", "report/performers_fig4.py")
+SOURCES = ("features", "samplers", "attention", "studies/approximation.py", "studies/captured.py",
+           "report/performers_fig4.py")
 
 
 def main(size: str) -> None:
     keys = [{"features": f, "sampler": s} for f in MAPS for s in SAMPLERS if palette.go_together(f, s)]
     keys += [{"features": f, "sampler": s, "scale": scale} for scale in SCALES if scale != 1 for f, s in PAPER]
     cells = Cells("performers-fig4", SOURCES).fill(keys, errors, "Figure 4")
-    found = {(k["features"], k["sampler"], k.get("scale", 1.0)): {kind: torch.tensor(v) for kind, v in cells[k].items()} for k in keys}
+    found = {(k["features"], k["sampler"], k.get("scale", 1.0)): {kind: torch.tensor(v) for kind, v in cells[k].items()}
+             for k in keys}
     rows = [{"features": f, "sampler": s, "scale": scale, "m": m, "of": KINDS[kind], "mse_mean": v.mean().item(),
              "mse_std": v.std().item(), "log_mse_mean": v.log().mean().item(), "log_mse_std": v.log().std().item()}
             for (f, s, scale), kinds in found.items() for kind, values in kinds.items() for m, v in zip(MS, values)]
     body = "\n".join([statements(found), paper_table(found), *(all_table(found, kind) for kind in KINDS)])
-    facts = (f"L = {L}, d = {D}, one head, {SAMPLES} samples of data and noise (seed {SEED}; the same data for every mechanism and sampler): v ~ "
-             "N(0, 1), q, k ~ N(0, scale^2), scaled dot products, parameters fitted to each sample; scale 1 where none is given. The paper "
-             "states L, d, the samples and no normalisation. MSE against exact softmax attention over all entries of the output, and over "
-             f"{ROWS} random rows of the attention matrix with rows of sum 1. Means are geometric over samples (with few features the "
-             "arithmetic mean of signed features is that of a few denominators near 0; it is in the csv); shaded: standard deviation of log "
-             "MSE. Equal numbers of projections m (trig, hyp and gerf make 2m features of them)."
+    facts = (f"L = {L}, d = {D}, one head, {SAMPLES} samples of data and noise (seed {SEED}; the same data for every "
+             "mechanism and sampler): v ~ N(0, 1), q, k ~ N(0, scale^2), scaled dot products, parameters fitted to "
+             "each sample; scale 1 where none is given. The paper states L, d, the samples and no normalisation. MSE "
+             f"against exact softmax attention over all entries of the output, and over {ROWS} random rows of the "
+             "attention matrix with rows of sum 1. Means are geometric over samples (with few features the arithmetic "
+             "mean of signed features is that of a few denominators near 0; it is in the csv); shaded: standard "
+             "deviation of log MSE. Equal numbers of projections m (trig, hyp and gerf make 2m features of them)."
              f"{palette.left_out({**WITHOUT, **WITHOUT_SAMPLERS})}")
     path = write_report("performers-fig4", "Performers Figure 4: MSE of attention against m", body, rows, figure(found),
                         facts, cells.seconds())
@@ -54,7 +58,8 @@ def errors(features: str, sampler: str, scale: float = 1.0) -> dict[str, list[li
 
 
 def verdict(found, better, baseline, scale: float, kind: str) -> str:
-    """Ratio of MSEs, mean over m and samples of its logarithm, with the 95% interval over samples; met where that is below 1."""
+    """Ratio of MSEs, mean over m and samples of its logarithm, with the 95% interval over samples;
+    met where that is below 1."""
     log = interval((found[*better, scale][kind].log() - found[*baseline, scale][kind].log()).mean(0).tolist(), "log")
     low, mid, high = (math.exp(log["log"] + sign * log["log_ci95"]) for sign in (-1, 0, 1))
     return f"{mid:.2g} ({low:.2g} to {high:.2g}) {'met' if high < 1 else 'not met' if low > 1 else 'open'}"
@@ -62,11 +67,13 @@ def verdict(found, better, baseline, scale: float, kind: str) -> str:
 
 def statements(found) -> str:
     """The paper's two findings."""
-    lines = [[f"{' x '.join(better)} below {' x '.join(baseline)}", what, *(verdict(found, better, baseline, s, kind) for s in SCALES)]
+    lines = [[f"{' x '.join(better)} below {' x '.join(baseline)}", what,
+              *(verdict(found, better, baseline, s, kind) for s in SCALES)]
              for better, baseline in STATEMENTS for kind, what in KINDS.items()]
-    return ("The paper's findings, orthogonal below iid and positive below trigonometric: ratio of MSEs, geometric mean over m = "
-            f"{MS[0]} to {MS[-1]} and samples, with its 95% interval over samples; met where the whole interval is below 1, open where it holds "
-            "1.\n\n" + markdown(["finding", "of the", *(f"scale {s}" for s in SCALES)], lines))
+    return ("The paper's findings, orthogonal below iid and positive below trigonometric: ratio of MSEs, geometric "
+            f"mean over m = {MS[0]} to {MS[-1]} and samples, with its 95% interval over samples; met where the whole "
+            "interval is below 1, open where it holds 1.\n\n"
+            + markdown(["finding", "of the", *(f"scale {s}" for s in SCALES)], lines))
 
 
 def paper_table(found) -> str:
@@ -81,8 +88,9 @@ def all_table(found, kind: str) -> str:
     cell = lambda f, s: f"{last[f, s]:.2e}" if (f, s) in last else ""
     fair = [(f, s) for f, s in last if estimates_softmax(palette.feature_map(f))]
     best, unbiased = min(last, key=last.get), min(fair, key=last.get)
-    return (f"## MSE of the {KINDS[kind]}, m = {MS[-1]}, scale 1, every mechanism and sampler\n\nThe least: {' x '.join(best)}; of unbiased "
-            f"mechanisms {' x '.join(unbiased)}. Empty: discrete mechanisms need exactly Gaussian rows.\n\n"
+    return (f"## MSE of the {KINDS[kind]}, m = {MS[-1]}, scale 1, every mechanism and sampler\n\nThe least: "
+            f"{' x '.join(best)}; of unbiased mechanisms {' x '.join(unbiased)}. Empty: discrete mechanisms need "
+            "exactly Gaussian rows.\n\n"
             + markdown(["", *SAMPLERS], [[f, *(cell(f, s) for s in SAMPLERS)] for f in MAPS]))
 
 

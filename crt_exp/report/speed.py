@@ -9,8 +9,8 @@ from crt_exp.report import palette
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.speed import attention_steps, interleaved, measure
 
-LENGTHS = {"attention": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), "large": (256, 1024, 4096), "small": (256, 1024, 4096, 16384),
-           "vit": (196, 784, 3136)}
+LENGTHS = {"attention": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072), "large": (256, 1024, 4096),
+           "small": (256, 1024, 4096, 16384), "vit": (196, 784, 3136)}
 LONGEST_FORWARD = 16384  # of forward passes alone
 BARS = (1024, 4096, 16384)
 MEMORY_LENGTHS = (4096, 65536)
@@ -24,25 +24,31 @@ def main(size: str) -> None:
             for w, lengths in LENGTHS.items() for n in lengths for b in ((True, False) if w == "attention" else (True,))
             if b or n <= LONGEST_FORWARD]
     later = [{"what": "later", "length": n, "rounds": rounds(n), "backward": True} for n in BARS]
-    cells = Cells("speed", ("attention", "features", "studies/speed.py", "models")).fill(keys + later, in_new_process, "speed", workers=1)
+    sources = ("attention", "features", "studies/speed.py", "models")
+    cells = Cells("speed", sources).fill(keys + later, in_new_process, "speed", workers=1)
     memory_keys = [{"length": n, "name": m} for n in MEMORY_LENGTHS for m in MEASURED]
     memory = Cells("speed-memory", ("attention", "features")).fill(memory_keys, alone.peak_memory, "memory", workers=1)
-    rows = [{**key, "method": name, "ms": ms, "ratio": ratio} for key in keys + later for name, (ms, ratio) in cells[key].items()]
-    body = "\n".join([targets(keys, cells), crossover(keys, cells), *(table(keys, cells, w, b) for w, b in (
-        ("attention", True), ("attention", False), ("large", True), ("small", True), ("vit", True))), memory_table(memory_keys, memory)])
-    facts = ("Batch 1, float32. Attention: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, the fit of FAVOR++ included; large: (heads, "
-             "layers, ffn, dim) = (8, 6, 2048, 512); small: (1, 6, 64, 64); vit: timm's ViT-Ti/16, m = 256. Medians over interleaved "
-             "rounds; a ratio is the median of the ratios within a round, to the eager floor exp(Q W^T) (exp(K W^T)^T V) for attention, to "
-             "exact attention for models. Every length has a process of its own. There the floor's feature matrices come from pages that "
-             "the system has yet to clear; a process that has run shorter sequences before may find them ready, and the floor is then up to "
-             "twice as fast: the column `later` has the same ratios after two steps of all methods at all shorter lengths.")
+    rows = [{**key, "method": name, "ms": ms, "ratio": ratio}
+            for key in keys + later for name, (ms, ratio) in cells[key].items()]
+    shown = (("attention", True), ("attention", False), ("large", True), ("small", True), ("vit", True))
+    body = "\n".join([targets(keys, cells), crossover(keys, cells), *(table(keys, cells, *what) for what in shown),
+                      memory_table(memory_keys, memory)])
+    facts = ("Batch 1, float32. Attention: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, the fit of FAVOR++ "
+             "included; large: (heads, layers, ffn, dim) = (8, 6, 2048, 512); small: (1, 6, 64, 64); vit: timm's "
+             "ViT-Ti/16, m = 256. Medians over interleaved rounds; a ratio is the median of the ratios within a round, "
+             "to the eager floor exp(Q W^T) (exp(K W^T)^T V) for attention, to exact attention for models. Every "
+             "length has a process of its own. There the floor's feature matrices come from pages that the system has "
+             "yet to clear; a process that has run shorter sequences before may find them ready, and the floor is then "
+             "up to twice as fast: the column `later` has the same ratios after two steps of all methods at all "
+             "shorter lengths.")
     path = write_report("speed", "Speed and memory of attention", body, rows, figure(keys, cells), facts,
                         cells.seconds())
     print(f"{targets(keys, cells)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
 def in_new_process(what: str, length: int, rounds: int, backward: bool) -> dict[str, tuple[float, float | None]]:
-    """`measure` in a process that has done nothing else, or, for `what` = later, has run all methods at all shorter lengths."""
+    """`measure` in a process that has done nothing else, or, for `what` = later, has run all methods at
+    all shorter lengths."""
     call = (measure_later, length, rounds) if what == "later" else (measure, what, length, rounds, backward)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(*call).result()
@@ -76,16 +82,20 @@ def targets(keys, cells) -> str:
     rows = [[title, bar, over(found[n], a, b), over(later[n], a, b)] for title, bar, n, a, b in bars]
     peer = "performer-pytorch causal"
     if peer in found[BARS[0]]:
-        rows.append([f"our causal over performer-pytorch's, L = {BARS[0]}", 1 / 30, over(found[BARS[0]], "favor+ causal", peer), None])
+        ours = over(found[BARS[0]], "favor+ causal", peer)
+        rows.append([f"our causal over performer-pytorch's, L = {BARS[0]}", 1 / 30, ours, None])
+    judged = lambda r, bar: ("", "") if r is None else (f"{r:.3f}", "met" if r <= bar else "not met")
     return "Forward and backward against the bars set for this engine (ratios of medians):\n\n" + markdown(
         ["ratio", "at most", "here", "", "later", ""],
-        [[title, f"{bar:.3f}", *(x for r in ratios for x in (("", "") if r is None else (f"{r:.3f}", "met" if r <= bar else "not met")))]
+        [[title, f"{bar:.3f}", *(x for r in ratios for x in judged(r, bar))]
          for title, bar, *ratios in rows])
 
 
 def crossover(keys, cells) -> str:
-    lengths = [n for n, found in of(keys, cells, "attention").items() if "sdpa" in found and found["favor++"][0] < found["sdpa"][0]]
-    return f"FAVOR++ (m = 256) is faster than exact attention from L = {min(lengths) if lengths else '(none measured)'} on, forward and backward.\n"
+    lengths = [n for n, found in of(keys, cells, "attention").items()
+               if "sdpa" in found and found["favor++"][0] < found["sdpa"][0]]
+    first = min(lengths) if lengths else "(none measured)"
+    return f"FAVOR++ (m = 256) is faster than exact attention from L = {first} on, forward and backward.\n"
 
 
 def table(keys, cells, what: str, backward: bool) -> str:
@@ -94,12 +104,14 @@ def table(keys, cells, what: str, backward: bool) -> str:
     base = "floor" if what == "attention" else "exact"
     cell = lambda f, n: "" if n not in f else f"{f[n][0]:.1f}" + (f" ({f[n][1]:.2f})" if base in f else "")
     title = f"## {what}, {'forward and backward' if backward else 'forward'}, ms (ratio)\n\n"
-    return title + markdown(["method", *(f"L = {n}" for n in found)], [[n, *(cell(f, n) for f in found.values())] for n in names])
+    rows = [[n, *(cell(f, n) for f in found.values())] for n in names]
+    return title + markdown(["method", *(f"L = {n}" for n in found)], rows)
 
 
 def memory_table(keys, cells) -> str:
     rows = [[m, *(f"{cells[{'length': n, 'name': m}]:.0f}" for n in MEMORY_LENGTHS)] for m in MEASURED]
-    return "## Peak memory beyond inputs, output and gradients, MiB\n\n" + markdown(["method", *(f"L = {n}" for n in MEMORY_LENGTHS)], rows)
+    return "## Peak memory beyond inputs, output and gradients, MiB\n\n" + markdown(
+        ["method", *(f"L = {n}" for n in MEMORY_LENGTHS)], rows)
 
 
 def colour(name: str) -> str:
@@ -119,7 +131,7 @@ def figure(keys, cells):
         ax.set(xscale="log", yscale="log", title=f"{what}: ms a step", xlabel="L")
         ax.set_xticks(list(found), [f"{n // 1024}k" if n >= 1024 else n for n in found], fontsize=7)
         ax.minorticks_off()
-    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()))) | dict(zip(*reversed(axes[1].get_legend_handles_labels())))
+    handles = {label: handle for ax in axes[:2] for handle, label in zip(*ax.get_legend_handles_labels())}
     fig.legend(handles.values(), handles, loc="upper center", bbox_to_anchor=(0.5, 0), ncol=7, fontsize=8)
     fig.tight_layout()
     return fig

@@ -1,8 +1,9 @@
-"""Tiny models with attention, and batches that they take: every model type of transformers, timm's, torch's and torchaudio's.
+"""Tiny models with attention, and batches that they take:
+every model type of transformers, timm's, torch's and torchaudio's.
 
-Nothing here knows a model of transformers by name: sizes are recognised by what the keys of a configuration are called. A type whose
-configuration does not shrink to a model, or whose model takes no batch of the usual arguments, raises `NotBuilt` with the reason.
-All models have random weights, float64, and are in eval mode.
+Nothing here knows a model of transformers by name: sizes are recognised by what the keys of a configuration are called.
+A type whose configuration does not shrink to a model, or whose model takes no batch of the usual arguments, raises
+`NotBuilt` with the reason. All models have random weights, float64, and are in eval mode.
 """
 
 import inspect
@@ -18,24 +19,27 @@ PARAMETERS = 70_000_000  # of the largest model that counts as tiny
 
 # What a key is called -> what it becomes; the first pattern that fits the whole name decides.
 SIZES = (
-    (r"(.*_)?(num_)?(hidden_|encoder_|decoder_|self_attn_|cross_attn_|transformer_|text_|attention_)*(layers|blocks|layer)(_num)?", LAYERS),
+    (r"(.*_)?(num_)?(hidden_|encoder_|decoder_|self_attn_|cross_attn_|transformer_|text_|attention_)*"
+     r"(layers|blocks|layer)(_num)?", LAYERS),
     (r"n_layers?|depth|num_(hidden_)?layers|.*_num_layers|num_.*_layers|.*_depth", LAYERS),
     (r"(.*_)?(num_)?(key_value|kv)_heads?|multi_query_group_num|n_kv_heads?", "kv_heads"),
     (r"(.*_)?(num_)?(attention_)?heads?|n_heads?|num_heads|.*_num_heads|.*_attention_heads", HEADS),
     (r"(.*_)?head_(dim|size)|kv_channels|d_kv|attention_head_size|rotary_dim|head_size|dim_head", HEAD_DIM),
     (r".*lora_rank", 16),
-    (r"(.*_)?(intermediate_size|ffn_dim|ff_dim|mlp_dim|d_ff|n_inner|ffn_hidden_size|feedforward_dim|inner_dim|ffn_size|linear_units)", 2 * HIDDEN),
+    (r"(.*_)?(intermediate_size|ffn_dim|ff_dim|mlp_dim|d_ff|n_inner|ffn_hidden_size|feedforward_dim|inner_dim|ffn_size"
+     r"|linear_units)", 2 * HIDDEN),
     (r"(.*_)?vocab_size(_.*)?|.*num_tokens|num_embeddings|vocab_size_per_.*", VOCABULARY),
     (r"(.*_)?(num_)?(local_|routed_|n_routed_)?experts|n_routed_experts|moe_num_experts|num_experts", 4),
     (r"(.*_)?(num_)?experts_per_(tok|token)|moe_top_?k|top_k|.*router_top_k", 2),
     (r"(.*_)?n_group|topk_group", 1),
     (r"(.*_)?image_size|img_size|input_size", IMAGE),
     (r"(.*_)?patch_size", PATCH),
-    (r"max_source_positions|max_target_positions|(.*_)?max_position_embeddings|n_positions|n_ctx|seq_length|max_seq_len(gth)?"
-     r"|max_2d_position_embeddings", POSITIONS),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|hidden_dim|hidden_channels|projection_dim|embedding_size|embedding_dim|word_embed_proj_dim"
-     r"|emb_dim|output_dim|proj_dim|latent_dim|width|d_embed|qk_dim|qk_channels|v_channels|d_latents|dim|out_features_dim|encoder_dim"
-     r"|decoder_dim|aggregate_dim|output_hidden_size|initial_hidden_size)", HIDDEN),
+    (r"max_source_positions|max_target_positions|(.*_)?max_position_embeddings|n_positions|n_ctx|seq_length"
+     r"|max_seq_len(gth)?|max_2d_position_embeddings", POSITIONS),
+    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|hidden_dim|hidden_channels|projection_dim|embedding_size"
+     r"|embedding_dim|word_embed_proj_dim|emb_dim|output_dim|proj_dim|latent_dim|width|d_embed|qk_dim|qk_channels"
+     r"|v_channels|d_latents|dim|out_features_dim|encoder_dim|decoder_dim|aggregate_dim|output_hidden_size"
+     r"|initial_hidden_size)", HIDDEN),
     (r"(.*_)?(conv_dim|num_conv_pos_embeddings)", 16),
     (r"(.*_)?(num_queries|num_query_tokens|num_latents|num_object_queries)", 6),
 )
@@ -121,7 +125,8 @@ def shrink(config: Any) -> Any:
 def shrunk(key: str, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value
-    if key == "layer_types" or (isinstance(value, list) and value and all(isinstance(v, str) for v in value) and key.endswith("layer_types")):
+    texts = isinstance(value, list) and value and all(isinstance(v, str) for v in value)
+    if key == "layer_types" or (texts and key.endswith("layer_types")):
         return _two_kinds(value)
     if re.search("dropout|drop_path|layerdrop|drop_rate", key):
         return 0.0 if isinstance(value, (int, float)) else value
@@ -136,7 +141,8 @@ def shrunk(key: str, value: Any) -> Any:
         if size == "kv_heads":
             return min(value, 2) if value > 0 else value
         return value if size is None else min(size, value) if value > 0 else value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+    whole = lambda v: isinstance(v, int) and not isinstance(v, bool)
+    if isinstance(value, (list, tuple)) and value and all(map(whole, value)):
         size = _size(key)
         if isinstance(size, int) and len(set(value)) == 1:
             return type(value)(min(size, v) for v in value)
@@ -182,14 +188,18 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
         found.append(text | {"bbox": torch.ones(BATCH, LENGTH, 4, dtype=torch.long)})
     if "input_values" in names:
         found += [{"input_values": randn(BATCH, 2000)}, {"input_values": randn(BATCH, 1, 2000)}]
-        found.append({"input_values": randn(BATCH, _first(config, ("max_length",), 64), _first(config, ("num_mel_bins",), 80))})
+        shape = _first(config, ("max_length",), 64), _first(config, ("num_mel_bins",), 80)
+        found.append({"input_values": randn(BATCH, *shape)})
     if "input_features" in names:
-        mels = _first(config, ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim", "input_feat_per_channel"), 80)
+        mels = _first(config, ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim",
+                               "input_feat_per_channel"), 80)
         frames = 2 * _first(config, ("max_source_positions",), POSITIONS)
         for shape in ((BATCH, mels, frames), (BATCH, frames, mels), (BATCH, 1, 64, 64)):
-            found.append({"input_features": randn(*shape)} | ({"decoder_input_ids": tokens(seed=3)} if "decoder_input_ids" in names else {}))
+            decoded = {"decoder_input_ids": tokens(seed=3)} if "decoder_input_ids" in names else {}
+            found.append({"input_features": randn(*shape)} | decoded)
     if "past_values" in names:
-        found.append({"past_values": randn(BATCH, _first(config, ("context_length",), 32), _first(config, ("num_input_channels",), 1))})
+        shape = _first(config, ("context_length",), 32), _first(config, ("num_input_channels",), 1)
+        found.append({"past_values": randn(BATCH, *shape)})
     return found
 
 
@@ -245,7 +255,8 @@ def timm_names() -> list[str]:
     files: dict[str, list[str]] = {}
     for name in timm.list_models():
         files.setdefault(timm.model_entrypoint(name).__module__, []).append(name)
-    return sorted(min(sorted(names, key=lambda name: (len(name), name))[:6], key=_timm_parameters) for names in files.values())
+    smallest = lambda names: min(sorted(names, key=lambda name: (len(name), name))[:6], key=_timm_parameters)
+    return sorted(smallest(names) for names in files.values())
 
 
 def _timm_parameters(name: str) -> int:
@@ -289,10 +300,12 @@ def _causal(name: str) -> dict[str, Any]:
 
 
 TORCH = {
-    "MultiheadAttention": lambda: (nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True), _vectors("query", "key", "value")),
-    "TransformerEncoder": lambda: (nn.TransformerEncoder(_torch_layer(nn.TransformerEncoderLayer), LAYERS), _vectors("src")),
-    "TransformerDecoder": lambda: (nn.TransformerDecoder(_torch_layer(nn.TransformerDecoderLayer), LAYERS), _vectors("tgt", "memory")
-                                   | _causal("tgt")),
+    "MultiheadAttention": lambda: (nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True),
+                                   _vectors("query", "key", "value")),
+    "TransformerEncoder": lambda: (nn.TransformerEncoder(_torch_layer(nn.TransformerEncoderLayer), LAYERS),
+                                   _vectors("src")),
+    "TransformerDecoder": lambda: (nn.TransformerDecoder(_torch_layer(nn.TransformerDecoderLayer), LAYERS),
+                                   _vectors("tgt", "memory") | _causal("tgt")),
     "Transformer": lambda: (nn.Transformer(HIDDEN, HEADS, LAYERS, LAYERS, 2 * HIDDEN, 0.0, batch_first=True),
                             _vectors("src", "tgt") | _causal("tgt")),
 }
@@ -311,10 +324,12 @@ def _speech(make: str, **sizes: int) -> Made:
     common = {"extractor_mode": "group_norm", "extractor_conv_layer_config": convolutions, "extractor_conv_bias": False,
               "encoder_embed_dim": HIDDEN, "encoder_projection_dropout": 0.0, "encoder_pos_conv_kernel": 15,
               "encoder_pos_conv_groups": 2, "encoder_num_layers": LAYERS, "encoder_num_heads": HEADS,
-              "encoder_attention_dropout": 0.0, "encoder_ff_interm_features": 2 * HIDDEN, "encoder_ff_interm_dropout": 0.0,
-              "encoder_dropout": 0.0, "encoder_layer_norm_first": False, "encoder_layer_drop": 0.0, "aux_num_out": None}
+              "encoder_attention_dropout": 0.0, "encoder_ff_interm_features": 2 * HIDDEN,
+              "encoder_ff_interm_dropout": 0.0, "encoder_dropout": 0.0, "encoder_layer_norm_first": False,
+              "encoder_layer_drop": 0.0, "aux_num_out": None}
     generator = torch.Generator().manual_seed(0)
-    return getattr(models, make)(**common, **sizes), {"waveforms": torch.randn(BATCH, 800, generator=generator, dtype=torch.float64)}
+    waveforms = torch.randn(BATCH, 800, generator=generator, dtype=torch.float64)
+    return getattr(models, make)(**common, **sizes), {"waveforms": waveforms}
 
 
 def _conformer() -> Made:
@@ -327,8 +342,8 @@ def _conformer() -> Made:
 def _emformer() -> Made:
     from torchaudio.models import Emformer
 
-    return Emformer(HIDDEN, HEADS, 2 * HIDDEN, LAYERS, segment_length=4, right_context_length=2), _vectors("input", length=12) | {
-        "lengths": torch.tensor([12, 12])}
+    model = Emformer(HIDDEN, HEADS, 2 * HIDDEN, LAYERS, segment_length=4, right_context_length=2)
+    return model, _vectors("input", length=12) | {"lengths": torch.tensor([12, 12])}
 
 
 TORCHAUDIO = {

@@ -39,10 +39,12 @@ class Cells:
     def __getitem__(self, key: dict[str, Any]) -> Any:
         return self.known[json.dumps(key)]["value"]
 
-    def fill(self, keys: Sequence[dict[str, Any]], compute: Callable[..., Any], label: str, workers: int | None = None) -> "Cells":
+    def fill(self, keys: Sequence[dict[str, Any]], compute: Callable[..., Any], label: str,
+             workers: int | None = None) -> "Cells":
         """compute(**key) for every key that is not known, one process for each core; kept as soon as each is there."""
         missing = [key for key in keys if json.dumps(key) not in self.known]
-        jobs = joblib.Parallel(n_jobs=min(workers or os.cpu_count(), max(len(missing), 1)), return_as="generator_unordered")(
+        cores = min(workers or os.cpu_count(), max(len(missing), 1))
+        jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
             joblib.delayed(_timed)(compute, key) for key in missing)
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
             self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code, "commit": commit(),

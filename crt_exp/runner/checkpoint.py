@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent: `<root>/step-N/`, written under a temporary name, checksummed, renamed.
 
-A directory holds tensors as safetensors (`model`, `optimizer`), everything else as JSON (`state`), and `manifest.json` with the
-size and SHA-256 of each file. Nothing is pickled, so a checkpoint from elsewhere can be read without running its code.
+A directory holds tensors as safetensors (`model`, `optimizer`), everything else as JSON (`state`), and `manifest.json`
+with the size and SHA-256 of each file. Nothing is pickled, so a checkpoint from elsewhere can be read without running
+its code.
 """
 
 import hashlib
@@ -25,7 +26,8 @@ class CheckpointError(OSError):
 
 
 def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
-    """Writes `<root>/step-<step>` with `<name>.safetensors` for each entry of `tensors` and `state.json`; returns its path.
+    """Writes `<root>/step-<step>` with `<name>.safetensors` for each entry of `tensors` and `state.json`;
+    returns its path.
 
     Raises CheckpointError where the disk is full or not writable; what was there before stays as it was.
     """
@@ -36,7 +38,8 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         files = {f"{name}.safetensors": encode(part) for name, part in tensors.items()}
         files["state.json"] = json.dumps(state).encode()
         manifest = {name: write_file(temporary / name, content) for name, content in files.items()}
-        write_file(temporary / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1).encode())
+        content = json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1)
+        write_file(temporary / MANIFEST, content.encode())
         sync_directory(temporary)
         shutil.rmtree(final, ignore_errors=True)  # one that `newest` found damaged and could not set aside
         temporary.rename(final)
@@ -44,7 +47,8 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = error.strerror or error
-        raise CheckpointError(f"cannot write the checkpoint of step {step} to {root}: {reason}; {remaining(root)}") from None
+        raise CheckpointError(f"cannot write the checkpoint of step {step} to {root}: {reason}; "
+                              f"{remaining(root)}") from None
     return final
 
 
@@ -86,7 +90,8 @@ def damage(path: Path, only: str | None = None) -> str | None:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    return None if manifest.get("format") == FORMAT else f"its format is {manifest.get('format')}, this version reads {FORMAT}"
+    found = manifest.get("format")
+    return None if found == FORMAT else f"its format is {found}, this version reads {FORMAT}"
 
 
 def checksum(path: Path) -> str:
@@ -97,7 +102,8 @@ def checksum(path: Path) -> str:
 def newest(root: Path, say=print) -> Path | None:
     """The newest intact checkpoint; None where there is none.
 
-    Damaged ones on the way to it are set aside as damaged-step-N, so that no later run meets them, and named through `say`.
+    Damaged ones on the way to it are set aside as damaged-step-N, so that no later run meets them,
+    and named through `say`.
     """
     clear_temporary(root)
     for step in reversed(steps(root)):
@@ -105,7 +111,8 @@ def newest(root: Path, say=print) -> Path | None:
         reason = damage(path)
         if reason is None:
             return path
-        say(f"checkpoint {path} is damaged ({reason}): going back to the one before; it is kept as {set_aside(path).name}")
+        say(f"checkpoint {path} is damaged ({reason}): going back to the one before; "
+            f"it is kept as {set_aside(path).name}")
     return None
 
 
@@ -120,7 +127,8 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(root: Path, keep: int, best: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, the best, and those that intact ones of the newest call the best."""
+    """Removes all but the newest `keep` checkpoints, the best, and those that intact ones of the
+    newest call the best."""
     newest_steps = steps(root)[-keep:]
     intact = [path for path in (root / f"step-{step}" for step in newest_steps) if damage(path, "state.json") is None]
     bests = {(load_state(path).get("best") or {}).get("step") for path in intact}
@@ -139,7 +147,8 @@ def clear_temporary(root: Path) -> None:
 def remaining(root: Path) -> str:
     """What a failed write leaves to continue from."""
     left = steps(root)
-    return f"that of step {left[-1]} remains: free space and continue with resume=auto" if left else "there is none before it"
+    return (f"that of step {left[-1]} remains: free space and continue with resume=auto" if left
+            else "there is none before it")
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -150,16 +159,18 @@ def load_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {path / 'state.json'}: {error}") from None
 
 
-# ---- tensors --------------------------------------------------------------------------------------------------------------
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def encode(tensors: dict[str, Tensor]) -> bytes:
-    """Safetensors; a tensor that several names share (tied weights) is written once, the other names in the metadata."""
+    """Safetensors; a tensor that several names share (tied weights) is written once,
+    the other names in the metadata."""
     from safetensors.torch import save as serialise
 
     kept, first, aliases, storages = {}, {}, {}, set()
     for name, tensor in tensors.items():
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(),
+               tensor.dtype)
         if tensor.numel() and key in first:
             aliases[name] = first[key]
             continue

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from crt_exp.config import ConfigError, instantiate
+from crt_exp.config import ConfigError, instantiate, located
 from crt_exp.ranks import inside_torchrun, world_size
-from crt_exp.runner.composed import located
 from crt_exp.runner.invocation import choice, in_sweep, overrides
 from crt_exp.runner.sweep import check_direction
 
@@ -45,7 +44,8 @@ def check_attention(cfg) -> None:
 def _part_of(override: str) -> str | None:
     """Which part of a mechanism an override chooses: features, sampler or m."""
     key = override.split("=")[0].lstrip("+~")
-    return "m" if key == "features.m" else next((part for part in ("features", "sampler") if key.split(".")[0] == part), None)
+    group = key.split(".")[0]
+    return "m" if key == "features.m" else group if group in ("features", "sampler") else None
 
 
 def check_sweeper(cfg) -> None:
@@ -62,8 +62,8 @@ def check_study(cfg, mechanism) -> None:
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} does not train: start it on one process")
     if not mechanism.estimates and mechanism.name != "exact":
-        raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} estimates "
-                          "none: choose features=..., a preset such as attention=favorpp, or attention=exact")
+        raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} "
+                          "estimates none: choose features=..., a preset such as attention=favorpp, or attention=exact")
 
 
 def check_training(cfg, task, mechanism) -> None:

@@ -13,21 +13,22 @@ from crt_exp.runner.sweep import adjust_plugins, check_plugin
 
 
 def check_command_line(args: list[str]) -> None:
-    """Raises ConfigError for a group choice or a key that does not exist, naming the nearest one that does, and for values that
-    do not fit; of a sweep, for each of its values."""
+    """Raises ConfigError for a group choice or a key that does not exist, naming the nearest one that does, and for
+    values that do not fit; of a sweep, for each of its values."""
     from hydra._internal.utils import get_args_parser
 
     flags = get_args_parser().parse_args(args)
     if flags.help or flags.hydra_help or flags.info or flags.shell_completion:
         return
     if flags.config_name or flags.config_path:
-        raise ConfigError("--config-name and --config-path would replace the whole configuration: add files of your own with "
-                          "--config-dir=DIR, which holds DIR/<group>/<name>.yaml")
+        raise ConfigError("--config-name and --config-path would replace the whole configuration: add files of your "
+                          "own with --config-dir=DIR, which holds DIR/<group>/<name>.yaml")
     if flags.experimental_rerun:
-        raise ConfigError("--experimental-rerun would run what a file says: repeat the run's command, it stands in versions.json")
+        raise ConfigError("--experimental-rerun would run what a file says: repeat the run's command, it stands in "
+                          "versions.json")
     if flags.multirun and inside_torchrun():
-        raise ConfigError("a sweep (-m) cannot run inside torchrun: leave torchrun out and add trainer.processes=N, which starts "
-                          "one for each run")
+        raise ConfigError("a sweep (-m) cannot run inside torchrun: leave torchrun out and add trainer.processes=N, "
+                          "which starts one for each run")
     overrides = parse_overrides(flags.overrides)
     if any(o.key_or_group in ("hydra/launcher", "hydra/sweeper") for o in overrides):
         adjust_plugins()
@@ -63,7 +64,8 @@ def parse_overrides(args: list[str]) -> list:
         try:
             parsed.append(parser.parse_override(arg))
         except HydraException:
-            raise ConfigError(f"cannot read {arg!r}; quote values that hold spaces, commas or brackets: 'key=\"a, b\"'") from None
+            raise ConfigError(f"cannot read {arg!r}; quote values that hold spaces, commas or brackets: "
+                              "'key=\"a, b\"'") from None
     return parsed
 
 
@@ -71,8 +73,8 @@ def check_names_no_code(override) -> None:
     """What is built stands in files alone, those of conf/ and of a folder that the user names."""
     keys = override.key_or_group.split("@")[0].split(".")
     if any(key.startswith("_") for key in keys) or (not override.is_sweep_override() and names_code(override.value())):
-        raise ConfigError(f"{override.input_line}: the command line cannot name code to run; write it to DIR/<group>/<name>.yaml "
-                          "and add --config-dir=DIR <group>=<name>")
+        raise ConfigError(f"{override.input_line}: the command line cannot name code to run; write it to "
+                          "DIR/<group>/<name>.yaml and add --config-dir=DIR <group>=<name>")
 
 
 def is_group(override) -> bool:
@@ -110,7 +112,8 @@ def check_choice(override, folders: list[str]) -> None:
 
 
 def search_path(config_dir: str | None, overrides: list) -> list[str]:
-    """Folders with further configuration files, from --config-dir and hydra.searchpath, as Hydra writes them: file://..."""
+    """Folders with further configuration files, from --config-dir and hydra.searchpath,
+    as Hydra writes them: file://..."""
     given = [o.value() for o in overrides if o.key_or_group == "hydra.searchpath"]
     if any(not isinstance(paths, list) for paths in given):
         raise ConfigError(f"hydra.searchpath = {given[0]}: it takes a list of folders, [file:///home/me/conf]")
@@ -122,7 +125,8 @@ def search_path(config_dir: str | None, overrides: list) -> list[str]:
 
 def added(group: str, folders: list[str]) -> list[str]:
     """The choices of a group that such folders add."""
-    return sorted(path.stem for folder in folders for path in Path(folder.removeprefix("file://"), group).glob("*.yaml"))
+    files = (path for folder in folders for path in Path(folder.removeprefix("file://"), group).glob("*.yaml"))
+    return sorted(path.stem for path in files)
 
 
 def check_key(override, cfg) -> None:
@@ -164,8 +168,8 @@ def with_value(node: dict, key: str, value) -> dict:
 
 def check_sweep(override, multirun: bool) -> None:
     if override.is_sweep_override() and not multirun:
-        raise ConfigError(f"{override.input_line} names several values: add -m to sweep over them, or quote one value that holds "
-                          "commas: 'key=\"a,b\"'")
+        raise ConfigError(f"{override.input_line} names several values: add -m to sweep over them, or quote one value "
+                          "that holds commas: 'key=\"a,b\"'")
 
 
 def first_value(override) -> str:
@@ -188,7 +192,9 @@ def compose(overrides: list[str], folders: list[str] = ()):
         raise explained(error) from None
     except (HydraException, ValueError) as error:
         cause = error.__cause__
-        raise explained(cause) if isinstance(cause, OmegaConfBaseException) else ConfigError(str(error).splitlines()[0]) from None
+        if isinstance(cause, OmegaConfBaseException):
+            raise explained(cause) from None
+        raise ConfigError(str(error).splitlines()[0]) from None
 
 
 @lru_cache
@@ -204,7 +210,8 @@ def with_folders(folders: list[str]) -> list[str]:
 
 
 def planned_directory(cfg, multirun: bool) -> Path:
-    """Where Hydra will write; its own settings become current, for the interpolations in this name and in the configuration."""
+    """Where Hydra will write; its own settings become current, for the interpolations in this name and
+    in the configuration."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import read_write
 

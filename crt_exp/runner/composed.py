@@ -1,10 +1,10 @@
-"""The composed configuration, checked as one: which keys there are, what each takes, and that every group names code of its kind.
+"""The composed configuration, checked as one: which keys there are, what each takes,
+and that every group names code of its kind.
 
-Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (schema.py), so a new task, map or
-sampler is checked without a line here.
+Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (schema.py), so a new
+task, map or sampler is checked without a line here.
 """
 
-import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from crt_exp.config import ConfigError, choices, unknown
+from crt_exp.config import ConfigError, choices, located, unknown
 from crt_exp.schema import Count, Parameter, at_least, at_most, check_keys, parameters, shown
 
 HYDRA_KEYS = ("_target_", "_partial_", "_convert_")  # how a file says what is built; the command line may not name them
@@ -41,7 +41,8 @@ def is_map(target: Any) -> bool:
 
 
 def is_task(target: Any) -> bool:
-    return isinstance(target, type) and hasattr(target, "summary") and (hasattr(target, "records") or hasattr(target, "batches"))
+    return (isinstance(target, type) and hasattr(target, "summary")
+            and (hasattr(target, "records") or hasattr(target, "batches")))
 
 
 def is_trainer(target: Any) -> bool:
@@ -103,7 +104,8 @@ def check_plain(given: dict[str, Any]) -> None:
     check_keys("", {key: value for key, value in given.items() if key in TOP}, TOP)
     for name, group in GROUPS.items():
         node = given.get(name)
-        if node is not None and not (isinstance(node, dict) and node.keys() <= group.extra.keys()):  # what config.yaml holds
+        unchosen = isinstance(node, dict) and node.keys() <= group.extra.keys()  # what config.yaml holds
+        if node is not None and not unchosen:
             check_node(name, node, group)
         elif not group.optional:
             raise ConfigError(f"{name} is missing: a run needs one, {name}=... (known: {' '.join(choices(name))})")
@@ -124,7 +126,8 @@ def check_node(path: str, node: Any, group: Group) -> None:
     for key, value in given.items():
         if names_code({key: value}):
             raise ConfigError(f"{path}.{key} = {shown(value)}: it names code to run, and this key takes none")
-    wanted = {key: parameter for key, parameter in parameters(target).items() if key not in (*group.supplied, *group.parts)}
+    apart = (*group.supplied, *group.parts)
+    wanted = {key: parameter for key, parameter in parameters(target).items() if key not in apart}
     check_keys(f"{path}.", given, wanted | group.extra)
 
 
@@ -133,12 +136,3 @@ def names_code(value: Any) -> bool:
     if isinstance(value, dict):
         return any(str(key).startswith("_") or names_code(inner) for key, inner in value.items())
     return isinstance(value, list) and any(map(names_code, value))
-
-
-def located(path: str, name: Any) -> Any:
-    """The class or function that a `_target_` names."""
-    try:
-        return pkgutil.resolve_name(name)
-    except Exception as error:  # whatever the import of somebody's module raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{path}._target_ = {name} cannot be imported: {reason}") from None

@@ -1,7 +1,7 @@
 """How a run ends early: what is told, by which of its processes, and the exit code.
 
-Codes: 2 for what the user can set right, 3 for a run that diverged, 128 + the signal where one was told to stop and left a
-checkpoint. In a sweep only a signal ends the other runs too.
+Codes: 2 for what the user can set right, 3 for a run that diverged, 128 + the signal where one was told to stop and
+left a checkpoint. In a sweep only a signal ends the other runs too.
 """
 
 import os
@@ -22,12 +22,14 @@ from crt_exp.runner.invocation import in_sweep, output_directory, override, plac
 from crt_exp.runner.processes import Preempted, clear_when_early, lost_process
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
-NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")  # by torch
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation",
+             "numel: integer")  # by torch
 PATIENCE = 10.0  # seconds: torchrun ends the other processes as soon as one has failed
 
 
 class Stopped(Exception):
-    """A run that ended early with an exit code of its own: on all its processes, so that only the first one tells it."""
+    """A run that ended early with an exit code of its own:
+    on all its processes, so that only the first one tells it."""
 
     def __init__(self, message: str, code: int, told: bool = False):
         super().__init__(message)
@@ -38,7 +40,7 @@ class RunFailed(CompactHydraException):
     """One run of a sweep failed; Hydra tells it in the end, without a traceback."""
 
 
-# ---- from an error to its message ----------------------------------------------------------------------------------------
+# ---- from an error to its message ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -65,7 +67,8 @@ def mistakes_told() -> Iterator[None]:
 
 @contextmanager
 def ending_together(world) -> Iterator[None]:
-    """Makes the body's Preempted and Diverged a Stopped that all processes of `world` raise, and closes it at the end."""
+    """Makes the body's Preempted and Diverged a Stopped that all processes of `world` raise,
+    and closes it at the end."""
     from crt_exp.nonfinite import Diverged
 
     whole = False
@@ -82,7 +85,8 @@ def ending_together(world) -> Iterator[None]:
         raise stopped from None
     except RuntimeError as error:
         if world.size > 1 and lost_process(error):
-            raise Stopped(f"process {rank()} cannot go on, for another is gone: {str(error).splitlines()[0]}", 1) from None
+            reason = str(error).splitlines()[0]
+            raise Stopped(f"process {rank()} cannot go on, for another is gone: {reason}", 1) from None
         raise
     finally:
         if world.size == 1 or whole:
@@ -105,7 +109,8 @@ def out_of_memory(error: Exception) -> Exception | None:
     asked = re.search(r"allocate (\d+) bytes", str(error))
     first = (str(error).splitlines() or ["MemoryError"])[0][:200]
     size = f"{int(asked[1]) / 2**30:.1f} GiB were asked for" if asked else first
-    return ConfigError(f"out of memory: {size}; choose a smaller features.m, trainer.batch (larger trainer.accumulate) or task")
+    return ConfigError(f"out of memory: {size}; choose a smaller features.m, trainer.batch (larger "
+                       "trainer.accumulate) or task")
 
 
 def interrupted(error: Preempted | KeyboardInterrupt) -> Stopped:
@@ -120,7 +125,7 @@ def remove_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-# ---- from a message to the end ------------------------------------------------------------------------------------------
+# ---- from a message to the end ---------------------------------------------------------------------------------------
 
 
 _told: set[str] = set()  # the errors of a sweep's runs

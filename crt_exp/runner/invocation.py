@@ -1,4 +1,5 @@
-"""What Hydra was asked for and made of it: overrides, choices of groups, the run directory, whether it belongs to a sweep."""
+"""What Hydra was asked for and made of it: overrides, choices of groups, the run directory,
+whether it belongs to a sweep."""
 
 import re
 from pathlib import Path
@@ -13,7 +14,8 @@ def choice(group: str) -> str | None:
 
 
 def overrides() -> list[str]:
-    """What this run was told, also where a sweep or a torchrun told it and not the command line; nothing outside a run."""
+    """What this run was told, also where a sweep or a torchrun told it and not the command line;
+    nothing outside a run."""
     from hydra.core.hydra_config import HydraConfig
 
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []

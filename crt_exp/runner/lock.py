@@ -1,7 +1,7 @@
 """One process at a time in a run directory: a lock that the kernel frees when its holder ends, however it ends.
 
-It is a record lock (POSIX), which network file systems know too, and which forked workers of a killed run do not hold on to. The
-file names the holder and goes away with the lock; one that a killed process left is no obstacle.
+It is a record lock (POSIX), which network file systems know too, and which forked workers of a killed run do not hold
+on to. The file names the holder and goes away with the lock; one that a killed process left is no obstacle.
 """
 
 import errno
@@ -20,7 +20,8 @@ _held: set[tuple[int, int]] = set()  # files by device and inode: a record lock 
 
 
 class Lock:
-    """Holds `directory`, which it makes, until `release`. Raises ConfigError, naming the holder, where another process does."""
+    """Holds `directory`, which it makes, until `release`.
+    Raises ConfigError, naming the holder, where another process does."""
 
     def __init__(self, directory: Path):
         self.path, self.handle = directory / LOCK, None
@@ -31,7 +32,8 @@ class Lock:
     def _taken(self) -> int | None:
         """The locked file; None where another holder removed the file, or the directory, before it could be locked."""
         if self._identity() in _held:
-            raise self._refused(f"this process ({os.getpid()}) itself")  # opened a second time, and closed, it would be lost
+            # opened a second time, and closed, it would be lost
+            raise self._refused(f"this process ({os.getpid()}) itself")
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
@@ -53,20 +55,21 @@ class Lock:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in NO_LOCKS:
-                logging.getLogger(__name__).warning("the file system of %s has no locks: mind that no two runs use it at once",
-                                                    self.path.parent)
+                logging.getLogger(__name__).warning(
+                    "the file system of %s has no locks: mind that no two runs use it at once", self.path.parent)
             elif error.errno in (errno.EAGAIN, errno.EACCES):
                 raise self._refused(os.pread(handle, 1000, 0).decode(errors="replace")) from None
             else:
                 raise
 
     def _refused(self, holder: str) -> ConfigError:
-        return ConfigError(f"{self.path.parent} is in use by {holder.strip() or 'another process'}: wait until it has ended, "
-                           "or choose another hydra.run.dir")
+        return ConfigError(f"{self.path.parent} is in use by {holder.strip() or 'another process'}: wait until it "
+                           "has ended, or choose another hydra.run.dir")
 
     def _sign(self, handle: int) -> None:
         os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode(), 0)
+        signature = f"process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+        os.pwrite(handle, signature.encode(), 0)
 
     def _identity(self, handle: int | None = None) -> tuple[int, int] | None:
         """Device and inode of an open file, or of the one that has the name now."""

@@ -12,7 +12,8 @@ SCHEDULES = ("linear", "cosine", "constant")
 
 def make_optimizer(model: nn.Module, name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
                    scale: Callable[[str], float] = lambda name: 1.0) -> torch.optim.Optimizer:
-    """Adam or AdamW over groups of equal `scale(parameter name)`, without decay for biases and norms (fewer than two dimensions).
+    """Adam or AdamW over groups of equal `scale(parameter name)`, without decay for biases and norms
+    (fewer than two dimensions).
 
     A scale of 0 freezes the parameter. Each group keeps its own highest learning rate as `peak`.
     """
@@ -25,8 +26,8 @@ def make_optimizer(model: nn.Module, name: str, lr: float, betas: tuple[float, f
             groups.setdefault((factor, parameter.dim() >= 2), []).append(parameter)
     if not groups:
         raise ValueError("the model has no parameter to train")
-    described = [{"params": params, "lr": lr * factor, "peak": lr * factor, "weight_decay": weight_decay if decays else 0.0}
-                 for (factor, decays), params in groups.items()]
+    described = [{"params": params, "lr": lr * factor, "peak": lr * factor,
+                  "weight_decay": weight_decay if decays else 0.0} for (factor, decays), params in groups.items()]
     return OPTIMIZERS[name](described, betas=tuple(betas), eps=eps, fused=can_fuse(groups.values()))
 
 
@@ -36,7 +37,8 @@ def can_fuse(groups) -> bool:
 
 
 def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
-    """Factor on the learning rate of step `step` (0 is the first): linear warm-up, then `kind` down to 0 after `total` steps.
+    """Factor on the learning rate of step `step` (0 is the first):
+    linear warm-up, then `kind` down to 0 after `total` steps.
 
     warmup: steps, or below 1 a fraction of `total`.
     """

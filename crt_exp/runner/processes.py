@@ -1,4 +1,5 @@
-"""The processes of a run, one or many: who takes part, what they agree on, how they are told to stop, and with whom they end."""
+"""The processes of a run, one or many: who takes part, what they agree on, how they are told to stop,
+and with whom they end."""
 
 import atexit
 import os
@@ -35,8 +36,8 @@ def agree_on_start() -> None:
 def leave() -> None:
     """Ends one of several processes that has done all it had to do, without taking Python and the libraries down.
 
-    The threads of a process group outlive it where a DDP or FSDP model used it (torch 2.12). Seen once: a process aborted while
-    Python ended, and torchrun counted a run that was whole as failed.
+    The threads of a process group outlive it where a DDP or FSDP model used it (torch 2.12). Seen once: a process
+    aborted while Python ended, and torchrun counted a run that was whole as failed.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -125,11 +126,12 @@ def stop_signals() -> list[int]:
 
 
 class StopSignals:
-    """SIGTERM, SIGHUP and SIGINT, remembered until the step is done. Within `interruptible` they raise Preempted at once.
+    """SIGTERM, SIGHUP and SIGINT, remembered until the step is done.
+    Within `interruptible` they raise Preempted at once.
 
-    on_stop is called with the first signal. Torchrun repeats a signal that its children already got, so only a SIGINT more than a
-    second after another one stops at once without a checkpoint. When a run ends by Preempted, submitit's own handler is called
-    in the end: it queues the run again.
+    on_stop is called with the first signal. Torchrun repeats a signal that its children already got, so only a SIGINT
+    more than a second after another one stops at once without a checkpoint. When a run ends by Preempted, submitit's
+    own handler is called in the end: it queues the run again.
     """
 
     def __init__(self, on_stop: Callable[[], Any] = lambda: None):
@@ -158,7 +160,8 @@ class StopSignals:
             raise Preempted(signum)
 
     def step_ended(self) -> None:
-        """Takes away the time limit that a signal puts on the step under way: it cannot end where another process is gone."""
+        """Takes away the time limit that a signal puts on the step under way:
+        it cannot end where another process is gone."""
         self.limit.cancel()
 
     def __exit__(self, kind, error, trace) -> None:
@@ -170,13 +173,14 @@ class StopSignals:
             self.previous[self.signum](self.signum, None)
 
 
-# ---- ^C before there is anything to save -------------------------------------------------------------------------------
+# ---- ^C before there is anything to save -----------------------------------------------------------------------------
 
 _made: list[Path] = []  # directories that an early end takes away where they are empty
 
 
 def catch_interrupts() -> None:
-    """Makes ^C end this process at once with one line, until `raise_interrupts`: a library's import may do anything with it."""
+    """Makes ^C end this process at once with one line, until `raise_interrupts`:
+    a library's import may do anything with it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
         signal.signal(signal.SIGINT, end_early)
 
@@ -201,7 +205,7 @@ def end_early(*unused: Any) -> None:
     os._exit(128 + signal.SIGINT)
 
 
-# ---- processes that end with their parent ------------------------------------------------------------------------------
+# ---- processes that end with their parent ----------------------------------------------------------------------------
 
 
 def end_with_parent(parent: int) -> None:

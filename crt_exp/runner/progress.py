@@ -21,7 +21,8 @@ class ProgressLine:
 
     def __init__(self, total: int, start: int, batch: float, device: torch.device, shown: bool):
         self.batch, self.device, self.values = batch, device, {}
-        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None if shown else True, leave=False)
+        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None if shown else True,
+                        leave=False)
 
     def __enter__(self) -> "ProgressLine":
         return self
@@ -80,7 +81,8 @@ class Stopwatch:
             self.seconds = {}
 
     def shares(self) -> dict[str, float]:
-        """Fractions of a step by part; "outside" is what is not forward, backward, clipping or optimiser, so data is in it."""
+        """Fractions of a step by part; "outside" is what is not forward, backward, clipping or optimiser,
+        so data is in it."""
         whole = self.seconds["step"]
         parts = {part: self.seconds.get(part, 0.0) / whole for part in (*WORK, "data")}
         return parts | {"outside": 1 - sum(parts[part] for part in WORK)}
@@ -90,12 +92,13 @@ class Stopwatch:
             return "profile: fewer than two steps, nothing measured"
         share = self.shares()
         parts = ", ".join(f"{part} {share[part]:.1%}" for part in WORK)
-        return (f"profile: {self.steps} steps of {self.seconds['step'] / self.steps * 1e3:.2f} ms: {parts}; loop overhead "
-                f"(outside these) {share['outside']:.1%}, of it waiting for data {share['data']:.1%}")
+        return (f"profile: {self.steps} steps of {self.seconds['step'] / self.steps * 1e3:.2f} ms: {parts}; "
+                f"loop overhead (outside these) {share['outside']:.1%}, of it waiting for data {share['data']:.1%}")
 
 
 def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
-    """The same items, up to `depth` of them made early by a thread; its exceptions are raised here. depth 0: no thread."""
+    """The same items, up to `depth` of them made early by a thread; its exceptions are raised here.
+    depth 0: no thread."""
     if depth == 0:
         yield from items
         return

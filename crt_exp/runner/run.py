@@ -26,17 +26,18 @@ from crt_exp.runner.lock import LOCK, Lock
 from crt_exp.runner.processes import SWEEP
 
 # may differ between a run and its continuation
-FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep", "trainer.cpu",
-             "trainer.save_minutes", "task.cache_dir")
+FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep",
+             "trainer.cpu", "trainer.save_minutes", "task.cache_dir")
 
 
 class Run:
     """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
 
-    Of several processes only the one with `main` reads and writes; the others' `records` stay empty. It locks the directory, so
-    that a second run in it is refused (ConfigError) while this one lives.
+    Of several processes only the one with `main` reads and writes; the others' `records` stay empty. It locks the
+    directory, so that a second run in it is refused (ConfigError) while this one lives.
 
-    Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued, then those of this one.
+    Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued,
+    then those of this one.
     """
 
     def __init__(self, cfg: DictConfig, directory: str | Path, main: bool = True):
@@ -67,12 +68,12 @@ class Run:
         if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed in its first moments leaves a .tmp
         if cfg.resume != "auto":
-            raise ConfigError(f"{self.directory} is not empty: add resume=auto to continue what lies there, or choose another "
-                              "hydra.run.dir")
+            raise ConfigError(f"{self.directory} is not empty: add resume=auto to continue what lies there, or choose "
+                              "another hydra.run.dir")
         old = self.directory / "config.yaml"
         if not old.is_file():
-            raise ConfigError(f"{self.directory} holds files but no config.yaml: it is no run of crt_exp; choose another "
-                              "hydra.run.dir")
+            raise ConfigError(f"{self.directory} holds files but no config.yaml: it is no run of crt_exp; choose "
+                              "another hydra.run.dir")
         changed = {key: pair for key, pair in differences(read_yaml(old), cfg).items() if not free(key)}
         if changed:
             pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
@@ -90,7 +91,8 @@ class Run:
         return self
 
     def log(self, **record: Any) -> None:
-        """Appends a line: step, epoch, split and metrics as fractions; time_s is added. Raises OSError where it cannot."""
+        """Appends a line: step, epoch, split and metrics as fractions; time_s is added.
+        Raises OSError where it cannot."""
         if not self.main:
             return
         record["time_s"] = round(time.monotonic() - self.started, 3)
@@ -99,7 +101,8 @@ class Run:
         self.mirror.log(record)
 
     def rewind(self, count: int) -> None:
-        """Takes back all but the first `count` records: what an interrupted run wrote after the checkpoint that is continued."""
+        """Takes back all but the first `count` records: what an interrupted run wrote after the
+        checkpoint that is continued."""
         if not self.main or count >= len(self.records):
             return
         del self.records[count:]
@@ -145,7 +148,8 @@ def append_line(path: Path, line: str) -> None:
             os.fsync(file.fileno())
         except OSError as error:
             os.truncate(path, size)
-            raise OSError(f"cannot write to {path}: {error.strerror}; free space and continue with resume=auto") from None
+            raise OSError(f"cannot write to {path}: {error.strerror}; "
+                          "free space and continue with resume=auto") from None
 
 
 def read_records(path: Path) -> list[dict]:
@@ -199,15 +203,16 @@ def _leaves(node: Any, prefix: str = ""):
 
 
 def versions(seed: int) -> dict[str, Any]:
-    names = ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate", "datasets", "timm")
+    names = ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate",
+             "datasets", "timm")
     found = {}
     for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return {"command": command(), "overrides": overrides(), "seed": seed, "sweep": os.environ.get(SWEEP), "commit": commit(),
-            "python": platform.python_version(), "machine": machine(), "packages": found}
+    return {"command": command(), "overrides": overrides(), "seed": seed, "sweep": os.environ.get(SWEEP),
+            "commit": commit(), "python": platform.python_version(), "machine": machine(), "packages": found}
 
 
 def command() -> str:
@@ -242,7 +247,8 @@ class NoMirror:
 
 
 class WandbMirror:
-    """logger=wandb: mirrors every record to Weights & Biases; offline where no key is set. A continued run keeps its id."""
+    """logger=wandb: mirrors every record to Weights & Biases; offline where no key is set.
+    A continued run keeps its id."""
 
     def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None):
         self.project, self.mode = project, mode

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 
 def shard(model: nn.Module, precision: str) -> nn.Module:
-    """Splits `model` in place, one unit for each repeated block and one for the rest; bf16 computes in it, float32 is kept.
+    """Splits `model` in place, one unit for each repeated block and one for the rest;
+    bf16 computes in it, float32 is kept.
 
     Needs the process group; call it before the optimiser is made.
     """
@@ -15,7 +16,8 @@ def shard(model: nn.Module, precision: str) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     low = torch.bfloat16 if precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32 if low else None)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32,
+                                  output_dtype=torch.float32 if low else None)
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for block in blocks(model):

@@ -18,11 +18,12 @@ PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_
 SHOWN = 20  # rows of the table on the terminal; sweep.csv has them all
 DIRECTIONS = ("minimize", "maximize")  # in optuna's words
 
-# ---- plugins -------------------------------------------------------------------------------------------------------------
+# ---- plugins ---------------------------------------------------------------------------------------------------------
 
 
 def adjust_plugins() -> None:
-    """Puts conf/sweeps.yaml over the plugins' own values: Hydra allows no file with the name of a plugin's configuration."""
+    """Puts conf/sweeps.yaml over the plugins' own values:
+    Hydra allows no file with the name of a plugin's configuration."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
     from omegaconf import OmegaConf
@@ -53,20 +54,22 @@ def direction(task) -> str:
 
 
 def check_direction(task_class: type, metric: str | None, asked) -> None:
-    """Raises ConfigError where a sweeper looks for the worst value; `asked`: its hydra.sweeper.direction, if it has one."""
+    """Raises ConfigError where a sweeper looks for the worst value;
+    `asked`: its hydra.sweeper.direction, if it has one."""
     asked, needed = str(getattr(asked, "name", asked)), direction(task_class)
     if asked in DIRECTIONS and asked != needed:
         of = f" ({metric})" if isinstance(metric, str) else ""
         raise ConfigError(f"the metric of this task{of} is to be {needed}d: add hydra.sweeper.direction={needed}")
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 _started: list[Path] = []
 
 
 class Begun(Callback):
-    """Hydra calls it when a sweep begins; it keeps the directory for `show`, and gives the sweep a name that its runs note."""
+    """Hydra calls it when a sweep begins; it keeps the directory for `show`, and gives the sweep a name
+    that its runs note."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
         raise_interrupts()  # launchers put their workers in order
@@ -111,16 +114,19 @@ def show() -> None:
 
 
 def finished_runs(directory: Path, sweep: str) -> list[Done]:
-    """The finished runs of a sweep, in the order of their numbers; below its directory runs of earlier sweeps may lie too."""
+    """The finished runs of a sweep, in the order of their numbers;
+    below its directory runs of earlier sweeps may lie too."""
     found = []
     for path in directory.glob("**/versions.json"):
         versions = read_json(path.read_text(), path)
         if versions.get("sweep") != sweep:
             continue
-        lines = path.with_name("metrics.jsonl").read_text().splitlines() if path.with_name("metrics.jsonl").is_file() else []
-        record = read_json(lines[-1], path.with_name("metrics.jsonl"), len(lines)) if lines and lines[-1].endswith("}") else {}
+        metrics = path.with_name("metrics.jsonl")
+        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        record = read_json(lines[-1], metrics, len(lines)) if lines and lines[-1].endswith("}") else {}
         if record.get("final"):
-            settings = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in versions.get("overrides", []))}
+            overrides = (o.partition("=") for o in versions.get("overrides", []))
+            settings = {key.lstrip("+~"): value for key, _, value in overrides}
             found.append(Done(str(path.parent.relative_to(directory)), settings, record))
     return sorted(found, key=lambda run: (len(run.name), run.name))
 
@@ -138,13 +144,14 @@ def write_csv(path: Path, found: list[Done]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", *keys, "metric", "value", "step", "time_s"])
     for run in found:
-        writer.writerow([run.name, *(run.settings.get(key, "") for key in keys), run.metric, run.value, run.record.get("step"),
-                         run.record.get("time_s")])
+        writer.writerow([run.name, *(run.settings.get(key, "") for key in keys), run.metric, run.value,
+                         run.record.get("step"), run.record.get("time_s")])
     write_atomic(path, text.getvalue())
 
 
 def table(found: list[Done]) -> str:
-    """One line a setting, the best first; runs that differ in their seed alone are one setting, with mean and interval."""
+    """One line a setting, the best first; runs that differ in their seed alone are one setting,
+    with mean and interval."""
     keys = [key for key in varied(found) if key != "seed"]
     settings: dict[tuple, list[Done]] = {}
     for run in found:
@@ -153,9 +160,11 @@ def table(found: list[Done]) -> str:
     several = len({run.metric for run in found}) > 1
     lines = [[*(runs[0].settings.get(key, "") for key in keys), str(len(runs)), *[runs[0].metric] * several, text]
              for runs, _, text in rows]
-    header = [*keys, "seeds" if "seed" in varied(found) else "runs", *(["metric", "value"] if several else [found[0].metric])]
+    header = [*keys, "seeds" if "seed" in varied(found) else "runs",
+              *(["metric", "value"] if several else [found[0].metric])]
     record = found[0].record
-    parts = [f"sweep of {len(found)} runs" + ("" if several else f", {record['metric']} is to be {record['direction']}d")
+    parts = [f"sweep of {len(found)} runs"
+             + ("" if several else f", {record['metric']} is to be {record['direction']}d")
              + (", mean over seeds with its 95% interval" if any(len(runs) > 1 for runs, *_ in rows) else "") + ":",
              *aligned([header, *lines[:SHOWN]])]
     if len(lines) > SHOWN:

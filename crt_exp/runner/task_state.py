@@ -16,8 +16,8 @@ def state_of(task: Task) -> State:
     state = task.state_dict()
     for name, value in state.items():
         if not isinstance(value, (Tensor, *PLAIN)):
-            raise ValueError(f"{type(task).__name__}.state_dict()[{name!r}] is a {type(value).__name__}: a checkpoint keeps "
-                             "tensors, numbers and text")
+            raise ValueError(f"{type(task).__name__}.state_dict()[{name!r}] is a {type(value).__name__}: a checkpoint "
+                             "keeps tensors, numbers and text")
     return {name: value.detach().to("cpu") if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
@@ -25,7 +25,8 @@ def split(states: list[State]) -> tuple[dict[str, Tensor], list[State]]:
     """The tensors of all processes as "<rank>.<name>", and the plain values of each."""
     tensors = {f"{rank}.{name}": value for rank, state in enumerate(states) for name, value in state.items()
                if isinstance(value, Tensor)}
-    return tensors, [{name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in states]
+    plain = [{name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in states]
+    return tensors, plain
 
 
 def joined(tensors: dict[str, Tensor], plain: list[State]) -> list[State]:
@@ -38,7 +39,8 @@ def joined(tensors: dict[str, Tensor], plain: list[State]) -> list[State]:
 
 
 def share(states: list[State], rank: int, world: int) -> State | None:
-    """This process's state; of another number of processes any one's, where all had the same, and None where they had not."""
+    """This process's state; of another number of processes any one's, where all had the same,
+    and None where they had not."""
     if len(states) == world:
         return states[rank]
     return states[0] if all(same(states[0], state) for state in states[1:]) else None

@@ -1,6 +1,8 @@
-"""A run that starts its own torchrun: `crt_exp trainer.processes=N ...` is `torchrun --nproc_per_node=N -m crt_exp ...`.
+"""A run that starts its own torchrun: `crt_exp trainer.processes=N ...` is
+`torchrun --nproc_per_node=N -m crt_exp ...`.
 
-It also works in sweeps, where each run then is a torchrun of its own, and returns exit codes that schedulers understand.
+It also works in sweeps, where each run then is a torchrun of its own, and returns exit codes that
+schedulers understand.
 """
 
 import logging
@@ -16,8 +18,8 @@ from crt_exp.runner.processes import Preempted, StopSignals, end_with_parent
 def torchrun(count: int, overrides: list[str], directory: Path) -> None:
     """Runs `crt_exp <overrides>` on `count` processes of this machine, in `directory`.
 
-    A signal to stop is passed on once, and the run's Preempted raised when it has checkpointed. Raises ProcessesFailed where a
-    process failed; what went wrong stands above, on standard error. The processes end when this one is killed.
+    A signal to stop is passed on once, and the run's Preempted raised when it has checkpointed. Raises ProcessesFailed
+    where a process failed; what went wrong stands above, on standard error. The processes end when this one is killed.
     """
     command = [sys.executable, "-m", "crt_exp.runner.torchrun", str(os.getpid()), "--standalone",
                f"--nproc_per_node={count}", "-m", "crt_exp", *overrides, override("hydra.run.dir", directory)]
@@ -38,7 +40,8 @@ def torchrun(count: int, overrides: list[str], directory: Path) -> None:
 
 
 class ProcessesFailed(RuntimeError):
-    """A run that was started by torchrun ended with an error; `code` is the exit code of the process that failed first."""
+    """A run that was started by torchrun ended with an error;
+    `code` is the exit code of the process that failed first."""
 
     def __init__(self, count: int, code: int):
         super().__init__(f"the run on {count} processes failed; its first error stands above")
@@ -46,7 +49,8 @@ class ProcessesFailed(RuntimeError):
 
 
 def agent(parent: int, args: list[str]) -> int:
-    """torchrun itself, on a process of its own that ends with its parent; returns the exit code of the first that failed."""
+    """torchrun itself, on a process of its own that ends with its parent;
+    returns the exit code of the first that failed."""
     end_with_parent(parent)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,7 +70,8 @@ def agent(parent: int, args: list[str]) -> int:
 
 def says_more(record: logging.LogRecord) -> bool:
     """Whether torchrun's word on a process says more than the process did: one that was killed could say nothing."""
-    return not (str(record.msg).startswith("failed (exitcode") and isinstance(record.args[0], int) and record.args[0] > 0)
+    told = str(record.msg).startswith("failed (exitcode") and isinstance(record.args[0], int) and record.args[0] > 0
+    return not told
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The training loop, the only one: any `Task`, on one process or many, stopped anywhere and continued to the same numbers.
+"""The training loop, the only one: any `Task`, on one process or many, stopped anywhere and
+continued to the same numbers.
 
-A step is loss, backward, clip, optimiser. Between steps, in this order: checkpoint, stop if told to, evaluate. A checkpoint is
-written before the evaluation of its step, so a continued run repeats that evaluation and nothing else. All that a step depends on
-is in the checkpoint (weights, optimiser, generators, position in the epoch) or a pure function of the step (learning rate, data
-order).
+A step is loss, backward, clip, optimiser. Between steps, in this order: checkpoint, stop if told to, evaluate. A
+checkpoint is written before the evaluation of its step, so a continued run repeats that evaluation and nothing else.
+All that a step depends on is in the checkpoint (weights, optimiser, generators, position in the epoch) or a pure
+function of the step (learning rate, data order).
 """
 
 import math
@@ -47,15 +48,16 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
         raise ConfigError(f"trainer.batch = {config.batch} is more than the {rows} rows of the training split")
     total = round(config.epochs * per_epoch)
     if total == 0:
-        raise ConfigError(f"trainer.epochs = {config.epochs} makes no step at all: an epoch has {per_epoch}. trainer.steps=0 "
-                          "evaluates only")
+        raise ConfigError(f"trainer.epochs = {config.epochs} makes no step at all: an epoch has {per_epoch}. "
+                          "trainer.steps=0 evaluates only")
     return per_epoch, total
 
 
 class Trainer:
     """Trains `task` as `config` says and writes the records and checkpoints of `run`.
 
-    mechanism goes to `task.build`. Raises Diverged, Preempted, CheckpointError; ConfigError where task and config disagree.
+    mechanism goes to `task.build`. Raises Diverged, Preempted, CheckpointError;
+    ConfigError where task and config disagree.
     """
 
     def __init__(self, config: TrainerConfig, task: Task, mechanism: Mechanism, run: Run, world: World, seed: int):
@@ -76,8 +78,8 @@ class Trainer:
         self.module.to(self.world.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
-        self.optimizer = make_optimizer(self.module, config.optimizer, config.lr, config.betas, config.eps, config.weight_decay,
-                                        self.task.lr_scale) if self.total else None
+        self.optimizer = make_optimizer(self.module, config.optimizer, config.lr, config.betas, config.eps,
+                                        config.weight_decay, self.task.lr_scale) if self.total else None
         if not self.sharded:
             self.model = accelerator.prepare_model(self.module)
         self.trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -90,7 +92,7 @@ class Trainer:
     def progress(self) -> Progress:
         return self.state.progress
 
-    # ---- the loop ---------------------------------------------------------------------------------------------------------
+    # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def fit(self) -> list[dict[str, Any]]:
         """Goes on from where the run directory stands, to the end; returns the records, the last of them final."""
@@ -171,7 +173,8 @@ class Trainer:
         if len(batches) == self.config.accumulate:
             return batches
         if self.progress.position == 0:
-            raise ValueError(f"epoch {self.progress.epoch} of the training split holds no batch of {self.config.batch} rows")
+            raise ValueError(f"epoch {self.progress.epoch} of the training split holds no batch of "
+                             f"{self.config.batch} rows")
         self._next_epoch()
         return None
 
@@ -185,7 +188,8 @@ class Trainer:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """In the end the thread that reads ahead is let go, wherever in an epoch that is; it would keep this trainer alive."""
+        """In the end the thread that reads ahead is let go, wherever in an epoch that is;
+        it would keep this trainer alive."""
         try:
             yield
         finally:
@@ -221,7 +225,8 @@ class Trainer:
             return self.task.loss(model, batch)
 
     def _autocast(self):
-        return nullcontext() if self.sharded else self.world.accelerator.autocast()  # sharded layers cast for themselves
+        # sharded layers cast for themselves
+        return nullcontext() if self.sharded else self.world.accelerator.autocast()
 
     @contextmanager
     def _synchronising(self, last: bool) -> Iterator[None]:
@@ -251,8 +256,8 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
-        """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was told to stop
-        and if any finds the last checkpoint too old.
+        """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was
+        told to stop and if any finds the last checkpoint too old.
 
         Raises Diverged, on all processes, where one of them is not finite; float16 may lower its scale first.
         """
@@ -272,10 +277,12 @@ class Trainer:
         """Computes the step anew to find the first layer whose numbers are not finite."""
         set_generators(self.world.device, before)
         found = self._gathered(first_nonfinite(self.module, batches, self._loss))
-        return self._verdict(f"loss {loss:.6g}, gradient norm {norm:.6g}", found or "not found again when the step was repeated")
+        return self._verdict(f"loss {loss:.6g}, gradient norm {norm:.6g}",
+                             found or "not found again when the step was repeated")
 
     def _met(self, error: NotFinite, batches: list[Any], before: Any) -> Diverged:
-        """The same where a layer refused its numbers before there was a loss: on this process, and the others may wait for it."""
+        """The same where a layer refused its numbers before there was a loss:
+        on this process, and the others may wait for it."""
         set_generators(self.world.device, before)
         found = None if self.sharded else first_nonfinite(self.module, batches, self._loss)
         return self._verdict("no loss", found or layer_of(error, self.module), alone=self.world.size > 1)
@@ -305,7 +312,7 @@ class Trainer:
                          grad_norm=norm if math.isfinite(norm) else None)
             p.loss, p.losses = 0.0, 0
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------------
+    # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def _evaluate_validation(self) -> None:
         p = self.progress
@@ -333,26 +340,30 @@ class Trainer:
         self.module.eval()
         try:
             with self._interruptible(), torch.no_grad(), self._autocast():
-                found = self.task.evaluate(self.scored, split, Reader(self.task, batch, self.seed, self.world.device, *ranks))
+                reader = Reader(self.task, batch, self.seed, self.world.device, *ranks)
+                found = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,
                                 self.progress.step) from None
         self.module.train()
         set_rng_state(kept)
         if self.task.metric not in found:
-            raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(found)}, not its metric {self.task.metric!r}")
+            raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(found)}, "
+                             f"not its metric {self.task.metric!r}")
         numbers = {key: float(value) for key, value in found.items()}
         return self.world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
 
     def _check_parameters(self, split: str) -> None:
-        """Raises Diverged where the last step left weights that are not finite: metrics of them can look like numbers."""
+        """Raises Diverged where the last step left weights that are not finite:
+        metrics of them can look like numbers."""
         found = self._gathered(next(iter(nonfinite_parameters(self.module)), None))
         if found:
             raise self._verdict(f"evaluation on {split}", found, step=self.progress.step)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """A signal ends a long evaluation at once, for its step has a checkpoint. Several processes stop after it, together."""
+        """A signal ends a long evaluation at once, for its step has a checkpoint.
+        Several processes stop after it, together."""
         if self.world.size == 1:
             if self.signals.signum is not None:
                 raise Preempted(self.signals.signum)
@@ -363,7 +374,8 @@ class Trainer:
             self.signals.interruptible = False
 
     def _finish(self) -> None:
-        """The final record: the test split with the best weights, or the last ones; without a test split the best validation."""
+        """The final record: the test split with the best weights, or the last ones;
+        without a test split the best validation."""
         p, task = self.progress, self.task
         best = p.best if self.config.select == "best" else None
         if best and best["step"] != p.step:
@@ -371,7 +383,8 @@ class Trainer:
         metrics = best["metrics"] if task.test is None and best else self.evaluate(task.test or task.validation)
         self._export()
         chosen = {"best_step": best["step"]} if best else {}
-        self._record(task.test or task.validation, **metrics, **chosen, metric=task.metric, direction=direction(task), final=True)
+        self._record(task.test or task.validation, **metrics, **chosen, metric=task.metric, direction=direction(task),
+                     final=True)
 
     def _export(self) -> None:
         """The weights that were tested, as the task keeps them."""

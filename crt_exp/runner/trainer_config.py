@@ -59,14 +59,14 @@ def check_processes(config: TrainerConfig, processes: int) -> None:
     """Raises ConfigError where batch, precision and GPUs do not suffice for so many processes."""
     parts = processes * config.accumulate
     if config.batch % parts:
-        raise ConfigError(f"trainer.batch = {config.batch} does not divide over {processes} processes x {config.accumulate} "
-                          f"micro-batches: choose a multiple of {parts}")
+        raise ConfigError(f"trainer.batch = {config.batch} does not divide over {processes} processes x "
+                          f"{config.accumulate} micro-batches: choose a multiple of {parts}")
     gpus = 0 if config.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
     if config.precision == "fp16" and not gpus:
         raise ConfigError("trainer.precision = fp16 needs a GPU: use bf16 or no")
     if config.processes and gpus and config.processes > gpus:
-        raise ConfigError(f"trainer.processes = {config.processes}: this machine has {gpus} GPUs, one for each process; "
-                          "trainer.cpu=true uses none")
+        raise ConfigError(f"trainer.processes = {config.processes}: this machine has {gpus} GPUs, one for each "
+                          "process; trainer.cpu=true uses none")
 
 
 def start_world(config: TrainerConfig) -> World:

@@ -121,8 +121,8 @@ class TrainingState:
         left = self.world.broadcast(len(self.run.records))
         if left < count:
             raise checkpoint.CheckpointError(
-                f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. Put "
-                f"the whole file back, or move {self.root} away: then the run begins anew")
+                f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. "
+                f"Put the whole file back, or move {self.root} away: then the run begins anew")
 
     def load_best(self) -> None:
         """The weights of the best evaluation, and what the task kept with them; the last ones where that is damaged."""

@@ -25,8 +25,9 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
                   generator: torch.Generator | None = None) -> Bias:
     """The bias of phi under an approximate sampler, measured: a ratio of 1 within the error is no bias that shows.
 
-    x, y (pairs, d) -> ratio, error (pairs,). `phi` is a map of one noise, `m` the projections of one draw (default d, one
-    block). Where the relative variance is large (positive features at large |x + y|) the error itself is underestimated.
+    x, y (pairs, d) -> ratio, error (pairs,). `phi` is a map of one noise, `m` the projections of one draw (default d,
+    one block). Where the relative variance is large (positive features at large |x + y|) the error itself is
+    underestimated.
     """
     d = x.shape[-1]
     m, draws = d if m is None else whole(m, "m"), whole(draws, "draws", 2)
@@ -39,7 +40,8 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
 
 
 def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: int = 16) -> dict[str, float]:
-    """For metrics: mean bias over random pairs of x (n, d) and y (n, d), and its standard error; {} for exact samplers."""
+    """For metrics: mean bias over random pairs of x (n, d) and y (n, d), and its standard error;
+    {} for exact samplers."""
     g = torch.Generator().manual_seed(0)
     if sampler(x.shape[-1], x.shape[-1], g).gaussian:
         return {}

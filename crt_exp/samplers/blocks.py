@@ -34,8 +34,8 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
             dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Blocks of d rows with pairwise cosines -1/(d - 1), randomly rotated, chi(d) lengths (Reid et al. 2023). Exact.
 
-    Less variance than orthogonal rows for positive features; more for antithetic ones (HypRF), whose rows also meet at the
-    opposite cosine, and mostly for trigonometric ones. At d = 1: iid.
+    Less variance than orthogonal rows for positive features; more for antithetic ones (HypRF), whose rows also meet at
+    the opposite cosine, and mostly for trigonometric ones. At d = 1: iid.
     """
     m, d = check(m, d, batch, generator)
     if d == 1:
@@ -46,13 +46,15 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
 
 
 def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-             blocks: Count = 3, lengths: Literal["chi", "fixed", "sqrt_d"] = "chi", dtype: torch.dtype = torch.float32) -> Noise:
+             blocks: Count = 3, lengths: Literal["chi", "fixed", "sqrt_d"] = "chi",
+             dtype: torch.dtype = torch.float32) -> Noise:
     """Rows of sqrt(n) H D_k ... H D_1: k = `blocks` products of a Hadamard matrix and random signs (Performers B.2).
 
-    Approximate: not Gaussian. With k = 1 rows are sign vectors, and e_1 sees a kernel of cosh whatever d; k = 3 is within one
-    percent or two at d = 64. Any d, by zero padding to n = 2^ceil(log2 d): rows are orthogonal where d = n, else the columns
-    of a stack are. Stacks of n rows are independent. `lengths`: "chi" draws chi(n), as Gaussian rows have in n dimensions;
-    "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG noise).
+    Approximate: not Gaussian. With k = 1 rows are sign vectors, and e_1 sees a kernel of cosh whatever d; k = 3 is
+    within one percent or two at d = 64. Any d, by zero padding to n = 2^ceil(log2 d): rows are orthogonal where d = n,
+    else the columns of a stack are. Stacks of n rows are independent. `lengths`: "chi" draws chi(n), as Gaussian rows
+    have in n dimensions; "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG
+    noise).
     """
     blocks = whole(blocks, "blocks", what="the number of products of Hadamard matrix and signs")
     m, d = check(m, d, batch, generator, row=blocks + 1)
@@ -67,10 +69,10 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
            rotations: Whole | None = None, dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Blocks of d orthogonal rows from Kac's walk: `rotations` Givens rotations in random planes (Performers B.2).
 
-    Approximate: Haar only as rotations grow; default 4 ceil(d log d). Lengths chi(d). Random signs of the rows make the mean
-    zero however short the walk (which alone never leaves the rotations: at d = 1 it would stay at +1). Projections are
-    dense: the walk visits two coordinates at a time, in thousands of steps, and was 30 times slower or more at every d
-    measured (python -m crt_exp.report.bench_samplers).
+    Approximate: Haar only as rotations grow; default 4 ceil(d log d). Lengths chi(d). Random signs of the rows make the
+    mean zero however short the walk (which alone never leaves the rotations: at d = 1 it would stay at +1). Projections
+    are dense: the walk visits two coordinates at a time, in thousands of steps, and was 30 times slower or more at
+    every d measured (python -m crt_exp.report.bench_samplers).
     """
     m, d = check(m, d, batch, generator)
     steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole(rotations, "rotations", 0)
@@ -88,10 +90,11 @@ def _rows_of(directions: Tensor, m: int, lengths: str, generator, dtype: torch.d
 def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """Haar-distributed orthogonal matrices, float64, shape (..., d, d).
 
-    The Q of G = QR, G Gaussian, with a positive diagonal of R. Without that sign LAPACK's Q is not Haar (the mean of Q_00 is
-    about -0.3 at d = 4), and exponential features, which are not even in omega, are biased. One batched call: Householder
-    on CPU, which was faster than a loop of single ones and, on one core, than the Cholesky way
-    (python -m crt_exp.report.bench_samplers); Cholesky on GPUs, where all its steps are batched kernels (not yet measured).
+    The Q of G = QR, G Gaussian, with a positive diagonal of R. Without that sign LAPACK's Q is not Haar (the mean of
+    Q_00 is about -0.3 at d = 4), and exponential features, which are not even in omega, are biased. One batched call:
+    Householder on CPU, which was faster than a loop of single ones and, on one core, than the Cholesky way
+    (python -m crt_exp.report.bench_samplers); Cholesky on GPUs, where all its steps are batched kernels (not yet
+    measured).
     """
     g = normal(shape, generator)
     return cholesky_qr(g) if g.is_cuda else householder_qr(g)
@@ -106,7 +109,8 @@ def householder_qr(g: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread():
-    """For factorisations of small matrices: a second thread gains nothing there, and on a busy machine is waited for."""
+    """For factorisations of small matrices: a second thread gains nothing there, and on a busy
+    machine is waited for."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -55,8 +55,9 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
     m, d = whole(m, "m", what="the number of projections (features.m)"), whole(d, "d", what="the dimension")
     size = 8 * math.prod(batch) * m * (row or d)
     if size > ALWAYS and size > (free := free_memory(device_of(generator))):
-        raise ValueError(f"m = {m}: projections of dimension {d}{f' for {math.prod(batch)} heads' if batch else ''} take "
-                         f"{size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free; choose fewer (features.m)")
+        heads = f" for {math.prod(batch)} heads" if batch else ""
+        raise ValueError(f"m = {m}: projections of dimension {d}{heads} take {size / 2**30:.1f} GiB, and "
+                         f"{free / 2**30:.1f} GiB of memory are free; choose fewer (features.m)")
     return m, d
 
 

@@ -8,20 +8,22 @@ from torch import Tensor
 
 from crt_exp.nested import Nested, mapped
 
-# Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that is
-# transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024, 37 at
-# 2048; by transforms 14.3, 9.1, 10.3, 11.2 (python -m crt_exp.report.bench_samplers 1). Not measured on GPUs.
+# Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that
+# is transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024,
+# 37 at 2048; by transforms 14.3, 9.1, 10.3, 11.2 (python -m crt_exp.report.bench_samplers 1). Not measured on GPUs.
 MATRIX_FREE_FROM = 768
 RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
 
 
 def lasting() -> bool:
-    """Whether a tensor that is made now may be kept for later: not one of a transform of torch.func, or of torch.export."""
+    """Whether a tensor that is made now may be kept for later:
+    not one of a transform of torch.func, or of torch.export."""
     return not (transforming() or torch.compiler.is_exporting())
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work: its tensors stand for others and end with it."""
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work:
+    its tensors stand for others and end with it."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -47,8 +49,8 @@ class cached:  # noqa: N801 (used as a decorator)
 class Noise(ABC):
     """m random rows in d dimensions, shape (*batch, m, d).
 
-    Attributes: m, d, batch; `gaussian` says whether rows are exactly N(0, I_d) marginally, which the discrete maps need;
-    `matrix_free` whether `project` is faster than a product with `rows()`.
+    Attributes: m, d, batch; `gaussian` says whether rows are exactly N(0, I_d) marginally, which the discrete maps
+    need; `matrix_free` whether `project` is faster than a product with `rows()`.
     """
 
     matrix_free = False
@@ -125,10 +127,11 @@ class DenseNoise(Noise):
 
 
 class HadamardNoise(Noise):
-    """Rows diag(lengths) [H D_k ... H D_1]_(m, d): stacks of products of orthonormal Hadamard matrices and random signs.
+    """Rows diag(lengths) [H D_k ... H D_1]_(m, d): stacks of products of orthonormal Hadamard
+    matrices and random signs.
 
-    Holds signs / sqrt(n) (*batch, stacks, k, n) and lengths (*batch, m, 1) only. A projection takes O(m log d) a vector; below
-    MATRIX_FREE_FROM, where that is slower, it multiplies by the rows, kept from the first use.
+    Holds signs / sqrt(n) (*batch, stacks, k, n) and lengths (*batch, m, 1) only. A projection takes O(m log d) a
+    vector; below MATRIX_FREE_FROM, where that is slower, it multiplies by the rows, kept from the first use.
     """
 
     gaussian = False
@@ -149,7 +152,8 @@ class HadamardNoise(Noise):
     @cached
     def _rows(self) -> Tensor:
         with torch.no_grad(), torch.inference_mode(False):  # what is kept must serve later backward passes
-            columns = self._transform(torch.eye(self.d, dtype=torch.float64, device=self.signs.device))  # (*batch, d, m)
+            unit = torch.eye(self.d, dtype=torch.float64, device=self.signs.device)
+            columns = self._transform(unit)  # (*batch, d, m)
             return columns.mT.to(self.lengths.dtype).contiguous()
 
     def _project(self, x: Tensor) -> Tensor:
@@ -185,7 +189,8 @@ def precise(noise: Nested, dtype: torch.dtype) -> Nested:
 def fwht(x: Tensor) -> Tensor:
     """Fast Walsh-Hadamard transform x H^T of the last axis, entries +-1 (not normalised), of a power of two.
 
-    Applies H_n = H_r x ... x H_r factor by factor with r <= 64: O(n log n), in few passes over the memory. Differentiable.
+    Applies H_n = H_r x ... x H_r factor by factor with r <= 64: O(n log n), in few passes over the memory.
+    Differentiable.
     """
     n, h = x.shape[-1], 1
     if n & (n - 1):

@@ -33,8 +33,8 @@ def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
            dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Quasi-Monte Carlo rows g = Phi^-1(u) of the Halton sequence, one independent scramble per batch entry.
 
-    Exact when scrambled (each row is Gaussian over scrambles). `scramble=False`, for reference, is deterministic and biased
-    (the point 0 is dropped), and poor beyond some 50 dimensions.
+    Exact when scrambled (each row is Gaussian over scrambles). `scramble=False`, for reference, is deterministic and
+    biased (the point 0 is dropped), and poor beyond some 50 dimensions.
     """
     from scipy.stats.qmc import Halton
 
@@ -60,7 +60,8 @@ def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple
     return _quasi(draw, generator, batch, scramble, dtype, spacing=2.0**-30 if scramble else 0.0)
 
 
-def _quasi(draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dtype, spacing: float = 0.0) -> DenseNoise:
+def _quasi(draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dtype,
+           spacing: float = 0.0) -> DenseNoise:
     """`draw(seed)` gives points u (m, d) in [0, 1), multiples of `spacing`, which a jitter makes continuous."""
     import numpy as np
 
@@ -70,4 +71,5 @@ def _quasi(draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dt
     if spacing:
         u = u + spacing * uniform(u.shape, generator)
     g = gaussian_quantile(u).to(dtype)
-    return DenseNoise(g.view(*batch, *g.shape[1:]) if scramble else g[0].expand(*batch, *g.shape[1:]), gaussian=scramble)
+    rows = g.view(*batch, *g.shape[1:]) if scramble else g[0].expand(*batch, *g.shape[1:])
+    return DenseNoise(rows, gaussian=scramble)

@@ -1,7 +1,8 @@
-"""How well a mechanism approximates softmax attention, on a model's own tensors or on synthetic ones, and what that does to
-the hidden states behind 1, 2, ... layers; and which mechanism the closed forms predict best for each head.
+"""How well a mechanism approximates softmax attention, on a model's own tensors or on synthetic ones, and what that
+does to the hidden states behind 1, 2, ... layers; and which mechanism the closed forms predict best for each head.
 
-Legend: H heads, m projections, M features. An error is relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
+Legend: H heads, m projections, M features. An error is relative, in the Frobenius norm of a head:
+|estimate - exact| / |exact|.
 """
 
 import math
@@ -28,8 +29,8 @@ from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_erro
 DRAWS = 200      # of the noise, for sample variances
 AT_ONCE = 2**24  # numbers of features held for them
 PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
-MEANS = ("output_error", "uniform_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators", "log_variance",
-         "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
+MEANS = ("output_error", "uniform_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators",
+         "log_variance", "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
 LENGTH = 1024    # of synthetic tensors
 SMALL = -60.0    # nats: a smaller relative MSE counts as this
 
@@ -38,16 +39,16 @@ SMALL = -60.0    # nats: a smaller relative MSE counts as this
 class Approximation:
     """task=approximation; see conf/task/approximation.yaml for the options.
 
-    Records of four kinds: `heads`, one a layer: mean |x + y|^2, and each mechanism's log relative MSE by the closed forms;
-    `layer`, one a layer and m: errors and variances; `depth`, one an m: the error behind each layer; and a final one at the
-    largest m.
+    Records of four kinds: `heads`, one a layer: mean |x + y|^2, and each mechanism's log relative MSE by the closed
+    forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error behind each layer; and a final
+    one at the largest m.
     """
 
     metric, lower_is_better = "output_error", True
 
-    def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count, scale: Positive,
-                 depth: Whole, model: str | None = None, text: str | None = None, tokenizer: str | None = None,
-                 layers: Sequence[int] | None = None, length: Count | None = None):
+    def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count,
+                 scale: Positive, depth: Whole, model: str | None = None, text: str | None = None,
+                 tokenizer: str | None = None, layers: Sequence[int] | None = None, length: Count | None = None):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text go together: a model, and the text that it reads")
         if model is None and (layers is not None or tokenizer is not None):
@@ -78,10 +79,12 @@ class Approximation:
     # ---- what the closed forms say
 
     def of_heads(self, i: int, seed: int) -> dict[str, Any]:
-        """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each mechanism's log relative MSE (nats).
+        """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each mechanism's
+        log relative MSE (nats).
 
-        All mechanisms have M = the largest m features, independent projections and parameters fitted to the head; `best` has
-        the least, `best_unbiased` the least of those that estimate softmax itself (not SMREG, whose bias counts as error).
+        All mechanisms have M = the largest m features, independent projections and parameters fitted to the head;
+        `best` has the least, `best_unbiased` the least of those that estimate softmax itself (not SMREG, whose bias
+        counts as error).
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
@@ -89,8 +92,8 @@ class Approximation:
                  for name in choices("features")}
         unbiased = [name for name in found if estimates_softmax(Mechanism.of(features=name).map())]
         best = lambda names: [min(names, key=lambda name: found[name][h]) for h in range(layer.heads)]
-        return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(), "best": best(found),
-                "best_unbiased": best(unbiased),
+        return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(),
+                "best": best(found), "best_unbiased": best(unbiased),
                 "log_relative_mse": {name: [_number(v) for v in values] for name, values in found.items()}}
 
     # ---- what is measured
@@ -104,7 +107,8 @@ class Approximation:
             found |= _spread(name, values.mean(-1)) | {f"{name}_heads": _numbers(values.mean(0))}
         return found | (self.variances(phi, mechanism, m, layer, i, seed) if self.pairs else {})
 
-    def measure(self, phi: FeatureMap, mechanism: Mechanism, m: int, i: int, seed: int) -> tuple[dict[str, Tensor], float]:
+    def measure(self, phi: FeatureMap, mechanism: Mechanism, m: int, i: int,
+                seed: int) -> tuple[dict[str, Tensor], float]:
         """Of one layer: errors by name, (samples, H) each, and the share of denominators that are not positive."""
         count, errors = DenominatorCount(), []
         for sample in range(self.samples):
@@ -113,9 +117,10 @@ class Approximation:
             errors.append(self.errors(phi, noise, layer, count, seed))
         return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
 
-    def errors(self, phi: FeatureMap, noise: Noise, layer: Layer, count: DenominatorCount, seed: int) -> dict[str, Tensor]:
-        """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform attention:
-        (H,) each."""
+    def errors(self, phi: FeatureMap, noise: Noise, layer: Layer, count: DenominatorCount,
+               seed: int) -> dict[str, Tensor]:
+        """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform
+        attention: (H,) each."""
         params, tensors = layer.fit(phi), (layer.x, layer.y)
         rows = torch.randperm(layer.x.shape[2], generator=_generator(seed))[:self.rows].sort().values
         output = attention(*tensors, layer.v, phi, noise, params, causal=layer.causal, counter=count)
@@ -126,9 +131,11 @@ class Approximation:
             found[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
         return found
 
-    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: Layer, i: int, seed: int) -> dict[str, Any]:
-        """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed form for
-        independent projections, by the exact one for coupled ones where there is one, and of DRAWS draws of the noise."""
+    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: Layer, i: int,
+                  seed: int) -> dict[str, Any]:
+        """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed
+        form for independent projections, by the exact one for coupled ones where there is one, and of DRAWS draws of
+        the noise."""
         x, y = random_pairs(layer, self.pairs, _generator(seed, i))
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
         found = {"": phi.log_variance(x, y, params) - math.log(m) - squared}
@@ -136,7 +143,8 @@ class Approximation:
             found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.rows.name) - squared
         found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, _generator(seed, i, m)) - squared
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in found.items()}
-        return {k: _number(v.median()) for k, v in medians.items()} | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
+        middle = {k: _number(v.median()) for k, v in medians.items()}
+        return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
     def of_depth(self, phi: FeatureMap, mechanism: Mechanism, m: int, seed: int) -> dict[str, Any]:
         """Error of the hidden states behind layers 1, 2, ..., over samples."""
@@ -148,7 +156,8 @@ class Approximation:
         """Means over layers at the largest m, and for how many heads each mechanism is predicted to be best."""
         top = [r for r in rows if r["split"] == "layer" and r["m"] == max(self.ms)]
         found = {name: _mean([r[name] for r in top]) for name in top[0] if name in MEANS}
-        found |= next(({"hidden_error": r["hidden_error"]} for r in rows if r["split"] == "depth" and r["m"] == max(self.ms)), {})
+        depth = (r for r in rows if r["split"] == "depth" and r["m"] == max(self.ms))
+        found |= next(({"hidden_error": r["hidden_error"]} for r in depth), {})
         for key in ("best", "best_unbiased"):
             found[key] = dict(Counter(name for r in rows if r["split"] == "heads" for name in r[key]).most_common())
         layer = self.source.layers(0, seed)[0]
@@ -173,7 +182,8 @@ class Approximation:
         lost = [r for r in found if r["output_error"] is None or r["output_error"] > r["uniform_error"]]
         layers, counts = len(found) // len(self.ms), Counter(r["m"] for r in lost)
         shown = ", ".join(f"in {n} of {layers} layers with m = {m}" for m, n in counts.items())
-        told = "\nWARNING: the output is further from exact attention than uniform attention is, the mean of the values, "
+        told = ("\nWARNING: the output is further from exact attention than uniform attention is, "
+                "the mean of the values, ")
         return told + shown if lost else ""
 
     def table(self, records: list[dict]) -> str:
@@ -192,7 +202,8 @@ class Approximation:
 
 
 def predicted_log_mse(phi: FeatureMap, layer: Layer, features: int, seed: int) -> list[float]:
-    """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with so many features, independent projections."""
+    """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with so many features,
+    independent projections."""
     x, y = random_pairs(layer, PREDICTED, _generator(seed))
     m = max(1, features // phi.width(1))
     log_bias = phi.log_kernel(x, y) - (x * y).sum(-1)  # 0 but for SMREG
@@ -230,7 +241,8 @@ def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tenso
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
-    return mechanism.rows.name in ("orthogonal", "simplex") and exact and isinstance(phi, (TrigRF, PositiveExponential, GERF))
+    known = isinstance(phi, (TrigRF, PositiveExponential, GERF))
+    return mechanism.rows.name in ("orthogonal", "simplex") and exact and known
 
 
 def _generator(*key: int) -> torch.Generator:
@@ -238,7 +250,8 @@ def _generator(*key: int) -> torch.Generator:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float | None]:
-    """Mean, standard deviation and median over samples, and the same of the logarithm; None where it is not a number."""
+    """Mean, standard deviation and median over samples, and the same of the logarithm;
+    None where it is not a number."""
     logs, few = values.log(), len(values) < 2
     return {name: _number(values.mean()), f"{name}_std": None if few else _number(values.std()),
             f"{name}_median": _number(values.median()), f"log_{name}_mean": _number(logs.mean()),

@@ -1,5 +1,5 @@
-"""What attention layers are given, for studies of approximation: a pretrained model's own tensors while it reads a text, or
-synthetic ones; and how far the hidden states behind each layer move when attention is approximated.
+"""What attention layers are given, for studies of approximation: a pretrained model's own tensors while it reads a
+text, or synthetic ones; and how far the hidden states behind each layer move when attention is approximated.
 
 Legend: H query heads, Hkv key heads, L queries, S keys, d, dv. x and y are scaled, so that x.y is the logit.
 """
@@ -35,7 +35,8 @@ class Layer:
     y: Tensor  # (1, Hkv, S, d)
     v: Tensor  # (1, Hkv, S, dv)
     causal: bool = False
-    _exact: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # the rows that were asked for last, and their matrix
+    # the rows that were asked for last, and their matrix
+    _exact: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self):
         self.heads, self.d = self.x.shape[1], self.x.shape[3]
@@ -67,10 +68,12 @@ class Layer:
 
 
 class Synthetic:
-    """q, k ~ N(0, scale^2) and v ~ N(0, 1), anew for each sample; hidden states of a plain Transformer of random weights.
+    """q, k ~ N(0, scale^2) and v ~ N(0, 1), anew for each sample;
+    hidden states of a plain Transformer of random weights.
 
-    That one has `depth` pre-norm layers of width heads d with an FFN four times as wide, torch's initial weights but for those of
-    queries and keys, which give them standard deviation `scale` too, and reads tokens ~ N(0, 1). All bidirectional.
+    That one has `depth` pre-norm layers of width heads d with an FFN four times as wide, torch's initial weights but
+    for those of queries and keys, which give them standard deviation `scale` too, and reads tokens ~ N(0, 1). All
+    bidirectional.
     """
 
     def __init__(self, length: int, heads: int, d: int, scale: float, depth: int):
@@ -84,7 +87,9 @@ class Synthetic:
 
     def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
         """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth)."""
-        return torch.stack([self._errors(make, sample, seed) for sample in range(samples)]) if self.depth else torch.zeros(0, 0)
+        if not self.depth:
+            return torch.zeros(0, 0)
+        return torch.stack([self._errors(make, sample, seed) for sample in range(samples)])
 
     @torch.no_grad()
     def _errors(self, make: LayerMaker, sample: int, seed: int) -> Tensor:
@@ -136,13 +141,13 @@ def relative_error(found: Tensor, expected: Tensor, dims: tuple[int, ...] | None
 class Pretrained:
     """The tensors of a Hugging Face model while it reads a text, and its hidden states.
 
-    model: a hub name, a folder or the directory of a run of task=mlm; tokenizer: a hub name, a folder or a BERT vocab.txt, None
-    for the model's. length: the first so many tokens;
-    None: the whole text, which must fit. layers: of the attention modules, as for `swap_attention`. Of an encoder-decoder model,
-    the encoder. The parameters of causal layers are fitted to this same text, as after `calibrate_attention` on it.
+    model: a hub name, a folder or the directory of a run of task=mlm; tokenizer: a hub name, a folder or a BERT
+    vocab.txt, None for the model's. length: the first so many tokens; None: the whole text, which must fit. layers: of
+    the attention modules, as for `swap_attention`. Of an encoder-decoder model, the encoder. The parameters of causal
+    layers are fitted to this same text, as after `calibrate_attention` on it.
 
-    Raises DataError where model or tokenizer cannot be loaded, ValueError where the model reads no text or has no attention that
-    can be swapped, and for a text that is not there, empty or too long.
+    Raises DataError where model or tokenizer cannot be loaded, ValueError where the model reads no text or has no
+    attention that can be swapped, and for a text that is not there, empty or too long.
     """
 
     def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
@@ -225,15 +230,17 @@ def load_bare(name: str) -> nn.Module:
     origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
     model = encoders.load_model("AutoModel", encoders.load_config(origin), origin, Mechanism.of("exact"))
     if model.main_input_name != "input_ids":
-        raise ValueError(f"task.model={name}: {type(model).__name__} reads {model.main_input_name}, not text. Synthetic tensors "
-                         "of its sizes: task.heads, task.d and task.length, without task.model and task.text")
+        raise ValueError(f"task.model={name}: {type(model).__name__} reads {model.main_input_name}, not text. "
+                         "Synthetic tensors of its sizes: task.heads, task.d and task.length, without task.model and "
+                         "task.text")
     return (model.get_encoder() if model.config.is_encoder_decoder else model).eval()
 
 
 def load_tokenizer(model: str, name: str | None):
     """That of the model's folder, or the one that task.tokenizer names."""
     if name is None:
-        return encoders.load_tokenizer(encoders.Origin(encoders.folder_of(model, "task.model"), "task.model", True, False))
+        origin = encoders.Origin(encoders.folder_of(model, "task.model"), "task.model", True, False)
+        return encoders.load_tokenizer(origin)
     if name.endswith(".txt"):
         return bert_tokenizer(name)
     return encoders.load_tokenizer(encoders.Origin(name, "task.tokenizer", True, False))
@@ -248,8 +255,8 @@ def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | No
     cut = {} if length is None else {"truncation": True, "max_length": length}
     ids = tokenizer(text, return_tensors="pt", verbose=False, **cut)["input_ids"]
     if ids.shape[1] > most:
-        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens, and the model has {most} positions: give a shorter "
-                         f"text, or task.length={most} to read its first {most} tokens")
+        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens, and the model has {most} positions: give a "
+                         f"shorter text, or task.length={most} to read its first {most} tokens")
     if ids.shape[1] < 2:
         raise ValueError(f"task.text={path} has {ids.shape[1]} tokens: nothing to attend to")
     if not set(ids[0].tolist()) - set(tokenizer.all_special_ids):

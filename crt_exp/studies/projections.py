@@ -1,4 +1,5 @@
-"""Mean squared error of attention by random features against m, for one mechanism and sampler (the Hadamard report's setting)."""
+"""Mean squared error of attention by random features against m, for one mechanism and sampler
+(the Hadamard report's setting)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,8 @@ from crt_exp.schema import Count, Several, checked
 
 @checked("task")
 class Projections:
-    """task=projections: q, k, v ~ N(0, 1), L tokens of dimension d; MSE of the output against exact softmax attention."""
+    """task=projections: q, k, v ~ N(0, 1), L tokens of dimension d;
+    MSE of the output against exact softmax attention."""
 
     metric, lower_is_better = "mse", True
 
@@ -29,7 +31,8 @@ class Projections:
             errors = [self.error(phi, mechanism.sampler, m, seed, sample) for sample in range(self.samples)]
             found = torch.tensor(errors, dtype=torch.float64)
             last = {"split": "test", "final": True} if step == len(self.ms) - 1 else {"split": "m"}
-            yield {"step": step, "epoch": 0, "m": m, "mse": found.mean().item(), "log_mse_mean": found.log().mean().item(),
+            yield {"step": step, "epoch": 0, "m": m, "mse": found.mean().item(),
+                   "log_mse_mean": found.log().mean().item(),
                    "log_mse_std": found.log().std().item() if self.samples > 1 else None, **last}
 
     def error(self, phi: FeatureMap, sampler, m: int, seed: int, sample: int) -> float:

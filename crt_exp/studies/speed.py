@@ -1,7 +1,8 @@
-"""Time of one training step or pass, interleaved: attention alone, whole Transformers, ViTs (Performers Fig. 3, CRT Fig. 4).
+"""Time of one training step or pass, interleaved: attention alone, whole Transformers,
+ViTs (Performers Fig. 3, CRT Fig. 4).
 
-Every method takes its turn in every round, so that load from outside hits all alike; a result is the median over rounds, and a
-ratio the median of the ratios within a round.
+Every method takes its turn in every round, so that load from outside hits all alike; a result is the median over
+rounds, and a ratio the median of the ratios within a round.
 """
 
 import statistics
@@ -35,7 +36,8 @@ class Speed:
 
     metric, lower_is_better = "ratio", True
 
-    def __init__(self, what: Literal["attention", *MODELS, "vit"], lengths: Several[Count], rounds: Count, backward: bool):
+    def __init__(self, what: Literal["attention", *MODELS, "vit"], lengths: Several[Count], rounds: Count,
+                 backward: bool):
         self.what, self.lengths, self.rounds, self.backward = what, list(lengths), rounds, backward
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
@@ -124,8 +126,8 @@ def methods(length: int) -> dict[str, Method]:
             return attention(q, k, v, phi, noise, phi.fit(Statistics.of(q, k)), causal=causal)
         return run
 
-    found = {"floor": floor, "favor+": ours(PosRF(), False), "favor++": ours(OPRF(), False), "favor+ causal": ours(PosRF(), True),
-             "favor++ causal": ours(OPRF(), True), "identity": identity_attention}
+    found = {"floor": floor, "favor+": ours(PosRF(), False), "favor++": ours(OPRF(), False),
+             "favor+ causal": ours(PosRF(), True), "favor++ causal": ours(OPRF(), True), "identity": identity_attention}
     if length <= LONGEST_EXACT:
         found["sdpa"] = exact_attention
         found["sdpa causal"] = lambda q, k, v: exact_attention(q, k, v, causal=True)

@@ -1,6 +1,7 @@
 """Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables.
 
-For each random split the bandwidth sigma is tuned on the validation part; the test part is read once, with the best one.
+For each random split the bandwidth sigma is tuned on the validation part;
+the test part is read once, with the best one.
 """
 
 import math
@@ -35,18 +36,20 @@ class Split:
 class UCI:
     """Kernel regression on one table.
 
-    coding, scaling: see `conf/task/uci.yaml`; split: fractions of training, validation and test rows; sigmas: the bandwidths
-    tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number (boston).
+    coding, scaling: see `conf/task/uci.yaml`; split: fractions of training, validation and test rows; sigmas: the
+    bandwidths tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number
+    (boston).
     """
 
-    def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"], scaling: Literal["standard", "minmax", "none"],
-                 split: tuple[Positive, Positive, Positive], repeats: Count, sigmas: Several[Sigma], draws: Count = 1,
-                 data_dir: str | None = None):
+    def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"],
+                 scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
+                 repeats: Count, sigmas: Several[Sigma], draws: Count = 1, data_dir: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
         self.table = load(dataset, data_dir)
         self.features = self.table.encode(coding).astype(np.float32)
-        self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, tuple(split), repeats, draws, list(sigmas)
+        self.scaling, self.split, self.repeats, self.draws = scaling, tuple(split), repeats, draws
+        self.sigmas = list(sigmas)
         self.metric = "accuracy" if self.table.classes is not None else "r2"
         if len(self.table) < 20:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
@@ -81,8 +84,8 @@ class UCI:
         last = records[-1]
         width = last[f"{self.metric}_ci95"]
         spread = "" if width is None else f" +- {width:.4f}"
-        return (f"{self.table.name}: {self.metric} {last[self.metric]:.4f}{spread} (mean of {self.repeats} splits, 95% interval)"
-                + bias_sentence(last))
+        return (f"{self.table.name}: {self.metric} {last[self.metric]:.4f}{spread} (mean of {self.repeats} splits, "
+                "95% interval)" + bias_sentence(last))
 
     def divide(self, seed: int, repeat: int) -> Split:
         """Random split number `repeat`: the same for every mechanism."""

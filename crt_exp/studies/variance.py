@@ -69,7 +69,8 @@ class Variance:
 
     metric, lower_is_better = "log_variance", True
 
-    def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, at_least(2)], sigmas: Several[Positive], kernel: Kernel):
+    def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, at_least(2)], sigmas: Several[Positive],
+                 kernel: Kernel):
         self.regime, self.pairs, self.sigmas, self.kernel = regime, pairs, list(sigmas), kernel
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
@@ -85,5 +86,5 @@ class Variance:
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"{self.regime}: log variance {last['log_variance']:.2f} +- {last['log_variance_std']:.2f} nats at sigma = "
-                f"{last['sigma']} (mean and standard deviation of {self.pairs} pairs)")
+        return (f"{self.regime}: log variance {last['log_variance']:.2f} +- {last['log_variance_std']:.2f} nats at "
+                f"sigma = {last['sigma']} (mean and standard deviation of {self.pairs} pairs)")

@@ -1,11 +1,12 @@
-"""Decoding of swapped Hugging Face models in constant time: a layer of transformers' Cache that keeps the recurrent state.
+"""Decoding of swapped Hugging Face models in constant time:
+a layer of transformers' Cache that keeps the recurrent state.
 
-`install` has `generate`, and calls with use_cache=True, make caches with a `RecurrentLayer` for each swapped causal layer. Within
-the forward pass the attention module hands new keys to `update` and what it gets back to the attention function, with nothing
-between: so `update` gives back the new keys alone, with the layer attached to them, and the attention function finds the state
-there. The state thus belongs to the cache, however many there are. Where that path does not hold (a module that works on keys
-after the cache gave them, training, gradients, attention that is not causal), the layer keeps all keys and values, as a
-DynamicLayer does: right, in time linear in the position.
+`install` has `generate`, and calls with use_cache=True, make caches with a `RecurrentLayer` for each swapped causal
+layer. Within the forward pass the attention module hands new keys to `update` and what it gets back to the attention
+function, with nothing between: so `update` gives back the new keys alone, with the layer attached to them, and the
+attention function finds the state there. The state thus belongs to the cache, however many there are. Where that path
+does not hold (a module that works on keys after the cache gave them, training, gradients, attention that is not
+causal), the layer keeps all keys and values, as a DynamicLayer does: right, in time linear in the position.
 
 Legend: B batch, H query heads, Hkv key heads, T new tokens, S tokens in all, d, dv.
 """
@@ -29,7 +30,8 @@ WHOLE = "give past_key_values=DynamicCache(), which keeps all keys"
 
 
 class NewKeys(Tensor):
-    """Keys or values of new tokens alone, whose past is in the state of `cache_layer`: any other use would lose the past."""
+    """Keys or values of new tokens alone, whose past is in the state of `cache_layer`:
+    any other use would lose the past."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -37,16 +39,16 @@ class NewKeys(Tensor):
         if name in ("__get__", "size", "dim", "numel", "__repr__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueError(f"{name} was called outside of swapped attention on keys or values whose past is a recurrent state: "
-                         f"{WHOLE}")
+        raise ValueError(f"{name} was called outside of swapped attention on keys or values whose past is a recurrent "
+                         f"state: {WHOLE}")
 
 
 class RecurrentLayer(DynamicLayer):
     """One layer's cache: M (dv + 1) numbers a head and no keys.
 
-    It decides at its first call, which sees all keys, whether the state can stand for them; else it keeps them (`whole`). `crop`
-    goes back to any token since `activate_past_recording` or the last `crop`, which is what assisted generation does: until then
-    the keys are kept beside the state.
+    It decides at its first call, which sees all keys, whether the state can stand for them; else it keeps them
+    (`whole`). `crop` goes back to any token since `activate_past_recording` or the last `crop`, which is what assisted
+    generation does: until then the keys are kept beside the state.
     """
 
     def __init__(self):
@@ -81,16 +83,18 @@ class RecurrentLayer(DynamicLayer):
         keys.cache_layer = self
         return keys, values
 
-    def attend(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, mask: Tensor | None,
-               causal: bool, scaling: float | None, dropout: float, matrix: bool) -> tuple[Tensor, Tensor | None]:
-        """`swap_call.attend` for queries (B,H,T,d) and what `update` gave; keep (B,S) and mask (B,.,T,S) are those of all tokens.
+    def attend(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None,
+               mask: Tensor | None, causal: bool, scaling: float | None, dropout: float,
+               matrix: bool) -> tuple[Tensor, Tensor | None]:
+        """`swap_call.attend` for queries (B,H,T,d) and what `update` gave;
+        keep (B,S) and mask (B,.,T,S) are those of all tokens.
 
         Raises ValueError, naming the layer, where the state cannot give what is asked for.
         """
         used, first = self.length, not isinstance(key, NewKeys)
         if first:
-            out = attend(swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling, dropout=dropout,
-                         matrix=matrix)
+            out = attend(swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling,
+                         dropout=dropout, matrix=matrix)
         if not self._takes(key, value, swapped.path):
             return out
         (key, value), self.given = self.given, None
@@ -113,8 +117,8 @@ class RecurrentLayer(DynamicLayer):
         if same and self.given is not None:
             return True
         if isinstance(key, NewKeys):
-            raise ValueError(f"{path}: the same keys are used twice, or with other values than the cache gave, which a recurrent "
-                             f"state cannot give: {WHOLE}")
+            raise ValueError(f"{path}: the same keys are used twice, or with other values than the cache gave, which a "
+                             f"recurrent state cannot give: {WHOLE}")
         if self.given is not None:
             self._not_taken()
         elif not self.whole:  # they serve other attention too, which one state cannot
@@ -122,14 +126,16 @@ class RecurrentLayer(DynamicLayer):
             self._keep_whole(key, value)
         return False
 
-    def _begin(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, possible: bool) -> None:
+    def _begin(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None,
+               possible: bool) -> None:
         """After the first call: the state of its keys, or where it cannot stand for them, the keys."""
         possible = possible and isinstance(swapped, RandomFeatureAttention) and query.shape[2] == key.shape[2]
         changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not possible or changing or swapped.calibrated is not None:
             self._keep_whole(key, value)
             return
-        self.keys, self.values = (torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value))  # sizes are asked for
+        # sizes are asked for
+        self.keys, self.values = (torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value))
         self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
         self.before = swapped.decoding()
         self.state = self.before.copy()
@@ -150,34 +156,37 @@ class RecurrentLayer(DynamicLayer):
 
     def _check(self, swapped: nn.Module, query: Tensor, causal: bool, matrix: bool, used: int) -> None:
         if self.owner() is not swapped:
-            raise ValueError(f"{swapped.path}: the cache was made by another attention layer or before swap_attention was called "
-                             "again: start with a new cache")
+            raise ValueError(f"{swapped.path}: the cache was made by another attention layer or before swap_attention "
+                             "was called again: start with a new cache")
         if any(a is not b or x != y for (a, x), (b, y) in zip(self.marks, _marks(swapped), strict=True)):
-            raise ValueError(f"{swapped.path}: noise or statistics changed since the cache was made, by a redraw, a pass in "
-                             "training, calibrate_attention or loading: start with a new cache")
+            raise ValueError(f"{swapped.path}: noise or statistics changed since the cache was made, by a redraw, a "
+                             "pass in training, calibrate_attention or loading: start with a new cache")
         for wrong, what in ((matrix, "output_attentions=True, which needs all keys"),
                             (swapped.training, "training mode, which needs all keys"),
-                            (torch.is_grad_enabled() and query.requires_grad, "a gradient, which the past has not: call it under "
-                             "torch.no_grad()"),
+                            (torch.is_grad_enabled() and query.requires_grad,
+                             "a gradient, which the past has not: call it under torch.no_grad()"),
                             (query.shape[2] > 1 and not causal, "attention that is not causal, which needs all keys"),
                             (used != self.length, "a mask that leaves out the last tokens")):
             if wrong:
-                raise ValueError(f"{swapped.path}: the cache holds a recurrent state and this call asks for {what}; or {WHOLE}")
+                raise ValueError(f"{swapped.path}: the cache holds a recurrent state and this call asks for {what}; "
+                                 f"or {WHOLE}")
 
     # ---- padding: the state has honoured that of the past, so that a mask may not change its mind
 
     def _new_padding(self, keep: Tensor | None, new: int, path: str) -> Tensor | None:
-        """The mask of the new tokens (B, T), of one for all tokens. Raises ValueError where that differs for the past."""
+        """The mask of the new tokens (B, T), of one for all tokens.
+        Raises ValueError where that differs for the past."""
         past = self.length - new
         if keep is not None and keep.shape[1] != self.length:
-            raise ValueError(f"{path}: the attention mask has {keep.shape[1]} tokens, but {past} in the cache and {new} new ones "
-                             "need one each")
+            raise ValueError(f"{path}: the attention mask has {keep.shape[1]} tokens, but {past} in the cache and "
+                             f"{new} new ones need one each")
         padded = 0 if self.padding is None else self.padding.shape[1]
         same = padded == 0 if keep is None else (padded == 0 or torch.equal(keep[:, :padded], self.padding)) and bool(
             keep[:, padded:past].all())
         if not same:
-            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than earlier calls did, which the "
-                             f"recurrent state in the cache has taken as they were: give the same mask, or {WHOLE}")
+            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than earlier calls did, "
+                             "which the recurrent state in the cache has taken as they were: give the same mask, "
+                             f"or {WHOLE}")
         if keep is None or bool(keep[:, past:].all()):
             return None
         self._set_padding(keep)
@@ -199,8 +208,9 @@ class RecurrentLayer(DynamicLayer):
         """Keys that no swapped attention took: the first ones are all there are, later ones would miss their past."""
         given, self.given = self.given, None
         if self.state is not None:
-            raise ValueError("a layer of the cache gave keys whose past is a recurrent state, and no swapped attention took them "
-                             f"(was the model unswapped, or did its forward pass stop?): start with a new cache, or {WHOLE}")
+            raise ValueError("a layer of the cache gave keys whose past is a recurrent state, and no swapped attention "
+                             "took them (was the model unswapped, or did its forward pass stop?): start with a new "
+                             f"cache, or {WHOLE}")
         self._keep_whole(*given)
 
     # ---- what generation asks of a layer
@@ -211,7 +221,8 @@ class RecurrentLayer(DynamicLayer):
     def nbytes(self) -> int:
         """Bytes of all tensors that are kept for later tokens."""
         tensors = [self.keys, self.values, self.padding, *(t for part in self.window for t in part)]
-        for state in {id(s.kept): s for s in (self.state, self.before) if s is not None and s.kept is not None}.values():
+        states = (s for s in (self.state, self.before) if s is not None and s.kept is not None)
+        for state in {id(s.kept): s for s in states}.values():
             tensors += state.kept
         return sum(t.nbytes for t in tensors if t is not None)
 
@@ -221,7 +232,8 @@ class RecurrentLayer(DynamicLayer):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove tokens. Raises ValueError for more than are recorded. Later calls start here."""
+        """Forgets the last -tokens_to_remove tokens. Raises ValueError for more than are recorded.
+        Later calls start here."""
         if self.given is not None:
             self._not_taken()
         if self.whole or self.state is None:
@@ -233,8 +245,9 @@ class RecurrentLayer(DynamicLayer):
         if -tokens_to_remove >= self.length:
             self.reset()
         elif -tokens_to_remove > recorded:
-            raise ValueError(f"crop({tokens_to_remove}): this cache keeps a recurrent state and the last {recorded} tokens: call "
-                             f"cache.activate_past_recording() before those that may be removed, or {WHOLE}")
+            raise ValueError(f"crop({tokens_to_remove}): this cache keeps a recurrent state and the last {recorded} "
+                             "tokens: call cache.activate_past_recording() before those that may be removed, "
+                             f"or {WHOLE}")
         else:
             self._go_back(recorded + tokens_to_remove)
             self.length += tokens_to_remove
@@ -247,7 +260,8 @@ class RecurrentLayer(DynamicLayer):
             for keys, values, keep in self.window:
                 here = min(tokens, keys.shape[2])
                 if here:
-                    self._take(self.state, keys[:, :, :here], values[:, :, :here], None if keep is None else keep[:, :here])
+                    mask = None if keep is None else keep[:, :here]
+                    self._take(self.state, keys[:, :, :here], values[:, :, :here], mask)
                 tokens -= here
         self.before, self.window = self.state.copy() if self.record_past else None, []
 
@@ -284,7 +298,8 @@ class RecurrentLayer(DynamicLayer):
         self._set_padding(chosen(self.padding))
 
     def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
-        """Another cache of the same tokens, whose layer is still that of the model. Nothing in a state changes in place."""
+        """Another cache of the same tokens, whose layer is still that of the model.
+        Nothing in a state changes in place."""
         other = copy.copy(self)
         other.state, other.before = (None if s is None else s.copy() for s in (self.state, self.before))
         other.window = list(self.window)
@@ -294,9 +309,11 @@ class RecurrentLayer(DynamicLayer):
 
 
 def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
-    """The tensors that a state depends on and how often each was changed in place; reading them would wait for a device."""
+    """The tensors that a state depends on and how often each was changed in place;
+    reading them would wait for a device."""
     decides = lambda name: name in ("draws", "folds") or name.startswith(("omega", "running_"))
-    return [(t, 0 if t.is_inference() else t._version) for name, t in swapped._buffers.items() if t is not None and decides(name)]
+    changes = lambda t: 0 if t.is_inference() else t._version
+    return [(t, changes(t)) for name, t in swapped._buffers.items() if t is not None and decides(name)]
 
 
 # ---- how models get such caches
@@ -311,7 +328,8 @@ def install(model: nn.Module) -> None:
         if layers and "DynamicCache" in _makes(type(part)):
             hook = partial(_give_cache, layers=layers)
             part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
-        if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:  # others read the keys (Whisper's)
+        # a model's own generate reads the keys (Whisper's)
+        if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
 
 
@@ -358,7 +376,8 @@ def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[i
     return args, kwargs | {"past_key_values": made}
 
 
-def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, model_kwargs: dict, *args, **kwargs) -> None:
+def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, model_kwargs: dict,
+                   *args, **kwargs) -> None:
     """In the place of `GenerationMixin._prepare_cache_for_generation`."""
     given = model_kwargs.get("past_key_values")
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)

@@ -1,8 +1,9 @@
-"""One call of a swapped attention layer: which keys count, whether it is causal, dropout, and the matrix where it is asked for.
+"""One call of a swapped attention layer: which keys count, whether it is causal, dropout,
+and the matrix where it is asked for.
 
 Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. A linear attention knows two masks, key padding
-(B, S) and causal; a mask of pairs is read as one of these, or both, or refused. The mask of the call decides, not the class
-of the module.
+(B, S) and causal; a mask of pairs is read as one of these, or both, or refused. The mask of the call decides, not the
+class of the module.
 """
 
 import torch
@@ -16,12 +17,13 @@ REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually
 def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None,
            causal: bool = False, cross: bool | None = None, scaling: float | None = None, dropout: float = 0.0,
            matrix: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Attention of q (B,H,L,d) to k (B,Hkv,S,d), v (B,Hkv,S,dv) by `state`: (B,H,L,dv), and its matrix (B,H,L,S) or None.
+    """Attention of q (B,H,L,d) to k (B,Hkv,S,d), v (B,Hkv,S,dv) by `state`:
+    (B,H,L,dv), and its matrix (B,H,L,S) or None.
 
     keep (B or 1, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B or 1, 1 or H, L or 1, S), boolean with True = keep
     or additive; it decides over `causal`, unless there is one query. cross: whether queries and keys are of different
-    sequences, None as the layer was swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask that
-    is not padding, causal or both, and for sizes other than those of the swap.
+    sequences, None as the layer was swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask
+    that is not padding, causal or both, and for sizes other than those of the swap.
     """
     _check_sizes(state, q, k)
     _note_reached(state)
@@ -44,15 +46,17 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
 
 
 def drop_keys(v: Tensor, p: float) -> Tensor:
-    """Dropout of an attention matrix that is never formed: each value (B,H,S,dv) is lost with probability p, else / (1 - p).
+    """Dropout of an attention matrix that is never formed:
+    each value (B,H,S,dv) is lost with probability p, else / (1 - p).
 
-    Every entry of the matrix then has the law that ordinary dropout gives it (kept with 1 - p, mean unchanged, denominators as
-    they were), but all queries of a head lose the same keys.
+    Every entry of the matrix then has the law that ordinary dropout gives it (kept with 1 - p, mean unchanged,
+    denominators as they were), but all queries of a head lose the same keys.
     """
     return v * nn.functional.dropout(torch.ones_like(v[..., :1]), p)
 
 
-def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int, path: str) -> tuple[Tensor | None, bool, int]:
+def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
+              path: str) -> tuple[Tensor | None, bool, int]:
     """A mask of pairs as (keep (B or 1, S) or None, causal, number of keys in use)."""
     if _of_keys_alone(mask):
         seen = _allowed(mask[:, 0, 0], path)
@@ -62,9 +66,9 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int, pat
         allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
     found = _pattern(allowed)
     if found is None:
-        raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal nor both "
-                         "(a sliding window, packed sequences, a mask of one's own?), which linear attention cannot represent: "
-                         "leave this layer out with layers=[...], or change the mask")
+        raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal "
+                         "nor both (a sliding window, packed sequences, a mask of one's own?), which linear attention "
+                         "cannot represent: leave this layer out with layers=[...], or change the mask")
     seen, is_causal, used = found
     return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
 
@@ -87,8 +91,8 @@ def _allowed(mask: Tensor, path: str) -> Tensor:
         return mask
     kept = mask == 0
     if not bool((kept | (mask <= REMOVED)).all()):
-        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear attention "
-                         "can only keep or remove keys")
+        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear "
+                         "attention can only keep or remove keys")
     return kept
 
 
@@ -122,7 +126,8 @@ def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
         return
     came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
     if came != made:
-        raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, but the layer was swapped for {made}")
+        raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, "
+                         f"but the layer was swapped for {made}")
 
 
 def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:

@@ -1,7 +1,7 @@
 """How each library calls its attention, and how a call reaches the `swapped` submodule instead.
 
-Hugging Face modules stay as they are: a registered attention function looks for the submodule. timm's Attention and torch's
-MultiheadAttention change their class in place, so that parameters, hooks and references to them stay.
+Hugging Face modules stay as they are: a registered attention function looks for the submodule. timm's Attention and
+torch's MultiheadAttention change their class in place, so that parameters, hooks and references to them stay.
 """
 
 import inspect
@@ -22,7 +22,7 @@ HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
 # arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
 OTHER_SEQUENCE = re.compile(r"^(?!past_|hidden_states$)(.*_)?(keys?|states|context)(_|$)|^k$")
 CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORECASE)
-EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")      # arguments that change the logits or the softmax
+EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")  # arguments that change logits or softmax
 
 
 class Sizes(NamedTuple):
@@ -42,14 +42,16 @@ class SwappedMultiheadAttention(nn.Module):
     `need_weights=True`, torch's default, forms the (L, S) matrix: pass False where it is not needed.
     """
 
-    _qkv_same_embed_dim = property(lambda self: False)  # an encoder layer in eval mode takes its fast path where this is True
+    # an encoder layer in eval mode takes its fast path where this is True
+    _qkv_same_embed_dim = property(lambda self: False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
                 need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
                 is_causal: bool = False) -> tuple[Tensor, Tensor | None]:
         batched, time_first = query.ndim == 3, query.ndim == 3 and not self.batch_first
         q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
-        keep = as_keep(key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None], self.swapped.path)
+        padding = key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
+        keep = as_keep(padding, self.swapped.path)
         mask, causal = self._mask(attn_mask, q, k, is_causal)
         out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, cross=not _same(query, key),
                              matrix=need_weights, dropout=self.dropout if self.training else 0.0)
@@ -64,7 +66,8 @@ class SwappedMultiheadAttention(nn.Module):
         if self.in_proj_weight is not None and query is key and key is value:
             return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         apart = self.in_proj_weight is None
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if apart else self.in_proj_weight.chunk(3)
+        weights = ((self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if apart
+                   else self.in_proj_weight.chunk(3))
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases))
 
@@ -73,7 +76,8 @@ class SwappedMultiheadAttention(nn.Module):
         return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _mask(self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
-        """torch's mask, True or -inf = removed, as one of kept pairs; a hint that it is causal is believed for a square one."""
+        """torch's mask, True or -inf = removed, as one of kept pairs;
+        a hint that it is causal is believed for a square one."""
         if mask is None or (is_causal and q.shape[2] == k.shape[2]):
             return None, is_causal
         mask = ~mask if mask.dtype == torch.bool else mask
@@ -139,7 +143,8 @@ TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
 
 @cache
 def register() -> None:
-    """Puts the attention function and its mask into transformers' tables: without the second, padding would be lost silently."""
+    """Puts the attention function and its mask into transformers' tables:
+    without the second, padding would be lost silently."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(INTERFACE, interface_attention)
@@ -150,8 +155,8 @@ def register() -> None:
 
 
 def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
-    """Under which name modules with this configuration call us: where attention of other kinds may read the same masks, one
-    that leaves the masks as they were."""
+    """Under which name modules with this configuration call us: where attention of other kinds may read the same masks,
+    one that leaves the masks as they were."""
     shared = any(getattr(part, "config", config) is config for _, part in others)
     return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
 
@@ -163,7 +168,8 @@ def is_ours(config) -> bool:
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                         **extras) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: query (B,H,L,d), key and value (B,Hkv,S,.) -> (B,L,H,dv), matrix (B,H,L,S) or None."""
+    """transformers' attention function: query (B,H,L,d), key and value (B,Hkv,S,.) -> (B,L,H,dv),
+    matrix (B,H,L,S) or None."""
     state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
     causal = _causal_without_mask(module, is_causal)
     if state is None:
@@ -176,7 +182,8 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
         keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
     elif attention_mask is not None:
         causal = state.causal  # of a single query; a mask of pairs tells it of more
-    recurrent = getattr(key, "cache_layer", None)  # these are new keys, and what came before is in this layer of the cache
+    # where there is one, these are new keys, and what came before is in this layer of the cache
+    recurrent = getattr(key, "cache_layer", None)
     given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
     out, matrix = (attend if recurrent is None else recurrent.attend)(state, query, key, value, **given)
     return out.transpose(1, 2).contiguous(), matrix
@@ -187,19 +194,21 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
                    **options) -> Tensor:
     """Says which attention the model asks for, so that no module need guess it: boolean masks, True = keep.
 
-    Causal: keys alone, (B, S), as transformers' flash attention has them. Bidirectional: (B,1,L,S), a view of (B, S) or of
-    a single number where there is no padding. Any other pattern: its pairs, (B,1,L,S).
+    Causal: keys alone, (B, S), as transformers' flash attention has them. Bidirectional: (B,1,L,S), a view of (B, S) or
+    of a single number where there is no padding. Any other pattern: its pairs, (B,1,L,S).
     """
     from transformers import masking_utils as masks
 
-    plain = mask_function in (None, masks.causal_mask_function, masks.bidirectional_mask_function) and local_size is None
+    known = (None, masks.causal_mask_function, masks.bidirectional_mask_function)
+    plain = mask_function in known and local_size is None
     causal = mask_function is not masks.bidirectional_mask_function
     room = causal and kv_length + kv_offset > q_offset + q_length  # of a static cache, after the last token
     short = attention_mask is not None and attention_mask.shape[-1] < kv_length
     if not plain or room or short:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function or masks.causal_mask_function,
-                               attention_mask, local_size, device=device, **(options | skips))
+        return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset,
+                               mask_function or masks.causal_mask_function, attention_mask, local_size,
+                               device=device, **(options | skips))
     if attention_mask is None:
         keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
     else:
@@ -212,20 +221,22 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
     if mask is None or mask.ndim != 2:
         return False
     if mask.dtype != torch.bool:
-        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: whether "
-                         "it is causal cannot be told; leave this layer out with layers=[...]")
+        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: "
+                         "whether it is causal cannot be told; leave this layer out with layers=[...]")
     return True
 
 
 def _causal_without_mask(module: nn.Module, is_causal: bool | None) -> bool:
-    """What no mask means: what the module says, as torch's fused attention has it; every key, for a model without that."""
+    """What no mask means: what the module says, as torch's fused attention has it;
+    every key, for a model without that."""
     if is_causal is not None:
         return bool(is_causal)
     return module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
 
 
 def _wants_matrix(extras: dict) -> bool:
-    """Whether the caller collects attention matrices: transformers tells the hooks that collect them, not the layers."""
+    """Whether the caller collects attention matrices: transformers tells the hooks that collect them,
+    not the layers."""
     if extras.get("output_attentions"):
         return True
     try:
@@ -236,7 +247,8 @@ def _wants_matrix(extras: dict) -> bool:
     return wanted is not None and any("attentions" in key for key in wanted)
 
 
-def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix, extras) -> tuple[Tensor, Tensor | None]:
+def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix,
+               extras) -> tuple[Tensor, Tensor | None]:
     """Exact attention of the layers that were not swapped, in a model whose masks are those of swapped ones."""
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -309,22 +321,26 @@ def uses_interface(kind: type) -> bool:
 
 
 def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that are attention of no known family: by the name of their class, or because they call torch's fused attention.
+    """Modules that are attention of no known family: by the name of their class, or because they call
+    torch's fused attention.
 
     Wrappers of attention and parts of it do not count.
     """
     known = {path for path, part in model.named_modules() if family(part)}
-    alike = {path: part for path, part in model.named_modules() if path not in known and _looks_like_attention(type(part))}
+    alike = {path: part for path, part in model.named_modules()
+             if path not in known and _looks_like_attention(type(part))}
     inside = lambda a, b: a.startswith(f"{b}." if b else "") and a != b
     part_of_known = lambda path: any(inside(path, other) for other in known)
     wraps = lambda path: any(inside(other, path) for other in (*known, *alike))
-    return [(path or type(part).__name__, part) for path, part in alike.items() if not part_of_known(path) and not wraps(path)]
+    return [(path or type(part).__name__, part) for path, part in alike.items()
+            if not part_of_known(path) and not wraps(path)]
 
 
 @cache
 def _looks_like_attention(kind: type) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return "attention" in kind.__name__.lower() or (code is not None and "scaled_dot_product_attention" in code.co_names)
+    calls = code is not None and "scaled_dot_product_attention" in code.co_names
+    return "attention" in kind.__name__.lower() or calls
 
 
 def sizes(module: nn.Module, path: str) -> Sizes:
@@ -347,8 +363,9 @@ def sizes(module: nn.Module, path: str) -> Sizes:
 
 
 def may_be_cross(module: nn.Module, path: str) -> bool:
-    """Whether a Hugging Face module may attend to another sequence than that of its queries: by its attributes; else by its name
-    and place in the model; else by the arguments of its forward pass. Some serve encoders and decoders alike: a decoder's may.
+    """Whether a Hugging Face module may attend to another sequence than that of its queries: by its attributes; else by
+    its name and place in the model; else by the arguments of its forward pass. Some serve encoders and decoders alike:
+    a decoder's may.
     """
     told = getattr(module, "is_cross_attention", None)
     if told is not None:
@@ -357,7 +374,8 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
         return True
     if hasattr(module, "is_decoder") or "SelfAttention" in type(module).__name__:
         return False
-    return any(OTHER_SEQUENCE.search(name) for name in inspect.signature(inspect.unwrap(type(module).forward)).parameters)
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    return any(OTHER_SEQUENCE.search(name) for name in parameters)
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:

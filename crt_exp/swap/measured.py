@@ -1,7 +1,9 @@
-"""What a layer sees and how far its output is from that of exact attention, measured while `calibrate_attention` runs the model.
+"""What a layer sees and how far its output is from that of exact attention, measured while
+`calibrate_attention` runs the model.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. q, k, v are unscaled. The control is uniform attention,
-the mean of the values over the keys that a query may see: an approximation that is no nearer than that tells nothing of q and k.
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. q, k, v are unscaled. The control is uniform
+attention, the mean of the values over the keys that a query may see: an approximation that is no nearer than that tells
+nothing of q and k.
 """
 
 import math
@@ -61,10 +63,11 @@ class Watcher:
 
 @torch.no_grad()
 def measure(state: RandomFeatureAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Adds to `state.measured` what a call of the layer as it now stands gives: q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv).
+    """Adds to `state.measured` what a call of the layer as it now stands gives:
+    q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv).
 
-    The layer runs on the first SEQUENCES of the batch, with its own noise; QUERIES of each are compared. Queries at padded
-    places of their own sequence do not count.
+    The layer runs on the first SEQUENCES of the batch, with its own noise; QUERIES of each are compared. Queries at
+    padded places of their own sequence do not count.
     """
     q, k, v, key_mask = (None if t is None else t[:SEQUENCES] for t in (q, k, v, key_mask))
     L, S = q.shape[2], k.shape[2]
@@ -83,7 +86,8 @@ def measure(state: RandomFeatureAttention, q: Tensor, k: Tensor, v: Tensor, key_
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,
                key_mask: Tensor | None = None) -> Tensor:
-    """Exact attention of these queries, (B,H,rows,dv), at most LOGITS of its matrix at a time; 0 for one that sees no key."""
+    """Exact attention of these queries, (B,H,rows,dv), at most LOGITS of its matrix at a time;
+    0 for one that sees no key."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     dtype, (L, S) = compute_dtype(q, k, v), (q.shape[2], k.shape[2])
     if key_mask is not None:  # padding may hold anything

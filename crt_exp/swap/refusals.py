@@ -1,8 +1,9 @@
-"""What linear attention cannot stand for in a Hugging Face module, found before the first call: by its attributes and its code.
+"""What linear attention cannot stand for in a Hugging Face module, found before the first call:
+by its attributes and its code.
 
-A linear attention keeps or removes keys, and knows causal order. Terms that a module adds to its logits for each pair, caps
-and sinks of the softmax, windows that cut, and keys chosen for each query are none of these. The forward pass of a class says
-which it uses: what it hands to the attention function, and whether that is the mask that it was given.
+A linear attention keeps or removes keys, and knows causal order. Terms that a module adds to its logits for each pair,
+caps and sinks of the softmax, windows that cut, and keys chosen for each query are none of these. The forward pass of a
+class says which it uses: what it hands to the attention function, and whether that is the mask that it was given.
 """
 
 import ast
@@ -13,22 +14,27 @@ from typing import NamedTuple
 
 from torch import nn
 
-BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table", "relative_position_bias",
-          "alibi")
-CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")  # held by the layer, or by the model
-WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # kind of layer -> its size
+BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table",
+          "relative_position_bias", "alibi")
+# held by the layer, or by the model
+CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
+# kind of layer -> its size
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 ROTATIONS = (None, "rotary", "absolute")  # kinds of position embeddings that add nothing to the logits
-# Masks that are made outside the class and never are padding or causal, by the class or by the holder's class and the attribute.
+# Masks that are made outside the class and never are padding or causal, by the class or by the holder's
+# class and the attribute.
 OTHER_MASKS = {
     "Sam3DetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
     "Sam3LiteTextDetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
-    "T5Gemma2MergedAttention": "attends to its own tokens, in causal order, and to the encoder's, in none, in one softmax",
+    "T5Gemma2MergedAttention":
+        "attends to its own tokens, in causal order, and to the encoder's, in none, in one softmax",
     "PixtralAttention": "keeps apart the images that are packed into one sequence",
 }
 
 
 class Passed(NamedTuple):
-    """What a forward pass hands to the attention function: names of keywords, and whether it works on the mask before."""
+    """What a forward pass hands to the attention function:
+    names of keywords, and whether it works on the mask before."""
 
     keywords: frozenset[str]
     parameters: frozenset[str]
@@ -36,7 +42,8 @@ class Passed(NamedTuple):
 
 
 def refusal(module: nn.Module, place: str) -> str | None:
-    """Why linear attention cannot stand for this module of the attention interface, as the end of a sentence; None where it can.
+    """Why linear attention cannot stand for this module of the attention interface, as the end of a sentence;
+    None where it can.
 
     place: the class of the module that holds it, and the attribute, "Holder.attribute".
     """
@@ -88,7 +95,8 @@ def window(module: nn.Module, passes_it: bool) -> int | None:
         return _whole(getattr(config, WINDOWS[kind], None))
     if kind is not None or not passes_it or getattr(module, "is_sliding", True) is False:
         return None
-    return _whole(module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None))
+    return _whole(module.sliding_window if hasattr(module, "sliding_window")
+                  else getattr(config, "sliding_window", None))
 
 
 def _layer_type(module: nn.Module) -> str | None:
@@ -126,7 +134,8 @@ def _calls_interface(call: ast.Call) -> bool:
     """attention_interface(self, query, key, value, mask, ...), whatever the variable is called."""
     takes_self = bool(call.args) and isinstance(call.args[0], ast.Name) and call.args[0].id == "self"
     named = {word.arg for word in call.keywords}
-    return isinstance(call.func, ast.Name) and takes_self and (len(call.args) >= 4 or {"query", "key", "value"} <= named)
+    return (isinstance(call.func, ast.Name) and takes_self
+            and (len(call.args) >= 4 or {"query", "key", "value"} <= named))
 
 
 def _mask_of(call: ast.Call) -> ast.expr | None:
@@ -134,7 +143,8 @@ def _mask_of(call: ast.Call) -> ast.expr | None:
     return call.args[4] if len(call.args) > 4 else named
 
 
-def _computed(mask: ast.expr | None, tree: ast.AST, parameters: frozenset[str], seen: frozenset[str] = frozenset()) -> bool:
+def _computed(mask: ast.expr | None, tree: ast.AST, parameters: frozenset[str],
+              seen: frozenset[str] = frozenset()) -> bool:
     """Whether an expression for a mask is more than a choice between, or a part of, masks that were given."""
     match mask:
         case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):  # out of a mapping that was given
@@ -158,7 +168,8 @@ def _assignments(tree: ast.AST):
     """(name, value) of every assignment to one name."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
-            yield node.target.id, ast.BinOp(node.target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
+            value = ast.BinOp(node.target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
+            yield node.target.id, value
         elif isinstance(node, ast.Assign):
             yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
 

@@ -1,8 +1,8 @@
 """Any pretrained model with linear attention, by one call, and back.
 
-Every swapped attention module gets one submodule, `swapped`, that holds noise and statistics: checkpoint keys stay, and these
-buffers are added to them. Families: Hugging Face models on the attention interface, timm's Attention, torch.nn.MultiheadAttention
-(with it TransformerEncoder, and torchaudio's Conformer).
+Every swapped attention module gets one submodule, `swapped`, that holds noise and statistics: checkpoint keys stay, and
+these buffers are added to them. Families: Hugging Face models on the attention interface, timm's Attention,
+torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Conformer).
 """
 
 import copy
@@ -20,7 +20,8 @@ from crt_exp.swap import families
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.refusals import places, refusal
 
-LayerMaker = Callable[..., nn.Module]  # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
+# (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
+LayerMaker = Callable[..., nn.Module]
 
 
 def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | None = None, *,
@@ -65,16 +66,17 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
 
 def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
-    """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal layers
-    are fitted to, and of the queries of cross-attention. Measures each layer's error on the way, for `describe_attention`.
+    """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal
+    layers are fitted to, and of the queries of cross-attention. Measures each layer's error on the way, for
+    `describe_attention`.
 
-    A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one tensor;
-    tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Layers that attend to their
-    own sequence in both directions fit each by itself and change nothing.
+    A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one
+    tensor; tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Layers
+    that attend to their own sequence in both directions fit each by itself and change nothing.
 
-    The error is |output - exact| / |exact| with the layer's own q, k, v and noise, over heads and queries: of the first 4
-    sequences of each batch and at most 128 queries of each, 16 MB of the exact matrix at a time. Warns of layers that are further
-    from exact attention than uniform attention is, the mean of the values that a query may see.
+    The error is |output - exact| / |exact| with the layer's own q, k, v and noise, over heads and queries: of the first
+    4 sequences of each batch and at most 128 queries of each, 16 MB of the exact matrix at a time. Warns of layers that
+    are further from exact attention than uniform attention is, the mean of the values that a query may see.
 
     Returns the model. Raises ValueError where no layer has random features, and for no batches.
     """
@@ -113,19 +115,21 @@ def describe_attention(model: nn.Module):
 
 def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths, in the order of the model's modules."""
-    found = [(path or type(module).__name__, module) for path, module in model.named_modules() if families.family(module)]
+    found = [(path or type(module).__name__, module) for path, module in model.named_modules()
+             if families.family(module)]
     if found:
         return found
     others = families.others(model)
     hint = f"; what it has is of other kinds: {_names(others)}" if others else ""
-    raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on the "
-                     f"attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
+    raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on "
+                     f"the attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
 
 
 def _warn_of_others(model: nn.Module) -> None:
     others = families.others(model)
     if others and any(families.family(part) for part in model.modules()):
-        warnings.warn(f"attention of other kinds stays as it is in this {type(model).__name__}: {_names(others)}", stacklevel=4)
+        warnings.warn(f"attention of other kinds stays as it is in this {type(model).__name__}: {_names(others)}",
+                      stacklevel=4)
 
 
 def _names(parts: list[tuple[str, nn.Module]]) -> str:
@@ -159,8 +163,8 @@ def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[i
     rest = f", and {len(refused) - 1} more of {len(chosen)} layers" if len(refused) > 1 else ""
     fit = [i for i, reason in reasons.items() if not reason]
     way = f"layers={fit} swaps those that can be" if fit else "no layer of this model can be swapped"
-    raise ValueError(f"{path} ({type(module).__name__}){rest}: this attention {reasons[first]}, which linear attention cannot "
-                     f"represent; {way}")
+    raise ValueError(f"{path} ({type(module).__name__}){rest}: this attention {reasons[first]}, "
+                     f"which linear attention cannot represent; {way}")
 
 
 def _reason(module: nn.Module, holder: nn.Module | None, attribute: str) -> str | None:
@@ -176,9 +180,10 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
     size = families.sizes(module, path)
     state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=causal is not False, scaling=size.scaling, layer=i,
                   **({"cross": True} if size.cross else {}))
-    if not getattr(state, "can_be_causal", True) and getattr(module, "is_causal", False) is True and causal is not False:
-        raise ValueError(f"{path} ({type(module).__name__}) is causal, which attention {name} cannot be: leave it out with "
-                         "layers=[...], or give causal=False if this model is never used so")
+    is_causal = getattr(module, "is_causal", False) is True and causal is not False
+    if is_causal and not getattr(state, "can_be_causal", True):
+        raise ValueError(f"{path} ({type(module).__name__}) is causal, which attention {name} cannot be: leave it out "
+                         "with layers=[...], or give causal=False if this model is never used so")
     state.path, state.mechanism = path, name
     state.causal = size.causal if causal is None else causal
     device = next((p.device for p in module.parameters()), None)
@@ -268,15 +273,16 @@ def _tell_unreached(model: nn.Module, *_) -> None:
     for _, module in unreached:
         module.swapped.__dict__["reached"] = False
     if unreached:
-        warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} swapped "
-                      f"modules: {_names(unreached)}; they may serve other inputs, or the model may compute their attention "
-                      "by other means, which swapping does not change", stacklevel=3)
+        warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} "
+                      f"swapped modules: {_names(unreached)}; they may serve other inputs, or the model may compute "
+                      "their attention by other means, which swapping does not change", stacklevel=3)
 
 
 # ---- noise and statistics saved with a Hugging Face model
 
 def _restore(model: nn.Module, states: Iterable[nn.Module]) -> None:
-    """from_pretrained leaves the buffers of `swapped` aside, which its class does not know: takes them from the same files."""
+    """from_pretrained leaves the buffers of `swapped` aside, which its class does not know:
+    takes them from the same files."""
     folder = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     files = sorted(folder.glob("*.safetensors")) if folder.name and folder.is_dir() else []
     saved = _saved_buffers(files)
@@ -304,8 +310,9 @@ def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
 
 
 def _buffers_at(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor] | None:
-    """Those saved for this layer. Paths in a bare model and in one with a head differ by a prefix, and save_pretrained gives some
-    models the names of older versions: then the numbers in the path tell, where no two saved layers have the same."""
+    """Those saved for this layer. Paths in a bare model and in one with a head differ by a prefix, and save_pretrained
+    gives some models the names of older versions: then the numbers in the path tell, where no two saved layers have the
+    same."""
     for other, buffers in saved.items():
         if path == other or path.endswith("." + other) or other.endswith("." + path):
             return buffers
@@ -332,7 +339,8 @@ def _states(model: nn.Module) -> dict[str, RandomFeatureAttention]:
     states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
               if isinstance(part, RandomFeatureAttention)}
     if not states:
-        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate: call swap_attention first")
+        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate: "
+                         "call swap_attention first")
     return states
 
 
@@ -342,9 +350,10 @@ def _warn_of_errors(model: nn.Module) -> None:
              for path, state in states.items() if state.measured.error > state.measured.uniform]
     if worse:
         shown = ", ".join(worse[:3]) + (f" and {len(worse) - 3} more" if len(worse) > 3 else "")
-        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of random-feature attention is further from exact "
-                      f"attention than the mean of the values is (uniform attention): {shown}. Take more features (m), another "
-                      "mechanism, or leave these layers as they are with layers=[...]", stacklevel=3)
+        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of random-feature attention is further from "
+                      f"exact attention than the mean of the values is (uniform attention): {shown}. Take more "
+                      "features (m), another mechanism, or leave these layers as they are with layers=[...]",
+                      stacklevel=3)
 
 
 def _call(model: nn.Module, batch) -> None:

@@ -7,8 +7,8 @@ from torch import nn
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features.base import Statistics
 
-# the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the values that a
-# query may see; over heads and queries, measured on the batches of the last calibration; empty before
+# the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
+# values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before
 ERRORS = ("error on calibration", "uniform's error")
 # reached: whether the first forward pass of the model after the swap came to this module; empty before
 COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "parameters", *ERRORS)

@@ -15,15 +15,19 @@ Batch = Any  # tensors in dicts, lists or tuples; moved to the device by the tra
 
 
 class Task(Protocol):
-    """Data, model, loss and metrics; subclass it for the defaults. It knows nothing of attention, devices and processes.
+    """Data, model, loss and metrics; subclass it for the defaults.
+    It knows nothing of attention, devices and processes.
 
     The trainer wraps the model for several processes, so `loss` may only call it: `model(**batch)`, never a part of it.
     """
 
-    metric: str                        # key of `evaluate`'s answer by which the best weights are chosen and sweeps optimise
+    # metric: key of `evaluate`'s answer by which the best weights are chosen and sweeps optimise. validation: the split
+    # evaluated while training; None: none, and the last weights are the result. test: the split evaluated at the end;
+    # None: the validation split stands for it
+    metric: str
     lower_is_better: bool = False
-    validation: str | None = "validation"   # the split evaluated while training; None: none, and the last weights are the result
-    test: str | None = "test"          # the split evaluated at the end; None: the validation split stands for it
+    validation: str | None = "validation"
+    test: str | None = "test"
 
     def length(self, split: str) -> int | None:
         """Rows of a split; None where it is streamed: then `trainer.steps` must say when training ends."""
@@ -38,7 +42,8 @@ class Task(Protocol):
         """The mean loss of a micro-batch, a scalar."""
 
     def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> dict[str, float]:
-        """Metrics as fractions. Each process reads its share by `reader.batches(split)`; `reader.sum` and `gather` join them."""
+        """Metrics as fractions. Each process reads its share by `reader.batches(split)`;
+        `reader.sum` and `gather` join them."""
 
     def weight(self, batch: Batch) -> Tensor | float | None:
         """What the mean in `loss` runs over, such as the number of masked tokens; None: the same in every micro-batch.
@@ -55,7 +60,8 @@ class Task(Protocol):
 
     def updated(self, model: nn.Module, step: int) -> None:
         """Called on every process after each update of the weights, `step` of them so far: for what follows the
-        optimiser, such as a sampler's tables. No gradient is recorded. With trainer=fsdp parameters are sharded (DTensor).
+        optimiser, such as a sampler's tables. No gradient is recorded.
+        With trainer=fsdp parameters are sharded (DTensor).
         """
 
     def state_dict(self) -> dict[str, Tensor | float | int | bool | str | None]:
@@ -68,16 +74,19 @@ class Task(Protocol):
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor | float | int | bool | str | None]) -> None:
-        """The reverse of state_dict; tensors come on the CPU. Another number of processes takes it where all had the same."""
+        """The reverse of state_dict; tensors come on the CPU.
+        Another number of processes takes it where all had the same."""
         if state:
-            raise ValueError(f"{type(self).__name__} has a state_dict and no load_state_dict: a resumed run would lose it")
+            raise ValueError(f"{type(self).__name__} has a state_dict and no load_state_dict: "
+                             "a resumed run would lose it")
 
     def lr_scale(self, name: str) -> float:
         """Factor on the learning rate of the parameter of that name: layer-wise decay, faster heads; 0 freezes it."""
         return 1.0
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Keeps the final weights (`tensors`, the whole state of `model`) in the run directory for other uses; default: not.
+        """Keeps the final weights (`tensors`, the whole state of `model`) in the run directory for other uses;
+        default: not.
 
         Called on the first process alone, before the final record.
         """
@@ -85,7 +94,8 @@ class Task(Protocol):
     def summary(self, records: list[dict]) -> str:
         """One line for the terminal."""
         last = records[-1]
-        return f"{type(self).__name__.lower()}: {self.metric} {_shown(last[self.metric])} ({last['split']}, step {last['step']})"
+        return (f"{type(self).__name__.lower()}: {self.metric} {_shown(last[self.metric])} "
+                f"({last['split']}, step {last['step']})")
 
 
 def _shown(value: float | None) -> str:

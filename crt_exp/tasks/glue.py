@@ -1,7 +1,7 @@
 """Fine-tuning on a GLUE task: Table 2 of Chefs' Random Tables.
 
-A pretrained encoder gets the run's attention and a new head; the metrics are the paper's, on the dev split, for test labels are
-not published. MNLI is evaluated on both of its dev splits, the second one as `<metric>_mismatched`.
+A pretrained encoder gets the run's attention and a new head; the metrics are the paper's, on the dev split, for test
+labels are not published. MNLI is evaluated on both of its dev splits, the second one as `<metric>_mismatched`.
 """
 
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task
 class GLUE(Task):
     """One task with one encoder; see `conf/task/glue.yaml` for the options.
 
-    Raises DataError for missing or malformed files, an unknown task, an encoder that cannot be had, and a tokenizer that does not
-    belong to it; ConfigError for options that do not go together.
+    Raises DataError for missing or malformed files, an unknown task, an encoder that cannot be had, and a tokenizer
+    that does not belong to it; ConfigError for options that do not go together.
     """
 
     dataset: str
@@ -64,7 +64,8 @@ class GLUE(Task):
 
     @cached_property
     def encoded(self) -> dict[str, glue.Encoded]:
-        return {part: glue.encode(texts, self.tokenizer, self.max_length, self.cache_dir) for part, texts in self.texts.items()}
+        return {part: glue.encode(texts, self.tokenizer, self.max_length, self.cache_dir)
+                for part, texts in self.texts.items()}
 
     def length(self, split: str) -> int:
         return len(self.texts[split])
@@ -101,7 +102,8 @@ class GLUE(Task):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         found = self.evaluate_part(model, split, reader)
         if self.described.two_devs:
-            found |= {f"{name}_mismatched": value for name, value in self.evaluate_part(model, "dev_mm", reader).items()}
+            mismatched = self.evaluate_part(model, "dev_mm", reader)
+            found |= {f"{name}_mismatched": value for name, value in mismatched.items()}
         return found | {"train_examples": len(self.texts["train"]), "train_examples_available": self.published}
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
@@ -117,7 +119,8 @@ class GLUE(Task):
 
     def finite(self, answers: tuple[float, ...]) -> Any:
         if not torch.tensor(answers, dtype=torch.float64).isfinite().all():
-            raise NotFinite(f"{self.dataset}: the model predicts scores that are not finite; a lower trainer.lr may help")
+            raise NotFinite(f"{self.dataset}: the model predicts scores that are not finite; "
+                            "a lower trainer.lr may help")
         return answers
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

@@ -1,7 +1,7 @@
 """Masked-language-model pretraining and uptraining of encoders, with any attention, on any text.
 
-Local text is packed into blocks once, and its masks are drawn anew each epoch; sets of the hub are streamed. Legend: B rows of a
-batch, L tokens of a block, n masked tokens, V entries of the vocabulary.
+Local text is packed into blocks once, and its masks are drawn anew each epoch; sets of the hub are streamed. Legend: B
+rows of a batch, L tokens of a block, n masked tokens, V entries of the vocabulary.
 """
 
 import math
@@ -30,7 +30,8 @@ HELD_OUT = 0.02  # of the blocks, at the end of the text, where there is no text
 
 
 class MaskedModel(nn.Module):
-    """A masked language model that computes logits of masked tokens alone: the head over V costs more than a small encoder."""
+    """A masked language model that computes logits of masked tokens alone:
+    the head over V costs more than a small encoder."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -94,7 +95,8 @@ class MLM(Task):
         self.streamed = self.hub["name"] is not None
         self.files = {} if self.streamed else self.local_files()
         self.test = "test" if "test" in self.files else None
-        self.origin = None if self.model is None and self.init == "scratch" else encoders.origin_of(self.model, self.init)
+        scratch = self.model is None and self.init == "scratch"
+        self.origin = None if scratch else encoders.origin_of(self.model, self.init)
         self.tokenizer = encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
         self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
@@ -105,12 +107,13 @@ class MLM(Task):
         if self.hub["name"] is not None and self.text is not None:
             raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
         if self.hub["name"] is not None and not (self.validation_text or self.hub["validation"]):
-            raise ConfigError("a streamed text needs another one for validation: set task.hub.validation to a split of the set, "
-                              "or task.validation_text")
+            raise ConfigError("a streamed text needs another one for validation: set task.hub.validation to a split of "
+                              "the set, or task.validation_text")
         if self.model is None and self.init == "uptrain":
             raise ConfigError("task.init=uptrain starts from a pretrained model: name it, task.model=...")
         if self.model is not None and self.vocabulary is not None:
-            raise ConfigError("task.vocabulary is for a new model (task.model=null): task.model has a tokenizer of its own")
+            raise ConfigError("task.vocabulary is for a new model (task.model=null): "
+                              "task.model has a tokenizer of its own")
 
     # ---- text
 
@@ -131,8 +134,8 @@ class MLM(Task):
         if "validation" not in found:
             held_out = math.ceil(HELD_OUT * len(found["train"]))
             if held_out == len(found["train"]):
-                raise DataError(f"The text fills one block of {self.block} tokens, and validation needs another. Give more text, "
-                                "a smaller task.block, or task.validation_text.")
+                raise DataError(f"The text fills one block of {self.block} tokens, and validation needs another. Give "
+                                "more text, a smaller task.block, or task.validation_text.")
             found["train"], found["validation"] = found["train"][:-held_out], found["train"][-held_out:]
         return found
 
@@ -146,12 +149,14 @@ class MLM(Task):
         lists = data.token_lists(self.documents(self.hub["validation"], buffer=0)(0, 0), self.tokenizer)
         ids = np.fromiter(islice(chain.from_iterable(lists), self.hub["validation_blocks"] * body), np.int32)
         if len(ids) < body:
-            raise DataError(f"{self.hub['name']}, {self.hub['validation']}: {len(ids)} tokens fill no block of {self.block}.")
+            raise DataError(f"{self.hub['name']}, {self.hub['validation']}: {len(ids)} tokens fill no block of "
+                            f"{self.block}.")
         return data.framed(ids[:len(ids) // body * body].reshape(-1, body), self.tokenizer)
 
     def documents(self, split: str, **options: Any):
         hub = self.hub
-        return data.hub_documents(hub["name"], hub["config"], split, hub["column"], data_files=hub["data_files"], **options)
+        return data.hub_documents(hub["name"], hub["config"], split, hub["column"], data_files=hub["data_files"],
+                                  **options)
 
     def length(self, split: str) -> int | None:
         return None if self.streamed and split == "train" else len(self.blocks[split])
@@ -166,7 +171,8 @@ class MLM(Task):
 
     def stream(self, plan: Plan) -> data.Stream:
         """From where the plan starts: a continued run reads, but does not mask, what came before."""
-        documents = self.documents(self.hub["split"], rank=plan.rank, world=plan.world, seed=plan.seed, buffer=self.hub["buffer"])
+        documents = self.documents(self.hub["split"], rank=plan.rank, world=plan.world, seed=plan.seed,
+                                   buffer=self.hub["buffer"])
         rows = plan.batch // plan.world // plan.micro
         stream = data.Stream(documents, self.tokenizer, self.block, self.masking, rows, plan.seed, plan.rank)
         stream.skip(plan.start * plan.micro)
@@ -178,8 +184,8 @@ class MLM(Task):
         if self.vocabulary is not None:
             return data.bert_tokenizer(self.vocabulary, self.lowercase)
         if self.streamed:
-            raise ConfigError("a new model on a streamed text needs a vocabulary: task.vocabulary=vocab.txt, or the tokenizer of "
-                              "task.model")
+            raise ConfigError("a new model on a streamed text needs a vocabulary: task.vocabulary=vocab.txt, or the "
+                              "tokenizer of task.model")
         from transformers import BertTokenizerFast
 
         words = wordpieces(self.files["train"], self.vocabulary_size, self.lowercase, self.cache_dir)
@@ -188,13 +194,14 @@ class MLM(Task):
     def new_config(self):
         from transformers import AutoModel, BertConfig
 
-        check_keys("task.sizes.", self.sizes, {key: self.size(key, hint) for key, (hint, _) in parameters(BertConfig).items()})
+        wanted = {key: self.size(key, hint) for key, (hint, _) in parameters(BertConfig).items()}
+        check_keys("task.sizes.", self.sizes, wanted)
         with encoders.buildable(f"task.sizes = {dict(self.sizes)}"):
             config = BertConfig(**{"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer),
                                    "pad_token_id": self.tokenizer.pad_token_id, **self.sizes})
             if config.hidden_size % config.num_attention_heads:
-                raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of num_attention_heads = "
-                                  f"{config.num_attention_heads}")
+                raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of "
+                                  f"num_attention_heads = {config.num_attention_heads}")
             with torch.device("meta"):  # which takes neither memory nor random numbers
                 AutoModel.from_config(config)
         return config
@@ -227,7 +234,8 @@ class MLM(Task):
             right += int((logits.argmax(-1) == labels).sum())
             count += len(labels)
         loss, right, count = reader.sum(loss, right, count)
-        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "masked_tokens": count}
+        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count,
+                "masked_tokens": count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}

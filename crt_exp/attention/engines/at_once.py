@@ -1,7 +1,8 @@
 """Attention without a loop over the tokens, in torch's own operators, for torch.export with a length that is left open.
 
-Legend: n chunks of C = CHUNK tokens, the last one or two of them padding; M features. The sums of what the chunks before each one
-left in the features take n^2 M (dv + 1) multiply-adds: below the linear part of the work up to some C^2 tokens.
+Legend: n chunks of C = CHUNK tokens, the last one or two of them padding; M features. The sums of what the chunks
+before each one left in the features take n^2 M (dv + 1) multiply-adds: below the linear part of the work up to some C^2
+tokens.
 """
 
 import torch
@@ -28,14 +29,16 @@ def _causal(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
         x = F.pad(x, (0, 0, S - L, 0))
     keep = torch.ones_like(y[:, 0, :, 0], dtype=torch.bool) if part.keep is None else part.keep
     y, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v))  # padding may hold NaN
-    padding = CHUNK * ((S + CHUNK - 1) // CHUNK + 1) - S  # to two chunks at least: sizes that may be 1 make another program
+    # to two chunks at least: sizes that may be 1 make another program
+    padding = CHUNK * ((S + CHUNK - 1) // CHUNK + 1) - S
     x, y, v = (F.pad(t.to(dtype), (0, 0, 0, padding)) for t in (x, y, v))
     keep = F.pad(keep, (0, padding)).unfold(-1, CHUNK, CHUNK)[:, None]
     queries, keys, v = _split(part.bound.phi_q(x)), scale_keys(_split(part.bound.phi_k(y)), keep), _chunks(v)
     rows = merge(read(queries, before(summarise(keys, v, part.modulus))), within(queries, keys, v, part.modulus))
     small = (rows.denominator.abs() < UNDERFLOW) & (keep.flatten(2).cumsum(-1) > 0).unfold(-1, CHUNK, CHUNK)[..., None]
-    torch._assert_async(~small.any(), f"a key outweighs those before it in its {CHUNK} tokens by more than float32 can hold: an "
-                                      "exported program cannot take shorter pieces, as attention does otherwise")
+    torch._assert_async(
+        ~small.any(), f"a key outweighs those before it in its {CHUNK} tokens by more than float32 can hold: an "
+                      "exported program cannot take shorter pieces, as attention does otherwise")
     last = torch.arange(S - L, S, device=x.device)
     return Partial(*(None if t is None else t.flatten(2, 3).index_select(2, last) for t in rows.rows()))
 
@@ -50,7 +53,8 @@ def _chunks(t: Tensor) -> Tensor:
 
 
 def before(states: Partial) -> Partial:
-    """For every chunk (..., n, M, .) the sum of those before it, in the scale of their largest: exact, whatever comes later."""
+    """For every chunk (..., n, M, .) the sum of those before it, in the scale of their largest:
+    exact, whatever comes later."""
     tops = states.log_scale.unsqueeze(-4)                                               # (..., 1, n, M or 1, 1)
     count = tops.shape[-3]
     past = torch.ones(count, count, dtype=torch.bool, device=tops.device).tril(-1)

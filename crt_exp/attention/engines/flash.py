@@ -1,15 +1,16 @@
-"""Bidirectional attention with positive exponential features on a GPU in half precision, as two fused softmax attentions.
+"""Bidirectional attention with positive exponential features on a GPU in half precision,
+as two fused softmax attentions.
 
 With b the log features of keys and a those of queries, as in closed_form.py,
     U_m = sum_j softmax_j(b_jm) v_j,  log z_m = logsumexp_j b_jm,    output_i = sum_m softmax_m(a_im + log z_m) U_m:
-the directions attend to the keys, then the queries to the directions. Both are softmax attentions whose logits are a product
-and an offset of the key (-norm_weight |y|^2; log z + 2 bias), so torch's flash kernels compute them, and no feature ever
-reaches the memory of the device. Derived here.
+the directions attend to the keys, then the queries to the directions. Both are softmax attentions whose logits are a
+product and an offset of the key (-norm_weight |y|^2; log z + 2 bias), so torch's flash kernels compute them, and no
+feature ever reaches the memory of the device. Derived here.
 
-The kernels take no offsets, so these go into PARTS more columns, as a sum of half-precision numbers, that meet ones of the
-query. They take no gradient of the logsumexp either: it adds to the gradient of every logit what the kernels subtract as output
-. gradient, and so enters as one more column, which is 0 in the values, 1 in the output and minus that gradient in the gradient
-of the output. So does the gradient to the log-sums of the rows themselves.
+The kernels take no offsets, so these go into PARTS more columns, as a sum of half-precision numbers, that meet ones of
+the query. They take no gradient of the logsumexp either: it adds to the gradient of every logit what the kernels
+subtract as output . gradient, and so enters as one more column, which is 0 in the values, 1 in the output and minus
+that gradient in the gradient of the output. So does the gradient to the log-sums of the rows themselves.
 """
 
 import torch
@@ -85,7 +86,8 @@ def of_keys(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor
     if form.keep is not None:
         offsets = offsets.masked_fill(~form.keep[:, None], MASKED)
     ones = rows.new_ones(*rows.shape[:-1], PARTS)
-    return pad(torch.cat([rows, ones], -1), columns), pad(torch.cat([y, parts(offsets, y.dtype)], -1), columns), pad(v, columns)
+    keys = torch.cat([y, parts(offsets, y.dtype)], -1)
+    return pad(torch.cat([rows, ones], -1), columns), pad(keys, columns), pad(v, columns)
 
 
 def of_queries(x: Tensor, directions: Tensor, log_z: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,4 +128,5 @@ def softmax_attention_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, log
             grad, q, k, v, out, logsums, 0.0, False, scale=1.0)
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, logsums, None, None, q.shape[2], k.shape[2], 0.0, False, random, random.new_empty(()), scale=1.0)
+        grad, q, k, v, out, logsums, None, None, q.shape[2], k.shape[2], 0.0, False, random, random.new_empty(()),
+        scale=1.0)

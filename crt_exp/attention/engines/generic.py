@@ -97,7 +97,9 @@ class Call:
     def parts(self, x: Tensor) -> Iterator[tuple[slice, "Part"]]:
         """Ranges of the batch, each with its own features."""
         B, H, L, d = x.shape
-        at_once = max(1, ELEMENTS // (H * min(CHUNK, L) * _width(self.phi, self.noise, d))) if _batch_free(self.noise) else B
+        at_once = B
+        if _batch_free(self.noise):
+            at_once = max(1, ELEMENTS // (H * min(CHUNK, L) * _width(self.phi, self.noise, d)))
         for start in range(0, B, at_once):
             rows = slice(start, min(start + at_once, B))
             bound = self.phi.bind(self.noise, _take(self.params, rows, B))
@@ -121,8 +123,9 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Partial:
 def _plain(x: Tensor, y: Tensor, v: Tensor, call: Call) -> bool:
     """Whether torch has to follow every operation."""
     if torch.jit.is_tracing():
-        raise ValueError(f"torch.jit.trace cannot record attention with {type(call.phi).__name__}: it would keep the masks and "
-                         "statistics of this call. Use torch.export.export with dynamic_shapes, or a positive map such as OPRF")
+        raise ValueError(f"torch.jit.trace cannot record attention with {type(call.phi).__name__}: it would keep the "
+                         "masks and statistics of this call. Use torch.export.export with dynamic_shapes, or a "
+                         "positive map such as OPRF")
     return torch.compiler.is_compiling() or transformed(x, y, v)
 
 
@@ -130,7 +133,8 @@ def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: "Part") -> Partial:
     """The rows in plain operations, which all transforms of torch follow, to any order: autograd through all chunks,
     whose features it may keep. torch.compile cannot look into what depends on numbers: there without the check of
     inputs and without shorter pieces where a row underflows."""
-    offset, sizes = y.shape[2] - x.shape[2], PIECES if part.call.causal and not torch.compiler.is_compiling() else (CHUNK,)
+    offset = y.shape[2] - x.shape[2]
+    sizes = PIECES if part.call.causal and not torch.compiler.is_compiling() else (CHUNK,)
     with torch.autocast(x.device.type, enabled=False):
         for size in sizes:
             rows = list(part.gathered(x, y, v, size))
@@ -289,7 +293,8 @@ class Part:
         return read(self.bound.phi_q(x.to(state.numerator.dtype)), state)
 
     def step(self, x: Tensor, y: Tensor, v: Tensor, tokens: slice, state: Partial | None) -> tuple[Partial, Partial]:
-        """What the queries of a chunk gather from the state and from each other's keys, and the state after the chunk."""
+        """What the queries of a chunk gather from the state and from each other's keys,
+        and the state after the chunk."""
         keys, v = self.keys(y, v, tokens)
         fq = self.bound.phi_q(x.to(v.dtype))
         own = within(fq, keys, v, self.modulus)

@@ -41,8 +41,8 @@ def library() -> ctypes.CDLL | None:
         with compiled() as file:
             return _loaded(file)
     except FAILURES as e:
-        _warn("the attention kernels for this CPU could not be compiled (%s): %s. Install a C compiler, or name one in CC; %s",
-              _reason(e), PRODUCTS, SILENCE)
+        _warn("the attention kernels for this CPU could not be compiled (%s): %s. Install a C compiler, or name one in "
+              "CC; %s", _reason(e), PRODUCTS, SILENCE)
         return None
 
 
@@ -82,8 +82,8 @@ def _loaded(file: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(file))
     except OSError as e:  # a folder from which nothing may be run, or a library of the compiler that is not there
-        _warn("the attention kernels for this CPU were compiled but could not be loaded (%s): %s. XDG_CACHE_HOME says where they "
-              "are kept; %s", e, PRODUCTS, SILENCE)
+        _warn("the attention kernels for this CPU were compiled but could not be loaded (%s): %s. XDG_CACHE_HOME says "
+              "where they are kept; %s", e, PRODUCTS, SILENCE)
         return None
 
 
@@ -101,15 +101,16 @@ def compiled() -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="crt_exp-") as private:
         made = Path(private) / name
-        subprocess.run([*command, "-o", made, SOURCE, "-lm"], check=True, capture_output=True, text=True, errors="replace",
-                       timeout=300)
+        subprocess.run([*command, "-o", made, SOURCE, "-lm"], check=True, capture_output=True, text=True,
+                       errors="replace", timeout=300)
         try:
             kept = made if folder is None else _keep(made, folder / name)
         except OSError as e:
             kept, trouble = made, e
         if trouble:
-            _warn("the compiled attention kernels cannot be kept (%s): every process compiles them for itself, which takes some "
-                  "seconds. Name a folder in XDG_CACHE_HOME that you alone can write to; %s", trouble, SILENCE)
+            _warn("the compiled attention kernels cannot be kept (%s): every process compiles them for itself, which "
+                  "takes some seconds. Name a folder in XDG_CACHE_HOME that you alone can write to; %s",
+                  trouble, SILENCE)
         yield kept
 
 

@@ -65,7 +65,8 @@ def _in_plain_operations(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bo
 
 
 @torch.no_grad()
-def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params,
+                   keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features: exp(-top) sum_j [v_j, 1] phi(y_j) (B,H,dv+1,M), and
     top (B,H,M).
 

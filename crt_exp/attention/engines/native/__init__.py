@@ -20,11 +20,13 @@ NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = 1, 2, 3
 
 
 class View(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64)]
+    _fields_ = [("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64),
+                ("token", ctypes.c_int64)]
 
 
 SIZES = ("B", "H", "L", "S", "d", "dv", "M", "splits", "segment", "threads")
-VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dlogsum", "dx", "dy", "dvalues")
+VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dlogsum", "dx", "dy",
+         "dvalues")
 
 
 class Call(ctypes.Structure):
@@ -67,15 +69,16 @@ class Engine:
     def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal,
               **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=-(-threads // max(1, B * H)), segment=SEGMENT,
-                     threads=threads)
+        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=-(-threads // max(1, B * H)),
+                     segment=SEGMENT, threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
         kept = type(kept)(*(t.contiguous() for t in kept))
         named |= dict(zip(("out", "logsum", "states", "logs"), kept))
         keep = None if form.keep is None else form.keep.contiguous()
         call = Call(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
-                    keep=None if keep is None else keep.data_ptr(), levels=kept.levels.data_ptr() if self.causal else None)
+                    keep=None if keep is None else keep.data_ptr(),
+                    levels=kept.levels.data_ptr() if self.causal else None)
         status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
