@@ -45,7 +45,8 @@ def blocks_of(page):
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-OTHERWISE = ("add-your-own.md", "sequence_parallel.md")  # by the recipes' tests below, and on two processes by test_sequence.py
+# by the recipes' tests below, and on two processes by test_sequence.py
+OTHERWISE = ("add-your-own.md", "sequence_parallel.md")
 EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name not in OTHERWISE]
 
 
@@ -306,7 +307,8 @@ def test_command_and_time_are_those_of_the_report(task, data, command, minutes, 
     """The command is that of the report which the row links, and so is the time."""
     report = (ROOT / re.search(r"\]\((outputs/report/[^)]+)\)", result)[1]).read_text()
     asked = re.search(r"Command: `([^`]+)`", report)[1].removesuffix(" SIZE=small")
-    assert command.strip("`").removeprefix("make ") == re.sub("^(make|python -m crt_exp.report) ", "", asked).replace("_", "-")
+    target = re.sub("^(make|python -m crt_exp.report) ", "", asked).replace("_", "-")
+    assert command.strip("`").removeprefix("make ") == target
     seconds = float(re.search(r"(\d+) s of computing", report)[1])
     assert abs(int(minutes) - seconds / 60) < 1
 

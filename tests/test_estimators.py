@@ -25,9 +25,10 @@ MECHANISMS = ["trig", "pos", "hyp", "smreg", "gerf", "oprf", "pois", "geom", "po
 ONE_MAP = [m for m in MECHANISMS if m != "gerf"]  # the same for both sides of the kernel
 
 
-@parametrize_with_checks([*(RandomFeatures(m, n_components=20) for m in ONE_MAP), RandomFeatures("trig", n_components=7),
-                          KernelRegressionClassifier(n_projections=400), KernelRegressionClassifier("exact"),
-                          KernelRegressionRegressor(n_projections=2000), KernelRegressionRegressor("exact")])
+@parametrize_with_checks([
+    *(RandomFeatures(m, n_components=20) for m in ONE_MAP), RandomFeatures("trig", n_components=7),
+    KernelRegressionClassifier(n_projections=400), KernelRegressionClassifier("exact"),
+    KernelRegressionRegressor(n_projections=2000), KernelRegressionRegressor("exact")])
 def test_scikit_learn_compatible(estimator, check):
     check(estimator)
 
@@ -45,13 +46,14 @@ def test_classifier_approaches_exact(mechanism):
     X, y = load_iris(return_X_y=True)
     X = (X - X.mean(0)) / X.std(0)
     exact = KernelRegressionClassifier("exact", gamma=0.1).fit(X, y).predict_proba(X)
-    ours = KernelRegressionClassifier(mechanism, n_projections=5000, gamma=0.1, random_state=0).fit(X, y).predict_proba(X)
-    assert np.abs(ours - exact).mean() < 0.03
+    model = KernelRegressionClassifier(mechanism, n_projections=5000, gamma=0.1, random_state=0).fit(X, y)
+    assert np.abs(model.predict_proba(X) - exact).mean() < 0.03
 
 
 @pytest.mark.parametrize("mechanism", ["exact", "trig", OPRF("softmax", A=-0.05)], ids=str)
 def test_partial_fit_equals_fit(mechanism):
-    """Parameters, noise and centre stay as the first batch made them; where they do not depend on it, the sums are equal."""
+    """Parameters, noise and centre stay as the first batch made them;
+    where they do not depend on it, the sums are equal."""
     kernel = "gaussian" if isinstance(mechanism, str) else "softmax"
     X, y = load_iris(return_X_y=True)
     whole = KernelRegressionClassifier(mechanism, gamma=0.1, kernel=kernel, random_state=1).fit(X, y)
@@ -67,7 +69,8 @@ def test_partial_fit_equals_fit(mechanism):
 
 
 def test_common_shift_changes_nothing():
-    """Positive features of uncentred data would have e^|x+y|^2 more variance; the Gaussian kernel does not see the shift."""
+    """Positive features of uncentred data would have e^|x+y|^2 more variance;
+    the Gaussian kernel does not see the shift."""
     X, y = load_iris(return_X_y=True)
     model = KernelRegressionClassifier("oprf", gamma=0.1, random_state=0)
     near, far = (model.fit(X + c, y).predict_proba(X + c) for c in (0, 50))
@@ -101,7 +104,8 @@ BAD = {
     "unknown features 'oprff'; did you mean oprf": lambda: RandomFeatures("oprff").fit(X),
     "unknown sampler 'orthogonl'; did you mean orthogonal": lambda: RandomFeatures(sampler="orthogonl").fit(X),
     "two sides": lambda: RandomFeatures("gerf").fit_transform(X),
-    r"more room by mechanism=PoisRFPlus\('gaussian', margin=1.0\)": lambda: RandomFeatures("pois_plus").fit(X).transform(X - 1),
+    r"more room by mechanism=PoisRFPlus\('gaussian', margin=1.0\)":
+        lambda: RandomFeatures("pois_plus").fit(X).transform(X - 1),
     "unseen label 2": lambda: KernelRegressionClassifier().partial_fit(X, Y, classes=[0, 1]),
     "needs classes": lambda: KernelRegressionClassifier().partial_fit(X, Y),
     "NaN": lambda: RandomFeatures().fit(np.full((3, 2), np.nan)),
@@ -164,7 +168,8 @@ def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("mechanism", ["trig", "pos", "hyp", "smreg", "oprf", OPRF("gaussian", antithetic=True)], ids=str)
+@pytest.mark.parametrize("mechanism", ["trig", "pos", "hyp", "smreg", "oprf", OPRF("gaussian", antithetic=True)],
+                         ids=str)
 def test_weights_and_offsets_are_the_features(mechanism, n):
     P = points()
     model = RandomFeatures(mechanism, n_components=n, gamma=0.7, random_state=0).fit(P)
@@ -218,7 +223,8 @@ def test_scale_is_that_of_rbf_sampler():
     for P in ([[0.0], [1.0]], [[2.0], [2.0]], np.eye(3)):
         assert RandomFeatures(gamma="scale").fit(P).gamma_ == pytest.approx(RBFSampler(gamma="scale").fit(P)._gamma)
         sparse = scipy.sparse.csr_array(P)
-        assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(RBFSampler(gamma="scale").fit(sparse)._gamma)
+        theirs = RBFSampler(gamma="scale").fit(sparse)._gamma
+        assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize("mechanism", ["trig", "oprf"])
@@ -226,7 +232,8 @@ def test_in_a_pipeline(mechanism):
     """Cloned, searched over numbers of NumPy, with named columns."""
     X, y = load_iris(return_X_y=True, as_frame=True)
     model = make_pipeline(StandardScaler(), RandomFeatures(mechanism, gamma=0.1, random_state=0), RidgeClassifier())
-    search = GridSearchCV(clone(model), {"randomfeatures__n_components": np.array([16, 33])}, cv=3, error_score="raise").fit(X, y)
+    sizes = {"randomfeatures__n_components": np.array([16, 33])}
+    search = GridSearchCV(clone(model), sizes, cv=3, error_score="raise").fit(X, y)
     assert search.best_score_ > 0.8
     Z = RandomFeatures(mechanism, n_components=np.int64(3)).set_output(transform="pandas").fit(X).transform(X)
     assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"] and len(Z) == len(X)
