@@ -16,7 +16,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from crt_exp import Mechanism, samplers
+from crt_exp import Mechanism, predict, samplers
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
@@ -219,6 +219,8 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             assert not getattr(options, "name", None) or sources.select(options.name)
+        case ("python", "-m", "crt_exp.predict", *arguments):
+            assert predict.options_of(predict.parser().parse_args(arguments))["run"]
         case ("python", "-m", "crt_exp.report", name, *_):
             assert find_spec(f"crt_exp.report.{name}")
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):

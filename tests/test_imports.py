@@ -28,6 +28,7 @@ ROOMS = [
     ["runner"],
     ["train"],
     ["report"],
+    ["predict"],
     ["__main__"],
 ]
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms
