@@ -112,23 +112,6 @@ def test_a_run(attention, run, tmp_path):
     assert recogniser.load_whole(found, tensors, "run").blank == 10 and found.mechanism.name == attention
 
 
-def test_it_learns(digits):
-    """Words of one tone each, by the task's own loss and batches: the greedy search finds most of them."""
-    torch.manual_seed(0)
-    task = spoken(digits, strings={"train": 200, "validation": 6, "test": 20}, batch_seconds=60.0, speeds=[1.0])
-    model = task.build(Mechanism.of("exact"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for epoch in range(30):
-        for batch in task.batches("train", Plan(batch=32, epoch=epoch)):
-            optimizer.zero_grad()
-            task.loss(model, batch).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            optimizer.step()
-    with torch.no_grad():
-        found = task.evaluate(model.eval(), "test", Reader(task))
-    assert found["wer"] < 0.5, found
-
-
 def test_error_rates_add_up():
     found, parts = error_rates(["one two three four", "five"], ["one too three", "five six"]), PARTS
     assert found["wer"] == pytest.approx(3 / 5) and all(found[part] == 1 / 5 for part in parts)
@@ -142,9 +125,9 @@ def test_librispeech_is_the_default(run, books, tmp_path):
     assert {line["split"] for line in lines} == {"validation", "test"} and lines[-1]["utterances"] == len(TEXTS)
 
 
-@pytest.mark.parametrize("symbols, size", [("characters", 28), ("words", 11), ("pieces", 24)])
+@pytest.mark.parametrize("symbols, size", [("characters", 28), ("words", 10), ("pieces", 20)])
 def test_symbols_of_books(symbols, size, books):
-    task = read(books, symbols=symbols, pieces=24)
+    task = read(books, symbols=symbols, pieces=20)
     assert len(task.vocabulary) == size and task.vocabulary.kind == symbols
     batch = next(iter(task.batches("train", Plan(batch=4))))
     found = {task.vocabulary.decode(row[:n]) for row, n in zip(batch["targets"].tolist(), batch["target_lengths"])}
@@ -191,7 +174,7 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
 
 def test_a_stopped_run_goes_on_to_the_same_numbers(run, tmp_path):
     """In the middle of an epoch, masks, speeds and dropout included: bit for bit."""
-    steps = ["attention=favorpp", "trainer.log_every=1", "trainer.schedule=constant", "trainer.warmup=0",
+    steps = ["attention=exact", "trainer.log_every=1", "trainer.schedule=constant", "trainer.warmup=0",
              "trainer.save_every=1"]
     assert run(*steps, "trainer.steps=5", directory="whole")[0] == 0
     assert run(*steps, "trainer.steps=3", directory="parts")[0] == 0
@@ -267,17 +250,25 @@ def test_memory_of_the_joiner_is_bounded_by_the_seconds_of_a_batch(seconds, tmp_
 # ---- uptraining --------------------------------------------------------------------------------------------
 
 
-def test_uptraining_takes_the_weights_of_an_exact_run(run, tmp_path):
-    assert run("attention=exact", directory="exact")[0] == 0
-    code, _, err = run("attention=favorpp", f"task.init={tmp_path / 'exact'}", "trainer.steps=0", directory="up")
-    assert code == 0, err
-    old, new = (checkpoint.load_tensors(tmp_path / name / "model" / "model.safetensors") for name in ("exact", "up"))
-    assert all(torch.equal(new[name], tensor) for name, tensor in old.items())
-    assert any(".swapped." in name for name in new)
-    args = ["attention=favorpp", f"task.init={tmp_path / 'exact'}", "trainer.steps=0", "features.m=512"]
-    assert run(*args, directory="many")[0] == 0
-    exact, few, many = (records(tmp_path / name)[-1]["loss"] for name in ("exact", "up", "many"))
-    assert abs(many - exact) < abs(few - exact)
+def test_uptraining_takes_the_weights_of_an_exact_run(digits, tmp_path):
+    """With noise of its own; more features bring it nearer to the exact run."""
+    exact = spoken(digits)
+    model = exact.build(Mechanism.of("exact"))
+    exact.export(model, model.state_dict(), tmp_path)
+    task, losses = spoken(digits, init=str(tmp_path)), {0: loss_of(exact, model)}
+    for m in (4, 512):
+        found = task.build(Mechanism.of("favorpp", m=m))
+        state = found.state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+        assert any(".swapped." in name for name in state)
+        losses[m] = loss_of(task, found)
+    assert abs(losses[512] - losses[0]) < abs(losses[4] - losses[0])
+
+
+@torch.no_grad()
+def loss_of(task, model):
+    batch = next(iter(task.batches("validation", Plan(batch=8))))
+    return float(task.loss(model.eval(), batch))
 
 
 def test_uptraining_needs_the_same_symbols_and_sizes(run, tmp_path):
@@ -301,7 +292,7 @@ def streamed(tmp_path_factory):
 
 def hub(file, **given):
     return {"name": "parquet", "config": None, "train": "train", "validation": "train", "test": "train",
-            "audio": "audio", "text": "text", "data_files": str(file), "buffer": 8, "held_out": 4,
+            "audio": "audio", "text": "text", "data_files": str(file), "buffer": 0, "held_out": 4,
             "transcripts": 100} | given
 
 
@@ -318,7 +309,7 @@ def test_a_stream_goes_on_where_it_stood(symbols, streamed):
 
 def test_a_run_on_a_stream(run, streamed, tmp_path):
     given = ["task.source=hub", "task.hub.name=parquet", "task.hub.config=null", f"task.hub.data_files={streamed}",
-             "task.hub.train=train", "task.hub.validation=train", "task.hub.test=train", "task.hub.held_out=4",
+             "task.hub.train=train", "task.hub.validation=train", "task.hub.test=train", "task.hub.held_out=4", "task.hub.buffer=0",
              "task.batch_seconds=3", "attention=favorp"]
     code, _, err = run(*given, corpus=False)
     assert code == 2 and "set trainer.steps" in err

@@ -299,11 +299,16 @@ def test_a_set_of_the_hub(tmp_path):
     on_disk = speech.official(["train-clean-100"], str(tmp_path), faults())
     for each, local in zip(found, on_disk):
         assert each.name == local.name and np.array_equal(speech.audio_of(each, 16000), speech.audio_of(local, 16000))
-    drawn = read(buffer=6)
-    orders = [[each.name for each in drawn(epoch)] for epoch in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == [each.name for each in found]
     names = [[each.name for each in read(rank=rank, world=2)(0)] for rank in (0, 1)]
     assert sorted(names[0] + names[1]) == [each.name for each in found] and not set(names[0]) & set(names[1])
+
+
+@pytest.mark.slow  # datasets takes 5 s to end a pass that is shuffled
+def test_the_order_of_a_stream_is_drawn_for_each_pass(tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
+    drawn = speech.hub_utterances("parquet", None, "train", "audio", "text", faults(), data_files=str(file), buffer=6)
+    orders = [[each.name for each in drawn(epoch)] for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == sorted(orders[0]) != orders[2]
 
 
 def test_a_column_that_the_set_lacks(tmp_path):
