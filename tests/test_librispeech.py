@@ -309,8 +309,8 @@ def test_a_stream_goes_on_where_it_stood(symbols, streamed):
 
 def test_a_run_on_a_stream(run, streamed, tmp_path):
     given = ["task.source=hub", "task.hub.name=parquet", "task.hub.config=null", f"task.hub.data_files={streamed}",
-             "task.hub.train=train", "task.hub.validation=train", "task.hub.test=train", "task.hub.held_out=4", "task.hub.buffer=0",
-             "task.batch_seconds=3", "attention=favorp"]
+             "task.hub.train=train", "task.hub.validation=train", "task.hub.test=train", "task.hub.held_out=4",
+             "task.hub.buffer=0", "task.batch_seconds=3", "attention=favorp"]
     code, _, err = run(*given, corpus=False)
     assert code == 2 and "set trainer.steps" in err
     code, _, err = run(*given, "trainer.steps=3", corpus=False)
