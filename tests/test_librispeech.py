@@ -199,8 +199,9 @@ def test_two_processes_make_the_steps_of_one(digits, tmp_path):
             "task.batch_seconds=12", "+task.sizes.dropout=0.0",
             *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()], "trainer.epochs=1", "trainer.log_every=1",
             "task.cache_dir=null"]
-    env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    for name, extra in {"one": ["trainer.accumulate=2"], "two": ["trainer.processes=2"]}.items():
+    env, sharded = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}, ["trainer=fsdp", "task.beam=2"]
+    for name, extra in {"one": ["trainer.accumulate=2"], "two": ["trainer.processes=2"],
+                        "sharded": ["trainer.processes=2", *sharded]}.items():
         command = [sys.executable, "-m", "crt_exp", *base, *extra, f"hydra.run.dir={tmp_path / name}"]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -211,8 +212,8 @@ def test_two_processes_make_the_steps_of_one(digits, tmp_path):
     weights = [checkpoint.load_tensors(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")]
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
-    text = [(tmp_path / name / "transcripts.tsv").read_text().count("\n") for name in ("one", "two")]
-    assert text == [10, 10]
+    text = [(tmp_path / name / "transcripts.tsv").read_text().count("\n") for name in ("one", "two", "sharded")]
+    assert text == [10, 10, 10] and "wer_beam" in records(tmp_path / "sharded")[-1]
 
 
 def test_loss_of_a_step_is_the_mean_over_its_utterances(digits):

@@ -208,7 +208,7 @@ class Encoder(nn.Module):
         keep = real(lengths, len(x))
         for layer in self.layers:
             x = layer(x, keep)
-        return x.transpose(0, 1), lengths
+        return x.transpose(0, 1).to(self.subsampling.out.weight.dtype), lengths  # sharded layers give float32
 
 
 # ---- transducer --------------------------------------------------------------------------------------------
