@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 
 import jiwer
-import numpy as np
 import pytest
 import soundfile
 import torch
@@ -398,11 +397,3 @@ def test_no_file_of_audio_is_left(tmp_path):
     with pytest.raises(DataError, match="nothing is left"):
         LibriSpeech(**options(data_dir=str(tmp_path), bad="skip", subsets=dict.fromkeys(("train", "validation", "test"),
                                                                                          ["train-clean-100"])))
-
-
-def test_stretches_stay_within_and_below_their_share():
-    from crt_exp.tasks.librispeech import stretches
-
-    found = np.concatenate([stretches(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)])
-    widths = found[:, 1] - found[:, 0]
-    assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10

@@ -250,6 +250,12 @@ def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
     assert np.array_equal(speech.as_int16(speech.decoded(Part(str(tmp_path / "a.flac"), 0.5), 8000)), samples)
 
 
+def test_stretches_stay_within_and_below_their_share():
+    found = np.concatenate([speech.stretches(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)])
+    widths = found[:, 1] - found[:, 0]
+    assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10
+
+
 # ---- symbols -----------------------------------------------------------------------------------------------
 
 
