@@ -397,3 +397,13 @@ def test_no_file_of_audio_is_left(tmp_path):
     with pytest.raises(DataError, match="nothing is left"):
         LibriSpeech(**options(data_dir=str(tmp_path), bad="skip", subsets=dict.fromkeys(("train", "validation", "test"),
                                                                                          ["train-clean-100"])))
+
+
+@pytest.mark.parametrize("symbols", ["words", "pieces"])
+def test_training_data_of_which_nothing_is_left_are_told_before_symbols_are_made(symbols, tmp_path):
+    for subset in ("train-clean-100", "dev-clean", "test-clean"):
+        write_librispeech(tmp_path, subset)
+    for path in (tmp_path / "train-clean-100").rglob("*.flac"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(DataError, match="train utterances: 6 cannot be used"):
+        LibriSpeech(**options(data_dir=str(tmp_path), symbols=symbols))
