@@ -278,6 +278,11 @@ def test_pieces_are_cached_by_what_they_are_made_of(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
+def test_fewer_pieces_than_were_asked_for_are_told(caplog):
+    symbols = Symbols.of("pieces", TEXTS * 3, 5000)
+    assert f"these transcripts give {len(symbols)} pieces, fewer than the 5000" in caplog.text and len(symbols) < 100
+
+
 def test_too_few_pieces():
     with pytest.raises(DataError, match="3 pieces of these 6 transcripts"):
         Symbols.of("pieces", TEXTS, 3)
