@@ -198,9 +198,9 @@ def test_two_processes_make_the_steps_of_one(digits, tmp_path):
             "task.batch_seconds=12", "+task.sizes.dropout=0.0",
             *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()], "trainer.epochs=1", "trainer.log_every=1",
             "task.cache_dir=null"]
-    env, sharded = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}, ["trainer=fsdp", "task.beam=2"]
+    env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     for name, extra in {"one": ["trainer.accumulate=2"], "two": ["trainer.processes=2"],
-                        "sharded": ["trainer.processes=2", *sharded]}.items():
+                        "sharded": ["trainer.processes=2", "trainer=fsdp", "task.beam=2"]}.items():
         command = [sys.executable, "-m", "crt_exp", *base, *extra, f"hydra.run.dir={tmp_path / name}"]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
