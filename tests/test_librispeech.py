@@ -29,7 +29,7 @@ from crt_exp.tasks.librispeech import LibriSpeech
 HERE = Path(__file__).parent
 PARTS = ("substitutions", "deletions", "insertions")
 SIZES = {"mels": 16, "channels": 4, "layers": 1, "dim": 16, "ffn": 32, "heads": 2, "kernel": 7, "predictor": 16,
-         "joiner": 16}
+         "joiner": 16, "dropout": 0.1, "norm": "frame"}
 
 
 def options(**given):
@@ -174,7 +174,7 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
 def test_a_stopped_run_goes_on_to_the_same_numbers(run, tmp_path):
     """In the middle of an epoch, masks, speeds and dropout included: bit for bit."""
     steps = ["attention=exact", "trainer.log_every=1", "trainer.schedule=constant", "trainer.warmup=0",
-             "trainer.save_every=1"]
+             "trainer.save_every=1", "+task.sizes.norm=batch"]
     assert run(*steps, "trainer.steps=5", directory="whole")[0] == 0
     assert run(*steps, "trainer.steps=3", directory="parts")[0] == 0
     config = tmp_path / "parts" / "config.yaml"
@@ -195,9 +195,8 @@ def test_two_processes_make_the_steps_of_one(digits, tmp_path):
     """Weights after some steps, with batches of different lengths and numbers: the mean runs over utterances."""
     base = ["task=librispeech", "attention=favorpp", "features.m=8", "logger=none", "task.corpus=fsdd",
             f"task.data_dir={digits}", "task.strings.train=24", "task.strings.validation=6", "task.strings.test=9",
-            "task.batch_seconds=12", "+task.sizes.dropout=0.0",
-            *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()], "trainer.epochs=1", "trainer.log_every=1",
-            "task.cache_dir=null"]
+            "task.batch_seconds=12", "trainer.epochs=1", "trainer.log_every=1", "task.cache_dir=null",
+            *[f"+task.sizes.{key}={value}" for key, value in (SIZES | {"dropout": 0.0}).items()]]
     env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     for name, extra in {"one": ["trainer.accumulate=2"], "two": ["trainer.processes=2"],
                         "sharded": ["trainer.processes=2", "trainer=fsdp", "task.beam=2"]}.items():
