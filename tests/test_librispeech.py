@@ -91,7 +91,7 @@ def records(directory):
 # ---- a run -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["exact", "favorpp"])
+@pytest.mark.parametrize("attention", ["favorpp", pytest.param("exact", marks=pytest.mark.slow)])
 def test_a_run(attention, run, tmp_path):
     """It learns, says how long things took, and keeps transcripts, from which its error rates follow, and a model."""
     code, out, err = run(f"attention={attention}", "trainer.epochs=3", "trainer.log_every=4", "task.beam=3")
@@ -270,14 +270,16 @@ def loss_of(task, model):
     return float(task.loss(model.eval(), batch))
 
 
-def test_uptraining_needs_the_same_symbols_and_sizes(run, tmp_path):
-    assert run("attention=exact", "trainer.steps=0", directory="exact")[0] == 0
-    given = ["attention=favorp", f"task.init={tmp_path / 'exact'}"]
-    for args, words in [(["task.symbols=characters"], ["it writes 10 words, this run 16 characters", "task.symbols"]),
-                        (["+task.sizes.dim=32"], ["task.init", "this model takes", "task.sizes"]),
-                        (["task.rate=16000"], ["it hears 8000 Hz, this run 16000 Hz"])]:
-        code, _, err = run(*given, *args, directory="up")
-        assert code == 2 and all(word in err for word in words) and not (tmp_path / "up").exists(), err
+def test_uptraining_needs_the_same_symbols_and_sizes(digits, tmp_path):
+    exact, init = spoken(digits), {"init": str(tmp_path)}
+    model = exact.build(Mechanism.of("exact"))
+    exact.export(model, model.state_dict(), tmp_path)
+    with pytest.raises(ConfigError, match=r"it writes 10 words, this run 16 characters(.|\n)*task.symbols"):
+        spoken(digits, symbols="characters", **init)
+    with pytest.raises(ConfigError, match="it hears 8000 Hz, this run 16000 Hz: choose task.rate=8000"):
+        spoken(digits, rate=16000, **init)
+    with pytest.raises(ConfigError, match=r"task.init(.|\n)*this model takes(.|\n)*task.sizes"):
+        spoken(digits, sizes=SIZES | {"dim": 32}, **init).build(Mechanism.of("favorpp", m=8))
 
 
 # ---- streams -----------------------------------------------------------------------------------------------
