@@ -26,7 +26,7 @@ ROOMS = [
     ["estimators"],
     ["tasks", "studies"],
     ["runner"],
-    ["train"],
+    ["train", "transcribe"],
     ["report"],
     ["predict"],
     ["__main__"],
