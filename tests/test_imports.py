@@ -25,7 +25,7 @@ ROOMS = [
     ["estimators"],
     ["tasks", "studies"],
     ["runner"],
-    ["train"],
+    ["train", "sample"],
     ["report"],
     ["__main__"],
 ]

@@ -83,11 +83,11 @@ class TrEMBL(Task):
 
     def check_options(self) -> None:
         if self.validation_share + self.test_share >= 1:
-            raise ConfigError(f"task.validation_share = {self.validation_share} and task.test_share = {self.test_share} "
-                              "leave nothing to train on")
+            raise ConfigError(f"task.validation_share = {self.validation_share} and task.test_share = "
+                              f"{self.test_share} leave nothing to train on")
         if self.made and (self.families or self.held_out_files is not None):
-            raise ConfigError("task.families and task.held_out_files are for dataset=uniprot: generated families are held "
-                              "out by task.generated.held_out")
+            raise ConfigError("task.families and task.held_out_files are for dataset=uniprot: generated families are "
+                              "held out by task.generated.held_out")
         if self.held_out_families is not None and self.families is None:
             raise ConfigError("task.held_out_families needs the table of families: task.families=<file>")
 
@@ -109,7 +109,8 @@ class TrEMBL(Task):
                 raise ConfigError(f"task.{key} is not that of task.init = {self.init}"
                                   + ("" if key == "direction" else f", which has {found}: leave it out"))
         if theirs.positions == "learned" and self.max_length > theirs.length:
-            raise ConfigError(f"task.max_length = {self.max_length}: task.init = {self.init} has positions for {theirs.length}")
+            raise ConfigError(f"task.max_length = {self.max_length}: task.init = {self.init} has positions for "
+                              f"{theirs.length}")
         return replace(theirs, dropout=self.dropout)
 
     def given_sizes(self, theirs: Description) -> dict[str, int]:
@@ -166,7 +167,7 @@ class TrEMBL(Task):
         return model
 
     def calibrate(self, model: nn.Module) -> None:
-        """Fills the statistics that causal features are fitted to, for they are those of another attention's weights."""
+        """Fills the statistics that causal features are fitted to: the weights come from another attention."""
         if any(getattr(part, "running", False) for part in model.modules() if isinstance(part, RandomFeatureAttention)):
             batches = zip(range(self.calibration), self.batches("train", Plan(8)))
             read = [{key: batch[key] for key in batch if key != "labels"} for _, batch in batches]
@@ -205,8 +206,9 @@ class TrEMBL(Task):
             base -= float(unigram[labels.cpu()].log().sum())
             base_right += int((labels == int(unigram.argmax())).sum())
         loss, right, count, base, base_right = reader.sum(loss, right, count, base, base_right)
-        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "letters": count,
-                "unigram_perplexity": exp(base / count), "unigram_accuracy": base_right / count} | self.floors.get(split, {})
+        found = {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "letters": count,
+                 "unigram_perplexity": exp(base / count), "unigram_accuracy": base_right / count}
+        return found | self.floors.get(split, {})
 
     @cached_property
     def unigram(self) -> np.ndarray:
