@@ -191,7 +191,8 @@ def test_misspelt_report_names_the_nearest(name, near, capsys, monkeypatch):
 
 def test_interval():
     found = interval([0.5, 0.7, 0.9], "a")
-    assert found["a"] == pytest.approx(0.7) and found["a_ci95"] == pytest.approx(4.302652 * 0.2 / math.sqrt(3), rel=1e-5)
+    assert found["a"] == pytest.approx(0.7)
+    assert found["a_ci95"] == pytest.approx(4.302652 * 0.2 / math.sqrt(3), rel=1e-5)
     assert interval([1.0], "a")["a_ci95"] is None
 
 
