@@ -16,7 +16,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from crt_exp import Mechanism, samplers
+from crt_exp import Mechanism, sample, samplers
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
@@ -219,6 +219,8 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             assert not getattr(options, "name", None) or sources.select(options.name)
+        case ("python", "-m", "crt_exp.sample", *arguments):
+            assert not arguments or sample.Options.of(arguments)
         case ("python", "-m", "crt_exp.report", name, *_):
             assert find_spec(f"crt_exp.report.{name}")
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
@@ -262,6 +264,8 @@ TINY = {  # the same command in a second: overrides that are added to it
     "speed": ["task.lengths=[32]", "task.rounds=1"],
     "mlm": ["task.text=README.md", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=cache",
             "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
+    "trembl": ["task.dataset=generated", "task.preset=tiny", "task.generated.sequences=200", "+task.sizes.d=16",
+               "+task.sizes.d_ff=16", "task.validation_share=0.1", "task.test_share=0.1", "trainer.steps=2"],
     "first": ["trainer.epochs=1"],
 }
 
@@ -275,7 +279,7 @@ def runs():
     for words in COMMANDS:
         task = task_of(words)
         no_run = {"-m", "--cfg", "--help", "--version", "--config-dir=conf"} & set(words[3:])
-        needs = any(word.startswith(("task.model=", "trainer.processes=")) for word in words)
+        needs = any(word.startswith(("task.model=", "trainer.processes=", "task.init=outputs/")) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
             yield pytest.param(words[3:], TINY[task], id=" ".join(words[3:]))

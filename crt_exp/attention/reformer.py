@@ -85,26 +85,28 @@ def lsh_attention(q: Tensor, v: Tensor, buckets: Tensor, chunk: int, causal: boo
                   factor: float = 1.0) -> Tensor:
     """Softmax of factor q_i.q_j / |q_j| over the union of what the rounds let a query see: (B, H, S, dv).
 
-    q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Outputs at padding are 0. A pair that meets in N rounds counts
-    once: its logit is log N less in each of them.
+    q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Outputs at padding are 0. A pair that meets in N rounds counts once:
+    its logit is log N less in each of them.
     """
     q, values = at_least_float32(q), at_least_float32(v)
     if key_mask is not None:  # padding may hold NaN
         q, values = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (q, values))
-    S = q.shape[2]
+    S, chunk = q.shape[2], min(chunk, q.shape[2])
     order = (buckets * S + torch.arange(S, device=q.device)).argsort(-1)          # (B, H, R, S): token at each place
     places = order.argsort(-1)                                                    # (B, H, R, S): place of each token
+    band = (places + buckets * (chunk + 1)).int()  # at most `chunk` apart for those that meet, and for no others
     unit = q / q.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
-    around = range(-1, 1 if causal else 2)
+    around = range(0, 1) if chunk == S else range(-1, 1 if causal else 2)
     queries, keys, kept = (_sorted(t, order, chunk) for t in (factor * q, unit, values))
-    keys, kept = _around(keys, around), _around(kept, around)                     # (B, H, R, n, w, .)
-    logits = queries @ keys.mT                                                    # (B, H, R, n, c, w)
-    met, own = _meetings(buckets, places, order, chunk, around, key_mask)
-    logits = torch.where(own, SELF, logits) - met.clamp(min=1).log().to(logits.dtype)
+    logits = queries @ _around(keys, around).mT                                   # (B, H, R, n, c, w)
+    met, own = _meetings(band, order, chunk, around, causal, key_mask)
+    logits = torch.where(own, SELF, logits)
+    if order.shape[2] > 1:
+        logits = logits - met.clamp(min=1).to(logits.dtype).log()
     logits = logits.masked_fill(met == 0, -torch.inf)
     sums = logits.logsumexp(-1, keepdim=True)                                     # (B, H, R, n, c, 1)
-    weights = torch.where(sums.isinf(), 0.0, torch.exp(logits - torch.where(sums.isinf(), 0.0, sums)))
-    out, sums = (_unsorted(t, places) for t in (weights @ kept, sums))            # (B, H, R, S, dv or 1)
+    weights = torch.exp(logits - torch.where(sums.isinf(), 0.0, sums))
+    out, sums = (_unsorted(t, places) for t in (weights @ _around(kept, around), sums))   # (B, H, R, S, dv or 1)
     shares = torch.where(sums.isinf().all(2, keepdim=True), 0.0, sums).softmax(2)
     return (shares * out).sum(2).to(v.dtype)
 
@@ -119,7 +121,7 @@ def _sorted(t: Tensor, order: Tensor, chunk: int) -> Tensor:
 def _around(t: Tensor, around: range, value: float = 0) -> Tensor:
     """Each chunk (.., n, c, k) with those around it: (.., n, len(around) c, k)."""
     n = t.shape[3]
-    padded = F.pad(t, (0, 0, 0, 0, 1, around.stop - 1), value=value)
+    padded = F.pad(t, (0, 0, 0, 0, 1, 1), value=value)
     return torch.cat([padded[:, :, :, 1 + i:1 + i + n] for i in around], 4)
 
 
@@ -128,29 +130,31 @@ def _unsorted(t: Tensor, places: Tensor) -> Tensor:
     return t.flatten(3, 4).gather(3, places.unsqueeze(-1).expand(*places.shape, t.shape[-1]))
 
 
-def _meetings(buckets: Tensor, places: Tensor, order: Tensor, chunk: int, around: range,
+def _meetings(band: Tensor, order: Tensor, chunk: int, around: range, causal: bool,
               key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """In how many rounds the query sees the key, 0 where it does not in this one, and whether both are one token:
     (B, H, R, n, c, w)."""
-    rounds, last = buckets.shape[2], around.stop > 1
-    met = None
-    for turn in range(rounds):
-        bucket, place = (t[:, :, turn].unsqueeze(2).expand_as(order).gather(3, order) for t in (buckets, places))
-        (a, b), (s, t) = (_pairs(part, chunk, around) for part in (bucket, place))
-        gap = s - t
-        seen = (a == b) & (gap <= chunk) & (gap >= (-chunk if last else 0))
-        met = seen.long() if met is None else met + seen
-    (i, j), (a, b) = _pairs(order, chunk, around), _pairs(buckets.gather(3, order), chunk, around)
-    at = torch.arange(order.shape[3], device=order.device).expand_as(order)
-    s, t = _pairs(at, chunk, around)
-    here = (a == b) & (a >= 0) & (s - t <= chunk) & (s - t >= (-chunk if last else 0))
+    gap = _gaps(band.gather(3, order), chunk, around)
+    here, met = _near(gap, chunk, causal), None
     if key_mask is not None:
         rows = key_mask[:, None, None].expand_as(order).gather(3, order)
-        here = here & _pairs(rows.long(), chunk, around)[1].bool() & (j >= 0)
-    return met * here, i == j
+        here = here & _around(_chunks(rows.int(), chunk, 0), around).mT.bool()
+    for turn in range(order.shape[2] if order.shape[2] > 1 else 0):
+        seen = _near(_gaps(band[:, :, turn, None].expand_as(order).gather(3, order), chunk, around), chunk, causal)
+        met = seen.to(torch.uint8) if met is None else met.add_(seen)
+    return here.to(torch.uint8) if met is None else met.mul_(here), gap == 0
 
 
-def _pairs(t: Tensor, chunk: int, around: range) -> tuple[Tensor, Tensor]:
-    """Numbers (B, H, R, S) of the queries (.., n, c, 1) and of the keys around them (.., n, 1, w); -1 where none is."""
-    rows = F.pad(t, (0, -t.shape[3] % chunk), value=-1).unflatten(3, (-1, chunk)).unsqueeze(-1)
-    return rows, _around(rows, around, value=-1).mT
+def _near(gap: Tensor, chunk: int, causal: bool) -> Tensor:
+    return (gap <= chunk) & (gap >= 0) if causal else gap.abs() <= chunk
+
+
+def _gaps(band: Tensor, chunk: int, around: range) -> Tensor:
+    """Differences of the numbers (B, H, R, S) of queries (.., n, c, 1) and of the keys around them (.., n, 1, w); far
+    more than `chunk` where there is none."""
+    none = 2**30
+    return _chunks(band, chunk, none) - _around(_chunks(band, chunk, -none), around, value=-none).mT
+
+
+def _chunks(t: Tensor, chunk: int, value: int) -> Tensor:
+    return F.pad(t, (0, -t.shape[3] % chunk), value=value).unflatten(3, (-1, chunk)).unsqueeze(-1)

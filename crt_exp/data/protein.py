@@ -166,8 +166,8 @@ class Singles:
             row = int(self.rows[longer[0]])
             place = f"{self.index.place(row, LETTERS)}: " if self.index.paths else ""
             name, length = self.index.accessions[row].decode(), len(self.index.sequence(row))
-            raise DataError(f"{place}{name} has {length} letters, and {len(longer)} sequences have more than task.max_length "
-                            f"= {self.longest}: raise it, or cut them with task.longer=cut")
+            raise DataError(f"{place}{name} has {length} letters, and {len(longer)} sequences have more than "
+                            f"task.max_length = {self.longest}: raise it, or cut them with task.longer=cut")
 
 
 @dataclass(frozen=True)
