@@ -145,7 +145,8 @@ class Kept(NamedTuple):
     told: str
 
     def build(self, mechanism: Mechanism | None = None) -> LanguageModel:
-        """In eval mode, with its own attention and noise; or its weights with the attention of another mechanism."""
+        """In eval mode, with its own attention and noise; or its weights with the attention of another mechanism, whose
+        causal layers, where their features are fitted, then want `calibrate_attention`."""
         model = LanguageModel(self.description, (mechanism or self.mechanism).layer)
         fill(model, self, mechanism or self.mechanism)
         return model.eval()

@@ -193,6 +193,7 @@ class TrEMBL(Task):
             found |= {f"{key}_ood": value for key, value in self.metrics(model, "ood", reader).items()}
         return found | self.statistics() if split == "test" else found
 
+    @torch.no_grad()
     def metrics(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Over letters: loss in nats, its exponential, the share that is right; the same of the unigram; the floor."""
         unigram = torch.from_numpy(self.unigram)
