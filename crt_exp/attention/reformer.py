@@ -96,7 +96,7 @@ def lsh_attention(q: Tensor, v: Tensor, buckets: Tensor, chunk: int, causal: boo
     places = order.argsort(-1)                                                    # (B, H, R, S): place of each token
     band = (places + buckets * (chunk + 1)).int()  # at most `chunk` apart for those that meet, and for no others
     unit = q / q.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
-    around = range(0, 1) if chunk == S else range(-1, 1 if causal else 2)
+    around = range(1) if chunk == S else range(-1, 1 if causal else 2)
     queries, keys, kept = (_sorted(t, order, chunk) for t in (factor * q, unit, values))
     logits = queries @ _around(keys, around).mT                                   # (B, H, R, n, c, w)
     met, own = _meetings(band, order, chunk, around, causal, key_mask)
