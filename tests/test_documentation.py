@@ -16,7 +16,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from crt_exp import Mechanism, sample, samplers
+from crt_exp import Mechanism, predict, sample, samplers, transcribe
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
@@ -219,6 +219,10 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             assert not getattr(options, "name", None) or sources.select(options.name)
+        case ("python", "-m", "crt_exp.predict", *arguments):
+            assert predict.options_of(predict.parser().parse_args(arguments))["run"]
+        case ("python", "-m", "crt_exp.transcribe", *arguments):
+            assert {"run", "input"} <= transcribe.options(arguments).keys()
         case ("python", "-m", "crt_exp.sample", *arguments):
             assert not arguments or sample.Options.of(arguments)
         case ("python", "-m", "crt_exp.report", name, *_):
@@ -264,6 +268,8 @@ TINY = {  # the same command in a second: overrides that are added to it
     "speed": ["task.lengths=[32]", "task.rounds=1"],
     "mlm": ["task.text=README.md", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=cache",
             "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
+    "imagenet": ["trainer.steps=2"],
+    "mae": ["trainer.steps=2"],
     "trembl": ["task.dataset=generated", "task.preset=tiny", "task.generated.sequences=200", "+task.sizes.d=16",
                "+task.sizes.d_ff=16", "task.validation_share=0.1", "task.test_share=0.1", "trainer.steps=2"],
     "first": ["trainer.epochs=1"],
@@ -279,6 +285,7 @@ def runs():
     for words in COMMANDS:
         task = task_of(words)
         no_run = {"-m", "--cfg", "--help", "--version", "--config-dir=conf"} & set(words[3:])
+        needs = any(word.startswith(("task.model=", "trainer.processes=", "experiment=")) for word in words)
         needs = any(word.startswith(("task.model=", "trainer.processes=", "task.init=outputs/")) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
@@ -380,10 +387,17 @@ def test_api_names_exist():
                 assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
 
 
+def table_of_tasks():
+    """The rows of the front page's table, a task or two in each."""
+    lines = [line.strip("|").split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in cells] for cells in lines if len(cells) == 5]
+    return [cells for cells in rows if not cells[0].startswith(("task", "---"))]
+
+
 def rows_of_tasks():
-    for line in (ROOT / "README.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if len(cells) == 5 and "](outputs/report/" in cells[4]:
+    """Those whose report is there."""
+    for cells in table_of_tasks():
+        if "](outputs/report/" in cells[4]:
             yield pytest.param(*cells, id=cells[0].split(":")[0])
 
 
@@ -415,8 +429,11 @@ def test_numbers_beside_a_report_are_its_own(page, text):
 
 
 def test_tasks_of_the_front_page_exist():
-    named = {name for row in rows_of_tasks() for name in re.findall(r"`(\w+)`", row.values[0])}
-    assert named == set(choices("task"))
+    """It names those with a report; the page of commands names all."""
+    page = (ROOT / "docs" / "commands.md").read_text().split("## Tasks and their data")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(choices("task"))
+    named = {name for row in table_of_tasks() for name in re.findall(r"`(\w+)`", row[0])}
+    assert named <= set(choices("task"))
 
 
 def test_citation_and_version_agree():

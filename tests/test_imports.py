@@ -26,8 +26,9 @@ ROOMS = [
     ["estimators"],
     ["tasks", "studies"],
     ["runner"],
-    ["train", "sample"],
+    ["train", "transcribe", "sample"],
     ["report"],
+    ["predict"],
     ["__main__"],
 ]
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms
