@@ -389,7 +389,8 @@ def test_api_names_exist():
 
 def table_of_tasks():
     """The rows of the front page's table, a task or two in each."""
-    lines = [line.strip("|").split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    page = (ROOT / "README.md").read_text()
+    lines = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in cells] for cells in lines if len(cells) == 5]
     return [cells for cells in rows if not cells[0].startswith(("task", "---"))]
 
