@@ -66,6 +66,13 @@ def test_padding_is_truncation(name, causal):
     torch.testing.assert_close(found[1], model(ids[1:])[0])
 
 
+def test_the_past_is_not_lost_by_checkpointing():
+    model = model_of("favorp", checkpointing=True)
+    pasts = model.begin()
+    first, then = model(tokens()[:, :9], pasts=pasts), model(tokens()[:, 9:], pasts=pasts)
+    torch.testing.assert_close(torch.cat([first, then], 1), model(tokens()), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("name", NAMES)
@@ -221,5 +228,8 @@ def test_bad_sizes():
         Description(11, 32, SIZES | {"heads": 16}, True, "rotary")
     with pytest.raises(ValueError, match="positions for 32 symbols but 33 came"):
         model_of()(tokens(1, 33))
+    with pytest.raises(ValueError, match="without key_mask"):
+        model = model_of()
+        model(tokens(), torch.ones(2, 20, dtype=torch.bool), pasts=model.begin())
     with pytest.raises(ValueError, match="only a unidirectional one"):
         model_of(causal=False).begin()

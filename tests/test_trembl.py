@@ -242,6 +242,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path,
     (["task.positions=rotary", "+task.sizes.d=6"], ["positions = rotary", "have an odd one"]),
     (["task.init=/nowhere"], ["task.init = /nowhere: there is no such directory"]),
     (["attention=linformer"], ["linformer", "cannot be causal"]),
+    (["task.chains=true", "task.max_length=1000"], ["sequences of validation fill no row of task.max_length = 1000"]),
     (["task.longer=refuse", "task.max_length=12"], ["have more than task.max_length = 12", "task.longer=cut"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):

@@ -74,8 +74,10 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None) -> Tensor:
         """key_mask (B, L), True = keep. pasts: of `begin`, which these tokens then belong to; without gradient."""
+        if pasts and key_mask is not None:
+            raise ValueError("symbol by symbol there is no padding: give sequences of one length, without key_mask")
         turn = self.rotary and self.rotary(pasts[0].length if pasts else 0, x.shape[1])
-        again = self.checkpointing and torch.is_grad_enabled()
+        again = self.checkpointing and not pasts and torch.is_grad_enabled()
         for block, past in zip(self.blocks, pasts or [None] * len(self.blocks)):
             x = checkpoint(block, x, key_mask, turn, use_reentrant=False) if again else block(x, key_mask, turn, past)
         return x

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.config import ConfigError
-from crt_exp.data import protein
+from crt_exp.data import DataError, protein
 from crt_exp.data.families import Families, Options
 from crt_exp.data.glue import bucketed
 from crt_exp.data.protein import LETTERS, Chains, Rows, Singles
@@ -77,7 +77,7 @@ class TrEMBL(Task):
         self.made = Families.of(self.generated) if self.dataset == "generated" else None
         self.check_options()
         self.index = self.made.drawn(self.generated) if self.made else protein.uniprot(self.data_dir, self.cache_dir)
-        self.rows = {split: self.rows_of(rows) for split, rows in self.split().items()}
+        self.rows = {split: self.rows_of(rows, split) for split, rows in self.split().items()}
 
     # ---- options
 
@@ -130,9 +130,13 @@ class TrEMBL(Task):
             return protein.held_out_by_family(self.index, self.families, self.held_out_families or protein.HELD_OUT)
         return protein.held_out_by_file(self.index, self.held_out_files)
 
-    def rows_of(self, rows: np.ndarray) -> Rows:
+    def rows_of(self, rows: np.ndarray, split: str) -> Rows:
         if self.chains:
-            return Chains(self.index, rows, self.max_length)
+            found = Chains(self.index, rows, self.max_length)
+            if not len(found):
+                raise DataError(f"the {len(rows)} sequences of {split} fill no row of task.max_length = "
+                                f"{self.max_length}: give more sequences, another share, or shorter rows")
+            return found
         found = Singles(self.index, rows, self.max_length)
         if self.longer == "refuse":
             found.check_whole()
