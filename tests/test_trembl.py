@@ -201,6 +201,18 @@ def test_two_processes_equal_one(direction, accumulate, typed, tmp_path):
         assert two[-1][key] == pytest.approx(one[-1][key], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_sharded_over_processes_in_bfloat16(typed, tmp_path):
+    """Blocks and what follows them; the model that is kept is whole, and its numbers nearly those of one process."""
+    layers = ["+task.sizes.layers=2", "task.dropout=0"]
+    assert typed(*layers)[0] == 0
+    code, _, err = typed(*layers, "trainer=fsdp", "trainer.processes=2", directory="two")
+    assert code == 0, err
+    one, two = (records(tmp_path / directory)[-1] for directory in ("run", "two"))
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
+    assert language.load(tmp_path / "two", "run").build().symbol.weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize("attention", ["favorpp", "reformer"])
 def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch, interruptible):
     """Dropout, statistics and hashes included."""
