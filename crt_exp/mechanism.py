@@ -5,6 +5,7 @@ A name is a file of conf/attention (or of conf/features, for a map alone), for t
 Nothing else builds these from configuration: tasks, studies, estimators, reports and swaps take a Mechanism.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,7 +142,7 @@ class Mechanism:
         options = {key: value for key, value in self.options.items() if key not in ("phi", "kernel")}
         make = instantiate(options)
         if self.m is None and "phi" not in self.options:
-            return make(heads, d, layer=layer, **sizes)
+            return make(heads, d, seed=self.seed, layer=layer, **sizes)
         return make(self.map("softmax"), self.sampler, self.m or 1, heads, d, seed=self.seed, layer=layer, **sizes)
 
     def swap(self, model: nn.Module, layers: Iterable[int] | int | None = None, *, causal: bool | None = None,
@@ -158,6 +159,29 @@ class Mechanism:
         parts = {"features": self.features, "sampler": self.rows}
         return {"attention": options or self.name, "m": self.m} | {
             group: None if part is None else part.described() for group, part in parts.items()}
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON: the names that `Mechanism.of_saved` takes, and what they stand for."""
+        options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_", "phi")}
+        return {"name": self.name if self.name in choices("attention") else None, "m": self.m, "seed": self.seed,
+                "features": self.features and self.features.name, "sampler": self.rows and self.rows.name,
+                "options": options, "described": json.loads(json.dumps(self.describe()))}
+
+    @classmethod
+    def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
+        """The reverse: what was saved is compared and never built. `source` says whose it is, for the error.
+
+        Raises ConfigError where the names of conf/ stand for something else now.
+        """
+        try:
+            found = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
+                           **saved["options"])
+        except (ConfigError, KeyError, TypeError) as error:
+            raise ConfigError(f"{source}: its attention {saved.get('name')} is not one of this installation: "
+                              f"{error}") from None
+        if json.loads(json.dumps(found.describe())) != saved["described"]:
+            raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
+        return found
 
     def __str__(self) -> str:
         parts = (self.features or Part(self.name, None), self.rows)

@@ -16,7 +16,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from crt_exp import Mechanism, predict, samplers, transcribe
+from crt_exp import Mechanism, predict, sample, samplers, transcribe
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
@@ -223,6 +223,8 @@ def test_command_exists(words, recipes):
             assert predict.options_of(predict.parser().parse_args(arguments))["run"]
         case ("python", "-m", "crt_exp.transcribe", *arguments):
             assert {"run", "input"} <= transcribe.options(arguments).keys()
+        case ("python", "-m", "crt_exp.sample", *arguments):
+            assert not arguments or sample.Options.of(arguments)
         case ("python", "-m", "crt_exp.report", name, *_):
             assert find_spec(f"crt_exp.report.{name}")
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
@@ -268,6 +270,8 @@ TINY = {  # the same command in a second: overrides that are added to it
             "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
     "imagenet": ["trainer.steps=2"],
     "mae": ["trainer.steps=2"],
+    "trembl": ["task.dataset=generated", "task.preset=tiny", "task.generated.sequences=200", "+task.sizes.d=16",
+               "+task.sizes.d_ff=16", "task.validation_share=0.1", "task.test_share=0.1", "trainer.steps=2"],
     "first": ["trainer.epochs=1"],
 }
 
@@ -282,6 +286,7 @@ def runs():
         task = task_of(words)
         no_run = {"-m", "--cfg", "--help", "--version", "--config-dir=conf"} & set(words[3:])
         needs = any(word.startswith(("task.model=", "trainer.processes=", "experiment=")) for word in words)
+        needs = any(word.startswith(("task.model=", "trainer.processes=", "task.init=outputs/")) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
             yield pytest.param(words[3:], TINY[task], id=" ".join(words[3:]))

@@ -26,7 +26,7 @@ ROOMS = [
     ["estimators"],
     ["tasks", "studies"],
     ["runner"],
-    ["train", "transcribe"],
+    ["train", "transcribe", "sample"],
     ["report"],
     ["predict"],
     ["__main__"],

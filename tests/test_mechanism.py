@@ -1,5 +1,7 @@
 """Every name of conf/attention makes a working layer, for the library as for the command line."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,31 @@ def test_every_attention_works(name):
 @pytest.mark.parametrize("name", choices("attention"))
 def test_every_attention_composes(name):
     assert compose([f"attention={name}"]).attention._target_.startswith("crt_exp.attention.")
+
+
+@pytest.mark.parametrize("name", choices("attention"))
+def test_what_is_saved_by_names_is_the_same_mechanism(name):
+    """From the library and from the command line, through JSON."""
+    changed = {"generalized": {"kernel": "tanh"}, "window": {"block": 7}, "favorpp": {"sampler": "simplex"}}
+    options = changed.get(name, {})
+    typed = [f"{key if key == 'sampler' else f'attention.{key}'}={value}" for key, value in options.items()]
+    cfg = compose([f"attention={name}", "seed=3", *typed])
+    choice = {"attention": name, **cfg.hydra.runtime.choices}.get
+    for mechanism in (Mechanism.of(name, seed=3, **options), Mechanism.composed(cfg, choice)):
+        found = Mechanism.of_saved(json.loads(json.dumps(mechanism.saved())), "run")
+        assert found == mechanism and found.seed == 3 and found.describe() == mechanism.describe()
+
+
+def test_a_saved_mechanism_that_is_no_more_is_refused():
+    saved = Mechanism.of("favorpp", m=8).saved()
+    for change, words in [({"name": "favorq"}, "attention favorq is not one of this installation"),
+                          ({"features": "nothing"}, "is not one of this installation"),
+                          ({"options": {"redraw": 3}}, "is not one of this installation"),
+                          ({"m": 9}, "favorpp is not what it was")]:
+        with pytest.raises(ConfigError, match=f"task.init = a: .*{words}"):
+            Mechanism.of_saved(saved | change, "task.init = a")
+    with pytest.raises(ConfigError, match="is not one of this installation"):
+        Mechanism.of_saved({}, "task.init = a")
 
 
 def test_options():

@@ -16,24 +16,73 @@ from crt_exp.schema import Count, Whole
 class Baseline(nn.Module):
     """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled; subclasses define `attend` for x, y and v.
 
-    scaling: the logit is scaling q.k, by default d^(-1/2). The number of the layer and whether it is cross-attention
-    make no difference to these.
+    scaling: the logit is scaling q.k, by default d^(-1/2). Seed and number of the layer, and whether it is
+    cross-attention, make no difference to most.
     """
 
     can_be_causal = True
 
     def __init__(self, heads: int, d: int, *, kv_heads: int | None = None, causal: bool = False, cross: bool = False,
-                 scaling: float | None = None, layer: int = 0):
+                 scaling: float | None = None, seed: int = 0, layer: int = 0):
         super().__init__()
         self.causal, self.scaling = causal, d**-0.5 if scaling is None else scaling
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         root = self.scaling**0.5
-        return self.attend(q * root, k * root, v, causal=self.causal, key_mask=key_mask)
+        return self.attend(q * root, self.keys(q, k) * root, v, causal=self.causal, key_mask=key_mask)
+
+    def keys(self, q: Tensor, k: Tensor) -> Tensor:
+        """What stands for the keys."""
+        return k
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
         """(B,H,L,dv)."""
         raise NotImplementedError
+
+    def past(self) -> "KeysPast":
+        """What it remembers of the tokens so far: see `RecurrentPast`."""
+        if not self.causal:
+            raise ValueError("decoding needs causal attention")
+        return KeysPast(self)
+
+
+class KeysPast:
+    """The keys and values of all tokens so far: O(S) numbers, and time O(S) for the next token.
+
+    The buffers double when they are full, so that keeping a token costs O(1).
+    """
+
+    def __init__(self, layer: Baseline):
+        self.layer, self.length, self.keys, self.values = layer, 0, None, None
+
+    @torch.no_grad()
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """New tokens q (B,H,T,d), k (B,Hkv,T,d), v (B,Hkv,T,dv), unscaled -> their outputs (B,H,T,dv), no gradient."""
+        root, start = self.layer.scaling**0.5, self.length
+        self.length += q.shape[2]
+        new = ((self.keys, self.layer.keys(q, k) * root), (self.values, v))
+        self.keys, self.values = (self._kept(buffer, t, start) for buffer, t in new)
+        keys, values = (t[:, :, :self.length] for t in (self.keys, self.values))
+        return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
+
+    def _kept(self, buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
+        if buffer is None or self.length > buffer.shape[2]:
+            larger = new.new_empty(*new.shape[:2], max(64, 2 * self.length), new.shape[3])
+            if buffer is not None:
+                larger[:, :, :start] = buffer[:, :, :start]
+            buffer = larger
+        buffer[:, :, start:self.length] = new
+        return buffer
+
+
+class NoPast:
+    """That of a layer whose outputs depend on no other token."""
+
+    length = 0
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.length += q.shape[2]
+        return repeat_heads(v, q.shape[1])
 
 
 def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
@@ -41,6 +90,7 @@ def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, ke
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
     L, S = x.shape[2], y.shape[2]
+    causal = causal and L > 1  # a single query is the last one: it sees every key
     allowed = None
     if key_mask is not None:
         allowed = key_mask[:, None, None].expand(-1, 1, L, -1)
@@ -142,6 +192,9 @@ class Exact(Baseline):
 
 class Identity(Baseline):
     """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
+
+    def past(self):
+        return NoPast()
 
     def attend(self, x, y, v, *, causal, key_mask):
         return identity_attention(x, y, v, causal=causal, key_mask=key_mask)

@@ -163,6 +163,26 @@ class DecodingState:
             raise ValueError(f"the decoding state holds {self._batch} sequences but {x.shape[0]} came")
 
 
+class RecurrentPast:
+    """What a layer with random features remembers of the tokens so far: `step` takes and gives what the layer does.
+
+    The interface of every layer's `past()`: baselines keep keys and values behind it.
+    """
+
+    def __init__(self, layer):
+        self.layer, self.state = layer, layer.decoding()
+
+    @property
+    def length(self) -> int:
+        """Tokens that were taken."""
+        return self.state.length
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """New tokens q (B,H,T,d), k (B,Hkv,T,d), v (B,Hkv,T,dv), unscaled -> their outputs (B,H,T,dv), no gradient."""
+        scaled = self.layer.scaled
+        return self.state.step(scaled(q), scaled(k), v, version=self.layer.version)
+
+
 def _features(bound: Bound, y: Tensor, x: Tensor) -> tuple[Features, Features]:
     """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
     if bound.phi_q is not bound.phi_k:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.call import attention
-from crt_exp.attention.decoding import DecodingState
+from crt_exp.attention.decoding import DecodingState, RecurrentPast
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.sequence import Pooled
 from crt_exp.features.base import FeatureMap, Projections, distinct
@@ -143,6 +143,10 @@ class RandomFeatureAttention(nn.Module):
         return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
                              counter=self.denominators, version=self.version)
 
+    def past(self) -> RecurrentPast:
+        """The same for q, k and v as `forward` takes them."""
+        return RecurrentPast(self)
+
     def redraw(self) -> None:
         """Draws the next noise now: the one after `draws` draws of (seed, layer)."""
         self.draws = self.draws + 1
@@ -172,7 +176,8 @@ class RandomFeatureAttention(nn.Module):
     def _normalized(self, q: Tensor) -> Tensor:
         return F.normalize(q.float(), dim=-1).to(q.dtype) if self.normalize_qk else q
 
-    def _scaled(self, q: Tensor) -> Tensor:
+    def scaled(self, q: Tensor) -> Tensor:
+        """What a decoding state takes for queries or keys q."""
         return self._normalized(q) * self.scale
 
     def _params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):

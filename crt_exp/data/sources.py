@@ -163,7 +163,7 @@ TABLE = (
     images("imagenet", "https://www.image-net.org/download.php", 1331167, size="150 GB", note=BY_CLASS),
     Source("protein", "trembl", "https://www.uniprot.org/proteomes", (
         proteome("Bacteria", "UP000000625_83333", 4000), proteome("Eukaryota", "UP000002311_559292", 5500)),
-           size="4 MB", note="every *.fasta with UniProt headers in the folder is read"),
+           size="4 MB", note="every *.fasta and *.fasta.gz with UniProt headers in the folder is read"),
     Source("mnist", "pixels", "http://yann.lecun.com/exdb/mnist/", tuple(
         File(f"mnist/{name}-ubyte.gz", f"{MNIST_SERVER}/{name}-ubyte.gz", digest=f"gunzip:{digest}")
         for name, digest in (

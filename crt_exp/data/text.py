@@ -351,6 +351,7 @@ class Masking:
     special: np.ndarray                                      # (V,) bool
     continues: np.ndarray                                    # (V,) bool: belongs to the word of the token before
     share: float = 0.15
+    drawn: int = 0                                           # a random token is one of the first so many; 0: of all
 
     @classmethod
     def of(cls, tokenizer, share: float = 0.15, whole_words: bool = False) -> "Masking":
@@ -377,7 +378,7 @@ class Masking:
         """
         score, action, token = uniform
         chosen = self.chosen(ids, score)
-        random = (token * float(len(self.special))).astype(np.int64)
+        random = (token * float(self.drawn or len(self.special))).astype(np.int64)
         inputs = np.where(chosen & (action < 0.8), self.mask_id, ids)
         inputs = np.where(chosen & (action >= 0.9), random, inputs)
         return {"input_ids": torch.from_numpy(inputs.astype(np.int64)),

@@ -16,13 +16,14 @@ def shard(model: nn.Module, precision: str) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     low = torch.bfloat16 if precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32,
-                                  output_dtype=torch.float32 if low else None)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    last = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32,
+                                output_dtype=torch.float32 if low else None)
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for block in blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=last)  # within it what follows a block computes in its dtype too
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -107,7 +107,7 @@ class RecurrentLayer(DynamicLayer):
         self._check(swapped, query, causal, matrix, used)
         keep = self._new_padding(keep, query.shape[2], swapped.path)
         q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
-        out = self.state.step(swapped._scaled(q), swapped._scaled(key), value, keep)
+        out = self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep)
         self._note(key, value, keep)
         return out, None
 
@@ -146,7 +146,7 @@ class RecurrentLayer(DynamicLayer):
     def _take(self, state, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
         swapped = self.owner()
         key, value = repeat_heads(key, swapped.heads), repeat_heads(value, swapped.heads)
-        state.take(swapped._scaled(key), value, keep)
+        state.take(swapped.scaled(key), value, keep)
 
     def _note(self, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
         if self.record_past:

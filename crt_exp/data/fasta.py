@@ -1,0 +1,284 @@
+"""Official UniProt FASTA files (plain or gz, reviewed `sp|` and unreviewed `tr|`), and an index of their sequences.
+
+The index holds letters as numbers, memory-mapped, and is built once for a list of files. It is stale where a file has
+another size than when it was built, or another time of change and another checksum: then it is built anew, and said.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from crt_exp.data import DataError
+from crt_exp.data.text import alone, key_of, warn
+
+FORMAT = 1
+BLOCK = 1 << 22                                              # bytes that are read at once
+BATCH = 1 << 14                                              # entries that are written at once
+LONGEST_NAME = 16                                            # bytes of an accession; UniProt's have 10, isoforms 13
+HEADER = re.compile(rb"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|\S")
+SUFFIXES = (".fasta", ".fa", ".fasta.gz", ".fa.gz")
+ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": f"S{LONGEST_NAME}", "hashes": np.uint32,
+          "files": np.uint16}
+UNKNOWN = 255
+
+
+class Entry(NamedTuple):
+    """One sequence: its accession, its letters as numbers, and the line of its header."""
+
+    accession: bytes
+    tokens: bytes
+    line: int
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def fasta_files(folder: Path) -> list[Path]:
+    """Those of a folder, by name."""
+    return sorted(path for path in folder.glob("*") if path.name.endswith(SUFFIXES) and path.is_file())
+
+
+def stem(path: Path) -> str:
+    """The name without .fasta and .gz."""
+    return path.name.removesuffix(".gz").rsplit(".", 1)[0]
+
+
+def entries(path: Path, letters: str) -> Iterator[Entry]:
+    """The sequences of a file; a letter is its place in `letters`. Raises DataError, naming the line."""
+    table = bytes(letters.encode().find(bytes([i])) % 256 for i in range(256))
+    for line, record in records(path):
+        header, _, body = record.partition(b"\n")
+        found = HEADER.match(header)
+        if found is None or len(found[1]) > LONGEST_NAME:
+            raise DataError(f"{path}, line {line}: {shown(b'>' + header)} is no header of UniProt, which begins "
+                            ">sp|P12345|NAME or >tr|A0A0B1|NAME.")
+        tokens = body.translate(table, b"\r\n")
+        if UNKNOWN in tokens:
+            raise unknown_letter(path, line, found[1], body, letters)
+        if not tokens:
+            raise DataError(f"{path}, line {line}: {found[1].decode()} has no sequence.")
+        yield Entry(found[1], tokens, line)
+
+
+def records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each entry without its ">", and the line that it begins at. Raises DataError."""
+    line, rest, first = 1, b"", True
+    for block in blocks(path):
+        if first and not block.startswith(b">"):
+            begins = shown(block.partition(b"\n")[0])
+            raise DataError(f"{path}, line 1: {begins} is no header: a FASTA file begins with '>'.")
+        *complete, rest = (rest + block[first:]).split(b"\n>")
+        first = False
+        for record in complete:
+            yield line, record
+            line += record.count(b"\n") + 1
+    if first:
+        raise DataError(f"{path}: the file is empty.")
+    yield line, rest
+
+
+def blocks(path: Path) -> Iterator[bytes]:
+    """The content, unpacked where it is packed. Raises DataError."""
+    size = 0
+    try:
+        with open(path, "rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else open(path, "rb") as stream:
+            while block := stream.read(BLOCK):
+                size += len(block)
+                yield block
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gz file is cut off or damaged, after {size} bytes of content or a little later "
+                        f"({error}). Get it again.") from None
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be read ({error.strerror or error}).") from None
+
+
+def unknown_letter(path: Path, line: int, accession: bytes, body: bytes, letters: str) -> DataError:
+    """The error for the first letter of an entry that is none of `letters`."""
+    known = letters.encode()
+    for number, row in enumerate(body.split(b"\n"), line + 1):
+        for letter in row.rstrip(b"\r"):
+            if letter not in known:
+                return DataError(f"{path}, line {number}: {shown(bytes([letter]))} in {accession.decode()} is no amino "
+                                 f"acid; known are {letters}.")
+    raise AssertionError("every letter is known")
+
+
+def shown(content: bytes) -> str:
+    text = content.decode("ascii", "backslashreplace").rstrip("\r")
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+# ---- the index -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Index:
+    """Sequences by row: letters of row i are tokens[starts[i]:ends[i]].
+
+    hashes: 32 bits of each accession, to split by. files: the place of its file, or generated family, in names.
+    """
+
+    tokens: np.ndarray                                       # (letters,) uint8
+    ends: np.ndarray                                         # (n,) int64
+    accessions: np.ndarray                                   # (n,) S16
+    hashes: np.ndarray                                       # (n,) uint32
+    files: np.ndarray                                        # (n,) uint16
+    names: tuple[str, ...]
+    paths: tuple[Path, ...] = ()
+    held: Any = field(default=None, repr=False, compare=False)   # keeps a temporary folder alive
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def start(self, row: int) -> int:
+        return int(self.ends[row - 1]) if row else 0
+
+    def sequence(self, row: int) -> np.ndarray:
+        return self.tokens[self.start(row):int(self.ends[row])]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Letters of each sequence, (n,) int64."""
+        return np.diff(self.ends, prepend=0)
+
+    def place(self, row: int, letters: str) -> str:
+        """File and line of a sequence, for messages: it reads that file again."""
+        path = self.paths[int(self.files[row])]
+        wanted = bytes(self.accessions[row])
+        lines = (entry.line for entry in entries(path, letters) if entry.accession == wanted)
+        return f"{path}, line {next(lines)}"
+
+
+def indexed(files: Sequence[Path], letters: str, cache_dir: str | Path | None = None) -> Index:
+    """The index of these files, kept in `cache_dir` (None: in a temporary folder). Raises DataError."""
+    files = [Path(file).expanduser() for file in files]
+    held = None
+    if cache_dir is not None:
+        folder = Path(cache_dir).expanduser() / f"proteins-{key_of(FORMAT, letters, *map(os.path.abspath, files))}"
+        with alone(folder.parent):
+            reason = stale(folder, files)
+            if reason is None or rebuilt(folder, files, letters, reason):
+                return opened(folder, files)
+    held = tempfile.TemporaryDirectory(prefix="crt_exp-proteins-")
+    build(files, letters, Path(held.name))
+    return opened(Path(held.name), files, held)
+
+
+def rebuilt(folder: Path, files: Sequence[Path], letters: str, reason: str) -> bool:
+    """Builds the index of a folder; False, once said, where it cannot be written there."""
+    if folder.exists():
+        warn("the index %s is stale, %s: it is built anew", folder, reason)
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        build(files, letters, part)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        return True
+    except OSError as error:
+        warn("the index of proteins cannot be written to %s (%s): it is built in every run. Give another directory "
+             "(task.cache_dir=DIR), or none (null)", folder.parent, error.strerror or error)
+        return False
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def build(files: Sequence[Path], letters: str, folder: Path) -> None:
+    """Writes the arrays of `Index` and a manifest, a batch of entries at a time."""
+    before = [described(file) for file in files]
+    with Writer(folder) as writer:
+        for number, file in enumerate(files):
+            for entry in entries(file, letters):
+                writer.add(entry, number)
+    manifest = {"format": FORMAT, "sources": before, "sizes": writer.sizes()}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+class Writer:
+    """The arrays of an index as files that grow."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.pending, self.end = folder, [], 0
+        self.files = {name: (folder / name).open("wb") for name in ARRAYS}
+
+    def add(self, entry: Entry, file: int) -> None:
+        self.pending.append((entry.tokens, entry.accession, file))
+        if len(self.pending) == BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self.pending:
+            return
+        tokens, accessions, files = zip(*self.pending)
+        ends = self.end + np.cumsum([len(part) for part in tokens])
+        hashes = [hash_of(accession) for accession in accessions]
+        for name, values in {"ends": ends, "accessions": accessions, "hashes": hashes, "files": files}.items():
+            self.files[name].write(np.array(values, ARRAYS[name]).tobytes())
+        self.files["tokens"].write(b"".join(tokens))
+        self.end, self.pending = int(ends[-1]), []
+
+    def sizes(self) -> dict[str, int]:
+        return {name: (self.folder / name).stat().st_size for name in ARRAYS}
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self.flush()
+        for file in self.files.values():
+            file.close()
+
+
+def hash_of(accession: bytes) -> int:
+    """32 bits that depend on the accession alone, in every version of the data."""
+    return int.from_bytes(hashlib.blake2b(accession, digest_size=4).digest(), "little")
+
+
+def described(file: Path) -> dict[str, Any]:
+    """Size, time of change and checksum of a file. Raises DataError."""
+    try:
+        stat = file.stat()
+        with open(file, "rb") as stream:
+            return {"size": stat.st_size, "changed": stat.st_mtime_ns,
+                    "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    except OSError as error:
+        raise DataError(f"{file}: the file cannot be read ({error.strerror or error}).") from None
+
+
+def stale(folder: Path, files: Iterable[Path]) -> str | None:
+    """Why an index cannot be used; None where it can. A file is read only where its size is as it was and its time of
+    change is not."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, size in manifest["sizes"].items():
+            if (folder / name).stat().st_size != size:
+                return f"its file {name} is not as it was written"
+        for file, saved in zip(files, manifest["sources"], strict=True):
+            stat = file.stat()
+            if stat.st_size != saved["size"]:
+                return f"{file} has {stat.st_size} bytes where it had {saved['size']}"
+            if stat.st_mtime_ns != saved["changed"] and described(file)["sha256"] != saved["sha256"]:
+                return f"{file} has another checksum"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({error})"
+    return None
+
+
+def opened(folder: Path, files: Sequence[Path], held: Any = None) -> Index:
+    arrays = {name: np.memmap(folder / name, dtype, "r") for name, dtype in ARRAYS.items()}
+    return Index(**arrays, names=tuple(map(stem, files)), paths=tuple(files), held=held)

@@ -1,0 +1,235 @@
+"""The sequence model: every attention, both directions, positions, memory, decoding, and the folder that keeps it."""
+
+import json
+
+import pytest
+import torch
+
+from crt_exp.config import ConfigError
+from crt_exp.data import DataError
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import language
+from crt_exp.models.language import Description, LanguageModel, sizes_of
+from crt_exp.models.transformer import Rotary, turned
+from crt_exp.swap.swap import fill_statistics
+
+SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
+NAMES = ["exact", "identity", "uniform", "window", "favor", "favorp", "favorpp", "smreg", "relu", "elu", "reformer"]
+POSITIONS = ["learned", "rotary", "none"]
+
+
+def mechanism(name, **options):
+    features = name not in ("exact", "identity", "uniform", "window", "linformer", "elu", "reformer")
+    own = {"window": {"block": 4}, "reformer": {"buckets": 2, "chunk": 8}, "linformer": {"length": 32, "rank": 8}}
+    return Mechanism.of(name, **({"m": 16} if features else {}), **own.get(name, {}), **options)
+
+
+def model_of(name="exact", causal=True, **options):
+    torch.manual_seed(0)
+    changes = {key: options.pop(key) for key in ("positions", "tied", "dropout", "sizes") if key in options}
+    description = Description(11, 32, **{"sizes": SIZES, "causal": causal} | changes)
+    return LanguageModel(description, mechanism(name).layer, **options)
+
+
+def tokens(batch=2, length=20):
+    return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def calibrated(name, **options):
+    """In float64, so that differences are errors and not rounding, with statistics where the features are fitted."""
+    model = model_of(name, **options).double().eval()
+    if name == "favorpp":
+        fill_statistics(model, [tokens(4)])
+    return model
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_later_symbol_changes_nothing_before_it(name):
+    model, ids = calibrated(name), tokens()
+    torch.testing.assert_close(model(ids)[:, :13], model(ids[:, :13]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", [*NAMES, "linformer"])
+def test_padding_is_truncation(name, causal):
+    if causal and name == "linformer":
+        pytest.skip("linformer cannot be causal")
+    model, ids = calibrated(name, causal=causal), tokens()
+    keep = torch.arange(20) < torch.tensor([[13], [20]])
+    found = model(torch.where(keep, ids, 3), keep)
+    torch.testing.assert_close(found[0, :13], model(ids[:1, :13])[0])
+    torch.testing.assert_close(found[1], model(ids[1:])[0])
+
+
+def test_the_past_is_not_lost_by_checkpointing():
+    model = model_of("favorp", checkpointing=True)
+    pasts = model.begin()
+    first, then = model(tokens()[:, :9], pasts=pasts), model(tokens()[:, 9:], pasts=pasts)
+    torch.testing.assert_close(torch.cat([first, then], 1), model(tokens()), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_symbol_by_symbol_is_the_parallel_pass(name, positions):
+    """A prompt at once, then one by one."""
+    model, ids = calibrated(name, positions=positions), tokens()
+    whole, pasts = model(ids), model.begin()
+    parts = [model(ids[:, :6], pasts=pasts), *(model(ids[:, i:i + 1], pasts=pasts) for i in range(6, 20))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("name", ["exact", "favorpp", "reformer"])
+def test_checkpointing_changes_no_output_and_no_gradient(name):
+    """Dropout and running statistics included."""
+    found = []
+    for again in (False, True):
+        model = model_of(name, checkpointing=again, dropout=0.2).train()
+        torch.manual_seed(3)
+        for _ in range(2):
+            out = model(tokens())
+            out.square().mean().backward()
+        found.append((out, [p.grad for p in model.parameters()], list(model.buffers())))
+    for one, two in zip(*found):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_chosen_places_are_those_of_the_whole():
+    model, ids = model_of("favorp", causal=False).eval(), tokens()
+    chosen = torch.rand(ids.shape) < 0.3
+    torch.testing.assert_close(model(ids, chosen=chosen), model(ids)[chosen])
+
+
+def test_rotary_is_that_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_theta=10_000.0)
+    q, k, places = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8), torch.arange(5, 12)[None]
+    expected = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, places))
+    turn = Rotary(8)(5, 7)
+    for ours, theirs in zip((turned(q, turn), turned(k, turn)), expected):
+        torch.testing.assert_close(ours, theirs)
+
+
+@torch.no_grad()
+def test_rotary_logits_depend_on_distances_alone():
+    rotary, q, k = Rotary(8), *torch.randn(2, 1, 1, 5, 8)
+    logits = [turned(q, rotary(s, 5)) @ turned(k, rotary(s, 5)).mT for s in (0, 40)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_learned_positions_and_the_order_of_symbols():
+    """Without positions a bidirectional model sees a set; with them it does not."""
+    order = torch.randperm(20)
+    for positions in POSITIONS:
+        model = model_of("exact", causal=False, positions=positions).double().eval()
+        model.place is None or torch.nn.init.normal_(model.place.weight)
+        same = torch.allclose(model(tokens()[:, order]), model(tokens())[:, order])
+        assert same == (positions == "none"), positions
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_one_parameter(tied):
+    names = dict(model_of(tied=tied).named_parameters())
+    assert ("head.weight" in names) != tied and names["symbol.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+
+
+@torch.no_grad()
+def test_grouped_states_are_constant_in_length():
+    """The numbers that a past holds: O(1) with features, growing with keys."""
+    def numbers(name, length):
+        model, pasts = model_of(name).eval(), None
+        pasts = model.begin()
+        model(tokens(1, length), pasts=pasts)
+        past = pasts[0]
+        return past.state.kept.sums.numel() if hasattr(past, "state") else past.length * past.keys.shape[-1]
+    assert numbers("favorp", 8) == numbers("favorp", 32) and numbers("exact", 8) < numbers("exact", 32)
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
+def kept(tmp_path, name="favorpp", **options):
+    model = calibrated(name, **options).float()
+    language.keep(model.description, mechanism(name), {"kind": "letters"}, model.state_dict(), tmp_path)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["exact", "favorpp", "relu", "linformer", "reformer", "elu"])
+def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
+    model = kept(tmp_path, name, tied=tied, causal=name != "linformer")
+    loaded = language.load(tmp_path, "run")
+    assert loaded.symbols == {"kind": "letters"} and loaded.mechanism.describe() == mechanism(name).describe()
+    assert torch.equal(loaded.build()(tokens()), model(tokens()))
+
+
+@torch.no_grad()
+def test_loaded_with_another_attention_it_has_its_weights_alone(tmp_path):
+    exact = kept(tmp_path, "exact")
+    loaded = language.load(tmp_path, "task.init")
+    far, near = (loaded.build(Mechanism.of("favorp", m=m)) for m in (4, 4096))
+    assert torch.equal(near.symbol.weight, exact.symbol.weight) and near.body.blocks[0].attention.m == 4096
+    error = lambda model: (model(tokens()) - exact(tokens())).norm()
+    assert error(near) < error(far) / 5
+
+
+def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
+    model = kept(tmp_path, "favorp")
+    other = language.load(tmp_path, "task.init").build(mechanism("favorp", seed=7))
+    assert torch.equal(other.body.blocks[1].attention.omega, model.body.blocks[1].attention.omega)
+
+
+# ---- what a user can get wrong ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_loaded(tmp_path):
+    with pytest.raises(DataError, match="run = .*nowhere: there is no such directory"):
+        language.load(tmp_path / "nowhere", "run")
+    with pytest.raises(DataError, match="it holds no run"):
+        language.load(tmp_path, "run")
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(DataError, match="has not ended"):
+        language.load(tmp_path, "run")
+    kept(tmp_path, "favorp")
+    config = tmp_path / "model" / "config.json"
+    saved = config.read_text()
+    for wrong, words in [({"kind": "bert"}, "another task"), ({"attention": {"name": "favorq"}}, "is not one of this")]:
+        config.write_text(json.dumps(json.loads(saved) | wrong))
+        with pytest.raises((DataError, ConfigError), match=words):
+            language.load(tmp_path, "run")
+    config.write_text(saved.replace('"length": 32', '"length": 33'))
+    with pytest.raises(ConfigError, match=r"place.weight is \(32, 16\) there and \(33, 16\)"):
+        language.load(tmp_path, "run").build()
+    config.write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        language.load(tmp_path, "run")
+    config.write_text(saved)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"0" * 40)
+    with pytest.raises(DataError, match="cannot be read"):
+        language.load(tmp_path, "run")
+
+
+def test_bad_sizes():
+    assert sizes_of("performer36", {"layers": 3}, "task.sizes") == {"heads": 8, "layers": 3, "d_ff": 1024, "d": 512}
+    with pytest.raises(ConfigError, match="did you mean task.sizes.heads"):
+        sizes_of("tiny", {"head": 2}, "task.sizes")
+    with pytest.raises(ConfigError, match="d = 64 is no multiple of heads = 3"):
+        sizes_of("tiny", {"heads": 3}, "task.sizes")
+    with pytest.raises(ConfigError, match="have an odd one"):
+        Description(11, 32, SIZES | {"heads": 16}, True, "rotary")
+    with pytest.raises(ValueError, match="positions for 32 symbols but 33 came"):
+        model_of()(tokens(1, 33))
+    with pytest.raises(ValueError, match="without key_mask"):
+        model = model_of()
+        model(tokens(), torch.ones(2, 20, dtype=torch.bool), pasts=model.begin())
+    with pytest.raises(ValueError, match="only a unidirectional one"):
+        model_of(causal=False).begin()

@@ -1,0 +1,291 @@
+"""task=trembl as a user types it: generated families and UniProt's files, both directions, transfer, many processes."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_protein_data import name, write
+
+from crt_exp.data import protein
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import language
+from crt_exp.runner import checkpoint
+from crt_exp.tasks.base import Plan, Reader
+from crt_exp.tasks.trembl import TrEMBL
+
+PROTEINS = Path(os.environ.get("CRT_DATA", "none")) / "protein"
+GENERATED = {"sequences": 200, "families": 2, "held_out": 1, "shortest": 10, "longest": 16, "nearest": 2, "farthest": 4,
+             "copied": 0.6, "seed": 0}
+SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
+OPTIONS = {"dataset": "generated", "data_dir": None, "direction": "unidirectional", "max_length": 16, "chains": False,
+           "longer": "cut", "share": 0.15, "validation_share": 0.1, "test_share": 0.1, "families": None,
+           "held_out_families": None, "held_out_files": None, "generated": GENERATED, "preset": None, "sizes": SIZES,
+           "positions": None, "tied": None, "dropout": 0.0, "checkpointing": False, "init": "scratch", "calibration": 2,
+           "bucketed": True, "cache_dir": None}
+
+
+@pytest.fixture
+def typed(typed, tmp_path, monkeypatch):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+    def run(*args, directory="run"):
+        monkeypatch.delenv("CRT_DATA", raising=False)
+        base = ["trainer.batch=16", "trainer.steps=6", "features.m=8", "task.max_length=16", "task.cache_dir=null",
+                "task.validation_share=0.1", "task.test_share=0.1", "attention=favorpp", "trainer.processes=null",
+                *[f"task.generated.{key}={value}" for key, value in GENERATED.items()],
+                *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
+        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
+        if "attention=reformer" in args:
+            own += ["attention.chunk=8", "attention.hashes=2", "attention.buckets=4"]
+        if {"attention=exact", "attention=linformer", "attention=reformer"} & set(args):
+            own.remove("features.m=8")
+        if any(a.startswith("task.init=") for a in args):
+            own = [b for b in own if ".sizes." not in b]
+        return typed("task=trembl", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+    return run
+
+
+def records(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+
+
+def task_of(**options):
+    return TrEMBL(**OPTIONS | options)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_beyond_the_unigram_and_not_below_the_floor(typed, tmp_path):
+    code, out, err = typed("attention=exact", "trainer.steps=120", "trainer.lr=1e-2", "task.dropout=0")
+    assert code == 0 and err == "" and "trembl: perplexity" in out and "floor" in out, err
+    last = records(tmp_path / "run")[-1]
+    for tail in ("", "_ood"):
+        assert last[f"floor_loss{tail}"] < last[f"loss{tail}"] and last[f"perplexity{tail}"] > 0
+    assert last["loss"] < np.log(last["unigram_perplexity"]) - 0.3 < last["loss_ood"]
+    assert last["accuracy"] > last["unigram_accuracy"] + 0.05
+    counts = {split: last[f"{split}_sequences"] for split in protein.SPLITS}
+    assert sum(counts.values()) == 220 and counts["ood"] == 20 and last["train_length_min"] == 10
+    assert {r["split"] for r in records(tmp_path / "run")} == {"train", "validation", "test"}
+
+
+@pytest.mark.parametrize("attention", ["favorpp", "relu", "linformer", "reformer"])
+def test_masked_letters(attention, typed, tmp_path):
+    code, out, err = typed(f"attention={attention}", "task.direction=bidirectional")
+    assert code == 0 and "floor" not in out, err
+    last, task = records(tmp_path / "run")[-1], task_of(direction="bidirectional")
+    loaded = language.load(tmp_path / "run", "run").build()
+    with torch.no_grad():
+        found = task.evaluate(loaded, "test", Reader(task, batch=16))
+    assert found["loss"] == pytest.approx(last["loss"], rel=1e-5) and found["letters"] == last["letters"] < 60
+
+
+def test_the_floor_is_that_of_the_rows_that_are_evaluated():
+    """A model that knew the true chances would have it as its loss."""
+    task = task_of(max_length=12)
+    rows = task.rows["validation"]
+    losses = []
+    for row in rows:
+        letters = row.tokens[None]
+        losses += (-task.made.log_chances(letters)[0]).tolist()
+    assert max(len(row.tokens) for row in rows) == 12
+    assert task.floors["validation"]["floor_loss"] == pytest.approx(np.mean(losses))
+
+
+def test_unigram_is_that_of_the_training_letters():
+    task = task_of()
+    model = task.build(Mechanism.of("exact")).eval()
+    with torch.no_grad():
+        found = task.evaluate(model, "validation", Reader(task))
+    count = lambda split: np.bincount(np.concatenate([row.tokens for row in task.rows[split]]), minlength=25)
+    shares, seen = (count("train") + 1) / (count("train") + 1).sum(), count("validation")
+    assert found["unigram_perplexity"] == pytest.approx(np.exp(-(seen * np.log(shares)).sum() / seen.sum()))
+    assert found["unigram_accuracy"] == pytest.approx(seen[shares.argmax()] / seen.sum())
+    assert found["letters"] == seen.sum()
+
+
+def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
+    task = task_of(bucketed=False)
+    model = task.build(Mechanism.of("exact")).eval()
+    batch = next(iter(task.batches("train", Plan(8))))
+    assert "key_mask" in batch and task.weight(batch) == (batch["labels"] != -100).sum()
+    alone = [next(iter(task.batches("train", Plan(1))))]
+    rows = [protein.next_tokens([task.rows["train"][i]]) for i in next(Plan(8).rows(task.length("train"), "train"))]
+    total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(map(task.weight, rows))
+    torch.testing.assert_close(task.loss(model, batch), total)
+    assert alone[0]["tokens"].shape[0] == 1
+
+
+def test_chains(typed, tmp_path):
+    code, _, err = typed("task.chains=true", "task.max_length=64", "attention=relu")
+    assert code == 0, err
+    last = records(tmp_path / "run")[-1]
+    assert last["train_length_min"] == last["train_length_max"] == 64 and "floor_loss" not in last
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def fasta(folder, n=150):
+    rng = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
+    return write(folder / "a.fasta", made)
+
+
+def test_files_with_held_out_families(typed, tmp_path):
+    fasta(tmp_path / "data")
+    table = tmp_path / "families.tsv"
+    table.write_text("".join(f"{name(i)}\t{'PF1;PF2' if i % 5 == 0 else ''}\n" for i in range(150)))
+    code, _, err = typed("task.dataset=uniprot", f"task.data_dir={tmp_path / 'data'}", f"task.families={table}",
+                         "task.held_out_families=[PF2]")
+    last = records(tmp_path / "run")[-1]
+    assert code == 0 and last["ood_sequences"] == 30 and last["perplexity_ood"] > 1, err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PROTEINS.is_dir(), reason="needs $CRT_DATA/protein")
+def test_the_proteomes(tmp_path):
+    """Four of them; the last is held out. Frequencies of letters are those that UniProt states for TrEMBL, nearly."""
+    task = task_of(dataset="uniprot", data_dir=str(PROTEINS), max_length=64, cache_dir=str(tmp_path))
+    statistics = task.statistics()
+    assert sum(statistics[f"{split}_sequences"] for split in protein.SPLITS) == len(task.index) > 19_000
+    assert 250 < statistics["train_length_mean"] < 450 and statistics["ood_sequences"] > 4000
+    assert protein.LETTERS[task.unigram.argmax()] == "L" and 0.08 < task.unigram.max() < 0.12
+    found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "validation", Reader(task, batch=64))
+    assert 17 < found["unigram_perplexity"] < 19.5
+
+
+# ---- transfer --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_move_into_another_attention(typed, tmp_path):
+    """At step 0 with calibrated statistics: no warning, finite, and nearer to the exact model with more features."""
+    assert typed("attention=exact", "trainer.steps=30", "trainer.lr=1e-2", "task.dropout=0")[0] == 0
+    base, found = [f"task.init={tmp_path / 'run'}", "trainer.steps=0"], {}
+    for directory, args in {"exact": ["attention=exact"], "few": ["features.m=2"], "many": ["features.m=512"]}.items():
+        code, _, err = typed(*base, *args, directory=directory)
+        assert code == 0 and err == "", err
+        found[directory] = records(tmp_path / directory)[-1]["loss"]
+    assert found["exact"] == pytest.approx(records(tmp_path / "run")[-1]["loss"], rel=1e-6)
+    assert abs(found["many"] - found["exact"]) < abs(found["few"] - found["exact"])
+
+
+def test_the_same_attention_goes_on_with_its_noise(typed, tmp_path):
+    assert typed()[0] == 0
+    code, _, err = typed(f"task.init={tmp_path / 'run'}", "trainer.steps=0", "seed=7", directory="same")
+    assert code == 0, err
+    one, two = (language.load(tmp_path / directory, "run").tensors for directory in ("run", "same"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+# ---- many processes, stopped and continued ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction, accumulate", [("unidirectional", 1), ("bidirectional", 2)])
+def test_two_processes_equal_one(direction, accumulate, typed, tmp_path):
+    """Their batches hold other numbers of letters: the mean runs over all of them. Running statistics are pooled over
+    processes, but fold after each micro-batch."""
+    args = [f"task.direction={direction}", "task.dropout=0", f"trainer.accumulate={accumulate}"]
+    assert typed(*args)[0] == 0
+    code, _, err = typed(*args, "trainer.processes=2", directory="two")
+    assert code == 0, err
+    one, two = records(tmp_path / "run"), records(tmp_path / "two")
+    assert one[-1].keys() == two[-1].keys() and one[-1]["letters"] == two[-1]["letters"]
+    for key in ("loss", "loss_ood", "unigram_perplexity"):
+        assert two[-1][key] == pytest.approx(one[-1][key], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_sharded_over_processes_in_bfloat16(typed, tmp_path):
+    """Blocks and what follows them; the model that is kept is whole, and its numbers nearly those of one process."""
+    layers = ["+task.sizes.layers=2", "task.dropout=0"]
+    assert typed(*layers)[0] == 0
+    code, _, err = typed(*layers, "trainer=fsdp", "trainer.processes=2", directory="two")
+    assert code == 0, err
+    one, two = (records(tmp_path / directory)[-1] for directory in ("run", "two"))
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
+    assert language.load(tmp_path / "two", "run").build().symbol.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("attention", ["favorpp", "reformer"])
+def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch, interruptible):
+    """Dropout, statistics and hashes included."""
+    args = [f"attention={attention}", "trainer.steps=15", "trainer.save_every=5", "trainer.log_every=2"]
+    assert typed(*args)[0] == 0
+    real, calls = TrEMBL.loss, []
+
+    def loss(self, model, batch):
+        calls.append(1)
+        if len(calls) == 12:                                              # within the second epoch
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrEMBL, "loss", loss)
+        assert typed(*args, directory="stopped")[0] == 143
+    code, out, err = typed(*args, "resume=auto", directory="stopped")
+    assert code == 0 and "continuing from" in out, err
+    assert records(tmp_path / "stopped") == records(tmp_path / "run")
+    one, two = (checkpoint.load_tensors(tmp_path / d / "model" / "model.safetensors") for d in ("run", "stopped"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+# ---- what a user can get wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, words", [
+    (["task.dataset=uniprot"], ["CRT_DATA is not set", "crt_exp.data fetch protein"]),
+    (["task.dataset=uniprot", "task.data_dir=/nowhere"], ["/nowhere", "is not there"]),
+    (["task.direction=both"], ["task.direction = both", "unidirectional or bidirectional"]),
+    (["task.validation_share=0.6", "task.test_share=0.5"], ["leave nothing to train on"]),
+    (["task.validation_share=1e-9"], ["leave none for validation"]),
+    (["task.families=x.tsv"], ["task.families and task.held_out_files are for dataset=uniprot"]),
+    (["task.held_out_families=[PF1]"], ["needs the table of families"]),
+    (["task.generated.shortest=20"], ["shortest = 20 is more than longest = 16"]),
+    (["task.generated.copied=1.5"], ["task.generated.copied = 1.5", "below 1"]),
+    (["+task.sizes.head=2"], ["did you mean task.sizes.heads?"]),
+    (["+task.sizes.heads=3"], ["d = 16 is no multiple of heads = 3"]),
+    (["task.preset=huge"], ["task.preset = huge", "performer36"]),
+    (["task.positions=rotary", "+task.sizes.d=6"], ["positions = rotary", "have an odd one"]),
+    (["task.init=/nowhere"], ["task.init = /nowhere: there is no such directory"]),
+    (["attention=linformer"], ["linformer", "cannot be causal"]),
+    (["task.chains=true", "task.max_length=1000"], ["sequences of validation fill no row of task.max_length = 1000"]),
+    (["task.longer=refuse", "task.max_length=12"], ["have more than task.max_length = 12", "task.longer=cut"]),
+], ids=str)
+def test_bad_options(args, words, typed, tmp_path):
+    code, _, err = typed(*args)
+    assert code == 2 and err.count("crt_exp: error:") == 1 and len(err.splitlines()) <= 4, err
+    assert all(word in err for word in words) and not (tmp_path / "run").exists(), err
+
+
+def test_malformed_files_and_tables(typed, tmp_path):
+    path, table = fasta(tmp_path / "data"), tmp_path / "families.tsv"
+    table.write_text(f"{name(0)}\tPF1\n")
+    args = ["task.dataset=uniprot", f"task.data_dir={tmp_path / 'data'}"]
+    code, _, err = typed(*args, f"task.families={table}")
+    assert code == 2 and "misses 149 of the 150 sequences" in err
+    code, _, err = typed(*args, "task.longer=refuse")
+    assert code == 2 and "a.fasta, line " in err and "task.longer=cut" in err
+    path.write_text(path.read_text() + ">tr|A0B|X_Y\nAC1\n")
+    code, _, err = typed(*args)
+    last = len(path.read_text().splitlines())
+    assert code == 2 and f"a.fasta, line {last}: '1' in A0B is no amino acid" in err and not (tmp_path / "run").exists()
+
+
+def test_what_a_run_cannot_be_started_from(typed, tmp_path):
+    assert typed("trainer.steps=0", "attention=favorp")[0] == 0
+    init = f"task.init={tmp_path / 'run'}"
+    for args, words in [(["task.direction=bidirectional"], "task.direction is not that of task.init"),
+                        (["task.max_length=17"], "has positions for 16"),
+                        (["task.preset=small"], "task.preset is not that of task.init"),
+                        (["+task.sizes.layers=2"], "task.sizes is not that of task.init"),
+                        (["task.positions=rotary"], "task.positions is not that of task.init")]:
+        code, _, err = typed(init, *args, directory="other")
+        assert code == 2 and words in err, err
+    code, _, err = typed(init, "+task.sizes.layers=1", "task.positions=learned", "trainer.steps=0", directory="other")
+    assert code == 0, err
