@@ -5,7 +5,7 @@ carry no information, so a correlation with them counts as 0. Each function rais
 for no examples, and for values that are not finite: a model that diverged must not look like one that scored 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,3 +88,18 @@ def constant(*vectors: np.ndarray) -> bool:
 def unit(values: np.ndarray) -> np.ndarray:
     """Shifted and scaled to [0, 1]: no correlation then drowns in a large offset."""
     return (values - values.min()) / np.ptp(values)
+
+
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
+    """Word and character error rates, all utterances together: wer = substitutions + deletions + insertions, each as a fraction
+    of the words that were said; the same of characters, spaces among them, with `character_` before their names."""
+    import jiwer
+
+    words = jiwer.process_words(list(references), list(hypotheses))
+    characters = jiwer.process_characters(list(references), list(hypotheses))
+    found = {}
+    for name, prefix, result in (("wer", "", words), ("cer", "character_", characters)):
+        count = result.hits + result.substitutions + result.deletions
+        parts = {f"{prefix}{part}": getattr(result, part) / count for part in ("substitutions", "deletions", "insertions")}
+        found |= {name: getattr(result, name)} | parts
+    return found

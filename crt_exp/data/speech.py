@@ -1,0 +1,324 @@
+"""Speech with transcripts: LibriSpeech's layout, strings of spoken digits, sets of the hub; audio at one rate.
+
+What cannot be used is found before training where a header tells it, named and counted, and an error unless the caller leaves
+it out. Nothing here draws from a global generator.
+"""
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from crt_exp.data import DataError
+from crt_exp.data.sources import SOURCES, missing, task_folder
+from crt_exp.data.text import from_hub, generator_of, numbered_lines, warn
+
+SUFFIXES = (".flac", ".wav")
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGITS = "speech/free-spoken-digit-dataset"
+SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  # recordings 0 to 4 are the official test set
+LENGTHS = range(3, 9)              # digits of a string
+GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
+SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
+
+
+class Part(NamedTuple):
+    """A piece of audio: a file, or the content of one with its name, and its length by its header."""
+
+    name: str
+    seconds: float
+    content: bytes | None = None
+
+
+class Utterance(NamedTuple):
+    """Audio with its transcript: parts one after another, with a silence after each but the last."""
+
+    name: str
+    text: str
+    parts: tuple[Part, ...]
+    gaps: tuple[float, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts) + sum(self.gaps)
+
+
+class BadAudio(ValueError):
+    """Audio that cannot be read; the message says why, the caller whose it is."""
+
+
+class Faults:
+    """What cannot be used, collected and told at once: as an error, or with `skip` left out and said."""
+
+    def __init__(self, bad: Literal["error", "skip"], what: str):
+        self.bad, self.what, self.found = bad, what, []
+
+    def add(self, place: str, reason: str) -> None:
+        self.found.append(f"{place}: {reason}")
+
+    def settle(self, left: int) -> None:
+        """Raises DataError where anything was found, or where nothing is left of it."""
+        if not self.found:
+            return
+        more = [f"and {len(self.found) - 3} more"] if len(self.found) > 3 else []
+        shown = "\n".join(f"  {line}" for line in self.found[:3] + more)
+        said = f"{self.what}: {len(self.found)} cannot be used"
+        if self.bad == "error":
+            raise DataError(f"{said}:\n{shown}\nMend or remove them, or leave them out with task.bad=skip.")
+        if left == 0:
+            raise DataError(f"{said}, and nothing is left:\n{shown}")
+        warn("%s and are left out, %s stay:\n%s", said, left, shown)
+
+
+# ---- LibriSpeech ---------------------------------------------------------------------------------------------------------
+
+
+def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> list[Utterance]:
+    """The utterances of subsets in the official layout, `<subset>/<speaker>/<chapter>/*.flac` with `*.trans.txt`, sorted.
+
+    Raises DataError for a subset that is not there or holds nothing.
+    """
+    return [utterance for subset in subsets for utterance in of_subset(subset, data_dir, faults)]
+
+
+def of_subset(subset: str, data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
+    folder = subset_folder(subset, data_dir)
+    audio = {path.stem: path for path in sorted(folder.glob("*/*/*")) if path.suffix in SUFFIXES}
+    texts = {name: entry for path in sorted(folder.glob("*/*/*.trans.txt")) for name, entry in transcripts(path)}
+    if not audio and not texts:
+        raise DataError(f"{folder} holds no <speaker>/<chapter>/ with .flac files and a .trans.txt")
+    for name in sorted(audio.keys() - texts.keys()):
+        faults.add(str(audio[name]), "no transcript")
+    for name, (place, text) in sorted(texts.items()):
+        if name not in audio:
+            faults.add(place, f"{name} has no audio beside it")
+        elif not text:
+            faults.add(place, f"{name} has an empty transcript")
+        elif part := header(audio[name], faults):
+            yield Utterance(name, text, (part,))
+
+
+def subset_folder(subset: str, data_dir: str | None) -> Path:
+    root = task_folder("speech/LibriSpeech", data_dir)
+    if root is not None and (root / subset).is_dir():
+        return root / subset
+    if (source := f"speech/LibriSpeech/{subset}") not in SOURCES:
+        known = ", ".join(name.rsplit("/", 1)[-1] for name in SOURCES if name.startswith("speech/LibriSpeech/"))
+        raise DataError(f"there is no subset {subset!r} in {root or 'LibriSpeech (CRT_DATA is not set)'}. LibriSpeech has "
+                        f"{known}; one of your own is {subset}/<speaker>/<chapter>/ with .flac files and a .trans.txt")
+    raise missing(source, root / subset if root else None)
+
+
+def transcripts(path: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Name, and place and text, of each line; words are joined by single spaces."""
+    for number, line in numbered_lines(path):
+        name, _, text = line.strip().partition(" ")
+        if name:
+            yield name, (f"{path}, line {number}", " ".join(text.split()))
+
+
+def header(path: Path, faults: Faults) -> Part | None:
+    """The length of a file by its header; None, and noted, where it cannot be read."""
+    try:
+        return Part(str(path), seconds_of(path))
+    except BadAudio as error:
+        faults.add(str(path), str(error))
+        return None
+
+
+# ---- spoken digits -------------------------------------------------------------------------------------------------------
+
+
+class Recording(NamedTuple):
+    digit: int
+    speaker: str
+    index: int
+    part: Part
+
+
+def recordings(data_dir: str | None, faults: Faults) -> list[Recording]:
+    """The files `<digit>_<speaker>_<index>.wav`, sorted. Raises DataError where there are none."""
+    folder = task_folder(f"{DIGITS}/recordings", data_dir)
+    if folder is None or not folder.is_dir():
+        raise missing(DIGITS, folder)
+    found = []
+    for path in sorted(folder.glob("*.wav")):
+        named = re.fullmatch(r"(\d)_([a-z]+)_(\d+)", path.stem)
+        if named is None:
+            faults.add(str(path), "its name is not <digit>_<speaker>_<index>.wav")
+        elif part := header(path, faults):
+            found.append(Recording(int(named[1]), named[2], int(named[3]), part))
+    if not found:
+        raise DataError(f"{folder} holds no <digit>_<speaker>_<index>.wav")
+    return found
+
+
+def digit_strings(every: list[Recording], split: str, count: int, held_out_speaker: str | None = None) -> list[Utterance]:
+    """`count` strings of 3 to 8 digits, each of one speaker, with short silences between; always the same ones.
+
+    Recordings 0 to 4 make the test strings, 5 to 7 those for validation, the others those for training. With a held-out speaker
+    all recordings of that one make the test strings, and none of them any other. Raises DataError where there are none.
+    """
+    speakers = sorted({each.speaker for each in every})
+    if held_out_speaker not in (None, *speakers):
+        raise DataError(f"task.held_out_speaker = {held_out_speaker}: the recordings are of {', '.join(speakers)}")
+    test = split == "test" and held_out_speaker is not None
+    wanted = [each for each in every if (each.speaker == held_out_speaker) == test and (test or each.index in SPLITS[split])]
+    if not wanted:
+        raise DataError(f"no recordings for {split}: it takes those with the indices {SPLITS[split][0]} to {SPLITS[split][-1]}")
+    own = [[each for each in wanted if each.speaker == speaker] for speaker in speakers]
+    rngs = (np.random.default_rng([list(SPLITS).index(split), i]) for i in range(count))
+    return [joined(list(filter(None, own)), f"{split}-{i}", rng) for i, rng in enumerate(rngs)]
+
+
+def joined(speakers: list[list[Recording]], name: str, rng: np.random.Generator) -> Utterance:
+    own = speakers[rng.integers(len(speakers))]
+    chosen = [own[i] for i in rng.integers(len(own), size=rng.choice(LENGTHS))]
+    gaps = tuple(rng.uniform(*GAPS, size=len(chosen) - 1).round(3).tolist())
+    text = " ".join(WORDS[each.digit] for each in chosen)
+    return Utterance(f"{name}-{own[0].speaker}", text, tuple(each.part for each in chosen), gaps)
+
+
+# ---- the hub -------------------------------------------------------------------------------------------------------------
+
+
+def hub_utterances(name: str, config: str | None, split: str, audio: str, text: str, faults: Faults, *, data_files: Any = None,
+                   rank: int = 0, world: int = 1, seed: int = 0, buffer: int = 0) -> Callable[[int], Iterator[Utterance]]:
+    """A pass over a set of the Hugging Face hub, streamed: of number e in an order drawn in a window of `buffer` rows (0: as
+    stored), each process its own part. Audio is read by soundfile from the bytes, at most as long as they are needed.
+
+    Raises DataError where the set cannot be had or lacks a column.
+    """
+    from datasets import Audio, load_dataset
+    from datasets.distributed import split_dataset_by_node
+
+    stream = from_hub(lambda: load_dataset(name, config, split=split, streaming=True, data_files=data_files), name,
+                      "Or give files: task.source=files task.data_dir=DIR.")
+    columns = stream.column_names or []
+    for column in (audio, text):
+        if columns and column not in columns:
+            raise DataError(f"{name} has no column {column!r}; it has {', '.join(columns)}.")
+    stream = stream.cast_column(audio, Audio(decode=False))
+
+    def utterances(epoch: int) -> Iterator[Utterance]:
+        drawn = stream.shuffle(seed=int(generator_of(seed, 3, epoch).initial_seed()), buffer_size=buffer) if buffer else stream
+        for i, row in enumerate(split_dataset_by_node(drawn, rank=rank, world_size=world)):
+            if found := of_row(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
+                yield found
+
+    return utterances
+
+
+def of_row(audio: dict[str, Any], text: str | None, place: str, faults: Faults) -> Utterance | None:
+    name, text = audio.get("path") or place, " ".join((text or "").split())
+    content = audio.get("bytes")
+    if not text:
+        return faults.add(f"{place} ({name})", "an empty transcript")
+    try:
+        content = Path(name).read_bytes() if content is None else content
+        return Utterance(Path(name).stem, text, (Part(name, seconds_of(io.BytesIO(content)), content),))
+    except (BadAudio, OSError) as error:
+        return faults.add(f"{place} ({name})", str(error))
+
+
+# ---- audio ---------------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(source: Path | io.BytesIO) -> float:
+    """By the header. Raises BadAudio for what is no audio, and for a file that is shorter than its header says."""
+    import soundfile
+
+    try:
+        info = soundfile.info(source, verbose=True)
+    except (soundfile.SoundFileError, OSError, TypeError) as error:
+        raise BadAudio(f"cannot be read ({reason(error)})") from None
+    if cut := re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M):
+        raise BadAudio(f"is cut off: {cut[2]} of {cut[1]} bytes of audio are there")
+    return info.frames / info.samplerate
+
+
+def reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def decoded(part: Part, rate: int) -> np.ndarray:
+    """(samples,) float32 at `rate`, channels averaged. Raises BadAudio, for audio that ends before its header says too."""
+    import soundfile
+
+    try:
+        with soundfile.SoundFile(part.name if part.content is None else io.BytesIO(part.content)) as file:
+            audio, own, wanted = file.read(dtype="float32", always_2d=True), file.samplerate, file.frames
+    except (soundfile.SoundFileError, OSError) as error:
+        raise BadAudio(f"cannot be read ({reason(error)})") from None
+    if len(audio) < wanted:
+        raise BadAudio(f"is cut off: {len(audio)} of {wanted} samples are there")
+    if not np.isfinite(audio).all():
+        raise BadAudio("holds samples that are not finite")
+    if audio.shape[1] > 1:
+        warn("audio of %s channels is averaged to one, such as %s", audio.shape[1], part.name)
+    if own != rate:
+        warn("audio at %s Hz is resampled to %s Hz", own, rate)
+    return resampled(audio.mean(1), own, rate)
+
+
+def resampled(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
+    if own == rate:
+        return audio
+    with torch.no_grad():
+        return resampler(own, rate)(torch.from_numpy(np.ascontiguousarray(audio))).numpy()
+
+
+@lru_cache(maxsize=16)
+def resampler(own: int, rate: int) -> torch.nn.Module:
+    from torchaudio.transforms import Resample
+
+    return Resample(own, rate)
+
+
+def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:
+    """(samples,) float32; speed 1.1 is a tenth faster, and higher, as a tape would be. Raises BadAudio naming the file."""
+    pieces = []
+    for i, part in enumerate(utterance.parts):
+        try:
+            pieces.append(decoded(part, rate))
+        except BadAudio as error:
+            raise BadAudio(f"{part.name}: {error}") from None
+        if i < len(utterance.gaps):
+            pieces.append(np.zeros(round(utterance.gaps[i] * rate), np.float32))
+    return resampled(np.concatenate(pieces), round(rate * speed), rate)
+
+
+def as_int16(audio: np.ndarray) -> np.ndarray:
+    return (audio.clip(-1, 1 - 2**-15) * 2**15).round().astype(np.int16)
+
+
+def padded(rows: Sequence[np.ndarray], kind: Any) -> torch.Tensor:
+    """(B, longest), with zeros after the shorter ones."""
+    out = np.zeros((len(rows), max(map(len, rows))), kind)
+    for line, row in zip(out, rows):
+        line[:len(row)] = row
+    return torch.from_numpy(out)
+
+
+def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> list[Utterance]:
+    """Those of an allowed length; the others are noted."""
+    kept = []
+    for each in utterances:
+        if each.seconds > longest:
+            faults.add(each.parts[0].name, f"{each.seconds:.1f} s, above task.max_seconds = {longest:g}")
+        elif each.seconds < SHORTEST:
+            faults.add(each.parts[0].name, f"{each.seconds:.3f} s: speech takes at least {SHORTEST} s")
+        else:
+            kept.append(each)
+    return kept
+
+
+def rounded_up(seconds: float) -> float:
+    """To a quarter of a second: rows change places with those of equal cost, so batches differ between epochs."""
+    return math.ceil(4 * seconds) / 4

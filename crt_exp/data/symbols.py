@@ -1,0 +1,103 @@
+"""What a recogniser writes: characters, words, or pieces of words, as numbers from 0 on; blank is the number after the last."""
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from crt_exp.data import DataError
+from crt_exp.data.text import cached, key_of
+
+ALPHABET = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
+Kind = Literal["characters", "words", "pieces"]
+
+
+class UnknownSymbol(ValueError):
+    """A text that holds what the vocabulary does not; the message names it."""
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The vocabulary; `pieces` keeps a model of sentencepiece, `entries` its pieces."""
+
+    kind: Kind
+    entries: tuple[str, ...]
+    pieces: bytes = b""
+
+    @classmethod
+    def of(cls, kind: Kind, texts: Iterable[str], size: int, cache_dir: str | Path | None = None) -> "Symbols":
+        """Those of the texts: all their characters or words, or `size` pieces, fewer where the texts have no more."""
+        if kind == "pieces":
+            return cls.of_pieces(trained(list(texts), size, cache_dir))
+        found = {part for text in texts for part in (text if kind == "characters" else text.split())}
+        return cls(kind, tuple(sorted(found)))
+
+    @classmethod
+    def of_pieces(cls, model: bytes) -> "Symbols":
+        processor = load(model)
+        return cls("pieces", tuple(processor.id_to_piece(i) for i in range(processor.get_piece_size())), model)
+
+    def __post_init__(self):
+        object.__setattr__(self, "numbers", {entry: i for i, entry in enumerate(self.entries)})
+        object.__setattr__(self, "processor", load(self.pieces) if self.kind == "pieces" else None)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def encode(self, text: str) -> list[int]:
+        """Raises UnknownSymbol."""
+        if self.processor is not None:
+            return self.known(self.processor.encode(text), text)
+        parts = text if self.kind == "characters" else text.split()
+        if unknown := next((part for part in parts if part not in self.numbers), None):
+            raise UnknownSymbol(f"{unknown!r} is not among the {len(self)} {self.kind} of the vocabulary")
+        return [self.numbers[part] for part in parts]
+
+    def known(self, numbers: list[int], text: str) -> list[int]:
+        if self.processor.unk_id() in numbers:
+            alphabet = {character for entry in self.entries for character in entry}
+            unknown = next((c for c in text if c not in alphabet and c != " "), text)
+            raise UnknownSymbol(f"{unknown!r} is in none of the {len(self)} pieces of the vocabulary")
+        return numbers
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        if self.processor is not None:
+            return self.processor.decode(list(numbers))
+        return " ".join(("" if self.kind == "characters" else " ").join(self.entries[i] for i in numbers).split())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Symbols) and (self.kind, self.entries, self.pieces) == (other.kind, other.entries, other.pieces)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.entries, self.pieces))
+
+
+def trained(texts: list[str], size: int, cache_dir: str | Path | None) -> bytes:
+    """A unigram model of sentencepiece, kept in `cache_dir` by its texts. Raises DataError for a size that is too small."""
+    key = key_of("sentencepiece 1", size, *texts)
+    return cached(cache_dir, key, lambda: {"model": np.frombuffer(train(texts, size), np.uint8)})["model"].tobytes()
+
+
+def train(texts: list[str], size: int) -> bytes:
+    """One thread and the texts as they are, so that the same texts give the same pieces."""
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=size, hard_vocab_limit=False,
+                                   character_coverage=1.0, normalization_rule_name="identity", num_threads=1,
+                                   bos_id=-1, eos_id=-1, minloglevel=2)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise DataError(f"sentencepiece makes no {size} pieces of these {len(texts)} transcripts: {reason}. Choose another "
+                        "task.pieces, or task.symbols=characters.") from None
+    return model.getvalue()
+
+
+def load(model: bytes):
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_proto=model)

@@ -1,0 +1,353 @@
+"""Conformer transducer: log-mel front end, Conformer encoder with any attention, LSTM predictor, joiner, RNN-T loss.
+
+Every part honours lengths: an utterance gives the same numbers in a batch of longer ones as alone. Layers of the encoder are
+torchaudio's, with the names of its parameters; only their convolution sees which frames are real.
+Legend: B utterances, N samples of audio, T frames of the encoder (every 40 ms), U symbols of a transcript, D features of a frame,
+J width of the joiner, V symbols of the vocabulary, the last of them blank.
+Sources: Graves, 2012 (transducer); Gulati et al., 2020 (Conformer); Park et al., 2019 (SpecAugment).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchaudio.functional import rnnt_loss
+from torchaudio.models.conformer import ConformerLayer
+from torchaudio.transforms import MelSpectrogram
+
+from crt_exp.config import ConfigError
+from crt_exp.schema import Count, NotNegative, below
+
+WINDOW, HOP = 0.025, 0.010  # seconds
+SUBSAMPLING = 4
+STEP = SUBSAMPLING * HOP    # seconds between frames of the encoder
+FIRST = WINDOW + 6 * HOP    # seconds of audio that one frame of the encoder sees: shorter audio has none
+FLOOR = 1e-6                # of a mel energy, so that silence has a logarithm: 60 dB below a full-scale tone
+
+
+class Sizes(TypedDict):
+    """Of the model; `norm` is that of the convolution modules: see `MaskedBatchNorm` and `FrameNorm`."""
+
+    mels: Count
+    channels: Count        # of the subsampling convolutions
+    layers: Count
+    dim: Count
+    ffn: Count
+    heads: Count
+    kernel: Count          # of the depthwise convolution, frames
+    predictor: Count       # LSTM cells
+    joiner: Count
+    dropout: Annotated[NotNegative, below(1)]
+    norm: Literal["frame", "batch"]
+
+
+PRESETS = {
+    # 2 cores learn strings of spoken digits with it in minutes; heads of 24 dimensions
+    "small": Sizes(mels=40, channels=16, layers=4, dim=96, ffn=384, heads=4, kernel=15, predictor=128, joiner=128, dropout=0.1,
+                   norm="frame"),
+    # the encoder of Performers' and Chefs' Random Tables' speech experiments
+    "paper": Sizes(mels=80, channels=256, layers=17, dim=256, ffn=1024, heads=4, kernel=31, predictor=512, joiner=1024,
+                   dropout=0.1, norm="batch"),
+}
+
+
+def check_sizes(sizes: Sizes) -> None:
+    """Raises ConfigError for sizes that do not go together."""
+    if sizes["dim"] % sizes["heads"]:
+        raise ConfigError(f"task.sizes: dim = {sizes['dim']} is no multiple of heads = {sizes['heads']}")
+    if sizes["kernel"] % 2 == 0:
+        raise ConfigError(f"task.sizes: kernel = {sizes['kernel']} is even: a convolution around a frame takes an odd number")
+    if sizes["mels"] < 7:
+        raise ConfigError(f"task.sizes: mels = {sizes['mels']}: subsampling needs at least 7")
+
+
+# ---- front end -----------------------------------------------------------------------------------------------------------
+
+
+def frames_of(samples, rate: int):
+    """Frames of the front end (a number, or a tensor of them): only those that lie within the audio."""
+    return (samples - round(WINDOW * rate)) // round(HOP * rate) + 1
+
+
+def subsampled(frames):
+    """Frames of the encoder: two convolutions of width 3 and stride 2, without padding."""
+    return ((frames - 1) // 2 - 1) // 2
+
+
+def encoder_frames(samples, rate: int):
+    return subsampled(frames_of(samples, rate))
+
+
+def real(lengths: Tensor, most: int) -> Tensor:
+    """(B,) -> (B, most), True where a frame is real."""
+    return torch.arange(most, device=lengths.device) < lengths[:, None]
+
+
+class LogMel(nn.Module):
+    """(B, N) int16 audio -> (B, frames, mels), each mel with mean 0 and deviation 1 over the real frames of its utterance.
+
+    Always in float32. A frame lies within its utterance: none is padded by reflection, which would differ in a batch.
+    """
+
+    def __init__(self, rate: int, mels: int):
+        super().__init__()
+        self.rate, window = rate, round(WINDOW * rate)
+        bins = 2 ** math.ceil(math.log2(rate / 16))  # at most 16 Hz apart, for narrow filters at the low end
+        self.around = ((bins - window) // 2, bins - window - (bins - window) // 2)
+        self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
+
+    def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(audio.device.type, enabled=False):
+            energy = self.spectrum(F.pad(audio.float() / 2**15, self.around))
+            frames = frames_of(samples, self.rate)
+            return self.normalised(torch.log(energy + FLOOR).mT, frames), frames
+
+    def normalised(self, x: Tensor, frames: Tensor) -> Tensor:
+        keep, count = real(frames, x.shape[1])[:, :, None], frames[:, None, None]
+        centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
+        return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt()
+
+
+def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
+    """SpecAugment: (B, frames, mels) with bands of mels and spans of frames set to their mean, 0.
+
+    bands, spans: (B, any number, 2) first index and the one after the last, drawn by the data and not here, so that a row has
+    the same ones in any batch, on any process and after any resume.
+    """
+    for places, dim in ((spans, 1), (bands, 2)):
+        index = torch.arange(x.shape[dim], device=x.device)
+        inside = ((index >= places[..., :1]) & (index < places[..., 1:])).any(1)  # (B, frames or mels)
+        x = x.masked_fill(inside.unsqueeze(3 - dim), 0)
+    return x
+
+
+# ---- encoder -------------------------------------------------------------------------------------------------------------
+
+
+class Subsampling(nn.Module):
+    """(B, frames, mels) -> (B, T, D). Its convolutions are not padded, so a real frame sees real frames alone."""
+
+    def __init__(self, mels: int, channels: int, dim: int, dropout: float):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, channels, 3, 2), nn.Conv2d(channels, channels, 3, 2)
+        self.out, self.dropout = nn.Linear(channels * subsampled(mels), dim), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.second(F.relu(self.first(x[:, None].to(self.out.weight.dtype)))))
+        return self.dropout(self.out(x.transpose(1, 2).flatten(2)))
+
+
+class MaskedBatchNorm(nn.BatchNorm1d):
+    """Batch norm whose statistics are those of the real frames, as if the utterances stood one after another.
+
+    They are of one micro-batch on one process: results depend on how a step is split.
+    """
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        """x (B, D, T), keep (B, T)."""
+        x = x.transpose(1, 2)
+        return torch.zeros_like(x).masked_scatter(keep[..., None], super().forward(x[keep]).to(x.dtype)).transpose(1, 2)
+
+
+class FrameNorm(nn.LayerNorm):
+    """Normalises the channels of each frame by itself: no statistic joins frames, utterances or processes.
+
+    Training then gives an utterance the same loss in any batch, which batch norm cannot, and group norm over time neither:
+    torchaudio's counts padded frames.
+    """
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Layer(ConformerLayer):
+    """torchaudio's layer, whose convolution takes padded frames for zeros, as it takes those beyond the ends of the audio."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__(sizes["dim"], sizes["ffn"], sizes["heads"], sizes["kernel"], sizes["dropout"])
+        norm = {"frame": FrameNorm, "batch": MaskedBatchNorm}[sizes["norm"]]
+        self.conv_module.sequential[3] = norm(sizes["dim"])
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        """x (T, B, D), keep (B, T)."""
+        x = x + 0.5 * self.ffn1(x)
+        y = self.self_attn_layer_norm(x)
+        y, _ = self.self_attn(query=y, key=y, value=y, key_padding_mask=~keep, need_weights=False)
+        x = x + self.self_attn_dropout(y)
+        x = x + self.convolution(x.permute(1, 2, 0), keep).permute(2, 0, 1)
+        return self.final_layer_norm(x + 0.5 * self.ffn2(x))
+
+    def convolution(self, x: Tensor, keep: Tensor) -> Tensor:
+        """(B, D, T) -> (B, D, T)."""
+        pointwise, gate, depthwise, norm, *rest = self.conv_module.sequential
+        x = gate(pointwise(self.conv_module.layer_norm(x.transpose(1, 2)).transpose(1, 2)))
+        x = norm(depthwise(x * keep[:, None]), keep)
+        for part in rest:
+            x = part(x)
+        return x
+
+
+class Encoder(nn.Module):
+    """(B, N) audio -> (B, T, D) and how many of the T frames are real, at least one."""
+
+    def __init__(self, rate: int, sizes: Sizes):
+        super().__init__()
+        self.features = LogMel(rate, sizes["mels"])
+        self.subsampling = Subsampling(sizes["mels"], sizes["channels"], sizes["dim"], sizes["dropout"])
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes["layers"]))
+
+    def forward(self, audio: Tensor, samples: Tensor, bands: Tensor | None = None,
+                spans: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x, frames = self.features(audio, samples)
+        x = self.subsampling(x if bands is None else masked(x, bands, spans)).transpose(0, 1)
+        lengths = subsampled(frames)
+        keep = real(lengths, len(x))
+        for layer in self.layers:
+            x = layer(x, keep)
+        return x.transpose(0, 1), lengths
+
+
+# ---- transducer ----------------------------------------------------------------------------------------------------------
+
+State = tuple[Tensor, Tensor]  # of the LSTM, (1, B, cells) each
+
+
+class Predictor(nn.Module):
+    """(B, U) symbols -> (B, U, cells): an LSTM over what was said so far. Blank stands for the start."""
+
+    def __init__(self, symbols: int, cells: int, dropout: float):
+        super().__init__()
+        self.symbol, self.dropout = nn.Embedding(symbols, cells), nn.Dropout(dropout)
+        self.lstm = nn.LSTM(cells, cells, batch_first=True)
+
+    def forward(self, symbols: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        out, state = self.lstm(self.dropout(self.symbol(symbols)), state)
+        return self.dropout(out), state
+
+
+class Joiner(nn.Module):
+    """Log-odds of the next symbol from a frame and from what was said before it."""
+
+    def __init__(self, dim: int, cells: int, width: int, symbols: int):
+        super().__init__()
+        self.heard, self.said, self.out = nn.Linear(dim, width), nn.Linear(cells, width), nn.Linear(width, symbols)
+
+    def forward(self, heard: Tensor, said: Tensor) -> Tensor:
+        """heard (..., J), said (..., J) -> (..., V)."""
+        return self.out(torch.tanh(heard + said))
+
+
+class Hypothesis(NamedTuple):
+    """What was recognised: symbols, the frame of the encoder at which each was said (None: not known), and the log probability
+    of the path, or of all that were joined."""
+
+    symbols: list[int]
+    frames: list[int] | None
+    score: float
+
+
+class ConformerTransducer(nn.Module):
+    """See `crt_exp/tasks/librispeech.py` for the task that trains it; its attention is put in by `Mechanism.swap`."""
+
+    def __init__(self, symbols: int, rate: int, sizes: Sizes):
+        """symbols: V, blank among them."""
+        super().__init__()
+        check_sizes(sizes)
+        self.blank, self.rate = symbols - 1, rate
+        self.encoder = Encoder(rate, sizes)
+        self.predictor = Predictor(symbols, sizes["predictor"], sizes["dropout"])
+        self.joiner = Joiner(sizes["dim"], sizes["predictor"], sizes["joiner"], symbols)
+
+    def forward(self, audio: Tensor, samples: Tensor, targets: Tensor | None = None, target_lengths: Tensor | None = None,
+                bands: Tensor | None = None, spans: Tensor | None = None,
+                search: Callable[["ConformerTransducer", Tensor, Tensor], list[Hypothesis]] | None = None):
+        """audio (B, N) int16 with samples (B,); targets (B, U) int32 with target_lengths (B,); bands, spans: see `masked`.
+
+        -> losses (B,), nats, None without targets; with a search (`greedy`, `Beam`) a tuple of these and its hypotheses.
+        """
+        encoded, lengths = self.encoder(audio, samples, bands, spans)
+        losses = None if targets is None else self.losses(encoded, lengths, targets, target_lengths)
+        return losses if search is None else (losses, search(self, encoded, lengths))
+
+    def losses(self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
+        """(B,): -log of the probability of each transcript, over all alignments."""
+        said, _ = self.predictor(F.pad(targets, (1, 0), value=self.blank))
+        heard, said = self.joiner.heard(encoded), self.joiner.said(said)
+        logits = self.joiner(heard[:, :, None], said[:, None])  # (B, T, U + 1, V)
+        return rnnt_loss(logits.float(), targets.int(), lengths.int(), target_lengths.int(), self.blank, reduction="none")
+
+
+# ---- recognition ---------------------------------------------------------------------------------------------------------
+
+MOST = 8  # symbols in one frame of 40 ms, so that every search ends
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
+    """The best symbol at each step, for all utterances at once: each has a frame of its own, blank moves it to the next."""
+    joiner, rows = model.joiner, torch.arange(len(encoded), device=encoded.device)
+    heard, state = joiner.heard(encoded), None
+    said, state = model.predictor(torch.full_like(lengths, model.blank)[:, None])
+    frame, here, score, steps = torch.zeros_like(lengths), torch.zeros_like(lengths), torch.zeros_like(lengths).float(), []
+    while (active := frame < lengths).any():
+        logs = joiner(heard[rows, frame.clamp(max=heard.shape[1] - 1)], joiner.said(said[:, 0])).float().log_softmax(-1)
+        logs[:, :-1].masked_fill_((here >= MOST)[:, None], -torch.inf)
+        best, symbol = logs.max(-1)
+        says = active & (symbol != model.blank)
+        steps.append(torch.stack([torch.where(says, symbol, model.blank), frame]))
+        score = score + best * active
+        if says.any():
+            new, after = model.predictor(symbol[:, None], state)
+            said = torch.where(says[:, None, None], new, said)
+            state = tuple(torch.where(says[:, None], a, b) for a, b in zip(after, state))
+        here = torch.where(says, here + 1, 0)
+        frame = frame + (active & ~says)
+    said_at = [[(s, t) for s, t in zip(*row) if s != model.blank] for row in torch.stack(steps).permute(2, 1, 0).tolist()]
+    return [Hypothesis([s for s, _ in row], [t for _, t in row], value) for row, value in zip(said_at, score.tolist())]
+
+
+class Beam:
+    """torchaudio's beam search, one utterance at a time: it joins the paths of a transcript, and lets a frame say several
+    symbols, which batched searches with one symbol a frame do not, and characters need.
+
+    Ranks by the log probability itself: transducers are distributions over transcripts, so no length is favoured.
+    """
+
+    def __init__(self, width: int):
+        self.width = width
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def __call__(self, model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
+        from torchaudio.models import RNNTBeamSearch
+
+        width = min(self.width, model.blank)  # a first symbol has no more choices, and torchaudio's search needs as many
+        search = RNNTBeamSearch(_Parts(model), model.blank, hypo_sort_key=lambda found: found[3], step_max_tokens=MOST)
+        heard = model.joiner.heard(encoded)
+        best = [search(x[None, :n], n, width)[0] for x, n in zip(heard, lengths)]
+        return [Hypothesis(symbols[1:], None, score) for symbols, _, _, score in best]
+
+
+class _Parts(nn.Module):
+    """The model as RNNTBeamSearch calls it; blank is the last symbol, as it supposes."""
+
+    def __init__(self, model: ConformerTransducer):
+        super().__init__()
+        self.model = model
+
+    def transcribe(self, heard: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return heard, lengths
+
+    def predict(self, symbols: Tensor, lengths: Tensor, state: list[list[Tensor]] | None):
+        """State as a list of a list of (B, 1, cells): the search picks hypotheses along the first dimension."""
+        state = None if state is None else tuple(part.transpose(0, 1).contiguous() for part in state[0])
+        said, after = self.model.predictor(symbols, state)
+        return self.model.joiner.said(said), lengths, [[part.transpose(0, 1) for part in after]]
+
+    def join(self, heard: Tensor, lengths: Tensor, said: Tensor, said_lengths: Tensor):
+        """heard (1, 1, J), said (B, 1, J) -> (B, 1, 1, V)."""
+        return self.model.joiner(heard, said)[:, None].float(), lengths, said_lengths

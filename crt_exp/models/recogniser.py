@@ -1,0 +1,141 @@
+"""The folder in which a run keeps a recogniser, `<run>/model`: its weights, symbols, sizes, and the names of its attention.
+
+Nothing in it names code that is run: the attention is rebuilt from names of conf/ and compared with what it was.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from crt_exp.config import ConfigError, choices
+from crt_exp.data import DataError
+from crt_exp.data.symbols import Symbols
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.conformer_transducer import ConformerTransducer, Sizes
+
+MODEL, KIND = "model", "conformer_transducer"
+CONFIG, WEIGHTS, PIECES = "config.json", "model.safetensors", "pieces.model"
+
+
+class Recogniser(NamedTuple):
+    """All but the weights."""
+
+    symbols: Symbols
+    rate: int
+    sizes: Sizes
+    mechanism: Mechanism
+
+    def build(self) -> nn.Module:
+        """With new weights; blank is one symbol more."""
+        model = ConformerTransducer(len(self.symbols) + 1, self.rate, self.sizes)
+        return model if self.mechanism.name == "exact" else self.mechanism.swap(model)
+
+
+def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
+    """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
+    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
+    symbols = recogniser.symbols
+    config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes), "attention": names(recogniser.mechanism),
+              "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
+    for left in directory.glob(f".{MODEL}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        (temporary / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (temporary / PIECES).write_bytes(symbols.pieces) if symbols.kind == "pieces" else None
+        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, temporary / WEIGHTS)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"cannot write {final}: {error}; free space and continue with resume=auto") from None
+
+
+def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
+    """What a run kept, and its weights. Raises DataError, naming `option`, for what is no run of a recogniser."""
+    folder = folder_of(run, option)
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        if not isinstance(config, dict) or config.get("kind") != KIND:
+            raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no speech recogniser. Give "
+                            "a run of task=librispeech.")
+        symbols = config["symbols"]
+        symbols = (Symbols.of_pieces((folder / PIECES).read_bytes()) if symbols["kind"] == "pieces"
+                   else Symbols(symbols["kind"], tuple(symbols["entries"])))
+        mechanism = rebuilt(config["attention"], f"{option} = {run}")
+        return Recogniser(symbols, config["rate"], config["sizes"], mechanism), load_file(folder / WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise DataError(f"{option} = {run}: {folder} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def folder_of(run: str | Path, option: str) -> Path:
+    path = Path(run).expanduser()
+    if (path / MODEL / CONFIG).is_file():
+        return path / MODEL
+    if (path / CONFIG).is_file():
+        return path
+    if (path / "config.yaml").is_file():
+        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with resume=auto "
+                        f"hydra.run.dir={run}), or is of a task that keeps no model. Give a run of task=librispeech.")
+    raise DataError(f"{option} = {run}: {'it holds no run' if path.is_dir() else 'there is no such directory'}. Give the "
+                    "directory of a run of task=librispeech.")
+
+
+def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """The weights of a run in a model whose attention may be another: its noise stays its own.
+
+    Raises ConfigError where a weight is missing or has another shape.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
+    for name, tensor in state.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            found = tuple(tensors[name].shape) if name in tensors else "not there"
+            raise ConfigError(f"{source}: {name} is {found}, and this model takes {tuple(tensor.shape)}: choose the task.preset "
+                              "and task.sizes of that run")
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(tensors[name])
+
+
+def load_whole(recogniser: Recogniser, tensors: dict[str, Tensor], source: str) -> nn.Module:
+    """The model as it was, its noise included, ready to recognise."""
+    model = recogniser.build()
+    try:
+        model.load_state_dict(tensors)
+    except (RuntimeError, ValueError) as error:
+        raise DataError(f"{source}: its weights do not fit its {CONFIG}: {str(error).splitlines()[-1].strip()}") from None
+    return model.eval()
+
+
+# ---- attention by names --------------------------------------------------------------------------------------------------
+
+
+def names(mechanism: Mechanism) -> dict[str, Any]:
+    """What `rebuilt` takes, as JSON: choices of conf/, and what they stand for to compare with."""
+    part = lambda found: None if found is None else found.name
+    options = {key: value for key, value in mechanism.options.items()
+               if not key.startswith("_") and isinstance(value, (bool, int, float, str))}
+    return {"name": mechanism.name, "m": mechanism.m, "features": part(mechanism.features), "sampler": part(mechanism.rows),
+            "seed": mechanism.seed, "options": options, "described": json.loads(json.dumps(mechanism.describe()))}
+
+
+def rebuilt(saved: dict[str, Any], source: str) -> Mechanism:
+    """Raises ConfigError for attention that is no choice of conf/, or not what it was."""
+    name = saved["name"] if saved["name"] in choices("attention") else None
+    try:
+        found = Mechanism.of(name, m=saved["m"], sampler=saved["sampler"], features=saved["features"], seed=saved["seed"],
+                             **saved["options"])
+    except ConfigError as error:
+        raise ConfigError(f"{source}: its attention {saved['name']} is not one of this installation: {error}") from None
+    if json.loads(json.dumps(found.describe())) != saved["described"]:
+        raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
+    return found

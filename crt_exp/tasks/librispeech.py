@@ -1,0 +1,398 @@
+"""Speech recognition with a Conformer transducer: Figure 3 of Chefs' Random Tables, Table 2 of Hybrid Random Features.
+
+Metrics are word and character error rates of the greedy search, each with its substitutions, deletions and insertions, and the
+loss in nats an utterance. Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of the vocabulary.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crt_exp.config import ConfigError
+from crt_exp.data import DataError, speech
+from crt_exp.data.plan import packed
+from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
+from crt_exp.mechanism import Mechanism
+from crt_exp.metrics import error_rates
+from crt_exp.models import recogniser
+from crt_exp.models.conformer_transducer import PRESETS, Beam, Sizes, check_sizes, encoder_frames, frames_of, greedy
+from crt_exp.models.recogniser import Recogniser
+from crt_exp.ranks import rank
+from crt_exp.schema import Count, Positive, Several, Whole, at_least, at_most, check_keys, checked, parameters
+from crt_exp.tasks.base import Batch, Plan, Reader, Task
+
+Share = Annotated[float, at_least(0), at_most(1)]
+INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model
+WINDOW = 16  # micro-batches of a stream that are sorted by length at once
+
+
+class Hub(TypedDict):
+    """A set of the Hugging Face hub and what is read of it."""
+
+    name: str
+    config: str | None
+    train: str
+    validation: str
+    test: str
+    audio: str
+    text: str
+    data_files: str | Sequence[str] | dict[str, Any] | None
+    buffer: Whole
+    held_out: Count
+    transcripts: Count
+
+
+class Subsets(TypedDict):
+    train: Several[str]
+    validation: Several[str]
+    test: Several[str]
+
+
+class Strings(TypedDict):
+    train: Count
+    validation: Count
+    test: Count
+
+
+class Augment(TypedDict):
+    bands: Whole
+    band_share: Share
+    spans: Whole
+    span_share: Share
+
+
+class Split(NamedTuple):
+    """The utterances of a split, their symbols, and what each costs: seconds of audio when it is slowest."""
+
+    utterances: list[speech.Utterance]
+    targets: list[np.ndarray]
+    costs: np.ndarray
+
+
+@checked("task")
+@dataclass(eq=False)
+class LibriSpeech(Task):
+    """See `conf/task/librispeech.yaml` for the options.
+
+    Raises DataError for missing, malformed or unusable data and for runs that cannot be loaded, ConfigError for options that
+    do not go together.
+    """
+
+    corpus: Literal["librispeech", "fsdd"]
+    source: Literal["files", "hub"]
+    data_dir: str | None
+    subsets: Subsets
+    strings: Strings
+    held_out_speaker: str | None
+    hub: Hub
+    rate: Annotated[int, at_least(4000)] | None
+    max_seconds: Positive
+    bad: Literal["error", "skip"]
+    symbols: Literal["characters", "words", "pieces"] | None
+    pieces: Count
+    batch_seconds: Positive
+    speeds: Several[Annotated[float, at_least(0.5), at_most(2)]]
+    augment: Augment
+    preset: Literal[*PRESETS]
+    sizes: dict[str, Any]
+    init: str
+    beam: Count | None
+    cache_dir: str | None
+
+    metric, lower_is_better = "wer", True
+
+    def __post_init__(self):
+        digits = self.corpus == "fsdd"
+        self.rate = self.rate or (8000 if digits else 16000)
+        self.symbols = self.symbols or ("words" if digits else "characters")
+        self.check_options(digits)
+        self.streamed = self.source == "hub"
+        self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in ("train", "validation", "test")}
+        self.splits = self.read_splits()
+        self.origin = None if self.init == "scratch" else self.load_origin()
+        self.transcripts: list[tuple] = []
+        self.pace = Pace()
+
+    def check_options(self, digits: bool) -> None:
+        check_keys("task.sizes.", self.sizes, {key: hint._replace(required=False) for key, hint in parameters(Sizes).items()})
+        self.sizes = PRESETS[self.preset] | self.sizes
+        check_sizes(self.sizes)
+        if digits and self.source == "hub":
+            raise ConfigError("task.corpus=fsdd reads files: leave task.source=hub out")
+        if self.held_out_speaker and not digits:
+            raise ConfigError("task.held_out_speaker is for task.corpus=fsdd")
+
+    # ---- data
+
+    def read_splits(self) -> dict[str, Split]:
+        """Everything but streamed audio; what cannot be used is told split by split."""
+        found = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
+                 for split in ("train", "validation", "test") if not (self.streamed and split == "train")}
+        self.vocabulary = self.new_symbols(found)
+        splits = {split: self.coded(split, utterances) for split, utterances in found.items()}
+        for split, coded in splits.items():
+            self.faults[split].settle(len(coded.utterances))
+            self.check_budget(split, coded)
+        return splits
+
+    def read(self, split: str) -> Iterable[speech.Utterance]:
+        faults = self.faults[split]
+        if self.streamed:
+            return islice(self.hub_pass(split, faults)(0), self.hub["held_out"])
+        if self.corpus == "fsdd":
+            return speech.digit_strings(self.recordings, split, self.strings[split], self.held_out_speaker)
+        return speech.official(self.subsets[split], self.data_dir, faults)
+
+    @cached_property
+    def recordings(self) -> list[speech.Recording]:
+        faults = speech.Faults(self.bad, "recordings of digits")
+        found = speech.recordings(self.data_dir, faults)
+        faults.settle(len(found))
+        return found
+
+    def hub_pass(self, split: str, faults: speech.Faults, **options: Any):
+        hub = self.hub
+        return speech.hub_utterances(hub["name"], hub["config"], hub[split], hub["audio"], hub["text"], faults,
+                                     data_files=hub["data_files"], **options)
+
+    def new_symbols(self, found: dict[str, list[speech.Utterance]]) -> Symbols:
+        """Characters of LibriSpeech are known beforehand; the rest is made from the transcripts of training."""
+        if self.symbols == "characters" and self.corpus == "librispeech":
+            return Symbols("characters", tuple(ALPHABET))
+        texts = (self.hub_texts() if self.streamed else [utterance.text for utterance in found["train"]])
+        return Symbols.of(self.symbols, texts, self.pieces, self.cache_dir)
+
+    def hub_texts(self) -> list[str]:
+        stream = self.hub_pass("train", speech.Faults("skip", "training rows"))(0)
+        return [utterance.text for utterance in islice(stream, self.hub["transcripts"])]
+
+    def coded(self, split: str, utterances: list[speech.Utterance]) -> Split:
+        kept, targets = [], []
+        for utterance in utterances:
+            if (numbers := self.encoded(utterance, self.faults[split])) is not None:
+                kept.append(utterance)
+                targets.append(numbers)
+        slowest = min(self.speeds) if split == "train" else 1.0
+        return Split(kept, targets, np.array([speech.rounded_up(each.seconds / slowest) for each in kept]))
+
+    def encoded(self, utterance: speech.Utterance, faults: speech.Faults) -> np.ndarray | None:
+        try:
+            return np.array(self.vocabulary.encode(utterance.text), np.int32)
+        except UnknownSymbol as error:
+            return faults.add(utterance.name, f"its transcript: {error}")
+
+    def check_budget(self, split: str, coded: Split) -> None:
+        if len(coded.costs) and coded.costs.max() > self.batch_seconds:
+            longest = coded.utterances[int(coded.costs.argmax())]
+            raise ConfigError(f"task.batch_seconds = {self.batch_seconds:g}: {longest.name} of the {split} split alone takes "
+                              f"{coded.costs.max():g} s, task.speeds included; raise it, or lower task.max_seconds with "
+                              "task.bad=skip")
+
+    def length(self, split: str) -> int | None:
+        return None if split not in self.splits else len(self.splits[split].utterances)
+
+    def epoch_steps(self, plan: Plan) -> int | None:
+        return None if self.streamed else plan.steps(self.splits["train"].costs, self.batch_seconds)
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        if split not in self.splits:
+            yield from self.stream(plan)
+            return
+        data, training = self.splits[split], split == "train"
+        order = np.arange(len(data.costs)) if training else np.argsort(data.costs, kind="stable")
+        for places in plan.by_cost(data.costs[order], self.batch_seconds, split):
+            rows = order[places]
+            examples = [(int(i), data.utterances[i], data.targets[i]) for i in rows]
+            yield self.batch(examples, [plan.rng(i) for i in rows] if training else None)
+
+    def batch(self, examples: list[tuple[int, speech.Utterance, np.ndarray]],
+              rngs: list[np.random.Generator] | None) -> Batch:
+        """CPU tensors; with generators, one for each utterance, speeds and masks are drawn."""
+        rows, faults = [], speech.Faults(self.bad, "utterances of a batch")
+        for i, (row, utterance, target) in enumerate(examples):
+            rng = None if rngs is None else rngs[i]
+            speed = 1.0 if rng is None else self.speeds[rng.integers(len(self.speeds))]
+            try:
+                rows.append((row, speech.as_int16(speech.audio_of(utterance, self.rate, speed)), target, rng))
+            except speech.BadAudio as error:
+                faults.add(utterance.name, str(error))
+        faults.settle(len(rows))
+        return self.collated(*zip(*rows))
+
+    def collated(self, rows: Sequence[int], audio: Sequence[np.ndarray], targets: Sequence[np.ndarray],
+                 rngs: Sequence[np.random.Generator | None]) -> Batch:
+        lengths = [torch.tensor([len(each) for each in part]) for part in (audio, targets)]
+        found = {"rows": list(rows), "seconds": int(lengths[0].sum()) / self.rate, "audio": speech.padded(audio, np.int16),
+                 "samples": lengths[0], "targets": speech.padded(targets, np.int32), "target_lengths": lengths[1].int()}
+        if rngs[0] is not None and (self.augment["bands"] or self.augment["spans"]):
+            drawn = [self.masks(rng, frames_of(len(each), self.rate)) for rng, each in zip(rngs, audio)]
+            found["bands"], found["spans"] = (torch.from_numpy(np.stack(part)) for part in zip(*drawn))
+        return found
+
+    def masks(self, rng: np.random.Generator, frames: int) -> tuple[np.ndarray, np.ndarray]:
+        options = self.augment
+        return (stretches(rng, options["bands"], options["band_share"], self.sizes["mels"]),
+                stretches(rng, options["spans"], options["span_share"], frames))
+
+    def stream(self, plan: Plan) -> Iterator[Batch]:
+        """Without end. A continued run reads the rows before its step again, but decodes none of them."""
+        faults = speech.Faults(self.bad, "streamed utterances")
+        read = self.hub_pass("train", faults, rank=plan.rank, world=plan.world, seed=plan.seed, buffer=self.hub["buffer"])
+        for number, examples in enumerate(self.stream_batches(read, faults, plan)):
+            if number >= plan.start * plan.micro:
+                yield self.batch(examples, [plan.rng(row) for row, _, _ in examples])
+
+    def stream_batches(self, read, faults: speech.Faults, plan: Plan) -> Iterator[list]:
+        """Utterances of like length together, among those of a few batches."""
+        rows = self.stream_rows(read, faults, plan)
+        slowest, rng = min(self.speeds), np.random.default_rng([plan.seed, plan.rank, 4])
+        while True:
+            window, seconds = [], 0.0
+            while seconds < WINDOW * self.batch_seconds:
+                window.append(next(rows))
+                seconds += speech.rounded_up(window[-1][1].seconds / slowest)
+            window.sort(key=lambda example: example[1].seconds)
+            sizes = packed(np.array([speech.rounded_up(each.seconds / slowest) for _, each, _ in window]), self.batch_seconds)
+            ends = np.cumsum(sizes)
+            for i in rng.permutation(len(sizes)):
+                yield window[ends[i] - sizes[i]:ends[i]]
+
+    def stream_rows(self, read, faults: speech.Faults, plan: Plan) -> Iterator[tuple[int, speech.Utterance, np.ndarray]]:
+        number, epoch = 0, 0
+        while True:
+            before = number
+            for utterance in read(epoch):
+                good = speech.usable([utterance], min(self.max_seconds, self.batch_seconds * min(self.speeds) - 0.25), faults)
+                target = self.encoded(utterance, faults) if good else None
+                if faults.found:
+                    faults.settle(1)
+                    faults.found.clear()
+                if target is not None:
+                    yield plan.rank + plan.world * number, utterance, target
+                    number += 1
+            if number == before:
+                raise DataError(f"{self.hub['name']}, {self.hub['train']}: process {plan.rank} finds no utterance in it")
+            epoch += 1
+
+    # ---- model
+
+    def load_origin(self) -> dict[str, Tensor]:
+        """The weights of the run that task.init names, which must write the same symbols."""
+        source = f"task.init = {self.init}"
+        found, tensors = recogniser.load(self.init, "task.init")
+        if found.symbols != self.vocabulary:
+            raise ConfigError(f"{source}: it writes {len(found.symbols)} {found.symbols.kind}, this run "
+                              f"{len(self.vocabulary)} {self.vocabulary.kind} that are not the same: choose task.symbols, "
+                              "task.pieces and training data as they were there")
+        if found.rate != self.rate:
+            raise ConfigError(f"{source}: it hears {found.rate} Hz, this run {self.rate} Hz: choose task.rate={found.rate}")
+        return tensors
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        self.recogniser = Recogniser(self.vocabulary, self.rate, self.sizes, mechanism)
+        model = self.recogniser.build()
+        if self.origin is not None:
+            recogniser.take_weights(model, self.origin, f"task.init = {self.init}")
+        if rank() == 0 and not self.streamed:
+            print(self.described_joiner())
+        return model
+
+    def joiner_cells(self) -> int:
+        """Bound of B x T x (U + 1) of a micro-batch: of its seconds, and of the longest transcript."""
+        longest = max(len(target) for data in self.splits.values() for target in data.targets)
+        return encoder_frames(round(self.batch_seconds * self.rate), self.rate) * (longest + 1)
+
+    def described_joiner(self) -> str:
+        cells, symbols = self.joiner_cells(), len(self.vocabulary) + 1
+        megabytes = lambda width: f"{4 * cells * width / 1e6:.3g} MB"
+        return (f"joiner: a micro-batch of {self.batch_seconds:g} s holds at most {cells} cells (utterances x frames x symbols), "
+                f"{megabytes(symbols)} of logits for {symbols} symbols and {megabytes(self.sizes['joiner'])} before them")
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: batch[name] for name in INPUTS if name in batch}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.pace.begin("training", batch["seconds"])
+        return model(**self.inputs(batch)).mean()
+
+    def weight(self, batch: Batch) -> int:
+        return len(batch["samples"])
+
+    def updated(self, model: nn.Module, step: int) -> None:
+        self.pace.end("training")
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        loss, rows, searches = 0.0, {}, self.searches(split)
+        for name, search in searches.items():
+            for batch in reader.batches(split):
+                self.pace.begin(name, batch["seconds"])
+                losses, found = model(**self.inputs(batch), search=search)
+                self.pace.end(name)
+                loss += float(losses.double().sum()) if name == "greedy" else 0.0
+                for row, hypothesis in zip(batch["rows"], found):
+                    rows.setdefault(row, []).append(self.vocabulary.decode(hypothesis.symbols))
+        loss, = reader.sum(loss)
+        return self.scores(split, dict(sorted(reader.gather(list(rows.items())))), loss, list(searches))
+
+    def searches(self, split: str) -> dict[str, Any]:
+        """All splits are searched greedily, the test split by beam too where that is wanted: it takes longer."""
+        return {"greedy": greedy} | ({"beam": Beam(self.beam)} if self.beam and split == "test" else {})
+
+    def scores(self, split: str, rows: dict[int, list[str]], loss: float, searches: list[str]) -> dict[str, float]:
+        said = [self.splits[split].utterances[row] for row in rows]
+        self.transcripts = [(split, each.name, each.text, *found) for each, found in zip(said, rows.values())]
+        texts = [each.text for each in said]
+        found = {"loss": loss / len(rows), "utterances": len(rows)}
+        for i, name in enumerate(searches):
+            rates = error_rates(texts, [hypotheses[i] for hypotheses in rows.values()])
+            found |= {key if name == "greedy" else f"{key}_{name}": value for key, value in rates.items()}
+        return found
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        """<run>/model, and what was recognised of the split that was evaluated last as <run>/transcripts.tsv."""
+        recogniser.keep(self.recogniser, tensors, directory)
+        heads = ("split", "utterance", "transcript", "greedy", *(("beam",) if self.beam else ()))
+        lines = ["\t".join(row) for row in (heads, *self.transcripts)]
+        (directory / "transcripts.tsv").write_text("\n".join(lines) + "\n")
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        beam = f", by beam search {last['wer_beam']:.2%}" if "wer_beam" in last else ""
+        return (f"librispeech: WER {last['wer']:.2%}{beam}, CER {last['cer']:.2%} ({last['split']}, step {last['step']})"
+                f"{self.pace.described()}")
+
+
+class Pace:
+    """Seconds of work for a second of audio, by what was done."""
+
+    def __init__(self):
+        self.spent: dict[str, float] = {}
+        self.audio: dict[str, float] = {}
+        self.begun: dict[str, float] = {}
+
+    def begin(self, what: str, seconds: float) -> None:
+        self.begun.setdefault(what, time.perf_counter())
+        self.audio[what] = self.audio.get(what, 0.0) + seconds
+
+    def end(self, what: str) -> None:
+        self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - self.begun.pop(what)
+
+    def described(self) -> str:
+        parts = [f"{what} {self.spent[what] / self.audio[what]:.3g}" for what in self.spent]
+        return f"; real-time factors: {', '.join(parts)}" if parts else ""
+
+
+def stretches(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
+    """(count, 2) int64: stretches of at most `share` of the length, first index and the one after the last."""
+    widths = rng.integers(math.floor(share * length) + 1, size=count)
+    starts = rng.integers(length - widths + 1)
+    return np.stack([starts, starts + widths], -1)
