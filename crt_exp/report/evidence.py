@@ -1,4 +1,4 @@
-"""What a report may conclude: intervals, paired differences, gates before time is spent, and verdicts on a paper's claims.
+"""What a report may conclude: intervals, paired differences, gates before time is spent, verdicts on claims.
 
 Legend: n independent draws (seeds, data sets drawn anew); all intervals are two-sided, 95% unless said otherwise.
 """
@@ -36,15 +36,15 @@ class Interval:
 
 
 def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
-    """Student's interval of the mean of independent draws. Raises ValueError below two draws or where one is not finite."""
+    """Student's interval of the mean of independent draws. ValueError: below two draws, or one is not finite."""
     return _student(values, 1 / len(values) if len(values) else 1, level)
 
 
 def overlapping(values: Sequence[float], test_share: float, level: float = LEVEL) -> Interval:
     """Nadeau and Bengio's interval for random splits of one data set, which overlap and so are not independent.
 
-    test_share: rows of the test part over rows of the training part. The variance of the mean is (1/n + test_share) times
-    that of the values (Nadeau and Bengio, Machine Learning 52, 2003, section 3).
+    test_share: rows of the test part over rows of the training part. The variance of the mean is (1/n + test_share)
+    times that of the values (Nadeau and Bengio, Machine Learning 52, 2003, section 3).
     """
     return _student(values, 1 / max(len(values), 1) + test_share, level)
 
@@ -55,9 +55,9 @@ def paired(first: Sequence[float], second: Sequence[float], level: float = LEVEL
 
 
 def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
-    """The true difference that n pairs (default: as many as given) would show with this power, judged by the spread of some.
+    """The true difference that n pairs (default: as many as given) would show with this power.
 
-    By the noncentral t distribution's usual approximation: (t_{1 - level/2} + t_power) standard errors.
+    Judged by the spread of the differences given, and by the noncentral t distribution's usual approximation: (t_{1 - level/2} + t_power) standard errors.
     """
     values = _checked(differences)
     n = n or len(values)
@@ -66,7 +66,7 @@ def detectable(differences: Sequence[float], n: int | None = None, power: float 
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number, so that any wrong rejection among them has at most the level's probability."""
+    """P-values corrected for their number: any wrong rejection among them has at most the level's probability."""
     order, found, largest = np.argsort(p_values), [0.0] * len(p_values), 0.0
     for place, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
@@ -106,8 +106,8 @@ class Verdict:
     def __str__(self) -> str:
         """A line of a list in Markdown."""
         unit = f" {self.claim.unit}" if self.claim.unit else ""
-        return (f"- **{self.word}**: {self.claim.text}: {self.claim.difference:+.3g}{unit} (n = {self.claim.difference.n}, "
-                f"p = {self.p:.2g})")
+        found = self.claim.difference
+        return f"- **{self.word}**: {self.claim.text}: {found:+.3g}{unit} (n = {found.n}, p = {self.p:.2g})"
 
 
 def judged(claims: Sequence[Claim], level: float = LEVEL) -> list[Verdict]:
@@ -134,8 +134,10 @@ class Gate:
         return self.least <= self.value <= self.most
 
     def __str__(self) -> str:
-        bounds = [f"at least {self.least:g}"] * (self.least > -math.inf) + [f"at most {self.most:g}"] * (self.most < math.inf)
-        return f"- {'passed' if self.passed else '**failed**'}: {self.text}: {self.value:.3g} ({' and '.join(bounds)})"
+        least = [f"at least {self.least:g}"] if self.least > -math.inf else []
+        most = [f"at most {self.most:g}"] if self.most < math.inf else []
+        word = "passed" if self.passed else "**failed**"
+        return f"- {word}: {self.text}: {self.value:.3g} ({' and '.join(least + most)})"
 
 
 def check_gates(gates: Sequence[Gate]) -> list[Gate]:
@@ -159,5 +161,6 @@ def _checked(values: Sequence[float]) -> np.ndarray:
     if values.ndim != 1 or len(values) < 2:
         raise ValueError(f"an interval needs at least two draws, not values of shape {values.shape}")
     if not np.isfinite(values).all():
-        raise ValueError(f"draw {int(np.argmin(np.isfinite(values)))} is not a finite number: name and count such draws apart")
+        first = int(np.argmin(np.isfinite(values)))
+        raise ValueError(f"draw {first} is not a finite number: name and count such draws apart")
     return values

@@ -1,4 +1,4 @@
-"""Runs that a report starts: command lines of `python -m crt_exp`, in this process, kept under the report's own folder or not.
+"""Runs that a report starts: command lines of `python -m crt_exp`, in this process, kept in its own folder or not.
 
 Everything that decides a run is in its arguments, so they are the key of its cell and name its directory.
 """

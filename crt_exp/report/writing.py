@@ -74,15 +74,16 @@ def fingerprint(sources: Sequence[str]) -> str:
     for source in sources:
         path = package / source
         for file in sorted([*path.rglob("*.py"), *path.rglob("*.c")]) if path.is_dir() else [path]:
-            digest.update(statements(file.read_text(encoding="utf-8")).encode() if file.suffix == ".py" else file.read_bytes())
+            text = file.read_text(encoding="utf-8")
+            digest.update((statements(text) if file.suffix == ".py" else text).encode())
     return digest.hexdigest()[:16]
 
 
 def statements(source: str) -> str:
     """Python code as a syntax tree in text, docstrings taken out."""
-    tree = ast.parse(source)
+    tree, documented = ast.parse(source), (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             node.body[0].value.value = ""
     return ast.dump(tree)
 
