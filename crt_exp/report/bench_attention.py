@@ -69,20 +69,20 @@ def print_peak(length: int, name: str) -> None:
     method, tensors = methods(length)[name], inputs(length)
     forward_backward(method, inputs(256))  # libraries and threads
     theirs = 4 * tensors[0].numel() * 4    # output and three gradients, float32
-    before = _reset_peak()
+    before = reset_peak()
     out = method(*tensors[:3])
     out.backward(tensors[3])
-    print(f"{(_peak() - before - theirs) / 2**20:.0f} MiB")
+    print(f"{(peak() - before - theirs) / 2**20:.0f} MiB")
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Sets the process's peak to what it holds now (Linux) and returns that, in bytes."""
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
-    return _peak()
+    return peak()
 
 
-def _peak() -> int:
+def peak() -> int:
     with open("/proc/self/status") as f:
         lines = dict(line.split(":", 1) for line in f)
     if "VmHWM" in lines:

@@ -154,3 +154,19 @@ def new_figure(*args, **kwargs):
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
                          "grid.alpha": 0.25, "legend.frameon": False})
     return plt.subplots(*args, **kwargs)
+
+
+def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
+    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high.
+
+    The scales and limits of the axes must be set.
+    """
+    from matplotlib.transforms import offset_copy
+
+    ax.figure.canvas.draw()  # fixes the scales
+    height, last = 1.25 * size * ax.figure.dpi / 72, -float("inf")
+    places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
+    for right, up, name, colour in sorted(places, key=lambda place: place[1]):
+        last = max(up, last + height)
+        ax.text(*ax.transData.inverted().transform((right, last)), name, color=colour, fontsize=size, va="center",
+                clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))

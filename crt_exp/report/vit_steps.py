@@ -1,0 +1,84 @@
+"""Training steps of timm's ViT-Ti/16 on images of any size: their time, all methods in turn, and the memory of one.
+
+Legend: L patches of an image of 16 sqrt(L) pixels a side; the model reads them and a class token.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.mechanism import Mechanism
+from crt_exp.report.bench_attention import peak, reset_peak, timed
+
+MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
+FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
+LONGEST_MATRIX = 3136                  # 3 heads, 12 layers: 2.8 GB of matrices
+METHODS = ("exact", "favorp", "favorpp", "uniform", FORMED)
+
+
+def methods(tokens: int) -> list[str]:
+    return [name for name in METHODS if name != FORMED or tokens <= LONGEST_MATRIX]
+
+
+def vit(name: str, tokens: int) -> nn.Module:
+    """The model for images of that many patches. Raises ValueError where that is no square."""
+    import timm
+
+    side = round(tokens**0.5)
+    if side**2 != tokens:
+        raise ValueError(f"{tokens} patches make no square image")
+    torch.manual_seed(0)
+    model = timm.create_model(MODEL, img_size=PATCH * side, num_classes=CLASSES)
+    if name == FORMED:
+        for block in model.blocks:
+            block.attn.fused_attn = False
+        return model
+    mechanism = Mechanism.of(name, m=M) if name.startswith("favor") else Mechanism.of(name)
+    return model if name == "exact" else mechanism.swap(model)
+
+
+class Step:
+    """Forward, backward and AdamW's update for one image, as a call without arguments."""
+
+    def __init__(self, name: str, tokens: int):
+        self.model = vit(name, tokens).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def __call__(self, image: Tensor) -> None:
+        F.cross_entropy(self.model(image), torch.zeros(1, dtype=torch.long)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+def image(tokens: int) -> Tensor:
+    side = PATCH * round(tokens**0.5)
+    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def times(tokens: int, rounds: int) -> dict[str, list[float]]:
+    """method -> milliseconds of a training step in each round; every method takes its turn in every round."""
+    steps = {name: Step(name, tokens) for name in methods(tokens)}
+    return timed(lambda step, given: step(given), steps, image(tokens), rounds)
+
+
+def memory(tokens: int, name: str) -> float:
+    """MiB at the peak of a training step, beyond weights, gradients and the optimiser's state. For a new process."""
+    Step(name, 64)(image(64))  # libraries and threads
+    step, given = Step(name, tokens), image(tokens)
+    for p in step.model.parameters():
+        p.grad = torch.full_like(p, 1e-9)
+    step.optimizer.step()
+    before = reset_peak()
+    step(given)
+    return (peak() - before) / 2**20
+
+
+def in_new_process(call: Callable[..., Any], **arguments: Any) -> Any:
+    """In a process that has done nothing else: an allocator keeps what earlier calls freed."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(call, **arguments).result()
