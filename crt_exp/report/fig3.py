@@ -1,0 +1,122 @@
+"""make fig3: Figure 3 of Chefs' Random Tables, word error rates of a Conformer transducer with linear attention.
+
+An exact model is trained first; arms are swapped into it, tested as they are, and trained on. The same arms are trained
+from new weights. Before arms are trained, gates say whether this setting can tell them apart.
+"""
+
+from functools import partial
+
+from crt_exp.report import speech_text as text
+from crt_exp.report.encoder_steps import LAYERS, METHODS, SIZES
+from crt_exp.report.evidence import check_gates
+from crt_exp.report.speech_runs import (
+    SOURCES,
+    Setting,
+    after_swap,
+    checkpoint,
+    checkpoints,
+    diagnosis,
+    encoder_memory,
+    encoder_times,
+    looking,
+    pace,
+    pacing,
+    sampling,
+    swapping,
+    train,
+    training,
+)
+from crt_exp.report.writing import Cells, write_report
+
+ENCODER_SOURCES = ("attention", "features", "swap", "models/conformer_transducer.py", "report/encoder_steps.py")
+SECONDS = (10, 30, 60, 120, 300, 600)  # of audio, on which the encoder is timed
+PAPER = ("The paper (17 layers, LibriSpeech 960 h): FAVOR++ is better than FAVOR+ by 2.49 points of WER at m = 8 and "
+         "by 3.05 at m = 16.")
+
+LAST = ("trainer.select=last", "trainer.log_every=20")  # the curve's split chooses nothing
+PIECES = ("task.preset=paper", "task.symbols=pieces", "trainer.precision=bf16", "trainer.save_minutes=5")
+SETTINGS = {
+    "small": Setting(
+        data=("task.corpus=fsdd", "task.batch_seconds=40", "task.strings.validation=100", *LAST),
+        exact=("trainer.steps=2000", "trainer.eval_every=500", "trainer.save_every=500"),
+        uptrained=("trainer.steps=100", "trainer.lr=3e-4", "trainer.eval_every=25"),
+        scratch=("trainer.steps=400", "trainer.eval_every=100"),
+        speaker="theo", sample=("trainer.steps=20", "trainer.eval_every=20", "trainer.log_every=5")),
+    "gpu": Setting(  # train-clean-100; a run that is stopped goes on where it stood
+        data=(*PIECES, "+task.sizes.layers=8", "task.pieces=256", "task.batch_seconds=240", *LAST),
+        exact=("trainer.steps=30000", "trainer.eval_every=5000"),
+        uptrained=("trainer.steps=2000", "trainer.lr=2e-4", "trainer.eval_every=500"),
+        scratch=("trainer.steps=10000", "trainer.eval_every=2500"),
+        seeds=3, scratch_seeds=2, kept=True, workers=2),
+    "full": Setting(
+        data=(*PIECES, "task.subsets.train=[train-clean-100,train-clean-360,train-other-500]", "task.batch_seconds=400",
+              "trainer.accumulate=8", *LAST),
+        exact=("trainer.steps=120000", "trainer.warmup=10000", "trainer.eval_every=5000"),
+        uptrained=("trainer.steps=10000", "trainer.lr=2e-4", "trainer.eval_every=1000"),
+        scratch=("trainer.steps=120000", "trainer.warmup=10000", "trainer.eval_every=5000"),
+        seeds=3, scratch_seeds=2, kept=True, workers=1),
+}
+
+
+def main(size: str) -> None:
+    report("fig3", "CRT Figure 3: speech recognition with linear attention", SETTINGS[size], size)
+
+
+def report(name: str, title: str, setting: Setting, size: str) -> None:
+    """Raises GateFailed, before arms are trained, where the setting cannot tell them apart."""
+    cells = Cells("fig3", SOURCES)  # of all reports on speech: what one has computed the others take
+    fill = partial(cells.fill, workers=setting.workers)
+    values = lambda keys: {name: cells[key] for name, key in keys.items()}
+    fill(checkpoints(setting), train, "exact models")
+    looked, swapped, trained = looking(setting), swapping(setting), training(setting)
+    plain = {(arm, seed): key for (arm, seed), key in swapped.items() if arm.m is None}
+    fill(list(looked.values()), diagnosis, "errors by layer")
+    fill(list(plain.values()), after_swap, "controls after the swap")
+    passed = check_gates(text.gates(setting, values(looked), values(plain)))
+    fill(list(swapped.values()), after_swap, "after the swap")
+    fill(list(trained.values()), train, "arms")
+    paced, sampled = pacing(setting), sampling(setting)
+    fill(list(sampled.values()), train, "the real subset")
+    cells.fill(list(paced.values()), pace, "speed of recognition", workers=1)
+    timed = Cells("fig3-encoder", ENCODER_SOURCES)
+    times = {n: {"seconds": n, "rounds": rounds(n)} for n in SECONDS}
+    memory = {(n, method): {"seconds": n, "method": method} for n in SECONDS for method in METHODS}
+    timed.fill(list(times.values()), encoder_times, "encoder", workers=1)
+    timed.fill(list(memory.values()), encoder_memory, "memory of the encoder", workers=1)
+    found = text.Found(setting, cells[checkpoint(setting)], values(looked), values(swapped), values(trained), values(paced),
+                       values(sampled), {n: timed[key] for n, key in times.items()},
+                       {place: timed[key] for place, key in memory.items()})
+    write(name, title, size, found, passed, cells.seconds() + timed.seconds())
+
+
+def rounds(seconds: int) -> int:
+    """At least 3; more for short audio, whose times vary more."""
+    return max(3, 600 // seconds // 4)
+
+
+def write(name: str, title: str, size: str, found: text.Found, passed: list, seconds: float) -> None:
+    verdicts = text.verdicts(found)
+    said = "\n".join([text.control_text(found), "", *map(str, verdicts), "", text.reach(found), "", text.reason(found)])
+    parts = [said, "", text.resolution(found), "", PAPER, "", "## Word error rates\n", text.results(found),
+             "## Gates\n", *map(str, passed), "", "## Attention layer by layer\n", text.layers(found),
+             "## The encoder against the length of audio\n",
+             f"Seconds: median [quartiles]; then peak memory in MiB. {text.faster(found)}\n", text.encoder(found),
+             "## Seconds of work for a second of audio\n", text.paces(found)]
+    parts += ["## Real LibriSpeech\n", text.sample_text(found)] if found.sample else []
+    path = write_report(name, title, "\n".join(parts), text.rows(found, verdicts), text.figure(found), facts(size, found),
+                        seconds)
+    print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+
+
+def facts(size: str, found: text.Found) -> str:
+    setting = found.setting
+    common = " ".join(setting.data)
+    return (f"SIZE={size}. WER and losses of the test split, mean and 95% Student interval over seeds (order of the data, "
+            f"masks, noise; from scratch new weights too): {setting.swaps} noises after the swap, {setting.seeds} runs "
+            f"uptrained, {setting.scratch_seeds} from scratch, {setting.speaker_seeds} for the speaker; the exact model is "
+            "one, and the intervals leave that out. Verdicts: differences paired by seed, p by Holm over all of them. "
+            f"`task=librispeech {common}`; exact: {' '.join(setting.exact)}; uptrained: {' '.join(setting.uptrained)}; "
+            f"scratch: {' '.join(setting.scratch)}; otherwise conf/task/librispeech.yaml. Orthogonal projections, never "
+            f"redrawn. The encoder that is timed: {LAYERS} layers of width {SIZES['dim']}, {SIZES['heads']} heads, kernel "
+            f"{SIZES['kernel']}, noise for audio at 16 kHz, batch 1, without gradient; all methods take their turn in every "
+            "round, every length has a process of its own, and every peak of memory too.")

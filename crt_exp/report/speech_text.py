@@ -1,0 +1,293 @@
+"""What reports on speech recognition say and draw of their cells: verdicts, gates, tables, word error rate by steps.
+
+Legend: a draw is a seed (data order, masks, noise; from scratch the weights too); WER in percent; nats of loss are of
+an utterance.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from crt_exp.report import palette
+from crt_exp.report.encoder_steps import METHODS
+from crt_exp.report.evidence import Claim, Gate, Verdict, detectable, independent, judged, paired
+from crt_exp.report.speech_runs import BEAM, Arm, Setting
+from crt_exp.report.writing import label_ends, markdown, new_figure
+
+RANGE = (4.0, 24.0)  # of |x + y|^2: below it all maps are good, above it none is
+CONTROLS = ("uniform", "identity")  # they look at no query and no key
+NAMES = {"favor": "FAVOR trig", "hyp": "FAVOR+ hyp", "exact": "exact", "uniform": "uniform", "identity": "identity"}
+PHASES = {"swap": "directly after the swap", "uptrained": "after the swap and training",
+          "scratch": "trained from scratch", "speaker": "after the swap and training, a speaker never heard"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The values of all cells. after: (arm, seed) -> split -> metrics; trained: (phase, arm, seed) -> record."""
+
+    setting: Setting
+    exact: dict[str, Any]
+    looked: Mapping[Arm, dict[str, list]]
+    after: Mapping[tuple[Arm, int], dict[str, dict[str, float]]]
+    trained: Mapping[tuple[str, Arm, int], dict[str, Any]]
+    pace: Mapping[Arm, dict[str, float]]
+    sample: Mapping[Arm, dict[str, Any]]
+    times: Mapping[int, dict[str, list[float]]]
+    memory: Mapping[tuple[int, str], float]
+
+    def draws(self, phase: str, arm: Arm, metric: str) -> list[float]:
+        """On the test split, a number a seed; WER in percent. Empty where the phase has no such arm."""
+        scale = 100 if metric in ("wer", "cer") else 1
+        if phase == "swap":
+            return [scale * each["test"][metric] for (other, _), each in self.after.items() if other == arm]
+        return [scale * each[metric] for (where, other, _), each in self.trained.items() if (where, other) == (phase, arm)]
+
+
+def label(arm: Arm) -> str:
+    return NAMES.get(arm.attention, palette.label(arm.attention))
+
+
+def named(arm: Arm) -> str:
+    return label(arm) + (f", m = {arm.m}" if arm.m else "")
+
+
+# ---- gates and verdicts ------------------------------------------------------------------------------------------------
+
+
+def gates(setting: Setting, looked: Mapping[Arm, dict[str, list]],
+          after: Mapping[tuple[Arm, int], dict[str, dict[str, float]]]) -> list[Gate]:
+    """On validation utterances of the exact model, before an arm is trained."""
+    loss = lambda name: after[Arm(name), 0]["validation"]["loss"]
+    better, worse = (looked[Arm(name, setting.ms[0])] for name in setting.pairs[0])
+    S = np.concatenate(worse["S"])
+    made = [Gate("uniform attention in place of exact attention costs nats an utterance", loss("uniform") - loss("exact"),
+                 least=0.5),
+            Gate(f"share of heads whose mean |x + y|^2 lies in {RANGE[0]:g} to {RANGE[1]:g}",
+                 float(np.mean(np.clip(S, *RANGE) == S)), least=0.5)]
+    if None not in (*better["predicted"], *worse["predicted"]):
+        names = [label(Arm(name)) for name in setting.pairs[0]]
+        made.append(Gate(f"predicted error of a kernel entry, {names[1]} over {names[0]}, median over heads",
+                         ratio(better, worse), least=1.2))
+    return made
+
+
+def ratio(better: dict[str, list], worse: dict[str, list]) -> float:
+    return float(np.median(np.concatenate(worse["predicted"]) / np.concatenate(better["predicted"])))
+
+
+def claims(found: Found) -> list[Claim]:
+    """Each says that the better arm of a pair is better; of as many draws as both have, paired by seed."""
+    made = []
+    for better, worse in found.setting.pairs:
+        for m in found.setting.ms:
+            for phase in ("swap", "uptrained", "scratch", "speaker"):
+                metric, unit = ("loss", "nats an utterance") if phase == "swap" else ("wer", "points of WER")
+                first, second = (found.draws(phase, Arm(name, m), metric) for name in (worse, better))
+                if first and second:
+                    text = f"{label(Arm(better))} beats {label(Arm(worse))} at m = {m} {PHASES[phase]}"
+                    made.append(Claim(text, paired(first, second), unit))
+    return made
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    return judged(claims(found))
+
+
+def control_text(found: Found) -> str:
+    """The first line of the report: whether attention that looks at nothing does as well."""
+    lines = []
+    for phase in ("uptrained", "scratch", "speaker"):
+        for better, _ in found.setting.pairs:
+            arms = [Arm(better, m) for m in found.setting.ms]
+            for name, arm in ((name, arm) for name in CONTROLS for arm in arms):
+                own, other = found.draws(phase, Arm(name), "wer"), found.draws(phase, arm, "wer")
+                if own and other and np.mean(own) < np.mean(other):
+                    lines.append(f"{name} attention {np.mean(own):.1f}%, {named(arm)} {np.mean(other):.1f}%, {PHASES[phase]}")
+    if lines:
+        return f"**A control has the lower word error rate**: {'; '.join(lines)}."
+    return "No control (uniform or identity attention) has a lower word error rate than the better arms."
+
+
+def reach(found: Found) -> str:
+    exact = found.exact
+    reached = exact["wer"] < 0.05 and exact["seconds"] < 1200
+    return (f"Exact attention on recordings that it was not trained on: WER {exact['wer']:.2%}, CER {exact['cer']:.2%}, "
+            f"{exact['loss']:.2f} nats an utterance after {exact['steps']} steps in {exact['seconds'] / 60:.1f} minutes. "
+            f"Below 5% within 20 minutes: {'reached' if reached else '**not reached**'}.")
+
+
+def resolution(found: Found) -> str:
+    """What difference the seeds could show."""
+    told = []
+    for phase, metric, unit in (("swap", "loss", "nats"), ("uptrained", "wer", "points"), ("scratch", "wer", "points")):
+        better, worse = found.setting.pairs[0]
+        each = []
+        for m in found.setting.ms:
+            pair = [found.draws(phase, Arm(name, m), metric) for name in (worse, better)]
+            each += [f"{detectable(np.subtract(*pair)):.2g} at m = {m}"] if all(pair) else []
+        told += [f"{PHASES[phase]} {' and '.join(each)} {unit}"] if each else []
+    return f"Differences that these draws show with a probability of 80%, each alone: {'; '.join(told)}."
+
+
+def reason(found: Found) -> str:
+    """What decides how much the choice of the map can matter: the sizes of queries and keys, and the errors there."""
+    better, worse = found.setting.pairs[0]
+    m = found.setting.ms[0]
+    low, high = (found.looked[Arm(name, m)] for name in (better, worse))
+    S = np.concatenate(high["S"])
+    told = [f"In the exact encoder the mean |x + y|^2 of a head is {np.median(S):.1f} in the median ({S.min():.1f} to "
+            f"{S.max():.1f})."]
+    if None not in (*low["predicted"], *high["predicted"]):
+        told.append(f"There the closed forms predict an error of one entry of the kernel matrix that is {ratio(low, high):.2g} "
+                    f"times as large with {label(Arm(worse))} as with {label(Arm(better))} (median over heads, iid projections).")
+    for m in found.setting.ms:
+        errors = [np.mean(found.looked[Arm(name, m)]["measured"]) for name in (worse, better)]
+        told.append(f"At m = {m} the measured error of a layer's output, relative to exact attention's, is {errors[0]:.2f} "
+                    f"with {label(Arm(worse))} and {errors[1]:.2f} with {label(Arm(better))}, mean over layers; uniform "
+                    f"attention's is {np.mean(found.looked[Arm(worse, m)]['uniform']):.2f}.")
+    return " ".join(told)
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------------
+
+
+def shown(values: Sequence[float], digits: int = 1) -> str:
+    if not values:
+        return ""
+    return f"{independent(values):.{digits}f}" if len(values) > 1 else f"{values[0]:.{digits}f}"
+
+
+COLUMNS = (("swap", "loss", 2), ("swap", "wer", 1), ("uptrained", "loss", 2), ("uptrained", "wer", 1), ("scratch", "loss", 2),
+           ("scratch", "wer", 1), ("speaker", "wer", 1))
+
+
+def results(found: Found) -> str:
+    columns = [column for column in COLUMNS if any(found.draws(column[0], arm, column[1]) for arm in found.setting.all_arms())]
+    heads = [f"{PHASES[phase]}: {'WER, %' if metric == 'wer' else 'nats'}" for phase, metric, _ in columns]
+    rows = [[named(arm), *(shown(found.draws(phase, arm, metric), digits) for phase, metric, digits in columns)]
+            for arm in found.setting.all_arms()]
+    return markdown(["attention", *heads], rows)
+
+
+def layers(found: Found) -> str:
+    """Of each layer: |x + y|^2, errors of a kernel entry as predicted, of the output as measured."""
+    arms = list(found.looked)
+    heads = ["layer", "|x + y|^2, by head", "uniform: output", *(f"{named(arm)}: kernel entry, output" for arm in arms)]
+    rows = []
+    for i, S in enumerate(found.looked[arms[0]]["S"]):
+        cells = []
+        for arm in arms:
+            each = found.looked[arm]
+            entry = each["predicted"][i]
+            cells.append(f"{'' if entry is None else f'{np.median(entry):.2g}'}, {each['measured'][i]:.2f}")
+        rows.append([i + 1, " ".join(f"{s:.1f}" for s in S), f"{found.looked[arms[0]]['uniform'][i]:.2f}", *cells])
+    return markdown(heads, rows)
+
+
+def encoder(found: Found) -> str:
+    """Milliseconds and memory against seconds of audio."""
+    def cell(seconds: int, method: str) -> str:
+        low, middle, high = np.percentile(found.times[seconds][method], (25, 50, 75)) / 1e3
+        return f"{middle:.3g} [{low:.3g}, {high:.3g}]; {found.memory[seconds, method]:.0f}"
+
+    rows = [[seconds, *(cell(seconds, method) for method in METHODS)] for seconds in found.times]
+    return markdown(["seconds of audio", *METHODS], rows)
+
+
+def faster(found: Found) -> str:
+    exact, linear, *_ = METHODS
+    medians = {n: {method: float(np.median(values)) for method, values in each.items()} for n, each in found.times.items()}
+    ahead = [n for n, each in medians.items() if each[linear] < each[exact]]
+    longest = max(medians)
+    first = f"faster than exact attention from {min(ahead)} s on" if ahead else "not faster than exact attention at any length"
+    return (f"{linear} is {first}; at {longest} s the encoder takes {medians[longest][exact] / medians[longest][linear]:.1f} times "
+            f"as long with exact attention, and with uniform attention {medians[longest]['uniform'] / medians[longest][linear]:.0%} "
+            f"of the time of {linear}.")
+
+
+def paces(found: Found) -> str:
+    heads = list(dict.fromkeys(what for each in found.pace.values() for what in each))
+    title = {"greedy": "greedy", "beam": f"beam of {BEAM}", "training": "training"}
+    return markdown(["attention", *(title.get(what, what) for what in heads)],
+                    [[named(arm), *(f"{each[what]:.3g}" for what in heads)] for arm, each in found.pace.items()])
+
+
+def sample_text(found: Found) -> str:
+    told = [f"{named(arm)}: training loss {r['losses'][0][1]:.0f} in the first {r['losses'][0][0]} steps, {r['losses'][-1][1]:.0f} in "
+            f"the last of {r['steps']}; test loss {r['loss']:.0f} nats an utterance" for arm, r in found.sample.items()]
+    return (f"The part of LibriSpeech that is at hand (some minutes of train-clean-100, {found_utterances(found)} test "
+            f"utterances) went through the same code. {'; '.join(told)}. It is far too small to learn recognition from: these "
+            "figures say that the code reads and trains on real LibriSpeech, and nothing of the attention.")
+
+
+def found_utterances(found: Found) -> int:
+    return round(next(iter(found.sample.values()))["utterances"])
+
+
+def rows(found: Found, judgements: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """For the csv."""
+    made = [verdict.row() for verdict in judgements]
+    for phase, metric, _ in (*COLUMNS, ("speaker", "loss", 2)):
+        for arm in found.setting.all_arms():
+            values = found.draws(phase, arm, metric)
+            if values:
+                half = independent(values).half if len(values) > 1 else ""
+                made.append({"phase": phase, "attention": arm.attention, "m": arm.m or "", "metric": metric,
+                             "mean": float(np.mean(values)), "ci95": half, "n": len(values)})
+    made += [{"phase": "encoder", "attention": method, "seconds_of_audio": n, "metric": "ms", "mean": float(np.median(values)),
+              "n": len(values), "peak_mib": found.memory[n, method]}
+             for n, each in found.times.items() for method, values in each.items()]
+    return made
+
+
+# ---- picture -------------------------------------------------------------------------------------------------------------
+
+
+def figure(found: Found):
+    """WER on validation utterances against steps: a row for each m, a column for each way to train."""
+    phases, ms = ("scratch", "uptrained"), found.setting.ms
+    fig, axes = new_figure(len(ms), len(phases), figsize=(10, 3.4 * len(ms)), squeeze=False)
+    for row, m in zip(axes, ms):
+        for ax, phase in zip(row, phases):
+            arms = [arm for arm in found.setting.all_arms() if arm.m in (None, m)]
+            lines = [(arm, curve(found, phase, arm)) for arm in arms]
+            draw(ax, [(arm, line) for arm, line in lines if line])
+            ax.set(title=f"{PHASES[phase]}, m = {m}", xlabel="training steps", ylabel="WER on validation strings, %")
+    fig.tight_layout()
+    for row, m in zip(axes, ms):
+        for ax, phase in zip(row, phases):
+            lines = [(arm, curve(found, phase, arm)) for arm in found.setting.all_arms() if arm.m in (None, m)]
+            label_ends(ax, [(label(arm), steps[-1], mid[-1], colour(arm)) for arm, line in lines if line
+                            for steps, mid, _ in [line]], 7)
+    return fig
+
+
+Line = tuple[list[int], list[float], list[float]]
+
+
+def curve(found: Found, phase: str, arm: Arm) -> Line | None:
+    """Steps, mean WER over seeds in percent, and the half-width of its interval; None where there are no runs."""
+    each = [r["curve"] for (where, other, _), r in found.trained.items() if (where, other) == (phase, arm)]
+    if not each:
+        return None
+    points = {step: [100 * wer for line in each for other, wer, _ in line if other == step] for step, *_ in each[0]}
+    if phase == "uptrained":
+        points = {0: [100 * v["validation"]["wer"] for (other, _), v in found.after.items() if other == arm]} | points
+    halves = [independent(values).half if len(values) > 1 else 0.0 for values in points.values()]
+    return list(points), [float(np.mean(values)) for values in points.values()], halves
+
+
+def draw(ax, lines: Sequence[tuple[Arm, Line]]) -> None:
+    for arm, (steps, middle, half) in lines:
+        style = {"uniform": "--", "identity": ":"}.get(arm.attention, "-")
+        ax.plot(steps, middle, style, color=colour(arm), marker="o", ms=3, lw=1.3)
+        if arm.attention not in CONTROLS:
+            ax.fill_between(steps, np.subtract(middle, half), np.add(middle, half), color=colour(arm), alpha=0.12, lw=0)
+    ax.set_ylim(bottom=0)
+
+
+def colour(arm: Arm) -> str:
+    return palette.colour(arm.attention)
+
