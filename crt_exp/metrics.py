@@ -91,8 +91,8 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
-    """Word and character error rates, all utterances together: wer = substitutions + deletions + insertions, each as a fraction
-    of the words that were said; the same of characters, spaces among them, with `character_` before their names."""
+    """Word and character error rates, all utterances together: wer = substitutions + deletions + insertions, each as a
+    fraction of the words that were said; the same of characters, spaces among them, as `character_...`."""
     import jiwer
 
     words = jiwer.process_words(list(references), list(hypotheses))
@@ -100,6 +100,6 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
     found = {}
     for name, prefix, result in (("wer", "", words), ("cer", "character_", characters)):
         count = result.hits + result.substitutions + result.deletions
-        parts = {f"{prefix}{part}": getattr(result, part) / count for part in ("substitutions", "deletions", "insertions")}
-        found |= {name: getattr(result, name)} | parts
+        found[name] = getattr(result, name)
+        found |= {f"{prefix}{part}": getattr(result, part) / count for part in ("substitutions", "deletions", "insertions")}
     return found

@@ -25,7 +25,7 @@ ROOMS = [
     ["estimators"],
     ["tasks", "studies"],
     ["runner"],
-    ["train"],
+    ["train", "transcribe"],
     ["report"],
     ["__main__"],
 ]

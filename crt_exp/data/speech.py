@@ -1,7 +1,7 @@
 """Speech with transcripts: LibriSpeech's layout, strings of spoken digits, sets of the hub; audio at one rate.
 
-What cannot be used is found before training where a header tells it, named and counted, and an error unless the caller leaves
-it out. Nothing here draws from a global generator.
+What cannot be used is found before training where a header tells it, named and counted, and an error unless the caller
+leaves it out. Nothing here draws from a global generator.
 """
 
 import io
@@ -22,7 +22,7 @@ from crt_exp.data.text import from_hub, generator_of, numbered_lines, warn
 SUFFIXES = (".flac", ".wav")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = "speech/free-spoken-digit-dataset"
-SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  # recordings 0 to 4 are the official test set
+SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  # 0 to 4 are the official test set
 LENGTHS = range(3, 9)              # digits of a string
 GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
 SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
@@ -76,11 +76,11 @@ class Faults:
         warn("%s and are left out, %s stay:\n%s", said, left, shown)
 
 
-# ---- LibriSpeech ---------------------------------------------------------------------------------------------------------
+# ---- LibriSpeech -------------------------------------------------------------------------------------------
 
 
 def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> list[Utterance]:
-    """The utterances of subsets in the official layout, `<subset>/<speaker>/<chapter>/*.flac` with `*.trans.txt`, sorted.
+    """The utterances of subsets in the official layout, <subset>/<speaker>/<chapter>/*.flac with *.trans.txt, sorted.
 
     Raises DataError for a subset that is not there or holds nothing.
     """
@@ -110,8 +110,8 @@ def subset_folder(subset: str, data_dir: str | None) -> Path:
         return root / subset
     if (source := f"speech/LibriSpeech/{subset}") not in SOURCES:
         known = ", ".join(name.rsplit("/", 1)[-1] for name in SOURCES if name.startswith("speech/LibriSpeech/"))
-        raise DataError(f"there is no subset {subset!r} in {root or 'LibriSpeech (CRT_DATA is not set)'}. LibriSpeech has "
-                        f"{known}; one of your own is {subset}/<speaker>/<chapter>/ with .flac files and a .trans.txt")
+        raise DataError(f"there is no subset {subset!r} in {root or 'LibriSpeech (CRT_DATA is not set)'}. LibriSpeech "
+                        f"has {known}; one of your own has .flac files and a .trans.txt in <speaker>/<chapter>/")
     raise missing(source, root / subset if root else None)
 
 
@@ -132,7 +132,7 @@ def header(path: Path, faults: Faults) -> Part | None:
         return None
 
 
-# ---- spoken digits -------------------------------------------------------------------------------------------------------
+# ---- spoken digits -----------------------------------------------------------------------------------------
 
 
 class Recording(NamedTuple):
@@ -159,19 +159,23 @@ def recordings(data_dir: str | None, faults: Faults) -> list[Recording]:
     return found
 
 
-def digit_strings(every: list[Recording], split: str, count: int, held_out_speaker: str | None = None) -> list[Utterance]:
+def digit_strings(every: list[Recording], split: str, count: int,
+                  held_out_speaker: str | None = None) -> list[Utterance]:
     """`count` strings of 3 to 8 digits, each of one speaker, with short silences between; always the same ones.
 
-    Recordings 0 to 4 make the test strings, 5 to 7 those for validation, the others those for training. With a held-out speaker
-    all recordings of that one make the test strings, and none of them any other. Raises DataError where there are none.
+    Recordings 0 to 4 make the test strings, 5 to 7 those for validation, the others those for training. With a held-out
+    speaker all recordings of that one make the test strings, and none of them any other. Raises DataError where there
+    are none.
     """
     speakers = sorted({each.speaker for each in every})
     if held_out_speaker not in (None, *speakers):
         raise DataError(f"task.held_out_speaker = {held_out_speaker}: the recordings are of {', '.join(speakers)}")
     test = split == "test" and held_out_speaker is not None
-    wanted = [each for each in every if (each.speaker == held_out_speaker) == test and (test or each.index in SPLITS[split])]
+    own = [each for each in every if (each.speaker == held_out_speaker) == test]
+    wanted = [each for each in own if test or each.index in SPLITS[split]]
     if not wanted:
-        raise DataError(f"no recordings for {split}: it takes those with the indices {SPLITS[split][0]} to {SPLITS[split][-1]}")
+        first, last = SPLITS[split][0], SPLITS[split][-1]
+        raise DataError(f"no recordings for {split}: it takes those with the indices {first} to {last}")
     own = [[each for each in wanted if each.speaker == speaker] for speaker in speakers]
     rngs = (np.random.default_rng([list(SPLITS).index(split), i]) for i in range(count))
     return [joined(list(filter(None, own)), f"{split}-{i}", rng) for i, rng in enumerate(rngs)]
@@ -185,13 +189,14 @@ def joined(speakers: list[list[Recording]], name: str, rng: np.random.Generator)
     return Utterance(f"{name}-{own[0].speaker}", text, tuple(each.part for each in chosen), gaps)
 
 
-# ---- the hub -------------------------------------------------------------------------------------------------------------
+# ---- the hub -----------------------------------------------------------------------------------------------
 
 
-def hub_utterances(name: str, config: str | None, split: str, audio: str, text: str, faults: Faults, *, data_files: Any = None,
-                   rank: int = 0, world: int = 1, seed: int = 0, buffer: int = 0) -> Callable[[int], Iterator[Utterance]]:
-    """A pass over a set of the Hugging Face hub, streamed: of number e in an order drawn in a window of `buffer` rows (0: as
-    stored), each process its own part. Audio is read by soundfile from the bytes, at most as long as they are needed.
+def hub_utterances(name: str, config: str | None, split: str, audio: str, text: str, faults: Faults, *,
+                   data_files: Any = None, rank: int = 0, world: int = 1, seed: int = 0,
+                   buffer: int = 0) -> Callable[[int], Iterator[Utterance]]:
+    """Passes over a set of the Hugging Face hub, streamed: number e is in an order drawn in a window of `buffer` rows
+    (0: as stored), and each process reads its own part. soundfile reads audio from the bytes when it is needed.
 
     Raises DataError where the set cannot be had or lacks a column.
     """
@@ -207,7 +212,8 @@ def hub_utterances(name: str, config: str | None, split: str, audio: str, text: 
     stream = stream.cast_column(audio, Audio(decode=False))
 
     def utterances(epoch: int) -> Iterator[Utterance]:
-        drawn = stream.shuffle(seed=int(generator_of(seed, 3, epoch).initial_seed()), buffer_size=buffer) if buffer else stream
+        order = int(generator_of(seed, 3, epoch).initial_seed())
+        drawn = stream.shuffle(seed=order, buffer_size=buffer) if buffer else stream
         for i, row in enumerate(split_dataset_by_node(drawn, rank=rank, world_size=world)):
             if found := of_row(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
                 yield found
@@ -227,7 +233,7 @@ def of_row(audio: dict[str, Any], text: str | None, place: str, faults: Faults) 
         return faults.add(f"{place} ({name})", str(error))
 
 
-# ---- audio ---------------------------------------------------------------------------------------------------------------
+# ---- audio -------------------------------------------------------------------------------------------------
 
 
 def seconds_of(source: Path | io.BytesIO) -> float:
@@ -248,7 +254,7 @@ def reason(error: Exception) -> str:
 
 
 def decoded(part: Part, rate: int) -> np.ndarray:
-    """(samples,) float32 at `rate`, channels averaged. Raises BadAudio, for audio that ends before its header says too."""
+    """(samples,) float32 at `rate`, channels averaged. Raises BadAudio, also where it ends before its header says."""
     import soundfile
 
     try:
@@ -282,7 +288,7 @@ def resampler(own: int, rate: int) -> torch.nn.Module:
 
 
 def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:
-    """(samples,) float32; speed 1.1 is a tenth faster, and higher, as a tape would be. Raises BadAudio naming the file."""
+    """(samples,) float32; speed 1.1 is a tenth faster, and higher, as of a tape. Raises BadAudio naming the file."""
     pieces = []
     for i, part in enumerate(utterance.parts):
         try:

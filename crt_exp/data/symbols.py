@@ -1,4 +1,4 @@
-"""What a recogniser writes: characters, words, or pieces of words, as numbers from 0 on; blank is the number after the last."""
+"""What a recogniser writes: characters, words, or pieces of words, as numbers from 0 on; blank comes after the last."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -69,14 +69,17 @@ class Symbols:
         return " ".join(("" if self.kind == "characters" else " ").join(self.entries[i] for i in numbers).split())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Symbols) and (self.kind, self.entries, self.pieces) == (other.kind, other.entries, other.pieces)
+        return isinstance(other, Symbols) and self.content() == other.content()
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.entries, self.pieces))
+        return hash(self.content())
+
+    def content(self) -> tuple:
+        return self.kind, self.entries, self.pieces
 
 
 def trained(texts: list[str], size: int, cache_dir: str | Path | None) -> bytes:
-    """A unigram model of sentencepiece, kept in `cache_dir` by its texts. Raises DataError for a size that is too small."""
+    """A unigram model of sentencepiece, kept in `cache_dir` by its texts. Raises DataError for a size too small."""
     key = key_of("sentencepiece 1", size, *texts)
     return cached(cache_dir, key, lambda: {"model": np.frombuffer(train(texts, size), np.uint8)})["model"].tobytes()
 
@@ -87,13 +90,13 @@ def train(texts: list[str], size: int) -> bytes:
 
     model = io.BytesIO()
     try:
-        SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=size, hard_vocab_limit=False,
-                                   character_coverage=1.0, normalization_rule_name="identity", num_threads=1,
-                                   bos_id=-1, eos_id=-1, minloglevel=2)
+        SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=size,
+                                   hard_vocab_limit=False, character_coverage=1.0, num_threads=1, bos_id=-1, eos_id=-1,
+                                   normalization_rule_name="identity", minloglevel=2)
     except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise DataError(f"sentencepiece makes no {size} pieces of these {len(texts)} transcripts: {reason}. Choose another "
-                        "task.pieces, or task.symbols=characters.") from None
+        raise DataError(f"sentencepiece makes no {size} pieces of these {len(texts)} transcripts: {reason}. Choose "
+                        "another task.pieces, or task.symbols=characters.") from None
     return model.getvalue()
 
 

@@ -1,9 +1,9 @@
 """Conformer transducer: log-mel front end, Conformer encoder with any attention, LSTM predictor, joiner, RNN-T loss.
 
-Every part honours lengths: an utterance gives the same numbers in a batch of longer ones as alone. Layers of the encoder are
-torchaudio's, with the names of its parameters; only their convolution sees which frames are real.
-Legend: B utterances, N samples of audio, T frames of the encoder (every 40 ms), U symbols of a transcript, D features of a frame,
-J width of the joiner, V symbols of the vocabulary, the last of them blank.
+Every part honours lengths: an utterance gives the same numbers in a batch of longer ones as alone. Layers of the
+encoder are torchaudio's, with the names of its parameters; only their convolution sees which frames are real.
+Legend: B utterances, N samples of audio, T frames of the encoder (every 40 ms), U symbols of a transcript, D features
+of a frame, J width of the joiner, V symbols of the vocabulary, the last of them blank.
 Sources: Graves, 2012 (transducer); Gulati et al., 2020 (Conformer); Park et al., 2019 (SpecAugment).
 """
 
@@ -46,11 +46,11 @@ class Sizes(TypedDict):
 
 PRESETS = {
     # 2 cores learn strings of spoken digits with it in minutes; heads of 24 dimensions
-    "small": Sizes(mels=40, channels=16, layers=4, dim=96, ffn=384, heads=4, kernel=15, predictor=128, joiner=128, dropout=0.1,
-                   norm="frame"),
+    "small": Sizes(mels=40, channels=16, layers=4, dim=96, ffn=384, heads=4, kernel=15, predictor=128, joiner=128,
+                   dropout=0.1, norm="frame"),
     # the encoder of Performers' and Chefs' Random Tables' speech experiments
-    "paper": Sizes(mels=80, channels=256, layers=17, dim=256, ffn=1024, heads=4, kernel=31, predictor=512, joiner=1024,
-                   dropout=0.1, norm="batch"),
+    "paper": Sizes(mels=80, channels=256, layers=17, dim=256, ffn=1024, heads=4, kernel=31, predictor=512,
+                   joiner=1024, dropout=0.1, norm="batch"),
 }
 
 
@@ -59,12 +59,12 @@ def check_sizes(sizes: Sizes) -> None:
     if sizes["dim"] % sizes["heads"]:
         raise ConfigError(f"task.sizes: dim = {sizes['dim']} is no multiple of heads = {sizes['heads']}")
     if sizes["kernel"] % 2 == 0:
-        raise ConfigError(f"task.sizes: kernel = {sizes['kernel']} is even: a convolution around a frame takes an odd number")
+        raise ConfigError(f"task.sizes: kernel = {sizes['kernel']} is even: a convolution around a frame is odd")
     if sizes["mels"] < 7:
         raise ConfigError(f"task.sizes: mels = {sizes['mels']}: subsampling needs at least 7")
 
 
-# ---- front end -----------------------------------------------------------------------------------------------------------
+# ---- front end ---------------------------------------------------------------------------------------------
 
 
 def frames_of(samples, rate: int):
@@ -87,7 +87,7 @@ def real(lengths: Tensor, most: int) -> Tensor:
 
 
 class LogMel(nn.Module):
-    """(B, N) int16 audio -> (B, frames, mels), each mel with mean 0 and deviation 1 over the real frames of its utterance.
+    """(B, N) int16 audio -> (B, frames, mels), each mel with mean 0 and deviation 1 over an utterance's real frames.
 
     Always in float32. A frame lies within its utterance: none is padded by reflection, which would differ in a batch.
     """
@@ -114,8 +114,8 @@ class LogMel(nn.Module):
 def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
     """SpecAugment: (B, frames, mels) with bands of mels and spans of frames set to their mean, 0.
 
-    bands, spans: (B, any number, 2) first index and the one after the last, drawn by the data and not here, so that a row has
-    the same ones in any batch, on any process and after any resume.
+    bands, spans: (B, any number, 2) first index and the one after the last, drawn by the data and not here, so that a
+    row has the same ones in any batch, on any process and after any resume.
     """
     for places, dim in ((spans, 1), (bands, 2)):
         index = torch.arange(x.shape[dim], device=x.device)
@@ -124,7 +124,7 @@ def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
     return x
 
 
-# ---- encoder -------------------------------------------------------------------------------------------------------------
+# ---- encoder -----------------------------------------------------------------------------------------------
 
 
 class Subsampling(nn.Module):
@@ -155,8 +155,8 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 class FrameNorm(nn.LayerNorm):
     """Normalises the channels of each frame by itself: no statistic joins frames, utterances or processes.
 
-    Training then gives an utterance the same loss in any batch, which batch norm cannot, and group norm over time neither:
-    torchaudio's counts padded frames.
+    Training then gives an utterance the same loss in any batch. Batch norm cannot, nor can group norm over time, of
+    which torchaudio's counts padded frames.
     """
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class FrameNorm(nn.LayerNorm):
 
 
 class Layer(ConformerLayer):
-    """torchaudio's layer, whose convolution takes padded frames for zeros, as it takes those beyond the ends of the audio."""
+    """torchaudio's layer, whose convolution takes padded frames for zeros, like those beyond the ends of the audio."""
 
     def __init__(self, sizes: Sizes):
         super().__init__(sizes["dim"], sizes["ffn"], sizes["heads"], sizes["kernel"], sizes["dropout"])
@@ -210,7 +210,7 @@ class Encoder(nn.Module):
         return x.transpose(0, 1), lengths
 
 
-# ---- transducer ----------------------------------------------------------------------------------------------------------
+# ---- transducer --------------------------------------------------------------------------------------------
 
 State = tuple[Tensor, Tensor]  # of the LSTM, (1, B, cells) each
 
@@ -241,8 +241,8 @@ class Joiner(nn.Module):
 
 
 class Hypothesis(NamedTuple):
-    """What was recognised: symbols, the frame of the encoder at which each was said (None: not known), and the log probability
-    of the path, or of all that were joined."""
+    """What was recognised: symbols, the frame of the encoder at which each was said (None: not known), and the log
+    probability of the path, or of all that were joined."""
 
     symbols: list[int]
     frames: list[int] | None
@@ -261,12 +261,12 @@ class ConformerTransducer(nn.Module):
         self.predictor = Predictor(symbols, sizes["predictor"], sizes["dropout"])
         self.joiner = Joiner(sizes["dim"], sizes["predictor"], sizes["joiner"], symbols)
 
-    def forward(self, audio: Tensor, samples: Tensor, targets: Tensor | None = None, target_lengths: Tensor | None = None,
-                bands: Tensor | None = None, spans: Tensor | None = None,
+    def forward(self, audio: Tensor, samples: Tensor, targets: Tensor | None = None,
+                target_lengths: Tensor | None = None, bands: Tensor | None = None, spans: Tensor | None = None,
                 search: Callable[["ConformerTransducer", Tensor, Tensor], list[Hypothesis]] | None = None):
-        """audio (B, N) int16 with samples (B,); targets (B, U) int32 with target_lengths (B,); bands, spans: see `masked`.
+        """audio (B, N) int16 with samples (B,); targets (B, U) int32 with target_lengths (B,); bands, spans: `masked`.
 
-        -> losses (B,), nats, None without targets; with a search (`greedy`, `Beam`) a tuple of these and its hypotheses.
+        -> losses (B,), nats, None without targets; with a search (`greedy`, `Beam`) these and its hypotheses.
         """
         encoded, lengths = self.encoder(audio, samples, bands, spans)
         losses = None if targets is None else self.losses(encoded, lengths, targets, target_lengths)
@@ -277,10 +277,11 @@ class ConformerTransducer(nn.Module):
         said, _ = self.predictor(F.pad(targets, (1, 0), value=self.blank))
         heard, said = self.joiner.heard(encoded), self.joiner.said(said)
         logits = self.joiner(heard[:, :, None], said[:, None])  # (B, T, U + 1, V)
-        return rnnt_loss(logits.float(), targets.int(), lengths.int(), target_lengths.int(), self.blank, reduction="none")
+        lengths, target_lengths = lengths.int(), target_lengths.int()
+        return rnnt_loss(logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none")
 
 
-# ---- recognition ---------------------------------------------------------------------------------------------------------
+# ---- recognition -------------------------------------------------------------------------------------------
 
 MOST = 8  # symbols in one frame of 40 ms, so that every search ends
 
@@ -288,13 +289,15 @@ MOST = 8  # symbols in one frame of 40 ms, so that every search ends
 @torch.compiler.disable
 @torch.no_grad()
 def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
-    """The best symbol at each step, for all utterances at once: each has a frame of its own, blank moves it to the next."""
+    """The best symbol at each step, of all utterances at once: each has a frame of its own, blank moves it on."""
     joiner, rows = model.joiner, torch.arange(len(encoded), device=encoded.device)
     heard, state = joiner.heard(encoded), None
     said, state = model.predictor(torch.full_like(lengths, model.blank)[:, None])
-    frame, here, score, steps = torch.zeros_like(lengths), torch.zeros_like(lengths), torch.zeros_like(lengths).float(), []
+    frame, here = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    score, steps = torch.zeros_like(lengths).float(), []
     while (active := frame < lengths).any():
-        logs = joiner(heard[rows, frame.clamp(max=heard.shape[1] - 1)], joiner.said(said[:, 0])).float().log_softmax(-1)
+        logits = joiner(heard[rows, frame.clamp(max=heard.shape[1] - 1)], joiner.said(said[:, 0]))
+        logs = logits.float().log_softmax(-1)
         logs[:, :-1].masked_fill_((here >= MOST)[:, None], -torch.inf)
         best, symbol = logs.max(-1)
         says = active & (symbol != model.blank)
@@ -306,13 +309,18 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
             state = tuple(torch.where(says[:, None], a, b) for a, b in zip(after, state))
         here = torch.where(says, here + 1, 0)
         frame = frame + (active & ~says)
-    said_at = [[(s, t) for s, t in zip(*row) if s != model.blank] for row in torch.stack(steps).permute(2, 1, 0).tolist()]
-    return [Hypothesis([s for s, _ in row], [t for _, t in row], value) for row, value in zip(said_at, score.tolist())]
+    return paths(torch.stack(steps).permute(2, 1, 0).tolist(), score.tolist(), model.blank)
+
+
+def paths(steps: list, scores: list[float], blank: int) -> list[Hypothesis]:
+    """steps: of each utterance the symbols, and the frames, of all steps of a search."""
+    said = [[(s, t) for s, t in zip(*row) if s != blank] for row in steps]
+    return [Hypothesis([s for s, _ in row], [t for _, t in row], score) for row, score in zip(said, scores)]
 
 
 class Beam:
-    """torchaudio's beam search, one utterance at a time: it joins the paths of a transcript, and lets a frame say several
-    symbols, which batched searches with one symbol a frame do not, and characters need.
+    """torchaudio's beam search, one utterance at a time: it joins the paths of a transcript, and lets a frame say
+    several symbols, which batched searches with one symbol a frame do not, and characters need.
 
     Ranks by the log probability itself: transducers are distributions over transcripts, so no length is favoured.
     """
@@ -325,7 +333,7 @@ class Beam:
     def __call__(self, model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
         from torchaudio.models import RNNTBeamSearch
 
-        width = min(self.width, model.blank)  # a first symbol has no more choices, and torchaudio's search needs as many
+        width = min(self.width, model.blank)  # choices of a first symbol, of which torchaudio's search needs as many
         search = RNNTBeamSearch(_Parts(model), model.blank, hypo_sort_key=lambda found: found[3], step_max_tokens=MOST)
         heard = model.joiner.heard(encoded)
         best = [search(x[None, :n], n, width)[0] for x, n in zip(heard, lengths)]

@@ -1,4 +1,4 @@
-"""The folder in which a run keeps a recogniser, `<run>/model`: its weights, symbols, sizes, and the names of its attention.
+"""The folder in which a run keeps a recogniser, `<run>/model`: weights, symbols, sizes, and the names of its attention.
 
 Nothing in it names code that is run: the attention is rebuilt from names of conf/ and compared with what it was.
 """
@@ -42,8 +42,8 @@ def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) ->
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
     temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
     symbols = recogniser.symbols
-    config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes), "attention": names(recogniser.mechanism),
-              "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
+    config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
+              "attention": names(recogniser.mechanism), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
     for left in directory.glob(f".{MODEL}.*"):
         shutil.rmtree(left, ignore_errors=True)
     try:
@@ -64,8 +64,8 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     try:
         config = json.loads((folder / CONFIG).read_text())
         if not isinstance(config, dict) or config.get("kind") != KIND:
-            raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no speech recogniser. Give "
-                            "a run of task=librispeech.")
+            raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no speech "
+                            "recogniser. Give a run of task=librispeech.")
         symbols = config["symbols"]
         symbols = (Symbols.of_pieces((folder / PIECES).read_bytes()) if symbols["kind"] == "pieces"
                    else Symbols(symbols["kind"], tuple(symbols["entries"])))
@@ -84,10 +84,11 @@ def folder_of(run: str | Path, option: str) -> Path:
     if (path / CONFIG).is_file():
         return path
     if (path / "config.yaml").is_file():
-        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with resume=auto "
-                        f"hydra.run.dir={run}), or is of a task that keeps no model. Give a run of task=librispeech.")
-    raise DataError(f"{option} = {run}: {'it holds no run' if path.is_dir() else 'there is no such directory'}. Give the "
-                    "directory of a run of task=librispeech.")
+        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "
+                        f"resume=auto hydra.run.dir={run}), or is of a task that keeps no model. Give a run of "
+                        "task=librispeech.")
+    problem = "it holds no run" if path.is_dir() else "there is no such directory"
+    raise DataError(f"{option} = {run}: {problem}. Give the directory of a run of task=librispeech.")
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -99,8 +100,8 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             found = tuple(tensors[name].shape) if name in tensors else "not there"
-            raise ConfigError(f"{source}: {name} is {found}, and this model takes {tuple(tensor.shape)}: choose the task.preset "
-                              "and task.sizes of that run")
+            raise ConfigError(f"{source}: {name} is {found}, and this model takes {tuple(tensor.shape)}: choose the "
+                              "task.preset and task.sizes of that run")
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(tensors[name])
@@ -112,11 +113,12 @@ def load_whole(recogniser: Recogniser, tensors: dict[str, Tensor], source: str) 
     try:
         model.load_state_dict(tensors)
     except (RuntimeError, ValueError) as error:
-        raise DataError(f"{source}: its weights do not fit its {CONFIG}: {str(error).splitlines()[-1].strip()}") from None
+        reason = str(error).splitlines()[-1].strip()
+        raise DataError(f"{source}: its weights do not fit its {CONFIG}: {reason}") from None
     return model.eval()
 
 
-# ---- attention by names --------------------------------------------------------------------------------------------------
+# ---- attention by names ------------------------------------------------------------------------------------
 
 
 def names(mechanism: Mechanism) -> dict[str, Any]:
@@ -124,16 +126,17 @@ def names(mechanism: Mechanism) -> dict[str, Any]:
     part = lambda found: None if found is None else found.name
     options = {key: value for key, value in mechanism.options.items()
                if not key.startswith("_") and isinstance(value, (bool, int, float, str))}
-    return {"name": mechanism.name, "m": mechanism.m, "features": part(mechanism.features), "sampler": part(mechanism.rows),
-            "seed": mechanism.seed, "options": options, "described": json.loads(json.dumps(mechanism.describe()))}
+    return {"name": mechanism.name, "m": mechanism.m, "features": part(mechanism.features),
+            "sampler": part(mechanism.rows), "seed": mechanism.seed, "options": options,
+            "described": json.loads(json.dumps(mechanism.describe()))}
 
 
 def rebuilt(saved: dict[str, Any], source: str) -> Mechanism:
     """Raises ConfigError for attention that is no choice of conf/, or not what it was."""
     name = saved["name"] if saved["name"] in choices("attention") else None
     try:
-        found = Mechanism.of(name, m=saved["m"], sampler=saved["sampler"], features=saved["features"], seed=saved["seed"],
-                             **saved["options"])
+        found = Mechanism.of(name, m=saved["m"], sampler=saved["sampler"], features=saved["features"],
+                             seed=saved["seed"], **saved["options"])
     except ConfigError as error:
         raise ConfigError(f"{source}: its attention {saved['name']} is not one of this installation: {error}") from None
     if json.loads(json.dumps(found.describe())) != saved["described"]:

@@ -1,7 +1,8 @@
 """Speech recognition with a Conformer transducer: Figure 3 of Chefs' Random Tables, Table 2 of Hybrid Random Features.
 
-Metrics are word and character error rates of the greedy search, each with its substitutions, deletions and insertions, and the
-loss in nats an utterance. Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of the vocabulary.
+Metrics are word and character error rates of the greedy search, each with its substitutions, deletions and insertions,
+and the loss in nats an utterance.
+Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of the vocabulary.
 """
 
 import math
@@ -32,6 +33,7 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 Share = Annotated[float, at_least(0), at_most(1)]
 INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model
+SPLITS = ("train", "validation", "test")
 WINDOW = 16  # micro-batches of a stream that are sorted by length at once
 
 
@@ -70,6 +72,14 @@ class Augment(TypedDict):
     span_share: Share
 
 
+class Example(NamedTuple):
+    """An utterance with its number, from which speed and masks are drawn."""
+
+    row: int
+    utterance: speech.Utterance
+    target: np.ndarray
+
+
 class Split(NamedTuple):
     """The utterances of a split, their symbols, and what each costs: seconds of audio when it is slowest."""
 
@@ -83,8 +93,8 @@ class Split(NamedTuple):
 class LibriSpeech(Task):
     """See `conf/task/librispeech.yaml` for the options.
 
-    Raises DataError for missing, malformed or unusable data and for runs that cannot be loaded, ConfigError for options that
-    do not go together.
+    Raises DataError for missing, malformed or unusable data and for runs that cannot be loaded, ConfigError for
+    options that do not go together.
     """
 
     corpus: Literal["librispeech", "fsdd"]
@@ -116,14 +126,15 @@ class LibriSpeech(Task):
         self.symbols = self.symbols or ("words" if digits else "characters")
         self.check_options(digits)
         self.streamed = self.source == "hub"
-        self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in ("train", "validation", "test")}
+        self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in SPLITS}
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
         self.transcripts: list[tuple] = []
         self.pace = Pace()
 
     def check_options(self, digits: bool) -> None:
-        check_keys("task.sizes.", self.sizes, {key: hint._replace(required=False) for key, hint in parameters(Sizes).items()})
+        known = {key: parameter._replace(required=False) for key, parameter in parameters(Sizes).items()}
+        check_keys("task.sizes.", self.sizes, known)
         self.sizes = PRESETS[self.preset] | self.sizes
         check_sizes(self.sizes)
         if digits and self.source == "hub":
@@ -136,7 +147,7 @@ class LibriSpeech(Task):
     def read_splits(self) -> dict[str, Split]:
         """Everything but streamed audio; what cannot be used is told split by split."""
         found = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
-                 for split in ("train", "validation", "test") if not (self.streamed and split == "train")}
+                 for split in SPLITS if not (self.streamed and split == "train")}
         self.vocabulary = self.new_symbols(found)
         splits = {split: self.coded(split, utterances) for split, utterances in found.items()}
         for split, coded in splits.items():
@@ -193,9 +204,9 @@ class LibriSpeech(Task):
     def check_budget(self, split: str, coded: Split) -> None:
         if len(coded.costs) and coded.costs.max() > self.batch_seconds:
             longest = coded.utterances[int(coded.costs.argmax())]
-            raise ConfigError(f"task.batch_seconds = {self.batch_seconds:g}: {longest.name} of the {split} split alone takes "
-                              f"{coded.costs.max():g} s, task.speeds included; raise it, or lower task.max_seconds with "
-                              "task.bad=skip")
+            raise ConfigError(f"task.batch_seconds = {self.batch_seconds:g}: {longest.name} of the {split} split alone "
+                              f"takes {coded.costs.max():g} s, task.speeds included; raise it, or lower "
+                              "task.max_seconds with task.bad=skip")
 
     def length(self, split: str) -> int | None:
         return None if split not in self.splits else len(self.splits[split].utterances)
@@ -211,11 +222,10 @@ class LibriSpeech(Task):
         order = np.arange(len(data.costs)) if training else np.argsort(data.costs, kind="stable")
         for places in plan.by_cost(data.costs[order], self.batch_seconds, split):
             rows = order[places]
-            examples = [(int(i), data.utterances[i], data.targets[i]) for i in rows]
+            examples = [Example(int(i), data.utterances[i], data.targets[i]) for i in rows]
             yield self.batch(examples, [plan.rng(i) for i in rows] if training else None)
 
-    def batch(self, examples: list[tuple[int, speech.Utterance, np.ndarray]],
-              rngs: list[np.random.Generator] | None) -> Batch:
+    def batch(self, examples: list[Example], rngs: list[np.random.Generator] | None) -> Batch:
         """CPU tensors; with generators, one for each utterance, speeds and masks are drawn."""
         rows, faults = [], speech.Faults(self.bad, "utterances of a batch")
         for i, (row, utterance, target) in enumerate(examples):
@@ -231,8 +241,9 @@ class LibriSpeech(Task):
     def collated(self, rows: Sequence[int], audio: Sequence[np.ndarray], targets: Sequence[np.ndarray],
                  rngs: Sequence[np.random.Generator | None]) -> Batch:
         lengths = [torch.tensor([len(each) for each in part]) for part in (audio, targets)]
-        found = {"rows": list(rows), "seconds": int(lengths[0].sum()) / self.rate, "audio": speech.padded(audio, np.int16),
-                 "samples": lengths[0], "targets": speech.padded(targets, np.int32), "target_lengths": lengths[1].int()}
+        found = {"rows": list(rows), "seconds": int(lengths[0].sum()) / self.rate,
+                 "audio": speech.padded(audio, np.int16), "samples": lengths[0],
+                 "targets": speech.padded(targets, np.int32), "target_lengths": lengths[1].int()}
         if rngs[0] is not None and (self.augment["bands"] or self.augment["spans"]):
             drawn = [self.masks(rng, frames_of(len(each), self.rate)) for rng, each in zip(rngs, audio)]
             found["bands"], found["spans"] = (torch.from_numpy(np.stack(part)) for part in zip(*drawn))
@@ -246,41 +257,44 @@ class LibriSpeech(Task):
     def stream(self, plan: Plan) -> Iterator[Batch]:
         """Without end. A continued run reads the rows before its step again, but decodes none of them."""
         faults = speech.Faults(self.bad, "streamed utterances")
-        read = self.hub_pass("train", faults, rank=plan.rank, world=plan.world, seed=plan.seed, buffer=self.hub["buffer"])
+        read = self.hub_pass("train", faults, rank=plan.rank, world=plan.world, seed=plan.seed,
+                             buffer=self.hub["buffer"])
         for number, examples in enumerate(self.stream_batches(read, faults, plan)):
             if number >= plan.start * plan.micro:
-                yield self.batch(examples, [plan.rng(row) for row, _, _ in examples])
+                yield self.batch(examples, [plan.rng(example.row) for example in examples])
 
-    def stream_batches(self, read, faults: speech.Faults, plan: Plan) -> Iterator[list]:
+    def stream_batches(self, read, faults: speech.Faults, plan: Plan) -> Iterator[list[Example]]:
         """Utterances of like length together, among those of a few batches."""
         rows = self.stream_rows(read, faults, plan)
-        slowest, rng = min(self.speeds), np.random.default_rng([plan.seed, plan.rank, 4])
+        cost = lambda example: speech.rounded_up(example.utterance.seconds / min(self.speeds))
+        rng = np.random.default_rng([plan.seed, plan.rank, 4])
         while True:
             window, seconds = [], 0.0
             while seconds < WINDOW * self.batch_seconds:
                 window.append(next(rows))
-                seconds += speech.rounded_up(window[-1][1].seconds / slowest)
-            window.sort(key=lambda example: example[1].seconds)
-            sizes = packed(np.array([speech.rounded_up(each.seconds / slowest) for _, each, _ in window]), self.batch_seconds)
+                seconds += cost(window[-1])
+            window.sort(key=lambda example: example.utterance.seconds)
+            sizes = packed(np.array([cost(example) for example in window]), self.batch_seconds)
             ends = np.cumsum(sizes)
             for i in rng.permutation(len(sizes)):
                 yield window[ends[i] - sizes[i]:ends[i]]
 
-    def stream_rows(self, read, faults: speech.Faults, plan: Plan) -> Iterator[tuple[int, speech.Utterance, np.ndarray]]:
+    def stream_rows(self, read, faults: speech.Faults, plan: Plan) -> Iterator[Example]:
         number, epoch = 0, 0
+        longest = min(self.max_seconds, (self.batch_seconds - 0.25) * min(self.speeds))  # costs are rounded up
         while True:
             before = number
             for utterance in read(epoch):
-                good = speech.usable([utterance], min(self.max_seconds, self.batch_seconds * min(self.speeds) - 0.25), faults)
+                good = speech.usable([utterance], longest, faults)
                 target = self.encoded(utterance, faults) if good else None
                 if faults.found:
                     faults.settle(1)
                     faults.found.clear()
                 if target is not None:
-                    yield plan.rank + plan.world * number, utterance, target
+                    yield Example(plan.rank + plan.world * number, utterance, target)
                     number += 1
             if number == before:
-                raise DataError(f"{self.hub['name']}, {self.hub['train']}: process {plan.rank} finds no utterance in it")
+                raise DataError(f"{self.hub['name']}, {self.hub['train']}: process {plan.rank} finds no utterance")
             epoch += 1
 
     # ---- model
@@ -291,10 +305,11 @@ class LibriSpeech(Task):
         found, tensors = recogniser.load(self.init, "task.init")
         if found.symbols != self.vocabulary:
             raise ConfigError(f"{source}: it writes {len(found.symbols)} {found.symbols.kind}, this run "
-                              f"{len(self.vocabulary)} {self.vocabulary.kind} that are not the same: choose task.symbols, "
-                              "task.pieces and training data as they were there")
+                              f"{len(self.vocabulary)} {self.vocabulary.kind} that are not the same: choose "
+                              "task.symbols, task.pieces and training data as they were there")
         if found.rate != self.rate:
-            raise ConfigError(f"{source}: it hears {found.rate} Hz, this run {self.rate} Hz: choose task.rate={found.rate}")
+            raise ConfigError(f"{source}: it hears {found.rate} Hz, this run {self.rate} Hz: choose "
+                              f"task.rate={found.rate}")
         return tensors
 
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -314,8 +329,9 @@ class LibriSpeech(Task):
     def described_joiner(self) -> str:
         cells, symbols = self.joiner_cells(), len(self.vocabulary) + 1
         megabytes = lambda width: f"{4 * cells * width / 1e6:.3g} MB"
-        return (f"joiner: a micro-batch of {self.batch_seconds:g} s holds at most {cells} cells (utterances x frames x symbols), "
-                f"{megabytes(symbols)} of logits for {symbols} symbols and {megabytes(self.sizes['joiner'])} before them")
+        return (f"joiner: a micro-batch of {self.batch_seconds:g} s holds at most {cells} cells (utterances x frames x "
+                f"symbols), {megabytes(symbols)} of logits for {symbols} symbols and "
+                f"{megabytes(self.sizes['joiner'])} before them")
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch[name] for name in INPUTS if name in batch}
@@ -367,8 +383,8 @@ class LibriSpeech(Task):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         beam = f", by beam search {last['wer_beam']:.2%}" if "wer_beam" in last else ""
-        return (f"librispeech: WER {last['wer']:.2%}{beam}, CER {last['cer']:.2%} ({last['split']}, step {last['step']})"
-                f"{self.pace.described()}")
+        return (f"librispeech: WER {last['wer']:.2%}{beam}, CER {last['cer']:.2%} ({last['split']}, step "
+                f"{last['step']}){self.pace.described()}")
 
 
 class Pace:

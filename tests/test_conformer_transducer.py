@@ -1,0 +1,288 @@
+"""The Conformer transducer: lengths honoured in every part, losses and searches by their definitions."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchaudio.models.conformer import ConformerLayer
+
+from crt_exp.config import ConfigError
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.conformer_transducer import (
+    FIRST,
+    HOP,
+    PRESETS,
+    SUBSAMPLING,
+    Beam,
+    ConformerTransducer,
+    FrameNorm,
+    LogMel,
+    MaskedBatchNorm,
+    encoder_frames,
+    greedy,
+    masked,
+    real,
+)
+
+RATE = 8000
+SMALL = PRESETS["small"] | {"mels": 16, "channels": 4, "layers": 2, "dim": 16, "ffn": 32, "heads": 2, "kernel": 7,
+                            "predictor": 12, "joiner": 12, "dropout": 0.0}
+SAMPLES = torch.tensor([9000, 6100, 2400])
+LENGTHS = torch.tensor([5, 4, 1], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def quiet(one_thread):
+    pass
+
+
+def model_of(attention="exact", symbols=6, **sizes):
+    torch.manual_seed(0)
+    model = ConformerTransducer(symbols, RATE, SMALL | sizes)
+    if attention == "exact":
+        return model
+    return Mechanism.of(attention, **({"m": 16} if attention.startswith("favor") else {})).swap(model)
+
+
+def batch_of(samples=SAMPLES, lengths=LENGTHS, symbols=5):
+    """Loud noise everywhere, the padding too: nothing may depend on it."""
+    g = torch.Generator().manual_seed(1)
+    audio = (torch.randn(len(samples), int(samples.max()), generator=g) * 5000).short()
+    return {"audio": audio, "samples": samples, "target_lengths": lengths,
+            "targets": torch.randint(symbols, (len(samples), int(lengths.max())), generator=g, dtype=torch.int32)}
+
+
+def alone(batch, i):
+    """Utterance i without any padding."""
+    one = {name: part[i:i + 1] for name, part in batch.items()}
+    return one | {"audio": one["audio"][:, :one["samples"][0]], "targets": one["targets"][:, :one["target_lengths"][0]]}
+
+
+# ---- a batch gives what each utterance alone gives ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["frame", "batch"])
+@pytest.mark.parametrize("attention", ["exact", "favorpp", "favor", "uniform"])
+def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
+    model, batch = model_of(attention, norm=norm).eval(), batch_of()
+    losses, found = model(**batch, search=greedy)
+    encoded, lengths = model.encoder(batch["audio"], batch["samples"])
+    for i in range(len(losses)):
+        one, (own,) = model(**alone(batch, i), search=greedy)
+        torch.testing.assert_close(losses[i], one[0], rtol=2e-5, atol=0)
+        assert found[i].symbols == own.symbols and found[i].frames == own.frames
+        assert found[i].score == pytest.approx(own.score, rel=1e-5)
+        single = model.encoder(batch["audio"][i:i + 1, :batch["samples"][i]], batch["samples"][i:i + 1])[0]
+        torch.testing.assert_close(encoded[i, :lengths[i]], single[0], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("attention", ["exact", "favorpp"])
+def test_training_gives_an_utterance_the_same_loss_and_gradient_in_any_batch(attention):
+    model, batch = model_of(attention).train(), batch_of()
+    model(**batch).sum().backward()
+    together = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    losses = [model(**alone(batch, i)) for i in range(3)]
+    torch.cat(losses).sum().backward()
+    torch.testing.assert_close(model(**batch), torch.cat(losses), rtol=2e-5, atol=0)
+    largest = max(grad.abs().max() for grad in together.values())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(together[name], p.grad, rtol=1e-3, atol=float(largest) * 1e-5, msg=name)
+
+
+def test_batch_norm_counts_real_frames_alone():
+    """In training: the statistics, running ones too, of the real frames one after another."""
+    norm, plain = MaskedBatchNorm(4), nn.BatchNorm1d(4)
+    x, lengths = torch.randn(3, 4, 7) * 3 + 1, torch.tensor([7, 4, 2])
+    keep = real(lengths, 7)
+    joined = torch.cat([row[:, :n] for row, n in zip(x, lengths)], 1)[None]             # (1, 4, 13)
+    found, expected = norm(x, keep), plain(joined)[0]
+    torch.testing.assert_close(torch.cat([row[:, :n] for row, n in zip(found, lengths)], 1), expected)
+    torch.testing.assert_close(norm.running_var, plain.running_var)
+    torch.testing.assert_close(norm.running_mean, plain.running_mean)
+
+
+def test_batch_norm_gives_the_encoder_the_same_numbers_whatever_the_padding_holds():
+    batch = batch_of()
+    found = []
+    for noise in (0, 20000):
+        model = model_of(norm="batch").train()
+        audio = torch.where(real(batch["samples"], batch["audio"].shape[1]), batch["audio"], noise).short()
+        found.append(model(**batch | {"audio": audio}))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+
+
+def test_group_norm_of_torchaudio_counts_padding():
+    """The reason for norms of our own: its layer gives an utterance other numbers in a padded batch."""
+    layer = ConformerLayer(16, 32, 2, 7, use_group_norm=True).eval()
+    x = torch.randn(12, 1, 16)
+    padded = layer(F.pad(x, (0, 0, 0, 0, 0, 6)), ~real(torch.tensor([12]), 18))[:12]
+    assert (padded - layer(x, ~real(torch.tensor([12]), 12))).abs().max() > 0.01
+
+
+def test_norm_of_frames_keeps_the_names_of_torchaudio():
+    ours, theirs = model_of(norm="batch").encoder.layers[0], ConformerLayer(16, 32, 2, 7)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert isinstance(model_of().encoder.layers[0].conv_module.sequential[3], FrameNorm)
+
+
+def test_layer_is_torchaudios_where_nothing_is_padded():
+    ours, theirs = model_of(norm="batch").encoder.layers[0].eval(), ConformerLayer(16, 32, 2, 7).eval()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(9, 2, 16)
+    torch.testing.assert_close(ours(x, torch.ones(2, 9, dtype=torch.bool)), theirs(x, None))
+
+
+# ---- front end ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [8000, 16000])
+def test_the_shortest_audio_with_a_frame(rate):
+    samples = round(FIRST * rate)
+    assert encoder_frames(samples, rate) == 1 and encoder_frames(samples - 1, rate) == 0
+    step = round(SUBSAMPLING * HOP * rate)
+    assert encoder_frames(samples + 10 * step, rate) == 11
+
+
+def test_features_are_normalised_over_the_real_frames():
+    features = LogMel(RATE, 16)
+    x, frames = features(batch_of()["audio"], SAMPLES)
+    for row, n in zip(x, frames):
+        torch.testing.assert_close(row[:n].mean(0), torch.zeros(16), atol=1e-5, rtol=0)
+        torch.testing.assert_close(row[:n].std(0, correction=0), torch.ones(16), atol=1e-3, rtol=0)
+        assert (row[n:] == 0).all()
+
+
+def test_silence_has_finite_features():
+    x, _ = LogMel(RATE, 16)(torch.zeros(1, 4000, dtype=torch.int16), torch.tensor([4000]))
+    assert x.isfinite().all()
+
+
+def test_a_tone_is_heard_in_its_own_mel():
+    time = torch.arange(8000) / RATE
+    features = LogMel(RATE, 16).spectrum
+    loudest = [int(features(torch.sin(6.2832 * f * time)).mean(-1).argmax()) for f in (300, 1000, 3000)]
+    assert loudest == sorted(set(loudest))
+
+
+def test_masks_set_their_bands_and_spans_to_the_mean():
+    x = torch.ones(2, 6, 5)
+    bands, spans = torch.tensor([[[1, 3]], [[0, 0]]]), torch.tensor([[[0, 0]], [[4, 6]]])
+    found = masked(x, bands, spans)
+    assert (found[0, :, 1:3] == 0).all() and found[0].sum() == 18 and (found[1, 4:] == 0).all() and found[1].sum() == 20
+
+
+# ---- losses and searches by their definitions --------------------------------------------------------------
+
+
+@torch.no_grad()
+def log_probability(model, encoded, symbols):
+    """log of the sum over all alignments of a transcript with the frames, by Graves' forward recursion."""
+    said = model.joiner.said(model.predictor(torch.tensor([[model.blank, *symbols]]))[0])[0]
+    logs = model.joiner(model.joiner.heard(encoded)[:, None], said[None]).log_softmax(-1)        # (T, U + 1, V)
+    T, U = len(encoded), len(symbols)
+    alpha = {}
+    for t, u in itertools.product(range(T), range(U + 1)):
+        ways = []
+        if t > 0:
+            ways.append(alpha[t - 1, u] + logs[t - 1, u, model.blank])
+        if u > 0:
+            ways.append(alpha[t, u - 1] + logs[t, u - 1, symbols[u - 1]])
+        alpha[t, u] = torch.stack(ways).logsumexp(0) if ways else torch.tensor(0.0)
+    return float(alpha[T - 1, U] + logs[T - 1, U, model.blank])
+
+
+def test_loss_is_the_sum_over_alignments():
+    model, batch = model_of().eval(), batch_of()
+    with torch.no_grad():
+        losses, (encoded, lengths) = model(**batch), model.encoder(batch["audio"], batch["samples"])
+        for i in range(3):
+            symbols = batch["targets"][i, :batch["target_lengths"][i]].tolist()
+            expected = log_probability(model, encoded[i, :lengths[i]], symbols)
+            assert float(losses[i]) == pytest.approx(-expected, rel=1e-5)
+
+
+def quieter(model):
+    """Blank and symbols about equally likely, as after training: untrained, a model may say the most in each frame."""
+    with torch.no_grad():
+        model.joiner.out.bias[-1] += 1.5
+        model.joiner.out.weight.mul_(6)
+    return model
+
+
+def test_greedy_search_takes_the_best_symbol_at_each_step():
+    model, batch = quieter(model_of()).eval(), batch_of()
+    with torch.no_grad():
+        _, found = model(batch["audio"], batch["samples"], search=greedy)
+        encoded, lengths = model.encoder(batch["audio"], batch["samples"])
+        for i, hypothesis in enumerate(found):
+            symbols, frames, t, here = [], [], 0, 0
+            while t < lengths[i]:
+                said = model.predictor(torch.tensor([[model.blank, *symbols]]))[0][0, -1]
+                logits = model.joiner(model.joiner.heard(encoded[i, t]), model.joiner.said(said))
+                best = int(logits.argmax())
+                if best == model.blank or here == 8:
+                    t, here = t + 1, 0
+                else:
+                    symbols, frames, here = [*symbols, best], [*frames, t], here + 1
+            assert (hypothesis.symbols, hypothesis.frames) == (symbols, frames) and symbols
+
+
+def test_beam_search_finds_the_most_probable_transcript():
+    """Of all transcripts of up to three symbols; greedy search can only find one that is as probable or less."""
+    model = quieter(model_of(symbols=4)).eval()
+    audio, samples = batch_of(torch.tensor([1000]), torch.tensor([1]))["audio"], torch.tensor([1000])
+    with torch.no_grad():
+        encoded, lengths = model.encoder(audio, samples)
+        every = [list(s) for n in range(4) for s in itertools.product(range(3), repeat=n)]
+        scores = {tuple(s): log_probability(model, encoded[0, :lengths[0]], s) for s in every}
+        (best,), (first,) = Beam(3)(model, encoded, lengths), greedy(model, encoded, lengths)
+    assert len(best.symbols) <= 3 and scores[tuple(best.symbols)] == max(scores.values())
+    assert log_probability(model, encoded[0, :lengths[0]], first.symbols) <= max(scores.values())
+    assert best.score <= max(scores.values()) + 1e-4
+
+
+def test_an_untrained_model_comes_to_an_end():
+    model = model_of().eval()
+    with torch.no_grad():
+        model.joiner.out.bias[0] = 100.0  # always says something
+    _, (found,) = model(**alone(batch_of(), 2), search=greedy)
+    assert set(found.symbols) == {0} and len(found.symbols) == 8 * encoder_frames(2400, RATE)
+
+
+# ---- sizes, attention, precision ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["identity", "window", "relu", "elu", "favorp", "hyp", "gerf", "smreg", "pois"])
+def test_any_attention_goes_in(attention):
+    model = model_of(attention)
+    losses = model(**batch_of())
+    losses.sum().backward()
+    assert losses.isfinite().all() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_half_precision_loses_little():
+    model, batch = model_of().eval(), batch_of()
+    with torch.no_grad():
+        exact = model(**batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            low, found = model(**batch, search=greedy)
+    assert low.dtype == torch.float32 and len(found) == 3
+    torch.testing.assert_close(low, exact, rtol=0.02, atol=0)
+
+
+def test_the_paper_preset_has_the_papers_sizes():
+    model = ConformerTransducer(1025, 16000, PRESETS["paper"])
+    layer = model.encoder.layers[-1]
+    assert len(model.encoder.layers) == 17 and layer.self_attn.embed_dim == 256 and layer.self_attn.num_heads == 4
+    assert layer.ffn1.sequential[1].out_features == 1024 and layer.conv_module.sequential[2].kernel_size == (31,)
+    assert model.predictor.lstm.hidden_size == 512 and model.joiner.out.in_features == 1024
+
+
+@pytest.mark.parametrize("sizes, words", [({"dim": 30, "heads": 4}, "dim = 30 is no multiple of heads = 4"),
+                                          ({"kernel": 8}, "kernel = 8 is even"), ({"mels": 5}, "mels = 5")])
+def test_sizes_that_do_not_go_together(sizes, words):
+    with pytest.raises(ConfigError, match=words):
+        model_of(**sizes)
