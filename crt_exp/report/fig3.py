@@ -83,8 +83,8 @@ def report(name: str, title: str, setting: Setting, size: str) -> None:
     memory = {(n, method): {"seconds": n, "method": method} for n in SECONDS for method in METHODS}
     timed.fill(list(times.values()), encoder_times, "encoder", workers=1)
     timed.fill(list(memory.values()), encoder_memory, "memory of the encoder", workers=1)
-    found = text.Found(setting, cells[checkpoint(setting)], values(looked), values(swapped), values(trained), values(paced),
-                       values(sampled), {n: timed[key] for n, key in times.items()},
+    found = text.Found(setting, cells[checkpoint(setting)], values(looked), values(swapped), values(trained),
+                       values(paced), values(sampled), {n: timed[key] for n, key in times.items()},
                        {place: timed[key] for place, key in memory.items()})
     write(name, title, size, found, passed, cells.seconds() + timed.seconds())
 
@@ -103,20 +103,21 @@ def write(name: str, title: str, size: str, found: text.Found, passed: list, sec
              f"Seconds: median [quartiles]; then peak memory in MiB. {text.faster(found)}\n", text.encoder(found),
              "## Seconds of work for a second of audio\n", text.paces(found)]
     parts += ["## Real LibriSpeech\n", text.sample_text(found)] if found.sample else []
-    path = write_report(name, title, "\n".join(parts), text.rows(found, verdicts), text.figure(found), facts(size, found),
-                        seconds)
+    path = write_report(name, title, "\n".join(parts), text.rows(found, verdicts), text.figure(found),
+                        facts(size, found), seconds)
     print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
 def facts(size: str, found: text.Found) -> str:
     setting = found.setting
     common = " ".join(setting.data)
-    return (f"SIZE={size}. WER and losses of the test split, mean and 95% Student interval over seeds (order of the data, "
-            f"masks, noise; from scratch new weights too): {setting.swaps} noises after the swap, {setting.seeds} runs "
-            f"uptrained, {setting.scratch_seeds} from scratch, {setting.speaker_seeds} for the speaker; the exact model is "
-            "one, and the intervals leave that out. Verdicts: differences paired by seed, p by Holm over all of them. "
-            f"`task=librispeech {common}`; exact: {' '.join(setting.exact)}; uptrained: {' '.join(setting.uptrained)}; "
-            f"scratch: {' '.join(setting.scratch)}; otherwise conf/task/librispeech.yaml. Orthogonal projections, never "
-            f"redrawn. The encoder that is timed: {LAYERS} layers of width {SIZES['dim']}, {SIZES['heads']} heads, kernel "
-            f"{SIZES['kernel']}, noise for audio at 16 kHz, batch 1, without gradient; all methods take their turn in every "
-            "round, every length has a process of its own, and every peak of memory too.")
+    return (f"SIZE={size}. WER and losses of the test split, mean and 95% Student interval over seeds (order of the "
+            f"data, masks, noise; from scratch new weights too): {setting.swaps} noises after the swap, "
+            f"{setting.seeds} runs uptrained, {setting.scratch_seeds} from scratch, {setting.speaker_seeds} for the speaker; the exact "
+            "model is one, and the intervals leave that out. Verdicts: differences paired by seed, p by Holm over all. "
+            f"`task=librispeech {common}`; exact: `{' '.join(setting.exact)}`; uptrained: "
+            f"`{' '.join(setting.uptrained)}`; scratch: `{' '.join(setting.scratch)}`; otherwise "
+            "conf/task/librispeech.yaml. Orthogonal projections, never redrawn. The encoder that is timed: "
+            f"{LAYERS} layers of width {SIZES['dim']}, {SIZES['heads']} heads, kernel {SIZES['kernel']}, noise for "
+            "audio at 16 kHz, batch 1, without gradient; all methods take their turn in every round, every length has a "
+            "process of its own, and every peak of memory too.")

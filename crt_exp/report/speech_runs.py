@@ -1,7 +1,7 @@
 """What reports on speech recognition run: exact models, arms swapped into them and trained on, arms from new weights.
 
 Every run that trains is a command line of task=librispeech. Arms of one seed read the same data in the same order with
-the same masks and start from the same weights; that seed is their noise's too. A key of a cell is all that it depends on.
+the same masks and start from the same weights; that seed is their noise's too. A cell's key is all that it depends on.
 """
 
 import warnings
@@ -207,7 +207,7 @@ def encoder_memory(seconds: int, method: str) -> float:
     return in_new_process(encoder_steps.memory, seconds=seconds, method=method)
 
 
-# ---- the exact model ---------------------------------------------------------------------------------------------------
+# ---- the exact model -------------------------------------------------------------------------------------------------
 
 
 def place(start: Sequence[str]) -> Path:

@@ -41,8 +41,10 @@ class Found:
         """On the test split, a number a seed; WER in percent. Empty where the phase has no such arm."""
         scale = 100 if metric in ("wer", "cer") else 1
         if phase == "swap":
-            return [scale * each["test"][metric] for (other, _), each in self.after.items() if other == arm]
-        return [scale * each[metric] for (where, other, _), each in self.trained.items() if (where, other) == (phase, arm)]
+            records = [each["test"] for (other, _), each in self.after.items() if other == arm]
+        else:
+            records = [each for (where, other, _), each in self.trained.items() if (where, other) == (phase, arm)]
+        return [scale * each[metric] for each in records]
 
 
 def label(arm: Arm) -> str:
@@ -53,7 +55,7 @@ def named(arm: Arm) -> str:
     return label(arm) + (f", m = {arm.m}" if arm.m else "")
 
 
-# ---- gates and verdicts ------------------------------------------------------------------------------------------------
+# ---- gates and verdicts ----------------------------------------------------------------------------------------------
 
 
 def gates(setting: Setting, looked: Mapping[Arm, dict[str, list]],
@@ -62,10 +64,9 @@ def gates(setting: Setting, looked: Mapping[Arm, dict[str, list]],
     loss = lambda name: after[Arm(name), 0]["validation"]["loss"]
     better, worse = (looked[Arm(name, setting.ms[0])] for name in setting.pairs[0])
     S = np.concatenate(worse["S"])
-    made = [Gate("uniform attention in place of exact attention costs nats an utterance", loss("uniform") - loss("exact"),
-                 least=0.5),
-            Gate(f"share of heads whose mean |x + y|^2 lies in {RANGE[0]:g} to {RANGE[1]:g}",
-                 float(np.mean(np.clip(S, *RANGE) == S)), least=0.5)]
+    cost, inside = loss("uniform") - loss("exact"), float(np.mean(np.clip(S, *RANGE) == S))
+    made = [Gate("uniform attention in place of exact attention costs nats an utterance", cost, least=0.5),
+            Gate(f"share of heads whose mean |x + y|^2 lies in {RANGE[0]:g} to {RANGE[1]:g}", inside, least=0.5)]
     if None not in (*better["predicted"], *worse["predicted"]):
         names = [label(Arm(name)) for name in setting.pairs[0]]
         made.append(Gate(f"predicted error of a kernel entry, {names[1]} over {names[0]}, median over heads",
@@ -104,7 +105,8 @@ def control_text(found: Found) -> str:
             for name, arm in ((name, arm) for name in CONTROLS for arm in arms):
                 own, other = found.draws(phase, Arm(name), "wer"), found.draws(phase, arm, "wer")
                 if own and other and np.mean(own) < np.mean(other):
-                    lines.append(f"{name} attention {np.mean(own):.1f}%, {named(arm)} {np.mean(other):.1f}%, {PHASES[phase]}")
+                    lines.append(f"{name} attention {np.mean(own):.1f}%, {named(arm)} {np.mean(other):.1f}%, "
+                                 f"{PHASES[phase]}")
     if lines:
         return f"**A control has the lower word error rate**: {'; '.join(lines)}."
     return "No control (uniform or identity attention) has a lower word error rate than the better arms."
@@ -113,9 +115,9 @@ def control_text(found: Found) -> str:
 def reach(found: Found) -> str:
     exact = found.exact
     reached = exact["wer"] < 0.05 and exact["seconds"] < 1200
-    return (f"Exact attention on recordings that it was not trained on: WER {exact['wer']:.2%}, CER {exact['cer']:.2%}, "
-            f"{exact['loss']:.2f} nats an utterance after {exact['steps']} steps in {exact['seconds'] / 60:.1f} minutes. "
-            f"Below 5% within 20 minutes: {'reached' if reached else '**not reached**'}.")
+    return (f"Exact attention on recordings that it was not trained on: WER {exact['wer']:.2%}, CER "
+            f"{exact['cer']:.2%}, {exact['loss']:.2f} nats an utterance after {exact['steps']} steps in "
+            f"{exact['seconds'] / 60:.1f} minutes. Below 5% within 20 minutes: {'reached' if reached else '**not reached**'}.")
 
 
 def resolution(found: Found) -> str:
@@ -140,17 +142,19 @@ def reason(found: Found) -> str:
     told = [f"In the exact encoder the mean |x + y|^2 of a head is {np.median(S):.1f} in the median ({S.min():.1f} to "
             f"{S.max():.1f})."]
     if None not in (*low["predicted"], *high["predicted"]):
-        told.append(f"There the closed forms predict an error of one entry of the kernel matrix that is {ratio(low, high):.2g} "
-                    f"times as large with {label(Arm(worse))} as with {label(Arm(better))} (median over heads, iid projections).")
+        told.append("There the closed forms predict an error of one entry of the kernel matrix that is "
+                    f"{ratio(low, high):.2g} times as large with {label(Arm(worse))} as with {label(Arm(better))} "
+                    "(median over heads, iid projections).")
     for m in found.setting.ms:
         errors = [np.mean(found.looked[Arm(name, m)]["measured"]) for name in (worse, better)]
-        told.append(f"At m = {m} the measured error of a layer's output, relative to exact attention's, is {errors[0]:.2f} "
-                    f"with {label(Arm(worse))} and {errors[1]:.2f} with {label(Arm(better))}, mean over layers; uniform "
-                    f"attention's is {np.mean(found.looked[Arm(worse, m)]['uniform']):.2f}.")
+        uniform = np.mean(found.looked[Arm(worse, m)]["uniform"])
+        told.append(f"At m = {m} the measured error of a layer's output, relative to exact attention's, is "
+                    f"{errors[0]:.2f} with {label(Arm(worse))} and {errors[1]:.2f} with {label(Arm(better))}, mean "
+                    f"over layers; uniform attention's is {uniform:.2f}.")
     return " ".join(told)
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def shown(values: Sequence[float], digits: int = 1) -> str:
@@ -159,15 +163,16 @@ def shown(values: Sequence[float], digits: int = 1) -> str:
     return f"{independent(values):.{digits}f}" if len(values) > 1 else f"{values[0]:.{digits}f}"
 
 
-COLUMNS = (("swap", "loss", 2), ("swap", "wer", 1), ("uptrained", "loss", 2), ("uptrained", "wer", 1), ("scratch", "loss", 2),
-           ("scratch", "wer", 1), ("speaker", "wer", 1))
+COLUMNS = (("swap", "loss", 2), ("swap", "wer", 1), ("uptrained", "loss", 2), ("uptrained", "wer", 1),
+           ("scratch", "loss", 2), ("scratch", "wer", 1), ("speaker", "wer", 1))  # phase, metric, digits
 
 
 def results(found: Found) -> str:
-    columns = [column for column in COLUMNS if any(found.draws(column[0], arm, column[1]) for arm in found.setting.all_arms())]
+    arms = found.setting.all_arms()
+    columns = [column for column in COLUMNS if any(found.draws(column[0], arm, column[1]) for arm in arms)]
     heads = [f"{PHASES[phase]}: {'WER, %' if metric == 'wer' else 'nats'}" for phase, metric, _ in columns]
     rows = [[named(arm), *(shown(found.draws(phase, arm, metric), digits) for phase, metric, digits in columns)]
-            for arm in found.setting.all_arms()]
+            for arm in arms]
     return markdown(["attention", *heads], rows)
 
 
@@ -198,13 +203,15 @@ def encoder(found: Found) -> str:
 
 def faster(found: Found) -> str:
     exact, linear, *_ = METHODS
-    medians = {n: {method: float(np.median(values)) for method, values in each.items()} for n, each in found.times.items()}
+    medians = {n: {method: float(np.median(values)) for method, values in each.items()}
+               for n, each in found.times.items()}
     ahead = [n for n, each in medians.items() if each[linear] < each[exact]]
     longest = max(medians)
-    first = f"faster than exact attention from {min(ahead)} s on" if ahead else "not faster than exact attention at any length"
-    return (f"{linear} is {first}; at {longest} s the encoder takes {medians[longest][exact] / medians[longest][linear]:.1f} times "
-            f"as long with exact attention, and with uniform attention {medians[longest]['uniform'] / medians[longest][linear]:.0%} "
-            f"of the time of {linear}.")
+    first = (f"faster than exact attention from {min(ahead)} s on" if ahead else
+             "at no length faster than exact attention")
+    over = lambda method: medians[longest][method] / medians[longest][linear]
+    return (f"{linear} is {first}; at {longest} s the encoder takes {over(exact):.1f} times as long with exact "
+            f"attention, and with uniform attention {over('uniform'):.0%} of the time of {linear}.")
 
 
 def paces(found: Found) -> str:
@@ -215,15 +222,13 @@ def paces(found: Found) -> str:
 
 
 def sample_text(found: Found) -> str:
-    told = [f"{named(arm)}: training loss {r['losses'][0][1]:.0f} in the first {r['losses'][0][0]} steps, {r['losses'][-1][1]:.0f} in "
-            f"the last of {r['steps']}; test loss {r['loss']:.0f} nats an utterance" for arm, r in found.sample.items()]
-    return (f"The part of LibriSpeech that is at hand (some minutes of train-clean-100, {found_utterances(found)} test "
-            f"utterances) went through the same code. {'; '.join(told)}. It is far too small to learn recognition from: these "
-            "figures say that the code reads and trains on real LibriSpeech, and nothing of the attention.")
-
-
-def found_utterances(found: Found) -> int:
-    return round(next(iter(found.sample.values()))["utterances"])
+    told = [f"{named(arm)}: training loss {r['losses'][0][1]:.0f} in the first {r['losses'][0][0]} steps, "
+            f"{r['losses'][-1][1]:.0f} in the last of {r['steps']}; test loss {r['loss']:.0f} nats an utterance"
+            for arm, r in found.sample.items()]
+    tested = round(next(iter(found.sample.values()))["utterances"])
+    return (f"The part of LibriSpeech that is at hand (some minutes of train-clean-100, {tested} test utterances) went "
+            f"through the same code. {'; '.join(told)}. It is far too small to learn recognition from: these figures "
+            "say that the code reads and trains on real LibriSpeech, and nothing of the attention.")
 
 
 def rows(found: Found, judgements: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -236,42 +241,42 @@ def rows(found: Found, judgements: Sequence[Verdict]) -> list[dict[str, Any]]:
                 half = independent(values).half if len(values) > 1 else ""
                 made.append({"phase": phase, "attention": arm.attention, "m": arm.m or "", "metric": metric,
                              "mean": float(np.mean(values)), "ci95": half, "n": len(values)})
-    made += [{"phase": "encoder", "attention": method, "seconds_of_audio": n, "metric": "ms", "mean": float(np.median(values)),
-              "n": len(values), "peak_mib": found.memory[n, method]}
+    made += [{"phase": "encoder", "attention": method, "seconds_of_audio": n, "metric": "ms",
+              "mean": float(np.median(values)), "n": len(values), "peak_mib": found.memory[n, method]}
              for n, each in found.times.items() for method, values in each.items()]
     return made
 
 
-# ---- picture -------------------------------------------------------------------------------------------------------------
+# ---- picture ---------------------------------------------------------------------------------------------------------
 
 
 def figure(found: Found):
     """WER on validation utterances against steps: a row for each m, a column for each way to train."""
     phases, ms = ("scratch", "uptrained"), found.setting.ms
     fig, axes = new_figure(len(ms), len(phases), figsize=(10, 3.4 * len(ms)), squeeze=False)
-    for row, m in zip(axes, ms):
-        for ax, phase in zip(row, phases):
-            arms = [arm for arm in found.setting.all_arms() if arm.m in (None, m)]
-            lines = [(arm, curve(found, phase, arm)) for arm in arms]
-            draw(ax, [(arm, line) for arm, line in lines if line])
-            ax.set(title=f"{PHASES[phase]}, m = {m}", xlabel="training steps", ylabel="WER on validation strings, %")
+    panels = [(ax, phase, m) for row, m in zip(axes, ms) for ax, phase in zip(row, phases)]
+    lines = {(phase, m): curves(found, phase, m) for _, phase, m in panels}
+    for ax, phase, m in panels:
+        draw(ax, lines[phase, m])
+        ax.set(title=f"{PHASES[phase]}, m = {m}", xlabel="training steps", ylabel="WER on validation strings, %")
     fig.tight_layout()
-    for row, m in zip(axes, ms):
-        for ax, phase in zip(row, phases):
-            lines = [(arm, curve(found, phase, arm)) for arm in found.setting.all_arms() if arm.m in (None, m)]
-            label_ends(ax, [(label(arm), steps[-1], mid[-1], colour(arm)) for arm, line in lines if line
-                            for steps, mid, _ in [line]], 7)
+    for ax, phase, m in panels:
+        label_ends(ax, [(label(arm), steps[-1], middle[-1], colour(arm))
+                        for arm, (steps, middle, _) in lines[phase, m].items()], 7)
     return fig
 
 
 Line = tuple[list[int], list[float], list[float]]
 
 
-def curve(found: Found, phase: str, arm: Arm) -> Line | None:
-    """Steps, mean WER over seeds in percent, and the half-width of its interval; None where there are no runs."""
+def curves(found: Found, phase: str, m: int) -> dict[Arm, Line]:
+    arms = [arm for arm in found.setting.all_arms() if arm.m in (None, m)]
+    return {arm: curve(found, phase, arm) for arm in arms}
+
+
+def curve(found: Found, phase: str, arm: Arm) -> Line:
+    """Steps, mean WER over seeds in percent, and the half-width of its interval."""
     each = [r["curve"] for (where, other, _), r in found.trained.items() if (where, other) == (phase, arm)]
-    if not each:
-        return None
     points = {step: [100 * wer for line in each for other, wer, _ in line if other == step] for step, *_ in each[0]}
     if phase == "uptrained":
         points = {0: [100 * v["validation"]["wer"] for (other, _), v in found.after.items() if other == arm]} | points
@@ -279,8 +284,8 @@ def curve(found: Found, phase: str, arm: Arm) -> Line | None:
     return list(points), [float(np.mean(values)) for values in points.values()], halves
 
 
-def draw(ax, lines: Sequence[tuple[Arm, Line]]) -> None:
-    for arm, (steps, middle, half) in lines:
+def draw(ax, lines: Mapping[Arm, Line]) -> None:
+    for arm, (steps, middle, half) in lines.items():
         style = {"uniform": "--", "identity": ":"}.get(arm.attention, "-")
         ax.plot(steps, middle, style, color=colour(arm), marker="o", ms=3, lw=1.3)
         if arm.attention not in CONTROLS:
