@@ -124,13 +124,14 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
-    monkeypatch.setattr(fig3, "SECONDS", (1, 2))
+    monkeypatch.setattr(fig3, "SECONDS", (1,))
     sizes = {"layers": 1, "dim": 8, "ffn": 8, "heads": 2, "channels": 2, "predictor": 8, "joiner": 8, "kernel": 3}
     data = ("task.corpus=fsdd", *(f"+task.sizes.{key}={value}" for key, value in sizes.items()), "task.strings.train=12",
             "task.strings.validation=3", "task.strings.test=3", "trainer.log_every=1", "trainer.select=last")
     steps = ("trainer.steps=2", "trainer.eval_every=1")
     setting = replace(fig3.SETTINGS["small"], data=data, exact=steps, uptrained=steps, scratch=steps,
-                      arms=("favorp", "favorpp"), ms=(4,), swaps=2, seeds=2, scratch_seeds=2, speaker="bob",
+                      arms=("favorp", "favorpp"), plain=("exact", "uniform"), ms=(4,), swaps=2, seeds=2,
+                      scratch_arms=("favorp", "favorpp"), scratch_seeds=2, speaker="bob", speaker_arms=("exact",),
                       speaker_seeds=2, sample=(), workers=1)
     assert folder.is_dir()
     with pytest.raises(GateFailed, match="this setting cannot answer"):

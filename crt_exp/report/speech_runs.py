@@ -61,6 +61,7 @@ class Setting:
     pairs: tuple[tuple[str, str], ...] = (("favorpp", "favorp"),)
     swaps: int = 16
     seeds: int = 5
+    scratch_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp")
     scratch_seeds: int = 5
     speaker: str | None = None         # whom a second exact model never hears, and is tested on; None: there is none
     speaker_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp")
@@ -111,7 +112,7 @@ def training(setting: Setting) -> dict[tuple[str, Arm, int], dict[str, Any]]:
         keys |= {("speaker", arm, seed): uptraining(setting, arm, seed, setting.speaker)
                  for seed in range(setting.speaker_seeds) for arm in setting.of(setting.speaker_arms)}
     return keys | {("scratch", arm, seed): from_scratch(setting, arm, seed)
-                   for seed in range(setting.scratch_seeds) for arm in setting.all_arms()}
+                   for seed in range(setting.scratch_seeds) for arm in setting.of(setting.scratch_arms)}
 
 
 def swapping(setting: Setting) -> dict[tuple[Arm, int], dict[str, Any]]:

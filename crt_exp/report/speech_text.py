@@ -270,8 +270,8 @@ Line = tuple[list[int], list[float], list[float]]
 
 
 def curves(found: Found, phase: str, m: int) -> dict[Arm, Line]:
-    arms = [arm for arm in found.setting.all_arms() if arm.m in (None, m)]
-    return {arm: curve(found, phase, arm) for arm in arms}
+    drawn = {arm for where, arm, _ in found.trained if where == phase}
+    return {arm: curve(found, phase, arm) for arm in found.setting.all_arms() if arm in drawn and arm.m in (None, m)}
 
 
 def curve(found: Found, phase: str, arm: Arm) -> Line:
