@@ -1,5 +1,6 @@
 """make fig3: every run that it starts is a command line, arms differ in attention alone, verdicts follow the records."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +44,14 @@ def test_arms_of_a_seed_differ_in_attention_alone():
         starts = {tuple(key.get("start", ())) for key in of_seed}
         exact = () if phase == "scratch" else tuple(speech_runs.checkpoint(setting, speaker)["overrides"])
         assert starts == {exact}
-    assert len({str(keys[place]) for place in keys}) == len(keys)
+
+
+def test_no_two_cells_share_a_key():
+    """Whatever is computed for it: one key, one value."""
+    setting = fig3.SETTINGS["small"]
+    groups = [getattr(speech_runs, name)(setting) for name in ("training", "swapping", "looking", "pacing", "sampling")]
+    keys = [json.dumps(key) for group in groups for key in group.values()]
+    assert len(set(keys)) == len(keys)
 
 
 # ---- what it says

@@ -122,11 +122,14 @@ def swapping(setting: Setting) -> dict[tuple[Arm, int], dict[str, Any]]:
 
 
 def looking(setting: Setting) -> dict[Arm, dict[str, Any]]:
-    return {arm: {**arm._asdict(), **start(setting)} for arm in setting.of(setting.arms)}
+    """Of each arm, how far its attention is from that of the exact model."""
+    return {arm: {**arm._asdict(), **start(setting), "batches": BATCHES} for arm in setting.of(setting.arms)}
 
 
 def pacing(setting: Setting) -> dict[Arm, dict[str, Any]]:
-    return {arm: {**arm._asdict(), **start(setting)} for arm in (Arm("exact"), Arm(setting.arms[0], max(setting.ms)))}
+    """The speed of training and recognition."""
+    return {arm: {**arm._asdict(), **start(setting), "utterances": PACED, "beam": BEAM}
+            for arm in (Arm("exact"), Arm(setting.arms[0], max(setting.ms)))}
 
 
 def sampling(setting: Setting) -> dict[Arm, dict[str, Any]]:
@@ -162,15 +165,15 @@ def after_swap(attention: str, m: int | None, seed: int, start: list[str]) -> di
     return {split: {key: each[key] for key in ("loss", "wer", "cer")} for split, each in found.items()}
 
 
-def diagnosis(attention: str, m: int, start: list[str]) -> dict[str, list]:
+def diagnosis(attention: str, m: int, start: list[str], batches: int) -> dict[str, list]:
     """Layer by layer on validation utterances: mean |x + y|^2 of each head, the predicted error of an entry of its
     kernel matrix (None: there is no closed form), and the measured relative error of the output beside uniform's."""
     task, model = task_of(tuple(start)), model_with(attention, m, 0, start)
-    batches = list(task.batches("validation", Plan(1)))
-    batches = [task.inputs(batch) for batch in batches[::max(1, len(batches) // BATCHES)]]
+    every = list(task.batches("validation", Plan(1)))  # from short utterances to long ones
+    chosen = [task.inputs(batch) for batch in every[::max(1, len(every) // batches)]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers that uniform attention is nearer to: the report tells it
-        calibrate_attention(model, batches)
+        calibrate_attention(model, chosen)
     states = [part for part in model.modules() if getattr(part, "seen", None) is not None]
     return {"S": [s.seen.mean_sq_sum.flatten().tolist() for s in states], "predicted": [predicted(s) for s in states],
             "measured": [s.measured.relative_error for s in states],
@@ -184,10 +187,10 @@ def predicted(state: nn.Module) -> list[float] | None:
         return None
 
 
-def pace(attention: str, m: int | None, start: list[str]) -> dict[str, float]:
+def pace(attention: str, m: int | None, start: list[str], utterances: int, beam: int) -> dict[str, float]:
     """Seconds of work for a second of audio: greedy, beam, training. One process, all its threads."""
-    task = instantiate(settings_of(tuple(start)), beam=BEAM)
-    task.splits["test"] = type(task.splits["test"])(*(part[:PACED] for part in task.splits["test"]))
+    task = instantiate(settings_of(tuple(start)), beam=beam)
+    task.splits["test"] = type(task.splits["test"])(*(part[:utterances] for part in task.splits["test"]))
     model = model_with(attention, m, 0, start)
     with torch.no_grad():
         task.evaluate(model.eval(), "test", Reader(task))
