@@ -49,7 +49,8 @@ def test_arms_of_a_seed_differ_in_attention_alone():
 def test_no_two_cells_share_a_key():
     """Whatever is computed for it: one key, one value."""
     setting = fig3.SETTINGS["small"]
-    groups = [getattr(speech_runs, name)(setting) for name in ("training", "swapping", "looking", "pacing", "sampling")]
+    groups = [getattr(speech_runs, name)(setting) for name in ("training", "swapping", "looking", "other_swaps",
+              "other_looks", "pacing", "sampling")]
     keys = [json.dumps(key) for group in groups for key in group.values()]
     assert len(set(keys)) == len(keys)
 
@@ -71,6 +72,8 @@ def found(distance, uniform=60.0, S=10.0, ratio=2.0):
     return speech_text.Found(
         setting, record(Arm("exact")), {arm: errors(arm) for arm in speech_runs.looking(setting)},
         {place: {split: metrics(place[0]) for split in ("validation", "test")} for place in speech_runs.swapping(setting)},
+        {place: errors(place[1]) for place in speech_runs.other_looks(setting)},
+        {place: {"test": metrics(place[1])} for place in speech_runs.other_swaps(setting)},
         {place: record(place[1]) for place in speech_runs.training(setting)},
         {arm: {"greedy": 0.1, "beam": 0.5, "training": 0.2} for arm in speech_runs.pacing(setting)},
         {arm: record(arm) for arm in speech_runs.sampling(setting)},
@@ -81,7 +84,7 @@ def found(distance, uniform=60.0, S=10.0, ratio=2.0):
 @pytest.mark.parametrize("distance, word", [(4.0, "confirmed"), (-4.0, "refuted"), (0.0, "open")])
 def test_verdicts_follow_the_records(distance, word):
     verdicts = speech_text.verdicts(found(distance))
-    assert {v.word for v in verdicts} == {word} and len(verdicts) == 2 * 4
+    assert {v.word for v in verdicts} == {word} and len(verdicts) == 2 * (4 + len(fig3.SETTINGS["small"].others))
     assert "FAVOR++ beats FAVOR+ at m = 8 directly after the swap" in str(verdicts[0])
 
 
@@ -133,13 +136,14 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
     monkeypatch.setattr(fig3, "SECONDS", (1,))
-    sizes = {"layers": 1, "dim": 8, "ffn": 8, "heads": 2, "channels": 2, "predictor": 8, "joiner": 8, "kernel": 3}
+    sizes = {"layers": 1, "dim": 8, "ffn": 8, "channels": 2, "predictor": 8, "joiner": 8, "kernel": 3}
     data = ("task.corpus=fsdd", *(f"+task.sizes.{key}={value}" for key, value in sizes.items()), "task.strings.train=12",
             "task.strings.validation=3", "task.strings.test=3", "trainer.log_every=1", "trainer.select=last")
     steps = ("trainer.steps=2", "trainer.eval_every=1")
     setting = replace(fig3.SETTINGS["small"], data=data, exact=steps, uptrained=steps, scratch=steps,
                       arms=("favorp", "favorpp"), plain=("exact", "uniform"), ms=(4,), swaps=2, seeds=2,
                       scratch_arms=("favorp", "favorpp"), scratch_seeds=2, speaker="bob", speaker_arms=("exact",),
+                      others=(("heads of 2", ("+task.sizes.heads=4",)),),
                       speaker_seeds=2, sample=(), workers=1)
     assert folder.is_dir()
     with pytest.raises(GateFailed, match="this setting cannot answer"):

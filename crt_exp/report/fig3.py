@@ -4,11 +4,11 @@ An exact model is trained first; arms are swapped into it, tested as they are, a
 from new weights. Before arms are trained, gates say whether this setting can tell them apart.
 """
 
-from functools import partial
+from typing import Any
 
 from crt_exp.report import speech_text as text
 from crt_exp.report.encoder_steps import LAYERS, METHODS, SIZES
-from crt_exp.report.evidence import check_gates
+from crt_exp.report.evidence import Gate, check_gates
 from crt_exp.report.speech_runs import (
     SOURCES,
     Setting,
@@ -19,6 +19,8 @@ from crt_exp.report.speech_runs import (
     encoder_memory,
     encoder_times,
     looking,
+    other_looks,
+    other_swaps,
     pace,
     pacing,
     sampling,
@@ -41,7 +43,8 @@ SETTINGS = {
         exact=("trainer.steps=2000", "trainer.eval_every=500", "trainer.save_every=500"),
         uptrained=("trainer.steps=100", "trainer.lr=3e-4", "trainer.eval_every=25"),
         scratch=("trainer.steps=400", "trainer.eval_every=100"),
-        speaker="theo", sample=("trainer.steps=20", "trainer.eval_every=20", "trainer.log_every=5")),
+        speaker="theo", others=(("heads of 8", ("+task.sizes.heads=8",)),),
+        sample=("trainer.steps=20", "trainer.eval_every=20", "trainer.log_every=5")),
     "gpu": Setting(  # train-clean-100; a run that is stopped goes on where it stood
         data=(*PIECES, "+task.sizes.layers=8", "task.pieces=256", "task.batch_seconds=240", *LAST),
         exact=("trainer.steps=30000", "trainer.eval_every=5000"),
@@ -65,28 +68,52 @@ def main(size: str) -> None:
 def report(name: str, title: str, setting: Setting, size: str) -> None:
     """Raises GateFailed, before arms are trained, where the setting cannot tell them apart."""
     cells = Cells("fig3", SOURCES)  # of all reports on speech: what one has computed the others take
-    fill = partial(cells.fill, workers=setting.workers)
-    values = lambda keys: {name: cells[key] for name, key in keys.items()}
-    fill(checkpoints(setting), train, "exact models")
-    looked, swapped, trained = looking(setting), swapping(setting), training(setting)
+    passed = exact_models(cells, setting)
+    arms(cells, setting)
+    timed = encoder()
+    write(name, title, size, found_of(cells, timed, setting), passed, cells.seconds() + timed.seconds())
+
+
+def exact_models(cells: Cells, setting: Setting) -> list[Gate]:
+    """Trains them, looks at their attention, and returns the gates that were passed."""
+    looked, swapped = looking(setting), swapping(setting)
     plain = {(arm, seed): key for (arm, seed), key in swapped.items() if arm.m is None}
-    fill(list(looked.values()), diagnosis, "errors by layer")
-    fill(list(plain.values()), after_swap, "controls after the swap")
-    passed = check_gates(text.gates(setting, values(looked), values(plain)))
-    fill(list(swapped.values()), after_swap, "after the swap")
-    fill(list(trained.values()), train, "arms")
-    paced, sampled = pacing(setting), sampling(setting)
-    fill(list(sampled.values()), train, "the real subset")
-    cells.fill(list(paced.values()), pace, "speed of recognition", workers=1)
-    timed = Cells("fig3-encoder", ENCODER_SOURCES)
-    times = {n: {"seconds": n, "rounds": rounds(n)} for n in SECONDS}
-    memory = {(n, method): {"seconds": n, "method": method} for n in SECONDS for method in METHODS}
-    timed.fill(list(times.values()), encoder_times, "encoder", workers=1)
-    timed.fill(list(memory.values()), encoder_memory, "memory of the encoder", workers=1)
-    found = text.Found(setting, cells[checkpoint(setting)], values(looked), values(swapped), values(trained),
-                       values(paced), values(sampled), {n: timed[key] for n, key in times.items()},
-                       {place: timed[key] for place, key in memory.items()})
-    write(name, title, size, found, passed, cells.seconds() + timed.seconds())
+    cells.fill(checkpoints(setting), train, "exact models", setting.workers)
+    cells.fill([*looked.values(), *other_looks(setting).values()], diagnosis, "errors by layer", setting.workers)
+    cells.fill(list(plain.values()), after_swap, "controls after the swap", setting.workers)
+    return check_gates(text.gates(setting, values(cells, looked), values(cells, plain)))
+
+
+def arms(cells: Cells, setting: Setting) -> None:
+    swaps = [*swapping(setting).values(), *other_swaps(setting).values()]
+    cells.fill(swaps, after_swap, "after the swap", setting.workers)
+    cells.fill(list(training(setting).values()), train, "arms", setting.workers)
+    cells.fill(list(sampling(setting).values()), train, "the real subset", setting.workers)
+    cells.fill(list(pacing(setting).values()), pace, "speed of recognition", workers=1)
+
+
+def encoder() -> Cells:
+    cells = Cells("fig3-encoder", ENCODER_SOURCES)
+    cells.fill(list(timing().values()), encoder_times, "encoder", workers=1)
+    return cells.fill(list(weighing().values()), encoder_memory, "memory of the encoder", workers=1)
+
+
+def timing() -> dict[int, dict[str, Any]]:
+    return {n: {"seconds": n, "rounds": rounds(n)} for n in SECONDS}
+
+
+def weighing() -> dict[tuple[int, str], dict[str, Any]]:
+    return {(n, method): {"seconds": n, "method": method} for n in SECONDS for method in METHODS}
+
+
+def values(cells: Cells, keys: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
+    return {name: cells[key] for name, key in keys.items()}
+
+
+def found_of(cells: Cells, timed: Cells, setting: Setting) -> text.Found:
+    parts = (looking, swapping, other_looks, other_swaps, training, pacing, sampling)
+    return text.Found(setting, cells[checkpoint(setting)], *(values(cells, part(setting)) for part in parts),
+                      values(timed, timing()), values(timed, weighing()))
 
 
 def rounds(seconds: int) -> int:
@@ -99,6 +126,7 @@ def write(name: str, title: str, size: str, found: text.Found, passed: list, sec
     said = "\n".join([text.control_text(found), "", *map(str, verdicts), "", text.reach(found), "", text.reason(found)])
     parts = [said, "", text.resolution(found), "", PAPER, "", "## Word error rates\n", text.results(found),
              "## Gates\n", *map(str, passed), "", "## Attention layer by layer\n", text.layers(found),
+             "## Other temperatures of attention, directly after the swap\n", text.temperatures(found),
              "## The encoder against the length of audio\n",
              f"Seconds: median [quartiles]; then peak memory in MiB. {text.faster(found)}\n", text.encoder(found),
              "## Seconds of work for a second of audio\n", text.paces(found)]
@@ -110,14 +138,15 @@ def write(name: str, title: str, size: str, found: text.Found, passed: list, sec
 
 def facts(size: str, found: text.Found) -> str:
     setting = found.setting
-    common = " ".join(setting.data)
+    common, kinds = " ".join(setting.data), ("exact", "uptrained", "scratch")
+    options = "; ".join(f"{kind}: `{' '.join(getattr(setting, kind))}`" for kind in kinds)
     return (f"SIZE={size}. WER and losses of the test split, mean and 95% Student interval over seeds (order of the "
             f"data, masks, noise; from scratch new weights too): {setting.swaps} noises after the swap, "
-            f"{setting.seeds} runs uptrained, {setting.scratch_seeds} from scratch, {setting.speaker_seeds} for the speaker; the exact "
-            "model is one, and the intervals leave that out. Verdicts: differences paired by seed, p by Holm over all. "
-            f"`task=librispeech {common}`; exact: `{' '.join(setting.exact)}`; uptrained: "
-            f"`{' '.join(setting.uptrained)}`; scratch: `{' '.join(setting.scratch)}`; otherwise "
+            f"{setting.seeds} runs uptrained, {setting.scratch_seeds} from scratch, {setting.speaker_seeds} for the "
+            "speaker; the exact model is one, and the intervals leave that out. Verdicts: "
+            "differences paired by seed, p by Holm over all. "
+            f"`task=librispeech {common}`; {options}; otherwise "
             "conf/task/librispeech.yaml. Orthogonal projections, never redrawn. The encoder that is timed: "
             f"{LAYERS} layers of width {SIZES['dim']}, {SIZES['heads']} heads, kernel {SIZES['kernel']}, noise for "
-            "audio at 16 kHz, batch 1, without gradient; all methods take their turn in every round, every length has a "
-            "process of its own, and every peak of memory too.")
+            "audio at 16 kHz, batch 1, without gradient; all methods take their turn in every round, every length "
+            "has a process of its own, and every peak of memory too.")

@@ -48,7 +48,9 @@ class Setting:
 
     data, exact, uptrained, scratch: options of all runs, and of each kind of them. arms: choices of conf/attention,
     with each of ms; plain: those without projections. pairs: (better, worse), as the papers say. swaps: noises with
-    which a swapped model is tested as it is; seeds, scratch_seeds, speaker_seeds: of the runs that train.
+    which a swapped model is tested as it is; seeds, scratch_seeds, speaker_seeds: of the runs that train. others:
+    (what differs, options) of further exact models whose attention has another temperature, in which the pairs are
+    compared as swapped.
     """
 
     data: tuple[str, ...]
@@ -66,6 +68,7 @@ class Setting:
     speaker: str | None = None         # whom a second exact model never hears, and is tested on; None: there is none
     speaker_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp")
     speaker_seeds: int = 5
+    others: tuple[tuple[str, tuple[str, ...]], ...] = ()
     kept: bool = False                 # arms that train keep their directories too, and resume in the middle of a run
     workers: int | None = None         # runs at a time; None: one a core
     sample: tuple[str, ...] = ()       # options of a run on the small real subset; none: there is no such run
@@ -81,13 +84,16 @@ class Setting:
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-def checkpoint(setting: Setting, speaker: str | None = None) -> dict[str, Any]:
-    """The exact model, or the one that never hears a speaker; kept, and continued where it was interrupted."""
-    return {"overrides": [TASK, *setting.data, *setting.exact, *without(speaker), "attention=exact"], "kept": True}
+def checkpoint(setting: Setting, speaker: str | None = None, options: Sequence[str] = ()) -> dict[str, Any]:
+    """The exact model, or the one that never hears a speaker, or one of other options; kept, and continued where it
+    was interrupted."""
+    given = [TASK, *setting.data, *setting.exact, *without(speaker), *options, "attention=exact"]
+    return {"overrides": given, "kept": True}
 
 
 def checkpoints(setting: Setting) -> list[dict[str, Any]]:
-    return [checkpoint(setting, speaker) for speaker in dict.fromkeys((None, setting.speaker))]
+    return [*(checkpoint(setting, speaker) for speaker in dict.fromkeys((None, setting.speaker))),
+            *(checkpoint(setting, options=options) for _, options in setting.others)]
 
 
 def without(speaker: str | None) -> list[str]:
@@ -115,15 +121,35 @@ def training(setting: Setting) -> dict[tuple[str, Arm, int], dict[str, Any]]:
                    for seed in range(setting.scratch_seeds) for arm in setting.of(setting.scratch_arms)}
 
 
-def swapping(setting: Setting) -> dict[tuple[Arm, int], dict[str, Any]]:
-    """(arm, seed of its noise) -> key, of the exact model with its attention swapped, as it is."""
-    return {(arm, seed): {**arm._asdict(), "seed": seed, **start(setting)}
-            for arm in setting.all_arms() for seed in range(1 if arm.m is None else setting.swaps)}
+def swapping(setting: Setting, arms: Iterable[Arm] | None = None,
+             options: Sequence[str] = ()) -> dict[tuple[Arm, int], dict[str, Any]]:
+    """(arm, seed of its noise) -> key, of the exact model (of such options) with its attention swapped, as it is."""
+    return {(arm, seed): {**arm._asdict(), "seed": seed, **start(setting, options)}
+            for arm in arms or setting.all_arms() for seed in range(1 if arm.m is None else setting.swaps)}
 
 
-def looking(setting: Setting) -> dict[Arm, dict[str, Any]]:
+def looking(setting: Setting, arms: Iterable[Arm] | None = None,
+            options: Sequence[str] = ()) -> dict[Arm, dict[str, Any]]:
     """Of each arm, how far its attention is from that of the exact model."""
-    return {arm: {**arm._asdict(), **start(setting), "batches": BATCHES} for arm in setting.of(setting.arms)}
+    return {arm: {**arm._asdict(), **start(setting, options), "batches": BATCHES}
+            for arm in arms or setting.of(setting.arms)}
+
+
+def compared(setting: Setting) -> list[Arm]:
+    """The arms of the pairs."""
+    return setting.of(dict.fromkeys(name for pair in setting.pairs for name in pair))
+
+
+def other_swaps(setting: Setting) -> dict[tuple[str, Arm, int], dict[str, Any]]:
+    """(what differs, arm, seed) -> key, of the further exact models: the pairs, and what they are judged by."""
+    arms = [*compared(setting), Arm("exact"), Arm("uniform")]
+    return {(name, *place): key for name, options in setting.others
+            for place, key in swapping(setting, arms, options).items()}
+
+
+def other_looks(setting: Setting) -> dict[tuple[str, Arm], dict[str, Any]]:
+    return {(name, arm): key for name, options in setting.others
+            for arm, key in looking(setting, compared(setting), options).items()}
 
 
 def pacing(setting: Setting) -> dict[Arm, dict[str, Any]]:
@@ -138,8 +164,8 @@ def sampling(setting: Setting) -> dict[Arm, dict[str, Any]]:
     return {arm: {"overrides": [TASK, *setting.sample, *arm.options()]} for arm in arms}
 
 
-def start(setting: Setting) -> dict[str, Any]:
-    return {"start": checkpoint(setting)["overrides"]}
+def start(setting: Setting, options: Sequence[str] = ()) -> dict[str, Any]:
+    return {"start": checkpoint(setting, options=options)["overrides"]}
 
 
 # ---- what cells hold -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Legend: a draw is a seed (data order, masks, noise; from scratch the weights too
 an utterance.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from crt_exp.report import palette
 from crt_exp.report.encoder_steps import METHODS
 from crt_exp.report.evidence import Claim, Gate, Verdict, detectable, independent, judged, paired
-from crt_exp.report.speech_runs import BEAM, Arm, Setting
+from crt_exp.report.speech_runs import BEAM, Arm, Setting, compared
 from crt_exp.report.writing import label_ends, markdown, new_figure
 
 RANGE = (4.0, 24.0)  # of |x + y|^2: below it all maps are good, above it none is
@@ -25,12 +25,15 @@ PHASES = {"swap": "directly after the swap", "uptrained": "after the swap and tr
 
 @dataclass(frozen=True)
 class Found:
-    """The values of all cells. after: (arm, seed) -> split -> metrics; trained: (phase, arm, seed) -> record."""
+    """The values of all cells. after: (arm, seed) -> split -> metrics; trained: (phase, arm, seed) -> record;
+    other_after, other_looked: after and looked of the further exact models, by what differs."""
 
     setting: Setting
     exact: dict[str, Any]
     looked: Mapping[Arm, dict[str, list]]
     after: Mapping[tuple[Arm, int], dict[str, dict[str, float]]]
+    other_looked: Mapping[tuple[str, Arm], dict[str, list]]
+    other_after: Mapping[tuple[str, Arm, int], dict[str, dict[str, float]]]
     trained: Mapping[tuple[str, Arm, int], dict[str, Any]]
     pace: Mapping[Arm, dict[str, float]]
     sample: Mapping[Arm, dict[str, Any]]
@@ -89,7 +92,24 @@ def claims(found: Found) -> list[Claim]:
                 if first and second:
                     text = f"{label(Arm(better))} beats {label(Arm(worse))} at m = {m} {PHASES[phase]}"
                     made.append(Claim(text, paired(first, second), unit))
+    return made + other_claims(found)
+
+
+def other_claims(found: Found) -> list[Claim]:
+    """Directly after the swap in the further exact models."""
+    made = []
+    for name, _ in found.setting.others:
+        for better, worse in found.setting.pairs:
+            for m in found.setting.ms:
+                text = f"{label(Arm(better))} beats {label(Arm(worse))} at m = {m} {PHASES['swap']}, {name}"
+                losses = (other_losses(found, name, Arm(each, m)) for each in (worse, better))
+                made.append(Claim(text, paired(*losses), "nats an utterance"))
     return made
+
+
+def other_losses(found: Found, name: str, arm: Arm) -> list[float]:
+    return [each["test"]["loss"] for (where, other, _), each in found.other_after.items()
+            if (where, other) == (name, arm)]
 
 
 def verdicts(found: Found) -> list[Verdict]:
@@ -117,7 +137,8 @@ def reach(found: Found) -> str:
     reached = exact["wer"] < 0.05 and exact["seconds"] < 1200
     return (f"Exact attention on recordings that it was not trained on: WER {exact['wer']:.2%}, CER "
             f"{exact['cer']:.2%}, {exact['loss']:.2f} nats an utterance after {exact['steps']} steps in "
-            f"{exact['seconds'] / 60:.1f} minutes. Below 5% within 20 minutes: {'reached' if reached else '**not reached**'}.")
+            f"{exact['seconds'] / 60:.1f} minutes. Below 5% within 20 minutes: "
+            f"{'reached' if reached else '**not reached**'}.")
 
 
 def resolution(found: Found) -> str:
@@ -189,6 +210,26 @@ def layers(found: Found) -> str:
             cells.append(f"{'' if entry is None else f'{np.median(entry):.2g}'}, {each['measured'][i]:.2f}")
         rows.append([i + 1, " ".join(f"{s:.1f}" for s in S), f"{found.looked[arms[0]]['uniform'][i]:.2f}", *cells])
     return markdown(heads, rows)
+
+
+def temperatures(found: Found) -> str:
+    """The exact model and the further ones: how large queries and keys are, and what the arms of the pairs lose."""
+    arms = compared(found.setting)
+    heads = ["exact model", "|x + y|^2: median (least to most)", "exact: nats", "uniform: nats, output error",
+             *(f"{named(arm)}: nats, output error" for arm in arms)]
+    rows = [temperature("as above", lambda arm: found.draws("swap", arm, "loss"), found.looked.__getitem__, arms)]
+    for name, _ in found.setting.others:
+        rows.append(temperature(name, lambda arm, name=name: other_losses(found, name, arm),
+                                lambda arm, name=name: found.other_looked[name, arm], arms))
+    return markdown(heads, rows)
+
+
+def temperature(name: str, losses: Callable[[Arm], list[float]], looked: Callable[[Arm], dict[str, list]],
+                arms: Sequence[Arm]) -> list[str]:
+    S = np.concatenate(looked(arms[0])["S"])
+    cells = [f"{shown(losses(arm), 2)}, {np.mean(looked(arm)['measured']):.2f}" for arm in arms]
+    return [name, f"{np.median(S):.1f} ({S.min():.1f} to {S.max():.1f})", shown(losses(Arm("exact")), 2),
+            f"{shown(losses(Arm('uniform')), 2)}, {np.mean(looked(arms[0])['uniform']):.2f}", *cells]
 
 
 def encoder(found: Found) -> str:
