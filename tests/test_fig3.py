@@ -143,7 +143,7 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
     setting = replace(fig3.SETTINGS["small"], data=data, exact=steps, uptrained=steps, scratch=steps,
                       arms=("favorp", "favorpp"), plain=("exact", "uniform"), ms=(4,), swaps=2, seeds=2,
                       scratch_arms=("favorp", "favorpp"), scratch_seeds=2, speaker="bob", speaker_arms=("exact",),
-                      others=(("heads of 2", ("+task.sizes.heads=4",)),),
+                      others=(("heads of 2", ("++task.sizes.heads=4",)),),
                       speaker_seeds=2, sample=(), workers=1)
     assert folder.is_dir()
     with pytest.raises(GateFailed, match="this setting cannot answer"):

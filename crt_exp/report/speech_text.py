@@ -199,23 +199,20 @@ def results(found: Found) -> str:
 
 def layers(found: Found) -> str:
     """Of each layer: |x + y|^2, errors of a kernel entry as predicted, of the output as measured."""
-    arms = list(found.looked)
-    heads = ["layer", "|x + y|^2, by head", "uniform: output", *(f"{named(arm)}: kernel entry, output" for arm in arms)]
-    rows = []
-    for i, S in enumerate(found.looked[arms[0]]["S"]):
-        cells = []
-        for arm in arms:
-            each = found.looked[arm]
-            entry = each["predicted"][i]
-            cells.append(f"{'' if entry is None else f'{np.median(entry):.2g}'}, {each['measured'][i]:.2f}")
-        rows.append([i + 1, " ".join(f"{s:.1f}" for s in S), f"{found.looked[arms[0]]['uniform'][i]:.2f}", *cells])
-    return markdown(heads, rows)
+    first, *_ = found.looked.values()
+    rows = [["squared norm of x + y, by head", *(" ".join(f"{s:.1f}" for s in S) for S in first["S"])],
+            ["uniform: output", *(f"{error:.2f}" for error in first["uniform"])]]
+    for arm, each in found.looked.items():
+        entries = ["" if entry is None else f"{np.median(entry):.2g}, " for entry in each["predicted"]]
+        rows.append([f"{named(arm)}: kernel entry, output",
+                     *(f"{entry}{output:.2g}" for entry, output in zip(entries, each["measured"]))])
+    return markdown(["", *(f"layer {i + 1}" for i in range(len(first["S"])))], rows)
 
 
 def temperatures(found: Found) -> str:
     """The exact model and the further ones: how large queries and keys are, and what the arms of the pairs lose."""
     arms = compared(found.setting)
-    heads = ["exact model", "|x + y|^2: median (least to most)", "exact: nats", "uniform: nats, output error",
+    heads = ["exact model", "squared norm of x + y: median (least to most)", "exact: nats", "uniform: nats, output error",
              *(f"{named(arm)}: nats, output error" for arm in arms)]
     rows = [temperature("as above", lambda arm: found.draws("swap", arm, "loss"), found.looked.__getitem__, arms)]
     for name, _ in found.setting.others:
@@ -264,7 +261,7 @@ def paces(found: Found) -> str:
 
 def sample_text(found: Found) -> str:
     told = [f"{named(arm)}: training loss {r['losses'][0][1]:.0f} in the first {r['losses'][0][0]} steps, "
-            f"{r['losses'][-1][1]:.0f} in the last of {r['steps']}; test loss {r['loss']:.0f} nats an utterance"
+            f"{r['losses'][-1][1]:.0f} in the last ones of {r['steps']}; test loss {r['loss']:.0f} nats an utterance"
             for arm, r in found.sample.items()]
     tested = round(next(iter(found.sample.values()))["utterances"])
     return (f"The part of LibriSpeech that is at hand (some minutes of train-clean-100, {tested} test utterances) went "
@@ -300,7 +297,7 @@ def figure(found: Found):
     for ax, phase, m in panels:
         draw(ax, lines[phase, m])
         ax.set(title=f"{PHASES[phase]}, m = {m}", xlabel="training steps", ylabel="WER on validation strings, %")
-    fig.tight_layout()
+    fig.tight_layout(w_pad=7)  # names stand beside the last points
     for ax, phase, m in panels:
         label_ends(ax, [(label(arm), steps[-1], middle[-1], colour(arm))
                         for arm, (steps, middle, _) in lines[phase, m].items()], 7)
