@@ -1,4 +1,4 @@
-"""make fig3: every run that it starts is a command line, arms differ in attention alone, verdicts follow the records."""
+"""make fig3: every run that it starts is a command line, arms differ in attention alone, verdicts follow records."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,8 @@ def test_arms_of_a_seed_differ_in_attention_alone():
     keys = speech_runs.training(setting)
     for phase, speaker in (("uptrained", None), ("speaker", setting.speaker), ("scratch", None)):
         of_seed = [key for (where, _, seed), key in keys.items() if where == phase and seed == 1]
-        shared = {tuple(o for o in key["overrides"] if not o.startswith(("attention=", "features.m="))) for key in of_seed}
+        own = ("attention=", "features.m=")
+        shared = {tuple(o for o in key["overrides"] if not o.startswith(own)) for key in of_seed}
         assert len(of_seed) >= 6 and len(shared) == 1 and "seed=1" in shared.pop()
         starts = {tuple(key.get("start", ())) for key in of_seed}
         exact = () if phase == "scratch" else tuple(speech_runs.checkpoint(setting, speaker)["overrides"])
@@ -64,14 +65,16 @@ def found(distance, uniform=60.0, S=10.0, ratio=2.0):
     base = {"exact": 4.0, "uniform": uniform, "favorp": 20.0 + distance, "favorpp": 20.0}
     wer = lambda arm: (base.get(arm.attention, 30.0) + 0.3 * rng.normal()) / 100
     metrics = lambda arm: {"wer": wer(arm), "cer": 0.1, "loss": 100 * wer(arm)}
-    record = lambda arm: metrics(arm) | {"steps": 50, "seconds": 60.0, "utterances": 300.0, "losses": [[5, 90.0], [20, 70.0]],
+    record = lambda arm: metrics(arm) | {"steps": 50, "seconds": 60.0, "utterances": 300.0,
+                                         "losses": [[5, 90.0], [20, 70.0]],
                                          "curve": [[25, wer(arm), 5.0], [50, wer(arm), 4.0]]}
     errors = lambda arm: {"S": [[S] * 4] * 3, "predicted": [[1.0 if arm.attention == "favorpp" else ratio] * 4] * 3,
                           "measured": [0.5] * 3, "uniform": [0.9] * 3}
     noise = (0.98, 1.0, 1.02)
     return speech_text.Found(
         setting, record(Arm("exact")), {arm: errors(arm) for arm in speech_runs.looking(setting)},
-        {place: {split: metrics(place[0]) for split in ("validation", "test")} for place in speech_runs.swapping(setting)},
+        {place: {split: metrics(place[0]) for split in ("validation", "test")}
+         for place in speech_runs.swapping(setting)},
         {place: errors(place[1]) for place in speech_runs.other_looks(setting)},
         {place: {"test": metrics(place[1])} for place in speech_runs.other_swaps(setting)},
         {place: record(place[1]) for place in speech_runs.training(setting)},
@@ -137,11 +140,12 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
     monkeypatch.setattr(fig3, "SECONDS", (1,))
     sizes = {"layers": 1, "dim": 8, "ffn": 8, "channels": 2, "predictor": 8, "joiner": 8, "kernel": 3}
-    data = ("task.corpus=fsdd", *(f"+task.sizes.{key}={value}" for key, value in sizes.items()), "task.strings.train=12",
-            "task.strings.validation=3", "task.strings.test=3", "trainer.log_every=1", "trainer.select=last")
+    data = ("task.corpus=fsdd", *(f"+task.sizes.{key}={value}" for key, value in sizes.items()),
+            "task.strings.train=12", "task.strings.validation=3", "task.strings.test=3",
+            "trainer.log_every=1", "trainer.select=last")
     steps = ("trainer.steps=2", "trainer.eval_every=1")
     setting = replace(fig3.SETTINGS["small"], data=data, exact=steps, uptrained=steps, scratch=steps,
-                      arms=("favorp", "favorpp"), plain=("exact", "uniform"), ms=(4,), swaps=2, seeds=2,
+                      arms=("favorp", "favorpp"), plain=("exact", "uniform"), ms=(4,), swaps=2, pair_swaps=2, seeds=2,
                       scratch_arms=("favorp", "favorpp"), scratch_seeds=2, speaker="bob", speaker_arms=("exact",),
                       others=(("heads of 2", ("++task.sizes.heads=4",)),),
                       speaker_seeds=2, sample=(), workers=1)

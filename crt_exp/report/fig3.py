@@ -50,7 +50,7 @@ SETTINGS = {
         exact=(*RATE, "trainer.steps=6000", "trainer.eval_every=1000", "trainer.save_every=1000"),
         uptrained=("trainer.steps=150", "trainer.lr=3e-4", "trainer.eval_every=50"),
         scratch=(*RATE, "trainer.steps=1200", "trainer.eval_every=300"),
-        swaps=12, speaker="theo", others=(("4 heads of 16", ("++task.sizes.heads=4",)),),
+        speaker="theo", others=(("4 heads of 16", ("++task.sizes.heads=4",)),),
         sample=("trainer.steps=20", "trainer.eval_every=20", "trainer.log_every=5")),
     "gpu": Setting(  # train-clean-100; a run that is stopped goes on where it stood
         data=(*PIECES, "+task.sizes.layers=8", "task.pieces=256", "task.batch_seconds=240", *LAST),
@@ -148,10 +148,11 @@ def facts(size: str, found: text.Found) -> str:
     common, kinds = " ".join(setting.data), ("exact", "uptrained", "scratch")
     options = "; ".join(f"{kind}: `{' '.join(getattr(setting, kind))}`" for kind in kinds)
     return (f"SIZE={size}. WER and losses of the test split, mean and 95% Student interval over seeds (order of the "
-            f"data, masks, noise; from scratch new weights too): {setting.swaps} noises after the swap, "
-            f"{setting.seeds} runs uptrained, {setting.scratch_seeds} from scratch, {setting.speaker_seeds} for the "
-            "speaker; the exact model is one, and the intervals leave that out. Verdicts: "
-            "differences paired by seed, p by Holm over all. "
+            f"data, masks, noise; from scratch new weights too): {setting.swaps} noises after the swap "
+            f"({setting.pair_swaps} for what is judged), {setting.seeds} runs uptrained, {setting.scratch_seeds} from "
+            f"scratch, {setting.speaker_seeds} for the speaker; the exact model is one, and the intervals leave that "
+            "out. Verdicts: differences paired by seed, p by Holm over all. hyp has 2m columns: beside it stand the "
+            "others with twice its m. "
             f"`task=librispeech {common}`; {options}; otherwise "
             "conf/task/librispeech.yaml. Orthogonal projections, never redrawn. The encoder that is timed: "
             f"{LAYERS} layers of width {SIZES['dim']}, {SIZES['heads']} heads, kernel {SIZES['kernel']}, noise for "

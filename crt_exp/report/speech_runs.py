@@ -48,9 +48,9 @@ class Setting:
 
     data, exact, uptrained, scratch: options of all runs, and of each kind of them. arms: choices of conf/attention,
     with each of ms; plain: those without projections. pairs: (better, worse), as the papers say. swaps: noises with
-    which a swapped model is tested as it is; seeds, scratch_seeds, speaker_seeds: of the runs that train. others:
-    (what differs, options) of further exact models whose attention has another temperature, in which the pairs are
-    compared as swapped.
+    which a swapped model is tested as it is, pair_swaps: those with arms of the pairs; seeds, scratch_seeds,
+    speaker_seeds: of the runs that train. others: (what differs, options) of further exact models whose attention has
+    another temperature, in which the pairs are compared as swapped.
     """
 
     data: tuple[str, ...]
@@ -61,7 +61,8 @@ class Setting:
     plain: tuple[str, ...] = ("exact", "uniform", "identity")
     ms: tuple[int, ...] = (8, 16)
     pairs: tuple[tuple[str, str], ...] = (("favorpp", "favorp"),)
-    swaps: int = 16
+    swaps: int = 12
+    pair_swaps: int = 48
     seeds: int = 5
     scratch_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp")
     scratch_seeds: int = 5
@@ -125,7 +126,14 @@ def swapping(setting: Setting, arms: Iterable[Arm] | None = None,
              options: Sequence[str] = ()) -> dict[tuple[Arm, int], dict[str, Any]]:
     """(arm, seed of its noise) -> key, of the exact model (of such options) with its attention swapped, as it is."""
     return {(arm, seed): {**arm._asdict(), "seed": seed, **start(setting, options)}
-            for arm in arms or setting.all_arms() for seed in range(1 if arm.m is None else setting.swaps)}
+            for arm in arms or setting.all_arms() for seed in range(noises(setting, arm))}
+
+
+def noises(setting: Setting, arm: Arm) -> int:
+    """How many of them a swapped model is tested with."""
+    if arm.m is None:
+        return 1
+    return setting.pair_swaps if arm in compared(setting) else setting.swaps
 
 
 def looking(setting: Setting, arms: Iterable[Arm] | None = None,

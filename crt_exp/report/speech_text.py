@@ -212,8 +212,8 @@ def layers(found: Found) -> str:
 def temperatures(found: Found) -> str:
     """The exact model and the further ones: how large queries and keys are, and what the arms of the pairs lose."""
     arms = compared(found.setting)
-    heads = ["exact model", "squared norm of x + y: median (least to most)", "exact: nats", "uniform: nats, output error",
-             *(f"{named(arm)}: nats, output error" for arm in arms)]
+    heads = ["exact model", "squared norm of x + y: median (least to most)", "exact: nats",
+             "uniform: nats, output error", *(f"{named(arm)}: nats, output error" for arm in arms)]
     rows = [temperature("as above", lambda arm: found.draws("swap", arm, "loss"), found.looked.__getitem__, arms)]
     for name, _ in found.setting.others:
         rows.append(temperature(name, lambda arm, name=name: other_losses(found, name, arm),
