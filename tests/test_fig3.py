@@ -147,7 +147,7 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
     setting = replace(fig3.SETTINGS["small"], data=data, exact=steps, uptrained=steps, scratch=steps,
                       arms=("favorp", "favorpp"), plain=("exact", "uniform"), ms=(4,), swaps=2, pair_swaps=2, seeds=2,
                       scratch_arms=("favorp", "favorpp"), scratch_seeds=2, speaker="bob", speaker_arms=("exact",),
-                      others=(("heads of 2", ("++task.sizes.heads=4",)),),
+                      others=(("2 heads", ("++task.sizes.heads=2",)),),
                       speaker_seeds=2, sample=(), workers=1)
     assert folder.is_dir()
     with pytest.raises(GateFailed, match="this setting cannot answer"):
@@ -157,4 +157,4 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
     text = (tmp_path / "report/fig3.md").read_text()
     assert "**failed**" in text and "FAVOR++, m = 4" in text and "of 2 steps" not in text
     runs = [path for path in speech_runs.HOME.iterdir() if path.is_dir()]
-    assert len(runs) == 2 and all(path.name.startswith("exact-") for path in runs)
+    assert len(runs) == 3 and all(path.name.startswith("exact-") for path in runs)
