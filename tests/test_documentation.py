@@ -16,7 +16,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from crt_exp import Mechanism, samplers
+from crt_exp import Mechanism, samplers, transcribe
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
@@ -166,6 +166,8 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             assert not getattr(options, "name", None) or sources.select(options.name)
+        case ("python", "-m", "crt_exp.transcribe", *arguments):
+            assert {"run", "input"} <= transcribe.options(arguments).keys()
         case ("python", "-m", "crt_exp.report", name, *_):
             assert find_spec(f"crt_exp.report.{name}")
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
@@ -294,10 +296,17 @@ def test_api_names_exist():
                 assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
 
 
+def table_of_tasks():
+    """The rows of the front page's table, a task or two in each."""
+    lines = [line.strip("|").split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in cells] for cells in lines if len(cells) == 5]
+    return [cells for cells in rows if not cells[0].startswith(("task", "---"))]
+
+
 def rows_of_tasks():
-    for line in (ROOT / "README.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if len(cells) == 5 and "](outputs/report/" in cells[4]:
+    """Those whose report is there."""
+    for cells in table_of_tasks():
+        if "](outputs/report/" in cells[4]:
             yield pytest.param(*cells, id=cells[0].split(":")[0])
 
 
@@ -328,7 +337,7 @@ def test_numbers_beside_a_report_are_its_own(page, text):
 
 
 def test_tasks_of_the_front_page_exist():
-    named = {name for row in rows_of_tasks() for name in re.findall(r"`(\w+)`", row.values[0])}
+    named = {name for row in table_of_tasks() for name in re.findall(r"`(\w+)`", row[0])}
     assert named == set(choices("task"))
 
 

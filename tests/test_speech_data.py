@@ -250,6 +250,12 @@ def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
     assert np.array_equal(speech.as_int16(speech.decoded(Part(str(tmp_path / "a.flac"), 0.5), 8000)), samples)
 
 
+def test_stretches_stay_within_and_below_their_share():
+    found = np.concatenate([speech.stretches(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)])
+    widths = found[:, 1] - found[:, 0]
+    assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10
+
+
 # ---- symbols -----------------------------------------------------------------------------------------------
 
 
@@ -270,6 +276,11 @@ def test_pieces_are_cached_by_what_they_are_made_of(tmp_path):
     assert Symbols.of_pieces(made.pieces) == made
     Symbols.of("pieces", [*TEXTS * 3, "A FEED"], 20, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+def test_fewer_pieces_than_were_asked_for_are_told(caplog):
+    symbols = Symbols.of("pieces", TEXTS * 3, 5000)
+    assert f"these transcripts give {len(symbols)} pieces, fewer than the 5000" in caplog.text and len(symbols) < 100
 
 
 def test_too_few_pieces():
@@ -299,11 +310,16 @@ def test_a_set_of_the_hub(tmp_path):
     on_disk = speech.official(["train-clean-100"], str(tmp_path), faults())
     for each, local in zip(found, on_disk):
         assert each.name == local.name and np.array_equal(speech.audio_of(each, 16000), speech.audio_of(local, 16000))
-    drawn = read(buffer=6)
-    orders = [[each.name for each in drawn(epoch)] for epoch in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == [each.name for each in found]
     names = [[each.name for each in read(rank=rank, world=2)(0)] for rank in (0, 1)]
     assert sorted(names[0] + names[1]) == [each.name for each in found] and not set(names[0]) & set(names[1])
+
+
+@pytest.mark.slow  # datasets takes 5 s to end a pass that is shuffled
+def test_the_order_of_a_stream_is_drawn_for_each_pass(tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
+    drawn = speech.hub_utterances("parquet", None, "train", "audio", "text", faults(), data_files=str(file), buffer=6)
+    orders = [[each.name for each in drawn(epoch)] for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == sorted(orders[0]) != orders[2]
 
 
 def test_a_column_that_the_set_lacks(tmp_path):

@@ -328,3 +328,10 @@ def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> l
 def rounded_up(seconds: float) -> float:
     """To a quarter of a second: rows change places with those of equal cost, so batches differ between epochs."""
     return math.ceil(4 * seconds) / 4
+
+
+def stretches(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
+    """(count, 2) int64: stretches of at most `share` of the length, first index and the one after the last."""
+    widths = rng.integers(math.floor(share * length) + 1, size=count)
+    starts = rng.integers(length - widths + 1)
+    return np.stack([starts, starts + widths], -1)

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.text import cached, key_of
+from crt_exp.data.text import cached, key_of, warn
 
 ALPHABET = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
 Kind = Literal["characters", "words", "pieces"]
@@ -31,7 +31,10 @@ class Symbols:
     def of(cls, kind: Kind, texts: Iterable[str], size: int, cache_dir: str | Path | None = None) -> "Symbols":
         """Those of the texts: all their characters or words, or `size` pieces, fewer where the texts have no more."""
         if kind == "pieces":
-            return cls.of_pieces(trained(list(texts), size, cache_dir))
+            made = cls.of_pieces(trained(list(texts), size, cache_dir))
+            if len(made) < size:
+                warn("these transcripts give %s pieces, fewer than the %s that were asked for", len(made), size)
+            return made
         found = {part for text in texts for part in (text if kind == "characters" else text.split())}
         return cls(kind, tuple(sorted(found)))
 

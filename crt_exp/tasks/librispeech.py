@@ -5,7 +5,6 @@ and the loss in nats an utterance.
 Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of the vocabulary.
 """
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,9 +132,8 @@ class LibriSpeech(Task):
         self.pace = Pace()
 
     def check_options(self, digits: bool) -> None:
-        known = {key: parameter._replace(required=False) for key, parameter in parameters(Sizes).items()}
-        check_keys("task.sizes.", self.sizes, known)
         self.sizes = PRESETS[self.preset] | self.sizes
+        check_keys("task.sizes.", self.sizes, parameters(Sizes))
         check_sizes(self.sizes)
         if digits and self.source == "hub":
             raise ConfigError("task.corpus=fsdd reads files: leave task.source=hub out")
@@ -148,6 +146,8 @@ class LibriSpeech(Task):
         """Everything but streamed audio; what cannot be used is told split by split."""
         found = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
                  for split in SPLITS if not (self.streamed and split == "train")}
+        if found.get("train") == []:
+            self.faults["train"].settle(0)
         self.vocabulary = self.new_symbols(found)
         splits = {split: self.coded(split, utterances) for split, utterances in found.items()}
         for split, coded in splits.items():
@@ -179,7 +179,7 @@ class LibriSpeech(Task):
         """Characters of LibriSpeech are known beforehand; the rest is made from the transcripts of training."""
         if self.symbols == "characters" and self.corpus == "librispeech":
             return Symbols("characters", tuple(ALPHABET))
-        texts = (self.hub_texts() if self.streamed else [utterance.text for utterance in found["train"]])
+        texts = self.hub_texts() if self.streamed else [utterance.text for utterance in found["train"]]
         return Symbols.of(self.symbols, texts, self.pieces, self.cache_dir)
 
     def hub_texts(self) -> list[str]:
@@ -251,8 +251,8 @@ class LibriSpeech(Task):
 
     def masks(self, rng: np.random.Generator, frames: int) -> tuple[np.ndarray, np.ndarray]:
         options = self.augment
-        return (stretches(rng, options["bands"], options["band_share"], self.sizes["mels"]),
-                stretches(rng, options["spans"], options["span_share"], frames))
+        return (speech.stretches(rng, options["bands"], options["band_share"], self.sizes["mels"]),
+                speech.stretches(rng, options["spans"], options["span_share"], frames))
 
     def stream(self, plan: Plan) -> Iterator[Batch]:
         """Without end. A continued run reads the rows before its step again, but decodes none of them."""
@@ -405,10 +405,3 @@ class Pace:
     def described(self) -> str:
         parts = [f"{what} {self.spent[what] / self.audio[what]:.3g}" for what in self.spent]
         return f"; real-time factors: {', '.join(parts)}" if parts else ""
-
-
-def stretches(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
-    """(count, 2) int64: stretches of at most `share` of the length, first index and the one after the last."""
-    widths = rng.integers(math.floor(share * length) + 1, size=count)
-    starts = rng.integers(length - widths + 1)
-    return np.stack([starts, starts + widths], -1)
