@@ -249,8 +249,8 @@ def faster(found: Found) -> str:
              "at no length faster than exact attention")
     over = lambda method: medians[longest][method] / medians[longest][linear]
     return (f"{linear} is {first}; at {longest} s the encoder takes {over(exact):.1f} times as long with exact "
-            f"attention, and with uniform attention {over('uniform'):.0%} of the time of {linear}. The peak of memory is "
-            "the front end's, whose convolutions see 100 frames a second: torch's fused attention forms no matrix either.")
+            f"attention, and with uniform attention {over('uniform'):.0%} of the time of {linear}. The peak of memory "
+            "is the front end's, whose convolutions see 100 frames a second: torch's fused attention forms no matrix.")
 
 
 def paces(found: Found) -> str:
