@@ -13,11 +13,11 @@ from crt_exp.report.speech_runs import (
     SOURCES,
     Setting,
     after_swap,
-    checkpoint,
     checkpoints,
     diagnosis,
     encoder_memory,
     encoder_times,
+    exact_models,
     looking,
     other_looks,
     other_swaps,
@@ -75,14 +75,14 @@ def main(size: str) -> None:
 def report(name: str, title: str, setting: Setting, size: str) -> None:
     """Raises GateFailed, before arms are trained, where the setting cannot tell them apart."""
     cells = Cells("fig3", SOURCES)  # of all reports on speech: what one has computed the others take
-    passed = exact_models(cells, setting)
+    passed = gated(cells, setting)
     arms(cells, setting)
     timed = encoder()
     write(name, title, size, found_of(cells, timed, setting), passed, cells.seconds() + timed.seconds())
 
 
-def exact_models(cells: Cells, setting: Setting) -> list[Gate]:
-    """Trains them, looks at their attention, and returns the gates that were passed."""
+def gated(cells: Cells, setting: Setting) -> list[Gate]:
+    """Trains the exact models, looks at their attention, and returns the gates that were passed."""
     looked, swapped = looking(setting), swapping(setting)
     plain = {(arm, seed): key for (arm, seed), key in swapped.items() if arm.m is None}
     cells.fill(checkpoints(setting), train, "exact models", setting.workers)
@@ -118,8 +118,8 @@ def values(cells: Cells, keys: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
 
 
 def found_of(cells: Cells, timed: Cells, setting: Setting) -> text.Found:
-    parts = (looking, swapping, other_looks, other_swaps, training, pacing, sampling)
-    return text.Found(setting, cells[checkpoint(setting)], *(values(cells, part(setting)) for part in parts),
+    parts = (exact_models, looking, swapping, other_looks, other_swaps, training, pacing, sampling)
+    return text.Found(setting, *(values(cells, part(setting)) for part in parts),
                       values(timed, timing()), values(timed, weighing()))
 
 
@@ -133,7 +133,7 @@ def write(name: str, title: str, size: str, found: text.Found, passed: list, sec
     said = "\n".join([text.control_text(found), "", *map(str, verdicts), "", text.reach(found), "", text.reason(found)])
     parts = [said, "", text.resolution(found), "", PAPER, "", "## Word error rates\n", text.results(found),
              "## Gates\n", *map(str, passed), "", "## Attention layer by layer\n", text.layers(found),
-             "## Other temperatures of attention, directly after the swap\n", text.temperatures(found),
+             "## Other exact models, directly after the swap\n", text.temperatures(found),
              "## The encoder against the length of audio\n",
              f"Seconds: median [quartiles]; then peak memory in MiB. {text.faster(found)}\n", text.encoder(found),
              "## Seconds of work for a second of audio\n", text.paces(found)]

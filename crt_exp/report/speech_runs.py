@@ -27,6 +27,7 @@ from crt_exp.tasks.base import Plan, Reader, Task
 HOME = Path("outputs/fig3")
 SOURCES = ("tasks/librispeech.py", "models/conformer_transducer.py", "models/recogniser.py", "data/speech.py")
 TASK = "task=librispeech"
+MAIN = "the exact model"
 BATCHES = 4             # of validation utterances on which attention is compared layer by layer
 PACED, BEAM = 40, 4     # test utterances on which speed is measured, and the width of the beam
 TRAINED = 10            # batches of training on which it is measured
@@ -49,8 +50,8 @@ class Setting:
     data, exact, uptrained, scratch: options of all runs, and of each kind of them. arms: choices of conf/attention,
     with each of ms; plain: those without projections. pairs: (better, worse), as the papers say. swaps: noises with
     which a swapped model is tested as it is, pair_swaps: those with arms of the pairs; seeds, scratch_seeds,
-    speaker_seeds: of the runs that train. others: (what differs, options) of further exact models whose attention has
-    another temperature, in which the pairs are compared as swapped.
+    speaker_seeds: of the runs that train. others: (what differs, options) of further exact models, such as those whose
+    attention has another temperature, in which the pairs are compared as swapped.
     """
 
     data: tuple[str, ...]
@@ -95,6 +96,12 @@ def checkpoint(setting: Setting, speaker: str | None = None, options: Sequence[s
 def checkpoints(setting: Setting) -> list[dict[str, Any]]:
     return [*(checkpoint(setting, speaker) for speaker in dict.fromkeys((None, setting.speaker))),
             *(checkpoint(setting, options=options) for _, options in setting.others)]
+
+
+def exact_models(setting: Setting) -> dict[str, dict[str, Any]]:
+    """Of those that hear all speakers, by what differs."""
+    every = ((MAIN, ()), *setting.others)
+    return {name: checkpoint(setting, options=options) for name, options in every}
 
 
 def without(speaker: str | None) -> list[str]:
