@@ -101,5 +101,6 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
     for name, prefix, result in (("wer", "", words), ("cer", "character_", characters)):
         count = result.hits + result.substitutions + result.deletions
         found[name] = getattr(result, name)
-        found |= {f"{prefix}{part}": getattr(result, part) / count for part in ("substitutions", "deletions", "insertions")}
+        for part in ("substitutions", "deletions", "insertions"):
+            found[f"{prefix}{part}"] = getattr(result, part) / count
     return found

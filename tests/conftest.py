@@ -3,7 +3,8 @@ import signal
 import sys
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch starts its threads
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // workers)))
 
 import pytest
 import torch

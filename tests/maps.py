@@ -6,9 +6,9 @@ from crt_exp.report import palette
 
 KERNELS = ("softmax", "gaussian")
 SIMPLE = [Mechanism.of(features=name).map(kernel) for name in palette.maps() for kernel in KERNELS] + [
-    GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"), GERF(A=0.02, s=-1),
-    OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7), GeomRF(p=0.6),
-    SMREG(antithetic=True)]
+    GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"),
+    GERF(A=0.02, s=-1), OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7),
+    GeomRF(p=0.6), SMREG(antithetic=True)]
 COMPOSITE = [Sum(TrigRF(), PosRF(), weights=(0.3, 0.7)), Sum(OPRF(), OPRF(), weights=(1.5, -0.5)),
              Product(TrigRF("gaussian"), OPRF()), Sum(Product(TrigRF("gaussian"), PosRF()), GERF())]
 POSITIVE = [m for m in SIMPLE if isinstance(m, palette.POSITIVE)]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from crt_exp.data.glue import TASKS
 
-WORDS = ["the", "one", "cat", "dog", "bird", "fish", "sat", "ran", "flew", "swam", "on", "under", "over", "by", "mat", "tree",
-         "pond", "sky", "red", "green", "old", "young", "and", "but", "it", "was", "not"]
+WORDS = ["the", "one", "cat", "dog", "bird", "fish", "sat", "ran", "flew", "swam", "on", "under", "over", "by", "mat",
+         "tree", "pond", "sky", "red", "green", "old", "young", "and", "but", "it", "was", "not"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz.", "##s", "##ing"]
 
 

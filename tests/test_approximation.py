@@ -1,5 +1,5 @@
-"""task=approximation: what it captures are the model's own tensors, its errors are those of their definition, its closed forms
-are those of the noise; and every bad input is one clear message."""
+"""task=approximation: what it captures are the model's own tensors, its errors are those of their definition, its
+closed forms are those of the noise; and every bad input is one clear message."""
 
 import json
 import math
@@ -35,11 +35,13 @@ MODELS = {
                                                                          n_positions=40)),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
     "bart": lambda: transformers.BartModel(transformers.BartConfig(
-        d_model=16, encoder_layers=3, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=16,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40, pad_token_id=1, decoder_start_token_id=2)),
-    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                                                intermediate_size=16, image_size=8, patch_size=4)),
-    "bloom": lambda: transformers.BloomModel(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=16))}
+        d_model=16, encoder_layers=3, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        vocab_size=16, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40, pad_token_id=1,
+        decoder_start_token_id=2)),
+    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4)),
+    "bloom": lambda: transformers.BloomModel(transformers.BloomConfig(
+        hidden_size=16, n_layer=1, n_head=4, vocab_size=16))}
 READERS = ("bert", "roberta", "gpt2", "llama", "bart")  # of text, with attention that can be swapped
 
 
@@ -57,7 +59,8 @@ def folder(tmp_path_factory):
         bert_tokenizer(root / "vocab.txt").save_pretrained(root / name)
     bert = MODELS["bert"]()
     bert.save_pretrained(root / "bare")
-    tensors = {name: t for name, t in bert.state_dict().items() if "layer.0.attention.self" not in name or "bias" in name}
+    tensors = {name: t for name, t in bert.state_dict().items()
+               if "layer.0.attention.self" not in name or "bias" in name}
     bert.save_pretrained(root / "cut", state_dict=tensors)
     for name, text in (("text", TEXT), ("long", " ".join([TEXT] * 4)), ("empty", " \n"), ("strange", "xyz zyx " * 3)):
         (root / f"{name}.txt").write_text(text)
@@ -75,7 +78,8 @@ def mechanism(features="oprf", sampler="orthogonal"):
 @pytest.mark.parametrize("causal", [False, True])
 def test_matrix_is_attention_to_unit_vectors(phi, causal):
     x, y = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 4, 7, 8, dtype=torch.float64)
-    noise, params, eye = orthogonal(16, 8), phi.fit(Statistics.of(x, y)), torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7)
+    noise, params = orthogonal(16, 8), phi.fit(Statistics.of(x, y))
+    eye = torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7)
     matrix = attention_matrix(x, y, phi, noise, params, causal=causal)
     torch.testing.assert_close(matrix, attention_reference(x, y, eye, phi, noise, params, causal=causal))
     torch.testing.assert_close(attention_matrix(x, y, causal=causal), softmax_attention(x, y, eye, causal=causal))
@@ -156,8 +160,8 @@ def test_records_resume_and_hold_what_they_say():
         next(task.records(Mechanism.of("exact"), 0))
 
 
-@pytest.mark.parametrize("features, sampler", [("pos", "iid"), ("pos", "orthogonal"), ("trig", "orthogonal"), ("oprf", "iid"),
-                                               ("hyp", "simplex"), ("geom", "iid")])
+@pytest.mark.parametrize("features, sampler", [("pos", "iid"), ("pos", "orthogonal"), ("trig", "orthogonal"),
+                                               ("oprf", "iid"), ("hyp", "simplex"), ("geom", "iid")])
 def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypatch):
     monkeypatch.setattr(approximation, "DRAWS", 20_000)
     task = Approximation(**SMALL | {"scale": 0.5, "depth": 0}, length=64)
@@ -230,12 +234,14 @@ BAD = [
     ({"model": "bert", "text": "none.txt"}, "cannot be read: No such file"),
     ({"model": "bert", "text": "empty.txt"}, "is empty"),
     ({"model": "bert", "text": "bytes.txt"}, "no UTF-8 text"),
-    ({"model": "bert", "text": "long.txt"}, f"has {4 * TOKENS + 2} tokens, and the model has 40 positions.*task.length=40"),
+    ({"model": "bert", "text": "long.txt"},
+     f"has {4 * TOKENS + 2} tokens, and the model has 40 positions.*task.length=40"),
     ({"model": "roberta", "text": "long.txt"}, f"has {4 * TOKENS + 2} tokens, and the model has 38 positions"),
     ({"model": "bert", "text": "text.txt", "length": 41}, "task.length = 41: the model has 40 positions"),
     ({"model": "bert", "text": "strange.txt"}, "knows none of its words"),
     ({"model": "bare", "text": "text.txt"}, "tokenizer"),
-    ({"model": "bert", "text": "text.txt", "layers": [0, 3]}, "layers holds 3: this model has 3 attention layers, 0 to 2"),
+    ({"model": "bert", "text": "text.txt", "layers": [0, 3]},
+     "layers holds 3: this model has 3 attention layers, 0 to 2"),
     ({"model": "bert", "text": "text.txt", "layers": []}, "layers is empty"),
     ({"model": "vit", "text": "text.txt"}, "ViTModel reads pixel_values, not text"),
     ({"model": "bloom", "text": "text.txt"}, r"no attention found.*h.0.self_attention \(BloomAttention\)"),
@@ -276,7 +282,8 @@ def test_reports_hold_every_mechanism_and_judge_by_the_interval(monkeypatch):
     monkeypatch.setattr(performers_fig4, "SAMPLES", 3)
     monkeypatch.setattr(performers_fig4, "MS", (8, 16))
     monkeypatch.setattr(performers_fig4, "SCALES", (1.0,))
-    found = {(*p, 1.0): {k: torch.tensor(v) for k, v in performers_fig4.errors(*p).items()} for p in performers_fig4.PAPER}
+    found = {(*p, 1.0): {k: torch.tensor(v) for k, v in performers_fig4.errors(*p).items()}
+             for p in performers_fig4.PAPER}
     assert all(v.shape == (2, 3) for kinds in found.values() for v in kinds.values())
     better = {k: v / 10 for k, v in found["pos", "iid", 1.0].items()}
     told = performers_fig4.statements(found | {("pos", "orthogonal", 1.0): better}).splitlines()

@@ -59,7 +59,8 @@ def set_chunks(monkeypatch, size):
 
 @pytest.fixture
 def by_products(monkeypatch):
-    """Closed forms by PyTorch's products, also where the library in C would do the work (tests/test_native.py tests that)."""
+    """Closed forms by PyTorch's products, also where the library in C would do the work
+    (tests/test_native.py tests that)."""
     monkeypatch.setattr(native, "applies", lambda *tensors: False)
 
 
@@ -73,15 +74,16 @@ def engine(request):
 class Case:
     """x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), and a map with noise and fitted parameters."""
 
-    def __init__(self, phi, B=2, H=4, Hkv=None, L=11, S=11, d=4, dv=3, m=6, scale=0.6, masked=False, shared=False, seed=0,
-                 dtype=torch.float64):
+    def __init__(self, phi, B=2, H=4, Hkv=None, L=11, S=11, d=4, dv=3, m=6, scale=0.6, masked=False, shared=False,
+                 seed=0, dtype=torch.float64):
         g = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
         Hkv = Hkv or H
         self.phi, self.heads = phi, H
         self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
         self.x, self.y, self.v = (t.to(dtype).requires_grad_() for t in (self.x, self.y, self.v))
-        self.noise = independent(phi, lambda: samplers.orthogonal(m, d, g, batch=() if shared else (H,), dtype=torch.float64))
+        batch = () if shared else (H,)
+        self.noise = independent(phi, lambda: samplers.orthogonal(m, d, g, batch=batch, dtype=torch.float64))
         stats = Statistics.of(self.x.flatten(0, 2), self.y.flatten(0, 2)) if shared else Statistics.of(
             self.x, self.y.repeat_interleave(H // Hkv, 1))
         self.params = phi.fit(stats)
@@ -110,8 +112,8 @@ def assert_same(ours, expected, rtol=1e-9):
 
 # The engine is its definition.
 
-SHAPES = {"self": {}, "masked": {"masked": True}, "cross": {"L": 5, "S": 13, "masked": True}, "grouped": {"Hkv": 2, "S": 14},
-          "shared": {"Hkv": 2, "shared": True, "masked": True}}
+SHAPES = {"self": {}, "masked": {"masked": True}, "cross": {"L": 5, "S": 13, "masked": True},
+          "grouped": {"Hkv": 2, "S": 14}, "shared": {"Hkv": 2, "shared": True, "masked": True}}
 
 
 EVERY = [(m, s) for m in MAPS + OTHER for s in (SHAPES if m in FEW + OTHER else ["masked"])]
@@ -179,11 +181,13 @@ def test_reference_is_the_dense_formula():
 
 @pytest.mark.parametrize("phi", FEW + OTHER, ids=repr)
 def test_causal_is_bidirectional_on_each_prefix(phi, small_chunks):
-    """In particular no cumulative sum runs over the wrong axis: a token that saw only itself would return its own value."""
+    """In particular no cumulative sum runs over the wrong axis: a token that saw only itself
+    would return its own value."""
     case = Case(phi)
     whole = case(causal=True)
     for n in range(1, 12):
-        assert_same([whole[:, :, n - 1]], [case(x=case.x[:, :, n - 1:n], y=case.y[:, :, :n], v=case.v[:, :, :n])[:, :, 0]])
+        prefix = case(x=case.x[:, :, n - 1:n], y=case.y[:, :, :n], v=case.v[:, :, :n])
+        assert_same([whole[:, :, n - 1]], [prefix[:, :, 0]])
     assert (whole[:, :, 1:] - case.v[:, :, 1:]).abs().min() > 1e-6
 
 
@@ -202,7 +206,8 @@ def test_future_never_changes_the_past(phi, dtype, early, late, small_chunks):
         for t, change in ((case.x, -3.0), (case.y, late), (case.v, 100.0)):
             t[:, :, 6:] *= change
     after = case.with_grads(causal=True)
-    assert_same([t[:, :, past] for t in after], [t[:, :, past] for t in before], 1e-10 if dtype == torch.float64 else 1e-3)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-3
+    assert_same([t[:, :, past] for t in after], [t[:, :, past] for t in before], tolerance)
     assert all((t[:, :, 6:] == 0).all() for t in after[1:])
 
 
@@ -221,7 +226,8 @@ def test_padding_is_truncation(phi, is_causal, small_chunks):
     case.mask = torch.zeros(2, 11, dtype=torch.bool)
     case.mask[:, keep] = True
     with torch.no_grad():
-        case.y, case.v = (t.masked_fill(~case.mask[:, None, :, None], torch.nan).requires_grad_() for t in (case.y, case.v))
+        case.y, case.v = (t.masked_fill(~case.mask[:, None, :, None], torch.nan).requires_grad_()
+                          for t in (case.y, case.v))
     out, dx, dy, dv = case.with_grads(causal=is_causal)
     assert_same([out, dx, dy[:, :, keep], dv[:, :, keep]], short.with_grads(causal=is_causal))
     for t in (dy, dv):
@@ -253,10 +259,12 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
         parts = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v)), case.mask[:, a:b]) for a, b in
                  itertools.pairwise(cuts)]
         assert_same([torch.cat(parts, 2)], [whole.detach()])
-    assert state.length == 11 and state.sums.numerator.numel() == 2 * 4 * phi.width((6,) * 2 if isinstance(phi, Sum) else 6) * 3
+    width = phi.width((6,) * 2 if isinstance(phi, Sum) else 6)
+    assert state.length == 11 and state.sums.numerator.numel() == 2 * 4 * width * 3
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)])  # float32: in C, where it is
+# float32: in C, where it is
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("phi", FEW + OTHER[:1], ids=repr)
 def test_a_prompt_taken_at_once_leaves_the_same_state(phi, dtype, tolerance):
     """Whole, and in two parts of which the first is padding for one sequence."""
@@ -306,7 +314,8 @@ def test_decoding_under_autocast_keeps_its_precision():
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             state = DecodingState(OPRF(), case.noise, case.params)
-            outs += [torch.cat([state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((0, 6), (6, 7))], 2)]
+            steps = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((0, 6), (6, 7))]
+            outs += [torch.cat(steps, 2)]
     assert torch.equal(*outs)
 
 
@@ -319,7 +328,8 @@ def test_dtypes(phi, dtype, tolerance, is_causal, small_chunks):
     """The output has the dtype of the values; half precision rounds inputs and outputs, not sums."""
     case = Case(phi, dtype=dtype, scale=0.3)
     exact = Case(phi, scale=0.3)
-    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_() for t in (case.x, case.y, case.v, case.grad))
+    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_()
+                                             for t in (case.x, case.y, case.v, case.grad))
     ours = case.with_grads(causal=is_causal)
     assert all(t.dtype == dtype for t in ours)
     assert_same(ours, exact.with_grads(attention_reference, causal=is_causal), tolerance)
@@ -342,12 +352,14 @@ def test_scores_of_a_thousand(phi, dtype, tolerance, is_causal, small_chunks, en
     case = Case(phi, L=16, S=16, scale=13.0, dtype=dtype)
     assert (case.x @ case.y.mT).abs().max() > 1e3
     exact = Case(phi, L=16, S=16, scale=13.0)
-    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_() for t in (case.x, case.y, case.v, case.grad))
+    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_()
+                                             for t in (case.x, case.y, case.v, case.grad))
     ours, expected = case.with_grads(causal=is_causal), exact.with_grads(attention_reference, causal=is_causal)
     assert all(t.isfinite().all() for t in ours)
     if phi != TrigRF():  # float32 holds phases of thousands to 1e-4 only, and cancellation takes the rest
         assert_same(ours[:1], expected[:1], tolerance)
-        if dtype == torch.float32:  # half precision rounds the output, from which these gradients, nearly 0, are subtracted
+        # half precision rounds the output, from which these gradients, nearly 0, are subtracted
+        if dtype == torch.float32:
             assert_same(ours[1:], expected[1:], 10 * tolerance)
 
 
@@ -355,7 +367,8 @@ def test_underflow_sends_a_segment_through_pieces(monkeypatch, by_products):
     """A late key so large that the terms of early rows underflow in its scale, in every engine."""
     taken = []
     monkeypatch.setattr(closed_form, "pieces", lambda *a, real=closed_form.pieces: taken.append(a[1]) or real(*a))
-    monkeypatch.setattr(chunked.Part, "pieces", lambda self, *a, real=chunked.Part.pieces: taken.append(a[5]) or real(self, *a))
+    of_a_part = lambda self, *a, real=chunked.Part.pieces: taken.append(a[5]) or real(self, *a)
+    monkeypatch.setattr(chunked.Part, "pieces", of_a_part)
     for phi, early, late in ((OPRF(A=-0.05), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER)):
         taken.clear()
         case = Case(phi, L=40, S=40, dtype=torch.float32)
@@ -405,9 +418,11 @@ def test_defect_mask_zeroes_only_values():
     assert (wrong - right).norm() > 0.2 * right.norm()  # the test has power
 
 
-@pytest.mark.parametrize("phi, early, late", [(OPRF(A=-0.1), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER), (GeomRF(p=0.5), 1e-9, 1.0)])
+@pytest.mark.parametrize("phi, early, late", [(OPRF(A=-0.1), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER),
+                                              (GeomRF(p=0.5), 1e-9, 1.0)])
 def test_defect_stabiliser_or_epsilon_sees_the_future(phi, early, late):
-    """An outlier at the end would underflow every earlier row, and with an epsilon replace them by the mean of the values."""
+    """An outlier at the end would underflow every earlier row,
+    and with an epsilon replace them by the mean of the values."""
     case = Case(phi, L=20, S=20)
     with torch.no_grad():
         case.y[:, :, :-1] *= early
@@ -562,7 +577,8 @@ def test_a_row_of_nothing_has_no_log_sum():
     case = Case(OPRF())
     case.mask = torch.ones(2, 11, dtype=torch.bool)
     case.mask[1], case.mask[0, :3] = False, False
-    for rows in (case(partial_attention, causal=True), softmax_partial(case.x, case.y, case.v, causal=True, key_mask=case.mask)):
+    exact = softmax_partial(case.x, case.y, case.v, causal=True, key_mask=case.mask)
+    for rows in (case(partial_attention, causal=True), exact):
         assert (rows.logsum[1] == -torch.inf).all() and (rows.logsum[0, :, :3] == -torch.inf).all()
         assert rows.logsum[0, :, 3:].isfinite().all() and (rows.output[1] == 0).all()
         grads = torch.autograd.grad(rows.logsum.exp().sum() + rows.output.sum(), (case.x, case.y, case.v))
@@ -619,7 +635,8 @@ def test_log_sums_in_single_precision(phi, is_causal, engine):
 def test_log_sums_of_two_fused_softmax_attentions(dtype, tolerance, monkeypatch):
     options = SHAPES["masked"] | {"d": 16, "dv": 8, "m": 12}
     case, exact = Case(OPRF(), **options, dtype=dtype), Case(OPRF(), **options)
-    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_() for t in (case.x, case.y, case.v, case.grad))
+    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_()
+                                             for t in (case.x, case.y, case.v, case.grad))
     weight = torch.randn(2, 4, 11, 1, dtype=torch.float64)
     expected = with_logsum(exact, logsum_reference, False, weight)
     monkeypatch.setattr(flash, "applies", lambda x, y, v: True)
@@ -629,7 +646,8 @@ def test_log_sums_of_two_fused_softmax_attentions(dtype, tolerance, monkeypatch)
 def in_parts(case, at, is_causal, policy="none", near=False):
     """Attention to keys [0, at) and to the rest, merged. near: the first part exactly, by softmax.
 
-    Causal: queries of the first part see their own keys alone, the others all of them and, causally, those of their own part.
+    Causal: queries of the first part see their own keys alone, the others all of them and, causally, those of their
+    own part.
     """
     clamp = policy == "clamp"
     keep = lambda span: None if case.mask is None else case.mask[:, span]
@@ -638,7 +656,8 @@ def in_parts(case, at, is_causal, policy="none", near=False):
         x, y, v = case.x[:, :, queries], case.y[:, :, keys], case.v[:, :, keys]
         if exact:
             return softmax_partial(x, y, v, causal=causal, key_mask=keep(keys))
-        return partial_attention(x, y, v, case.phi, case.noise, case.params, causal=causal, key_mask=keep(keys), modulus=clamp)
+        return partial_attention(x, y, v, case.phi, case.noise, case.params, causal=causal, key_mask=keep(keys),
+                                 modulus=clamp)
 
     L, S = case.x.shape[2], case.y.shape[2]
     first, rest = slice(0, at), slice(at, S)
@@ -706,8 +725,9 @@ def test_second_derivatives_of_log_sums(phi, is_causal, small_chunks):
 
 def test_merge_is_the_sum():
     g = torch.Generator().manual_seed(0)
+    lowest = torch.full((5, 1), -torch.inf)
     a, b, c = (Partial(torch.randn(5, 3, generator=g), torch.rand(5, 1, generator=g), s) for s in
-               (torch.full((5, 1), -torch.inf), 500 * torch.randn(5, 1, generator=g), 500 * torch.randn(5, 1, generator=g)))
+               (lowest, 500 * torch.randn(5, 1, generator=g), 500 * torch.randn(5, 1, generator=g)))
     a = Partial(torch.zeros(5, 3), torch.zeros(5, 1), a.log_scale)  # nothing gathered
     for left, right in ((merge(a, b), b), (merge(b, a), b), (merge(a, a), a), (merge(b, c), merge(c, b)),
                         (merge(merge(a, b), c), merge(a, merge(b, c))), (merge(None, b), b)):
@@ -791,8 +811,8 @@ def test_identity_and_linformer():
 def test_compiles_without_graph_breaks(phi, is_causal):
     case = Case(phi, dtype=torch.float32, masked=True)
     count, expected_count = DenominatorCount(), DenominatorCount()
-    function = torch.compile(lambda x, y, v: 2 * case(x=x, y=y, v=v, causal=is_causal, counter=count), backend="aot_eager",
-                             fullgraph=True)
+    doubled = lambda x, y, v: 2 * case(x=x, y=y, v=v, causal=is_causal, counter=count)
+    function = torch.compile(doubled, backend="aot_eager", fullgraph=True)
     out = function(case.x, case.y, case.v)
     grads = torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)
     expected = case.with_grads(causal=is_causal, counter=expected_count)
@@ -804,7 +824,8 @@ def test_checkpointed_and_transposed_inputs():
     """Activation checkpointing, inputs that are views, and gradients that are expanded scalars."""
     from torch.utils.checkpoint import checkpoint
     case = Case(OPRF(), masked=True)
-    by_token = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (case.x, case.y, case.v)]
+    by_token = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+                for t in (case.x, case.y, case.v)]
     for is_causal in (False, True):
         plain = torch.autograd.grad(case(causal=is_causal).sum(), (case.x, case.y, case.v))
         run = lambda x, y, v, c=is_causal: case(x=x, y=y, v=v, causal=c)
@@ -877,7 +898,8 @@ def test_every_closed_form_map_is_covered():
 @pytest.mark.parametrize("sampler", [samplers.orthogonal, samplers.hadamard], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("phi", MAPS + OTHER, ids=repr)
 def test_float64_throughout(phi, sampler, monkeypatch):
-    """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64, wherever they are used."""
+    """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64,
+    wherever they are used."""
     if sampler is samplers.hadamard and isinstance(phi, (PoisRF, GeomRF)):
         pytest.skip("discrete maps refuse approximate samplers")
     monkeypatch.setattr(samplers.noise, "MATRIX_FREE_FROM", 1)
@@ -889,7 +911,8 @@ def test_float64_throughout(phi, sampler, monkeypatch):
     assert_same([attention(x, y, v, phi, coarse, case.params, causal=c) for c in (False, True)], exact, 1e-12)
     assert_same([attention_reference(x, y, v, phi, coarse, case.params, causal=c) for c in (False, True)], exact, 1e-12)
     state = DecodingState(phi, coarse, case.params)
-    assert_same([torch.cat([state.step(*(t[:, :, i:i + 1] for t in (x, y, v))) for i in range(11)], 2)], exact[1:], 1e-12)
+    steps = [state.step(*(t[:, :, i:i + 1] for t in (x, y, v))) for i in range(11)]
+    assert_same([torch.cat(steps, 2)], exact[1:], 1e-12)
     assert_same([phi.phi_k(y, coarse, case.params).exp()], [phi.phi_k(y, fine, case.params).exp()], 1e-12)
     assert phi.phi_q(x.float(), fine, case.params).log_scale.dtype == torch.float32
 

@@ -1,4 +1,5 @@
-"""The controls that every report holds beside a mechanism: uniform attention and a window, against their materialised twins."""
+"""The controls that every report holds beside a mechanism: uniform attention and a window,
+against their materialised twins."""
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ B, H, D = 2, 3, 4
 
 def tensors(L, S, kv_heads=H):
     g = torch.Generator().manual_seed(0)
-    x, y, v = (torch.randn(B, h, n, D, generator=g, dtype=torch.float64) for h, n in ((H, L), (kv_heads, S), (kv_heads, S)))
+    x, y, v = (torch.randn(B, h, n, D, generator=g, dtype=torch.float64)
+               for h, n in ((H, L), (kv_heads, S), (kv_heads, S)))
     keep = torch.rand(B, S, generator=g) < 0.7
     return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
 
@@ -30,7 +32,8 @@ def twin(x, y, v, allowed):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("L, S, block, first", [(17, 17, 4, 2), (8, 8, 8, 0), (5, 5, 16, 9), (3, 21, 4, 3), (1, 10, 3, 1)])
+@pytest.mark.parametrize("L, S, block, first", [(17, 17, 4, 2), (8, 8, 8, 0), (5, 5, 16, 9), (3, 21, 4, 3),
+                                                (1, 10, 3, 1)])
 def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
     if L != S and not causal:
         pytest.skip("a window of two sequences is refused")

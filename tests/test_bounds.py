@@ -33,8 +33,8 @@ from crt_exp.features import GERF, OPRF, SMREG, HypRF, PoisRF, PosRF, Statistics
 from crt_exp.kernels import log_kernel
 
 SAMPLERS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex}
-COUPLED = [PosRF(), HypRF(), OPRF("gaussian"), OPRF(antithetic=True), TrigRF("gaussian"), GERF("gaussian", s=-1, A=0.02 + 0.03j),
-           GERF(s=1, A=-0.1 + 0.05j), SMREG(), SMREG(antithetic=True)]
+COUPLED = [PosRF(), HypRF(), OPRF("gaussian"), OPRF(antithetic=True), TrigRF("gaussian"),
+           GERF("gaussian", s=-1, A=0.02 + 0.03j), GERF(s=1, A=-0.1 + 0.05j), SMREG(), SMREG(antithetic=True)]
 A_VALUES = [-1.0, -0.1, -1e-3, -1e-7, 0.0, 1e-7, 0.05]
 
 
@@ -75,7 +75,8 @@ def test_exact_variance_of_coupled_rows(phi, ensemble, m, d):
 
 
 def test_coupling_shows_at_full_blocks():
-    """The case of math: d = 8, |x + y|^2 = 5: pair moments 0.488 and 0.290 of K^2; a Taylor check where rows barely interact."""
+    """The case of math: d = 8, |x + y|^2 = 5: pair moments 0.488 and 0.290 of K^2;
+    a Taylor check where rows barely interact."""
     s = torch.tensor(5.0, dtype=torch.float64)
     assert 1 + positive_covariance(s, 8) == pytest.approx(0.488, abs=5e-4)
     assert 1 + positive_covariance(s, 8, -1 / 7) == pytest.approx(0.290, abs=5e-4)
@@ -108,13 +109,15 @@ def test_covariance_by_two_dimensional_quadrature(d):
             square = {c: r[:, None] ** 2 + r**2 + 2 * c * np.outer(r, r) for c in (cosine, -cosine)}
             moment = lambda sign, c, s=s, square=square: (weights * hyp0f1(d / 2, sign * s / 4 * square[c])).sum()
             s_s = torch.tensor(s, dtype=torch.float64)
-            assert (1 + positive_covariance(s_s, d, cosine)).item() * math.exp(s) == pytest.approx(moment(1, cosine), rel=1e-9)
+            positive = (1 + positive_covariance(s_s, d, cosine)).item() * math.exp(s)
+            assert positive == pytest.approx(moment(1, cosine), rel=1e-9)
             trig = (moment(-1, cosine) + moment(-1, -cosine)) / 2
             assert trig_covariance(s_s, d, cosine).item() + math.exp(-s) == pytest.approx(trig, abs=1e-9)
 
 
 def test_ensembles_are_ordered_and_stable():
-    """simplex <= orthogonal <= iid for positive features; finite logs where variances overflow; empty and blocks cut."""
+    """simplex <= orthogonal <= iid for positive features; finite logs where variances overflow;
+    empty and blocks cut."""
     x, y = torch.randn(2, 30, 8, generator=seeded(), dtype=torch.float64)
     for phi in (PosRF(), OPRF()):
         params = phi.fit(Statistics.of(x, y))
@@ -177,7 +180,8 @@ def test_oprf_law_is_continuous_in_a():
         edge = sign * float((s_plus / 16e8).sqrt())
         inside, outside = (OPRFLaw.of(x, y, edge * f).cdf(z) for f in (1.0001, 0.9999))
         torch.testing.assert_close(inside, outside, rtol=2e-7, atol=1e-8)
-        torch.testing.assert_close(OPRFLaw.of(x, y, sign * 1e-12).cdf(z), OPRFLaw.of(x, y, 0.0).cdf(z), rtol=1e-8, atol=0)
+        near, at = (OPRFLaw.of(x, y, A).cdf(z) for A in (sign * 1e-12, 0.0))
+        torch.testing.assert_close(near, at, rtol=1e-8, atol=0)
 
 
 def test_oprf_law_edges():
@@ -214,7 +218,8 @@ def test_smreg_law():
     z = estimates(phi, x, y, (), 1, 20_000, "iid")
     assert (z.log() <= law.log_max + 1e-9).all()
     for k in (1, 2, 3):
-        assert (z**k).mean().item() == pytest.approx(law.log_moment(k).exp().item(), abs=5 * float((z**k).std()) / 20_000**0.5)
+        tolerance = 5 * float((z**k).std()) / 20_000**0.5
+        assert (z**k).mean().item() == pytest.approx(law.log_moment(k).exp().item(), abs=tolerance)
     tilt = 3.0
     w = (tilt * (z.log() - law.log_max).exp()).exp()
     assert w.mean().item() == pytest.approx(math.exp(log_mgf(law, tilt)), abs=5 * float(w.std()) / 20_000**0.5)
@@ -251,7 +256,8 @@ def test_printed_tail_bound_is_false_and_ours_is_not():
 
 @pytest.mark.parametrize("A", [-0.05, -0.3, -1.0])
 def test_tails_hold_for_one_projection(A):
-    """Against the exact law: two-sided Hoeffding, one-sided Chernoff, which is never weaker than one side of Hoeffding."""
+    """Against the exact law: two-sided Hoeffding, one-sided Chernoff,
+    which is never weaker than one side of Hoeffding."""
     for seed, d in enumerate((1, 2, 4)):
         x, y = pair(d, 0.5, seed)
         law = OPRFLaw.of(x, y, A)
@@ -283,7 +289,8 @@ def test_tails_hold_for_blocks(ensemble):
 
 
 def test_printed_smreg_gap_is_false_and_ours_is_not():
-    """Performers Theorem 3 prints Lambda^m: d = m = 2, x = (4.5, 0), y = (-4, 0), theta = 1 / Lambda, by exact integrals."""
+    """Performers Theorem 3 prints Lambda^m: d = m = 2, x = (4.5, 0), y = (-4, 0), theta = 1 / Lambda,
+    by exact integrals."""
     x, y = torch.tensor([4.5, 0.0], dtype=torch.float64), torch.tensor([-4.0, 0.0], dtype=torch.float64)
     law = SMREGLaw.of(x, y)
     r = math.sqrt(2 * float(law.s_plus))  # theta Z = e^(r cos t)
@@ -319,7 +326,8 @@ def test_required_m_by_variance(phi, ensemble):
 
 def test_required_m_holds():
     x, y = pair(3, 0.2)
-    for phi, method in ((OPRF(), "chebyshev"), (TrigRF(), "hoeffding"), (OPRF(A=-0.1), "hoeffding"), (SMREG(), "hoeffding")):
+    for phi, method in ((OPRF(), "chebyshev"), (TrigRF(), "hoeffding"), (OPRF(A=-0.1), "hoeffding"),
+                        (SMREG(), "hoeffding")):
         params = fit(phi, x, y)
         m = int(required_m(phi, x, y, params, epsilon=0.4, delta=0.1, method=method))
         assert m < 1000
@@ -342,14 +350,16 @@ def test_required_m_where_nothing_helps():
         with pytest.raises(ValueError, match="epsilon > 0"):
             required_m(PosRF(), x, y, **bad)
     with pytest.raises(ValueError, match="chebyshev"):
-        required_m(OPRF(A=-1), x, y, OPRF(A=-1).fit(None), epsilon=0.1, delta=0.1, method="hoeffding", ensemble="orthogonal")
+        required_m(OPRF(A=-1), x, y, OPRF(A=-1).fit(None), epsilon=0.1, delta=0.1, method="hoeffding",
+                   ensemble="orthogonal")
     with pytest.raises(ValueError, match="unknown ensemble"):
         required_m(PosRF(), x, y, epsilon=0.1, delta=0.1, ensemble="sobol")
     with pytest.raises(ValueError, match="PoisRF"):
         ensemble_log_variance(PoisRF(rate=1), x, y, PoisRF(rate=1).fit(None), 4, "orthogonal")
     with pytest.raises(ValueError, match="unbounded"):
         log_chernoff_tail(OPRFLaw.of(x, y, 0.0), 1.0, 4)
-    for beyond in (lambda: log_orthogonality_gap("softmax", x, y, 5), lambda: log_smreg_orthogonal_tail(SMREGLaw.of(x, y), 1, 5)):
+    for beyond in (lambda: log_orthogonality_gap("softmax", x, y, 5),
+                   lambda: log_smreg_orthogonal_tail(SMREGLaw.of(x, y), 1, 5)):
         with pytest.raises(ValueError, match="one block"):
             beyond()
 

@@ -36,7 +36,8 @@ def test_round_trip_keeps_ties_and_layout(tmp_path):
     assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
     assert other.b.weight is other.a.weight
     assert path.name == "step-7" and checkpoint.load_state(path)["step"] == 7 and checkpoint.damage(path) is None
-    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+    files = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert sorted(p.name for p in path.iterdir()) == files
     assert (path / "model.safetensors").stat().st_size < 1000  # the shared weight is there once
 
 
@@ -79,7 +80,8 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path):
 
 @pytest.mark.parametrize("harm", [harm for harm, _ in DAMAGE], ids=[reason for _, reason in DAMAGE])
 def test_a_damaged_checkpoint_stops_no_later_write(harm, tmp_path):
-    """However many are kept: it is passed over for good, under another name, and where the disk refuses one, under its own."""
+    """However many are kept: it is passed over for good, under another name,
+    and where the disk refuses one, under its own."""
     write(tmp_path, 5)
     harm(write(tmp_path, 10))
     said = []

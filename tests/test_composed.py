@@ -21,7 +21,8 @@ def composed(*overrides):
         return compose("config", overrides=list(overrides))
 
 
-EVERY = [f"{group}={name}" for group in GROUPS for name in choices(group)]  # task, features, ... each with each of its choices
+# task, features, ... each with each of its choices
+EVERY = [f"{group}={name}" for group in GROUPS for name in choices(group)]
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,9 @@ def test_every_key_of_every_group_refuses_what_it_does_not_take(choice, configur
     whole = configurations[choice]
     group = choice.partition("=")[0]
     for path in keys({group: whole[group]}):
+        # attention.kernel stands for phi.f; the task itself checks its sizes, by transformers' annotations
         if path in ((group,), ("attention", "kernel")) or path[:2] == ("task", "sizes") and path[2:]:
-            continue  # attention.kernel stands for phi.f; the task itself checks its sizes, by transformers' annotations
+            continue
         name = ".".join(path)
         for value, shown in ((Strange(), "strange"), ([Strange()], "strange"), (10**30, "1000000"), (math.nan, "nan")):
             with pytest.raises(ConfigError) as found:
@@ -112,7 +114,8 @@ BAD = [
     ("task=mlm +task.hub.foo=1", "unknown key 'task.hub.foo'"),
     ("task=mlm task.text=[1]", "task.text[0] = 1: it takes a text"),
     ("task=variance task.pairs=1", "task.pairs = 1: it takes a whole number of at least 2"),
-    ("task=projections task.ms=5", "task.ms = 5: it takes a list of at least one entry, each a whole number of at least 1"),
+    ("task=projections task.ms=5",
+     "task.ms = 5: it takes a list of at least one entry, each a whole number of at least 1"),
     ("task=speed task.what=huge", "task.what = huge: it takes attention, large, small or vit"),
     ("attention=relu attention.phi.f=abc", "attention.phi.f = abc: it takes relu, elu+1"),
     ("attention=favorpp attention.redraw_every=0.5", "attention.redraw_every = 0.5"),
@@ -130,7 +133,7 @@ def test_bad_configuration(overrides, message):
     assert message in str(found.value)
 
 
-# ---- what may be built ---------------------------------------------------------------------------------------------------
+# ---- what may be built -----------------------------------------------------------------------------------------------
 
 EVIL = {"_target_": "os.system", "command": "false"}
 
@@ -146,8 +149,8 @@ def test_the_targets_of_conf_are_ours(configurations):
 def test_a_group_takes_code_of_its_kind_alone(configurations):
     whole = configurations["task=mlm"]
     for group in GROUPS:
-        for other in (EVIL, {"_target_": "crt_exp.runner.run.write_atomic"}, {"_target_": "crt_exp.runner.composed.re.sub"},
-                      {"_target_": 5}):
+        for other in (EVIL, {"_target_": "crt_exp.runner.run.write_atomic"},
+                      {"_target_": "crt_exp.runner.composed.re.sub"}, {"_target_": 5}):
             with pytest.raises(ConfigError, match=rf"^{group}\._target_ = "):
                 check_plain(whole | {group: other})
     with pytest.raises(ConfigError, match="nowhere.Task cannot be imported: No module named 'nowhere'"):
@@ -195,7 +198,8 @@ def test_a_task_of_ones_own_is_checked_too(typed, tmp_path, monkeypatch):
     (tmp_path / "conf" / "task" / "own.yaml").write_text("_target_: own.Own\nn: 3\nrate: 0.5\nnames: []\n")
     args = [f"--config-dir={tmp_path}/conf", "task=own", "logger=none", f"hydra.run.dir={tmp_path}/run"]
     for given, message in {"task.n=1.5": "task.n = 1.5: it takes a whole number", "+task.m=5": "unknown key 'task.m'",
-                           "task.rate=abc": "task.rate = abc: it takes a number", "task.names=5": "it takes a list"}.items():
+                           "task.rate=abc": "task.rate = abc: it takes a number",
+                           "task.names=5": "it takes a list"}.items():
         code, _, err = typed(*args, given)
         assert code == 2 and message in err and "Traceback" not in err
     code, out, err = typed(*args)
@@ -205,7 +209,7 @@ def test_a_task_of_ones_own_is_checked_too(typed, tmp_path, monkeypatch):
     assert code == 2 and "task._target_ = os.system: it takes a class that measures" in err
 
 
-# ---- the parts -----------------------------------------------------------------------------------------------------------
+# ---- the parts -------------------------------------------------------------------------------------------------------
 
 
 class Sizes(TypedDict):
@@ -226,7 +230,8 @@ def test_checked_in_python_too():
     for args, message in [(("maybe", [1], sizes), r"thing.kind = maybe: it takes no or yes"),
                           (("no", [], sizes), r"thing.rates = \[\]: it takes a list of at least one entry"),
                           (("no", [1, True], sizes), r"thing.rates\[1\] = true: it takes a number above 0"),
-                          (("no", [1], {"width": 2}), "thing.sizes.names is missing: it takes a text, a list, each a text"),
+                          (("no", [1], {"width": 2}),
+                           "thing.sizes.names is missing: it takes a text, a list, each a text"),
                           (("no", [1], sizes | {"width": 0}), "thing.sizes.width = 0"),
                           (("no", [1], sizes, 1.0), "thing.share = 1.0: it takes a number of at least 0 and below 1")]:
         with pytest.raises(ConfigError, match=f"^{message}"):
@@ -247,7 +252,8 @@ def test_numbers_of_any_size_are_told():
 
 @pytest.mark.parametrize("sampler", [iid, orthogonal, hadamard])
 def test_projections_that_the_memory_cannot_hold(sampler):
-    with pytest.raises(ValueError, match=r"m = 1000000000000: projections of dimension 64 .*GiB, and .* GiB of memory are free"):
+    message = r"m = 1000000000000: projections of dimension 64 .*GiB, and .* GiB of memory are free"
+    with pytest.raises(ValueError, match=message):
         sampler(10**12, 64, batch=(2,))
 
 

@@ -12,7 +12,8 @@ import pytest
 from crt_exp.data import DataError, chess
 from crt_exp.data.tabular import EMBEDDED, LAYOUTS, load, names, source_of, target_field
 
-official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
+official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
+                              reason="CRT_DATA is not set: the official files are needed")
 FILES = sorted(LAYOUTS)
 WITH_NUMBERS = [name for name in FILES if any(field.levels is None for field in LAYOUTS[name].fields)]
 WITH_LEVELS = [name for name in FILES if any(field.levels for field in LAYOUTS[name].fields)]
@@ -161,8 +162,9 @@ def test_truncated_file(name, tmp_path):
     assert f"{len(rows) + 1} rows found, {len(rows)} expected" in refusal(name, tmp_path)
 
 
-@pytest.mark.parametrize("content, problem", [(b"", "empty"), (b"\n \r\n\n", "empty"), (b"\x1f\x8b\x08\xff", "text file"),
-                                              (b"<html>Not Found</html>\n", "line 1: 1 columns, 7 expected")])
+@pytest.mark.parametrize("content, problem", [
+    (b"", "empty"), (b"\n \r\n\n", "empty"), (b"\x1f\x8b\x08\xff", "text file"),
+    (b"<html>Not Found</html>\n", "line 1: 1 columns, 7 expected")])
 def test_file_that_is_no_table(content, problem, tmp_path):
     (tmp_path / "car.data").write_bytes(content)
     assert problem in refusal("car", tmp_path)

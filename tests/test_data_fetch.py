@@ -220,7 +220,8 @@ def test_archive_gives_files_and_folders(server, name, pack, tmp_path):
     assert len(server.asked) == 1 and not (tmp_path / "evil.flac").exists()
 
 
-@pytest.mark.parametrize("body", [b"no archive", tarred(PACKED)[:-4], tarred(PACKED)[:99], tarred({"top/a.txt": b"1\n2\n"})])
+@pytest.mark.parametrize("body", [b"no archive", tarred(PACKED)[:-4], tarred(PACKED)[:99],
+                                  tarred({"top/a.txt": b"1\n2\n"})])
 def test_bad_archive_leaves_nothing_behind(server, body, tmp_path):
     source = packed_source(server, "p.tgz", body)
     assert server.url("p.tgz") in refused(source, tmp_path / "d")
@@ -293,7 +294,8 @@ def test_states_of_folders(tmp_path):
     assert inspect(File("a/b.txt"), tmp_path).state == WRONG
 
 
-@pytest.mark.parametrize("same", [b"1,2,a\r\n3,4,b\r\n", b"1,2,a\n\n3,4,b", b" 1, 2 ,a\n3,4,b \n\n", b"1 2  a\n 3\t4 b\n"])
+@pytest.mark.parametrize("same", [b"1,2,a\r\n3,4,b\r\n", b"1,2,a\n\n3,4,b", b" 1, 2 ,a\n3,4,b \n\n",
+                                  b"1 2  a\n 3\t4 b\n"])
 def test_digest_of_rows_sees_the_fields_only(same, tmp_path):
     (tmp_path / "a").write_bytes(b"1,2,a\n3,4,b\n")
     (tmp_path / "b").write_bytes(same)

@@ -13,7 +13,8 @@ from crt_exp.data.glue import TASKS, Encoded, bucketed, collate, encode, load, t
 from crt_exp.data.text import bert_tokenizer, stored
 from crt_exp.tasks.base import Plan
 
-official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
+official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
+                              reason="CRT_DATA is not set: the official files are needed")
 
 # task: columns of train (MNLI's dev files have more labels) and of test
 HEADERS = {name: (train.split(","), test.split(",")) for name, train, test in (
@@ -23,7 +24,8 @@ HEADERS = {name: (train.split(","), test.split(",")) for name, train, test in (
     ("qqp", "id,qid1,qid2,question1,question2,is_duplicate", "id,question1,question2"),
     ("stsb", "index,genre,filename,year,old_index,source1,source2,sentence1,sentence2,score",
      "index,genre,filename,year,old_index,source1,source2,sentence1,sentence2"),
-    ("mnli", "index,promptID,pairID,genre,sentence1_binary_parse,sentence2_binary_parse,sentence1_parse,sentence2_parse,"
+    ("mnli",
+     "index,promptID,pairID,genre,sentence1_binary_parse,sentence2_binary_parse,sentence1_parse,sentence2_parse,"
      "sentence1,sentence2,label1,gold_label",
      "index,promptID,pairID,genre,sentence1_binary_parse,sentence2_binary_parse,sentence1_parse,sentence2_parse,"
      "sentence1,sentence2"),
@@ -155,8 +157,9 @@ def test_malformed_row(name, change, tmp_path):
     assert f"{path}, line 4: {len(rows[3])} columns, {columns} expected" in message and "fetch glue/" in message
 
 
-@pytest.mark.parametrize(("name", "bad"), [("cola", "2"), ("mrpc", ""), ("rte", "1"), ("mnli", "-"), ("qnli", "Entailment"),
-                                           ("stsb", "5.1"), ("stsb", "-0.1"), ("stsb", "nan"), ("stsb", "high"), ("wnli", "01")])
+@pytest.mark.parametrize(("name", "bad"), [
+    ("cola", "2"), ("mrpc", ""), ("rte", "1"), ("mnli", "-"), ("qnli", "Entailment"),
+    ("stsb", "5.1"), ("stsb", "-0.1"), ("stsb", "nan"), ("stsb", "high"), ("wnli", "01")])
 def test_label_out_of_range(name, bad, tmp_path):
     rows = rows_of(name)
     rows[4][HEADERS[name][0].index(TASKS[name].label)] = bad
@@ -204,11 +207,13 @@ def hub_set(name: str, labels: list, names: tuple[str, ...] | None = None):
 
 def test_hub(monkeypatch):
     asked = []
-    sets = {("mnli", "validation_mismatched"): hub_set("mnli", [2, 0]), ("stsb", "validation"): hub_set("stsb", [2.5, 5.0]),
-            ("cola", "test"): hub_set("cola", [-1, -1]), ("rte", "train"): hub_set("rte", [0], ("not_entailment", "entailment"))}
+    sets = {("mnli", "validation_mismatched"): hub_set("mnli", [2, 0]),
+            ("stsb", "validation"): hub_set("stsb", [2.5, 5.0]), ("cola", "test"): hub_set("cola", [-1, -1]),
+            ("rte", "train"): hub_set("rte", [0], ("not_entailment", "entailment"))}
     monkeypatch.setattr("datasets.load_dataset", lambda path, name, split: asked.append(path) or sets[name, split])
     mnli = load("mnli", "dev_mm", source="hub")
-    assert mnli.sentence1 == ["premise 0", "premise 1"] and mnli.sentence2[1] == "hypothesis 1" and mnli.labels == [2, 0]
+    assert mnli.sentence1 == ["premise 0", "premise 1"] and mnli.sentence2[1] == "hypothesis 1"
+    assert mnli.labels == [2, 0]
     assert load("stsb", "dev", source="hub").labels == [2.5, 5.0] and asked[0] == "nyu-mll/glue"
     cola = load("cola", "test", source="hub", n=1)
     assert cola.labels is None and cola.sentence2 is None and "1 of 2 examples" in cola.source
@@ -252,7 +257,8 @@ def test_encoding_is_cached_by_content(tokenizer, tmp_path):
     fresh = encode(examples, tokenizer, 20, cache)
     file, = cache.iterdir()
     content, stamp = file.read_bytes(), file.stat().st_mtime_ns
-    tokenizer("what comes between", truncation=True, max_length=3, padding="max_length")   # leaves traces in the tokenizer
+    # leaves traces in the tokenizer
+    tokenizer("what comes between", truncation=True, max_length=3, padding="max_length")
     again = encode(examples, tokenizer, 20, cache)
     assert file.stat().st_mtime_ns == stamp and [*cache.iterdir()] == [file]
     for name in ("input_ids", "offsets", "token_type_ids", "labels"):
@@ -279,7 +285,8 @@ def test_a_cache_that_cannot_be_written_is_told_once(tokenizer, tmp_path, caplog
         encoded = encode(examples, tokenizer, 20, tmp_path / "file" / "cache")
         assert (encoded.input_ids == encode(examples, tokenizer, 20).input_ids).all()
     assert len(caplog.records) == 1
-    assert f"{tmp_path}/file/cache cannot be written (Not a directory)" in caplog.text and "task.cache_dir" in caplog.text
+    assert f"{tmp_path}/file/cache cannot be written (Not a directory)" in caplog.text
+    assert "task.cache_dir" in caplog.text
 
 
 def test_a_byte_that_changed_in_a_cache_is_noticed(tokenizer, tmp_path, caplog):
@@ -302,7 +309,8 @@ def test_a_byte_that_changed_in_a_cache_is_noticed(tokenizer, tmp_path, caplog):
 # ----------------------------------------------------------------------------------------------------- batches
 def encoded_of(lengths: list[int]) -> Encoded:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Encoded(np.arange(offsets[-1], dtype=np.int32) + 1, offsets, np.ones(offsets[-1], np.uint8), np.arange(len(lengths)))
+    return Encoded(np.arange(offsets[-1], dtype=np.int32) + 1, offsets, np.ones(offsets[-1], np.uint8),
+                   np.arange(len(lengths)))
 
 
 def test_collate_pads_to_the_longest():
@@ -339,7 +347,8 @@ def test_bucketed_batches_are_shared_by_processes_and_micro_batches():
 
 def test_bucketing_saves_padding():
     plan = Plan(batch=10)
-    padded = [sum(10 * LENGTHS[rows].max() for rows in order) for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train"))]
+    padded = [sum(10 * LENGTHS[rows].max() for rows in order)
+              for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train"))]
     assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]
 
 

@@ -29,9 +29,11 @@ from crt_exp.data.text import (
 )
 from crt_exp.tasks.base import Plan
 
-official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
+official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
+                              reason="CRT_DATA is not set: the official files are needed")
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WORDS = [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"), "-", ",", "."]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = [*SPECIALS, *LETTERS, *(f"##{letter}" for letter in LETTERS), "-", ",", "."]
 SENTENCES = ["a b cde f", "gh i jklm", "n", "opq r s t", "uv w xyz"]
 
 
@@ -56,8 +58,8 @@ def refused(call, *arguments, **options) -> str:
 
 # -------------------------------------------------------------------------------------------------- tokenizers
 def test_tokenizer_from_a_vocabulary(vocabulary, tokenizer):
-    assert tokenizer("Abc d", "[UNK] é")["input_ids"] == [WORDS.index(word) for word in
-                                                         ["[CLS]", "a", "##b", "##c", "d", "[SEP]", "[UNK]", "e", "[SEP]"]]
+    words = ["[CLS]", "a", "##b", "##c", "d", "[SEP]", "[UNK]", "e", "[SEP]"]
+    assert tokenizer("Abc d", "[UNK] é")["input_ids"] == [WORDS.index(word) for word in words]
     assert bert_tokenizer(vocabulary.parent).get_vocab() == {word: i for i, word in enumerate(WORDS)}
     assert bert_tokenizer(vocabulary, lowercase=False).tokenize("A a") == ["[UNK]", "a"]
 
@@ -65,7 +67,8 @@ def test_tokenizer_from_a_vocabulary(vocabulary, tokenizer):
 def test_vocabularies_that_are_none(tmp_path):
     path = tmp_path / "vocab.txt"
     assert str(path) in refused(bert_tokenizer, path) and "huggingface.co" in refused(bert_tokenizer, path)
-    for text, problem in (("", "[PAD]"), ("a\nb\n", "[PAD]"), ("\n".join([*SPECIALS, "a", "a"]), "'a' stands there twice")):
+    for text, problem in (("", "[PAD]"), ("a\nb\n", "[PAD]"),
+                          ("\n".join([*SPECIALS, "a", "a"]), "'a' stands there twice")):
         path.write_text(text)
         assert problem in refused(bert_tokenizer, path)
     path.write_bytes(b"[PAD]\n\xff\n")
@@ -86,7 +89,8 @@ def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokeni
     tokenizer(["a b c", "d"], truncation=True, max_length=3, padding="max_length")
     assert before == fingerprint(tokenizer) == fingerprint(bert_tokenizer(vocabulary))
     (tmp_path / "vocab.txt").write_text("\n".join([*WORDS, "!"]))
-    assert len({before, fingerprint(bert_tokenizer(tmp_path)), fingerprint(bert_tokenizer(vocabulary, lowercase=False))}) == 3
+    others = fingerprint(bert_tokenizer(tmp_path)), fingerprint(bert_tokenizer(vocabulary, lowercase=False))
+    assert len({before, *others}) == 3
 
 
 # ------------------------------------------------------------------------------------------------------ blocks
@@ -125,7 +129,8 @@ def test_bad_text(tokenizer, tmp_path):
     assert "no .txt" in refused(local_blocks, tmp_path, tokenizer, 8)
     file = tmp_path / "a.txt"
     file.write_text("a b\n")
-    assert "has 2 tokens" in refused(local_blocks, file, tokenizer, 8) and "length=2" in refused(local_blocks, file, tokenizer, 2)
+    assert "has 2 tokens" in refused(local_blocks, file, tokenizer, 8)
+    assert "length=2" in refused(local_blocks, file, tokenizer, 2)
     file.write_bytes(b"a\nb \xff\n")
     assert f"{file}, line 2" in refused(local_blocks, file, tokenizer, 8)
     file.write_text("")
@@ -158,7 +163,8 @@ def test_masking_has_berts_shares(tokenizer, whole_words):
     total = int(chosen.sum())
     assert near(total, int(maskable.sum()), 0.15)
     hidden, same = (inputs == masking.mask_id) & chosen, (inputs == ids) & chosen
-    assert near(int(hidden.sum()), total, 0.8 + 0.1 / len(WORDS)) and near(int(same.sum()), total, 0.1 + 0.1 / len(WORDS))
+    assert near(int(hidden.sum()), total, 0.8 + 0.1 / len(WORDS))
+    assert near(int(same.sum()), total, 0.1 + 0.1 / len(WORDS))
     replaced = inputs[chosen & ~hidden & ~same]
     assert replaced.min() == 0 and replaced.max() == len(WORDS) - 1 and len(np.unique(replaced)) == len(WORDS) - 1
 
@@ -218,7 +224,8 @@ def batches_of(tokenizer, blocks, split="train", **plan) -> list[dict]:
 
 
 def original(batches: list[dict]) -> torch.Tensor:
-    return torch.cat([torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"]) for batch in batches])
+    return torch.cat([torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
+                      for batch in batches])
 
 
 def test_an_epoch_shows_every_block_once_and_is_masked_anew(tokenizer, blocks):

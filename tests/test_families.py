@@ -1,4 +1,5 @@
-"""A fixed sample of the models of `make families`: each is exact when swapped, or refused at the swap; none is wrong."""
+"""A fixed sample of the models of `make families`: each is exact when swapped, or refused at the swap;
+none is wrong."""
 
 import pytest
 import torch
@@ -38,14 +39,15 @@ def test_refused_at_the_swap_with_the_reason(library, name):
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
          "max_position_embeddings": 64}
-INFORMER = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 32,
-            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-            "attention_type": "full"}
+INFORMER = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1,
+            "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64, "attention_type": "full"}
 
 
 def informer():
     values = lambda *shape: torch.randn(2, *shape, dtype=torch.float64)
-    return {"past_values": values(18), "past_time_features": values(18, 1), "past_observed_mask": torch.ones(2, 18).double(),
+    return {"past_values": values(18), "past_time_features": values(18, 1),
+            "past_observed_mask": torch.ones(2, 18).double(),
             "future_values": values(8), "future_time_features": values(8, 1)}
 
 

@@ -203,7 +203,8 @@ def test_oprf_check_value():
     """CRT Figure 1: the gain over PosRF at d = 64, |x+y|^2 = 100 is e^61.22."""
     x = torch.zeros(1, 64, dtype=torch.float64)
     x[0, 0] = 5
-    gain = PosRF().log_relative_second_moment(x, x) - OPRF().log_relative_second_moment(x, x, OPRF().fit(Statistics.of(x, x)))
+    params = OPRF().fit(Statistics.of(x, x))
+    gain = PosRF().log_relative_second_moment(x, x) - OPRF().log_relative_second_moment(x, x, params)
     assert gain.item() == pytest.approx(61.22, abs=5e-3)
 
 
@@ -267,7 +268,8 @@ def test_statistics_equal_all_pairs_and_skip_masked():
 def test_statistics_of_scaled_vectors(phi):
     x, y, mask = torch.randn(3, 7, 4), torch.randn(3, 5, 4), torch.rand(3, 5) > 0.3
     mask[:, 0] = True
-    ours, whole = phi.fit(Statistics.of(x, y, None, mask, scale=0.4)), phi.fit(Statistics.of(0.4 * x, 0.4 * y, None, mask))
+    ours = phi.fit(Statistics.of(x, y, None, mask, scale=0.4))
+    whole = phi.fit(Statistics.of(0.4 * x, 0.4 * y, None, mask))
     for a, b in zip(ours, whole):
         assert (a is None) == (b is None)
         if a is not None:

@@ -45,7 +45,8 @@ def final(directory):
     return json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [n if n in ("cola", "stsb", "mnli") else pytest.param(n, marks=pytest.mark.slow) for n in TASKS])
+@pytest.mark.parametrize("name", [n if n in ("cola", "stsb", "mnli") else pytest.param(n, marks=pytest.mark.slow)
+                                  for n in TASKS])
 def test_every_task(name, typed, tmp_path):
     """Eight tasks of the table and WNLI: the paper's metric, on the dev split; both dev splits of MNLI."""
     code, out, err = typed(f"task.dataset={name}", "attention=favorpp")
@@ -95,7 +96,8 @@ def test_uptrain_takes_the_weights_and_scratch_does_not(files):
 
 
 def test_batches(files):
-    """Padded to the longest of a batch; evaluation sees every example once; like lengths together where it is asked for."""
+    """Padded to the longest of a batch; evaluation sees every example once;
+    like lengths together where it is asked for."""
     options = OPTIONS | {"dataset": "sst2", "data_dir": str(files / "glue/SST-2"), "model": str(files / "bert")}
     task = GLUE(**options)
     data, plan = task.encoded["train"], Plan(8, seed=3)
@@ -157,11 +159,14 @@ def test_official_files(files):
 
 
 @pytest.mark.parametrize("args, place", [
-    (["attention=favorpp"], "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
-    (["attention=favorp"], "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=favorpp"],
+     "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
+    (["attention=favorp"],
+     "step 2: no loss; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
     (["attention=favorpp", "trainer.steps=1", "trainer.warmup=0"],
      "step 1: evaluation on dev; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
-    (["attention=exact", "task.dataset=stsb", "trainer.steps=1", "trainer.warmup=0"], "step 1: evaluation on dev; first not"),
+    (["attention=exact", "task.dataset=stsb", "trainer.steps=1", "trainer.warmup=0"],
+     "step 1: evaluation on dev; first not"),
 ], ids=str)
 def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, typed):
     """Exit code 3, step and layer, as where the loss shows it."""
@@ -170,7 +175,7 @@ def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, typed):
     assert "there is no checkpoint before it" in err
 
 
-# ---- what a user can get wrong: one message ---------------------------------------------------------------------------------
+# ---- what a user can get wrong: one message --------------------------------------------------------------------------
 
 
 def refusal(found):
@@ -226,7 +231,8 @@ def test_tokenizer_model_and_weights_must_fit(change, words, typed, tmp_path):
     if "kind" in change:  # the weights of another architecture under this configuration
         from safetensors.torch import save_file
 
-        save_file({"something.weight": torch.zeros(2)}, write_model(tmp_path / "bert") / "model.safetensors", {"format": "pt"})
+        weights = write_model(tmp_path / "bert") / "model.safetensors"
+        save_file({"something.weight": torch.zeros(2)}, weights, {"format": "pt"})
     else:
         write_model(tmp_path / "bert", **change)
     err = refusal(typed(f"task.model={tmp_path / 'bert'}"))

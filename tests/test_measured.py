@@ -1,4 +1,5 @@
-"""The error that calibration measures is that of the layer's output, and the control beside it is the mean of the values."""
+"""The error that calibration measures is that of the layer's output,
+and the control beside it is the mean of the values."""
 
 import math
 import warnings
@@ -86,7 +87,8 @@ def test_measured_error_of_each_layer_of_a_transformer(scale):
         model(torch.randn(2, L, 64))
     assert len(errors) == len(layers) == 3
     for layer, (error, uniform) in zip(layers, errors):
-        assert within(1.5, layer.measured.relative_error, error) and within(1.5, layer.measured.relative_uniform, uniform)
+        assert within(1.5, layer.measured.relative_error, error)
+        assert within(1.5, layer.measured.relative_uniform, uniform)
 
 
 @pytest.mark.parametrize("mode", ["own", "causal", "cross"])

@@ -32,7 +32,8 @@ def test_every_attention_composes(name):
 
 def test_options():
     layer = maker("favorpp", m=32, sampler="simplex", features="geom", redraw_every=7, seed=5)(2, 8, layer=1)
-    assert layer.m == 32 and isinstance(layer.phi, GeomRF) and layer.redraw_every == 7 and layer.seed == 5 and layer.layer == 1
+    assert layer.m == 32 and isinstance(layer.phi, GeomRF) and layer.redraw_every == 7
+    assert layer.seed == 5 and layer.layer == 1
     assert maker("generalized", kernel="tanh")(2, 8).phi.f == "tanh"
     assert maker("linformer", rank=3)(2, 8).key_projection.shape == (3, 512)
 
@@ -49,9 +50,11 @@ def encoder():
     return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
-@pytest.mark.parametrize("layers, swapped", [(np.int64(0), [0]), ([np.int64(-1)], [2]), (np.array([0, 2]), [0, 2])], ids=str)
+@pytest.mark.parametrize("layers, swapped", [(np.int64(0), [0]), ([np.int64(-1)], [2]), (np.array([0, 2]), [0, 2])],
+                         ids=str)
 def test_layers_by_integers_of_numpy(layers, swapped):
-    model = swap_attention(encoder(), "favorp", m=np.int64(4), layers=layers, seed=np.int64(3), redraw_every=np.int64(2))
+    model = swap_attention(encoder(), "favorp", m=np.int64(4), layers=layers, seed=np.int64(3),
+                           redraw_every=np.int64(2))
     assert [i for i in range(3) if hasattr(model.layers[i].self_attn, "swapped")] == swapped
     state = model.layers[swapped[0]].self_attn.swapped
     assert state.m == 4 and state.redraw_every == 2 and state.seed == 3

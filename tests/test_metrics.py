@@ -27,7 +27,8 @@ def test_values_from_the_definitions():
     assert f1(*CLASSES) == pytest.approx(2 * tp / (2 * tp + fp + fn))
     assert mcc(*CLASSES) == pytest.approx((tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)))
     assert pearson(*SCORES) == pytest.approx(np.corrcoef(*SCORES)[0, 1])
-    assert spearman(*SCORES) == pytest.approx(np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1])   # ties: the mean rank
+    # ties: the mean rank
+    assert spearman(*SCORES) == pytest.approx(np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1])
 
 
 def test_f1_is_of_class_one():

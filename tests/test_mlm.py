@@ -24,9 +24,9 @@ HERE = Path(__file__).parent
 HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "column": "text", "data_files": None,
        "buffer": 0, "validation_blocks": 4}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-OPTIONS = {"text": None, "validation_text": None, "data_dir": None, "hub": HUB, "model": None, "init": "scratch", "sizes": SIZES,
-           "vocabulary": None, "vocabulary_size": 150, "lowercase": True, "block": 16, "share": 0.15, "whole_words": False,
-           "cache_dir": None}
+OPTIONS = {"text": None, "validation_text": None, "data_dir": None, "hub": HUB, "model": None, "init": "scratch",
+           "sizes": SIZES, "vocabulary": None, "vocabulary_size": 150, "lowercase": True, "block": 16, "share": 0.15,
+           "whole_words": False, "cache_dir": None}
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,9 @@ def typed(typed, files, monkeypatch, tmp_path):
     """Runs a command line in this process: (exit code, stdout, stderr)."""
     def run(*args, directory="run"):
         monkeypatch.delenv("CRT_DATA", raising=False)
-        base = [f"task.text={files / 'text.txt'}", *[f"task.sizes.{k}={v}" for k, v in SIZES.items()], "task.vocabulary_size=150",
-                "task.block=16", f"task.cache_dir={files / 'cache'}", "trainer.batch=8", "trainer.epochs=1", "features.m=8"]
+        base = [f"task.text={files / 'text.txt'}", *[f"task.sizes.{k}={v}" for k, v in SIZES.items()],
+                "task.vocabulary_size=150", "task.block=16", f"task.cache_dir={files / 'cache'}", "trainer.batch=8",
+                "trainer.epochs=1", "features.m=8"]
         own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
         own = [b for b in own if "attention=exact" not in args or not b.startswith("features")]
         own = ["task=mlm", *own] if "task=glue" not in args else ["trainer.epochs=1", "features.m=8", "trainer.batch=8"]
@@ -58,10 +59,11 @@ def records(directory):
     return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
 
 
-# ---- a run --------------------------------------------------------------------------------------------------------------------
+# ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["favorpp", *[pytest.param(a, marks=pytest.mark.slow) for a in ("exact", "relu")]])
+@pytest.mark.parametrize("attention", ["favorpp", *[pytest.param(a, marks=pytest.mark.slow)
+                                                    for a in ("exact", "relu")]])
 def test_pretraining_learns_and_keeps_a_model(attention, typed, tmp_path):
     """A new BERT with a vocabulary of its own; <run>/model loads by from_pretrained and gives the recorded numbers."""
     code, out, err = typed(f"attention={attention}", "trainer.epochs=3", "trainer.lr=5e-3", "task.whole_words=true")
@@ -109,7 +111,8 @@ def test_wikitext_is_the_default(typed, tmp_path, files, monkeypatch):
 
 @pytest.mark.slow
 def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
-    """No step: the perplexity of the exact model under the run's attention; with more features it is nearer to the exact one."""
+    """No step: the perplexity of the exact model under the run's attention;
+    with more features it is nearer to the exact one."""
     base = ["trainer.steps=0", f"task.model={files / 'bert'}", "task.init=uptrain"]
     found = {}
     for name, args in {"exact": ["attention=exact"], "4": ["attention=favorpp", "features.m=4"],
@@ -120,7 +123,7 @@ def test_uptraining_starts_from_the_pretrained_weights(typed, tmp_path, files):
     assert abs(found["512"] - found["exact"]) < abs(found["4"] - found["exact"]) and found["512"] != found["exact"]
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------------------
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert", "Electra", "Albert"])
@@ -128,10 +131,12 @@ def test_logits_of_the_masked_tokens_alone(kind):
     """Equal to the whole model's at those places, with equal gradients."""
     import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "embedding_size": 16}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+             "embedding_size": 16}
     if kind == "DistilBert":
         sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
-    model = transformers.AutoModelForMaskedLM.from_config(getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)).eval()
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
     ids, chosen = torch.randint(5, 50, (3, 9)), torch.rand(3, 9) < 0.3
     labels = torch.where(chosen, ids, -100)
     whole = model(input_ids=ids, labels=labels)
@@ -153,13 +158,15 @@ def test_two_processes_equal_one(typed, tmp_path, files):
     code, _, err = typed(*args, "trainer.processes=2", directory="two")
     assert code == 0, err
     one, two = records(tmp_path / "run"), records(tmp_path / "two")
-    assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=1e-4) and two[-1]["masked_tokens"] == one[-1]["masked_tokens"]
+    assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=1e-4)
+    assert two[-1]["masked_tokens"] == one[-1]["masked_tokens"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["local", "streamed"])
 def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, files, monkeypatch):
-    args = ["trainer.steps=9", "trainer.save_every=3", "trainer.log_every=2", "attention=favorpp", f"task.model={files / 'bert'}"]
+    args = ["trainer.steps=9", "trainer.save_every=3", "trainer.log_every=2", "attention=favorpp",
+            f"task.model={files / 'bert'}"]
     if source == "streamed":
         args += streamed(files)
     assert typed(*args)[0] == 0
@@ -180,7 +187,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, fi
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-# ---- text ---------------------------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def streamed(files):
@@ -190,7 +197,8 @@ def streamed(files):
 
 
 def test_streamed_text_is_shared_by_processes(files):
-    hub = HUB | {"name": "text", "data_files": {"train": str(files / "text.txt"), "validation": str(files / "text.txt")}}
+    text = str(files / "text.txt")
+    hub = HUB | {"name": "text", "data_files": {"train": text, "validation": text}}
     task = MLM(**OPTIONS | {"hub": hub, "model": str(files / "bert")})
     assert task.length("train") is None and task.length("validation") == 4
     first = [next(iter(task.batches("train", Plan(8, rank=r, world=2)))) for r in (0, 1)]
@@ -224,7 +232,7 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
     assert wordpieces(text, 220, cache_dir=tmp_path / "cache")[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-# ---- what a user can get wrong ------------------------------------------------------------------------------------------------
+# ---- what a user can get wrong ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("args, words", [
@@ -270,8 +278,9 @@ def test_a_run_that_has_not_ended_is_no_start(typed, tmp_path, files):
 def test_init_from_a_run_with_another_attention(typed, tmp_path):
     """The keys that differ are named, and the way out works: weights alone, with new noise."""
     assert typed("attention=favorp", "trainer.steps=0", directory="mlm")[0] == 0
-    run, glue = tmp_path / "mlm", ["task=glue", f"task.data_dir={write_glue(tmp_path / 'RTE', 'rte')}", "task.dataset=rte",
-                                   "task.max_length=40", "trainer.steps=0"]
+    run = tmp_path / "mlm"
+    glue = ["task=glue", f"task.data_dir={write_glue(tmp_path / 'RTE', 'rte')}", "task.dataset=rte",
+            "task.max_length=40", "trainer.steps=0"]
     code, _, err = typed(*glue, f"task.init={run}", "attention=favorpp", "features.m=16")
     assert code == 2 and "features.m (it was 8, now 16)" in err and f"task.init=uptrain task.model={run}/model" in err
     assert "features (it was crt_exp.features.PosRF, now crt_exp.features.OPRF)" in err and len(err.splitlines()) == 1

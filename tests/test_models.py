@@ -56,8 +56,9 @@ def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
         encoders.check_length(config, longest + 1, "task.block")
 
 
-@pytest.mark.parametrize("kind, head", [("Roberta", "AutoModelForMaskedLM"), ("Electra", "AutoModelForSequenceClassification"),
-                                        ("DistilBert", "AutoModelForSequenceClassification")])
+@pytest.mark.parametrize("kind, head", [
+    ("Roberta", "AutoModelForMaskedLM"), ("Electra", "AutoModelForSequenceClassification"),
+    ("DistilBert", "AutoModelForSequenceClassification")])
 def test_encoders_that_are_not_bert(kind, head, tmp_path):
     """Pretrained weights with another attention, and a head made anew."""
     names = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",

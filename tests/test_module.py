@@ -211,8 +211,8 @@ def test_decoding_equals_the_whole_sequence():
     module.eval()
     q, k, v = qkv()
     decoder, scale = module.decoding(), D**-0.25
-    steps = [decoder.step((q * scale)[:, :, i:i + 1], (k * scale)[:, :, i:i + 1], v[:, :, i:i + 1], version=module.version)
-             for i in range(L)]
+    steps = [decoder.step((q * scale)[:, :, i:i + 1], (k * scale)[:, :, i:i + 1], v[:, :, i:i + 1],
+                          version=module.version) for i in range(L)]
     torch.testing.assert_close(torch.cat(steps, 2), module(q, k, v), rtol=1e-4, atol=1e-5)
     module.redraw()
     with pytest.raises(ValueError, match="version"):
@@ -382,8 +382,9 @@ def test_what_maps_with_parts_refuse():
 def test_another_process_draws_the_same():
     code = ("import torch; from crt_exp import samplers; from crt_exp.attention import RandomFeatureAttention; "
             "from crt_exp.features import PosRF, Product; "
-            "layer = RandomFeatureAttention(Product(PosRF(), PosRF()), samplers.orthogonal, (3, 5), 4, 8, seed=5, layer=2); "
-            "layer.redraw(); print([t.double().sum().item() for t in layer.noise[0].tensors() + layer.noise[1].tensors()])")
+            "layer = RandomFeatureAttention(Product(PosRF(), PosRF()), samplers.orthogonal, (3, 5), 4, 8, "
+            "seed=5, layer=2); layer.redraw(); "
+            "print([t.double().sum().item() for t in layer.noise[0].tensors() + layer.noise[1].tensors()])")
     found = [subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": hashes}, text=True,
                             capture_output=True, check=True).stdout for hashes in "12"]
     layer = make(Product(PosRF(), PosRF()), m=(3, 5), seed=5, layer=2)

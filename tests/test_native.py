@@ -223,7 +223,8 @@ def test_not_finite(name, value, causal):
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """An empty cache folder, and a process that has not asked for the library yet. Gives the folder of the libraries."""
+    """An empty cache folder, and a process that has not asked for the library yet.
+    Gives the folder of the libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CRT_EXP_NATIVE", raising=False)
     native.library.cache_clear()
@@ -243,7 +244,8 @@ def small(cache, monkeypatch):
 
 
 def kept():
-    """The library's file, whole. It is not loaded: a process that has one by this name would not look at the file again."""
+    """The library's file, whole.
+    It is not loaded: a process that has one by this name would not look at the file again."""
     with native_library.compiled() as file:
         content = file.read_bytes()
         assert b"answer" in content and len(content) > 10_000
@@ -284,8 +286,8 @@ def test_every_compiler(compiler, built, monkeypatch):
 def test_built_ahead_of_use(tmp_path):
     """By a command that says where the library lies and how long it took, once."""
     def build():
-        done = subprocess.run([sys.executable, "-m", "crt_exp.attention.engines.native"], capture_output=True, text=True,
-                              env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
+        done = subprocess.run([sys.executable, "-m", "crt_exp.attention.engines.native"], capture_output=True,
+                              text=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
         return done.returncode, done.stdout + done.stderr
 
     code, said = build()
@@ -358,9 +360,10 @@ def test_cut_library_kills_no_process(cache):
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
-STRANGE = {"library writable by others": lambda file: file.chmod(0o622), "record writable by others":
-           lambda file: file.with_suffix(".sha256").chmod(0o666), "folder writable by others":
-           lambda file: file.parent.chmod(0o770), "outer folder writable by all": lambda file: file.parents[1].chmod(0o777)}
+STRANGE = {"library writable by others": lambda file: file.chmod(0o622),
+           "record writable by others": lambda file: file.with_suffix(".sha256").chmod(0o666),
+           "folder writable by others": lambda file: file.parent.chmod(0o770),
+           "outer folder writable by all": lambda file: file.parents[1].chmod(0o777)}
 
 
 @pytest.mark.parametrize("change", STRANGE)

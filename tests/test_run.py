@@ -74,7 +74,8 @@ def test_bias_of_approximate_samplers_is_printed(typed, tmp_path):
     code, out, _ = typed("sampler=hadamard", "logger=none", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
     assert code == 0 and "the sampler is approximate: mean estimate / exact kernel" in out
     assert 0.5 < records(tmp_path / "a")[-1]["sampler_bias"] < 1.5
-    assert "is approximate" not in typed("sampler=simplex", "logger=none", "task.repeats=1", f"hydra.run.dir={tmp_path}/b")[1]
+    _, out, _ = typed("sampler=simplex", "logger=none", "task.repeats=1", f"hydra.run.dir={tmp_path}/b")
+    assert "is approximate" not in out
 
 
 def test_wandb_offline(typed, tmp_path, monkeypatch):
@@ -196,7 +197,8 @@ def test_bad_input_in_a_process(tmp_path):
 
 def test_malformed_file_writes_nothing(typed, tmp_path):
     (tmp_path / "car.data").write_text("vhigh,vhigh,2,2,small,low,unacc\nvhigh,vhigh,2,2,small,unacc\n")
-    code, _, err = typed("task.dataset=car", f"task.data_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run", "logger=none")
+    code, _, err = typed("task.dataset=car", f"task.data_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run",
+                         "logger=none")
     assert code == 2 and "line 2" in err and "7 expected" in err
     assert not (tmp_path / "run").exists()
 
@@ -211,8 +213,8 @@ def test_version_is_the_products_and_quick():
     out = crt_exp("--version")
     assert out.returncode == 0 and out.stderr == ""
     assert out.stdout == f"crt_exp {version('crt_exp')}, torch {version('torch')}\n"
-    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "crt_exp", "--version"], capture_output=True, text=True,
-                            cwd=ROOT)
+    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "crt_exp", "--version"], capture_output=True,
+                            text=True, cwd=ROOT)
     assert not {line.split("|")[-1].strip() for line in loaded.stderr.splitlines()} & {"torch", "hydra", "omegaconf"}
 
 
@@ -231,7 +233,7 @@ def test_an_early_interrupt_is_one_line(module, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# ---- one run at a time in a directory ---------------------------------------------------------------------------------------
+# ---- one run at a time in a directory --------------------------------------------------------------------------------
 
 
 HOLD = ("import os, sys; from pathlib import Path; from crt_exp.runner.lock import Lock\n"
@@ -322,8 +324,8 @@ def test_a_record_that_is_none_is_named(typed, tmp_path):
 @pytest.mark.parametrize("name", ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "wine", "boston"])
 def test_official_sets(name, typed, tmp_path):
     """Every official file classifies (boston: regresses)."""
-    code, _, err = typed(f"task.dataset={name}", f"task.data_dir={os.environ['CRT_DATA']}/uci", "logger=none", "task.repeats=1",
-                  "task.sigmas=[0.1,0.3]", f"hydra.run.dir={tmp_path}/a")
+    code, _, err = typed(f"task.dataset={name}", f"task.data_dir={os.environ['CRT_DATA']}/uci", "logger=none",
+                         "task.repeats=1", "task.sigmas=[0.1,0.3]", f"hydra.run.dir={tmp_path}/a")
     assert code == 0, err
     last = records(tmp_path / "a")[-1]
     assert last["final"] and (last.get("accuracy", 0) > 0.1 or last.get("r2", 0) > 0.1)

@@ -1,4 +1,5 @@
-"""Laws of the samplers: Gaussian rows where promised, orthogonal blocks, Haar directions, one projection for every path."""
+"""Laws of the samplers: Gaussian rows where promised, orthogonal blocks, Haar directions,
+one projection for every path."""
 
 import math
 from functools import partial
@@ -11,22 +12,27 @@ from scipy.stats import kstest
 
 from crt_exp import samplers
 from crt_exp.features import OPRF, SMREG, GeomRF, PoisRF, PosRF, Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import palette
 from crt_exp.samplers import givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol, stratified
 from crt_exp.samplers.blocks import cholesky_qr, householder_qr
 from crt_exp.samplers.noise import fwht
 
-EXACT = [iid, orthogonal, simplex, stratified, halton, sobol]
-APPROXIMATE = [hadamard, partial(hadamard, blocks=1), partial(hadamard, lengths="fixed"), partial(hadamard, lengths="sqrt_d"),
-               givens, partial(orthogonal, lengths="sqrt_d")]
+# All of conf/sampler, as the files say; one that is not exact stands here with its reason, and the laws of the others
+# run over the rest.
+INEXACT = {"hadamard": "signs in place of Gaussian numbers", "givens": "a walk of a finite number of steps"}
+PRESETS = {name: Mechanism.of(features="pos", sampler=name).sampler for name in palette.samplers()}
+EXACT = [PRESETS[name] for name in palette.samplers(INEXACT)]
+APPROXIMATE = [*(PRESETS[name] for name in INEXACT), partial(hadamard, blocks=1), partial(hadamard, lengths="fixed"),
+               partial(hadamard, lengths="sqrt_d"), partial(orthogonal, lengths="sqrt_d")]
 POINTS = [partial(halton, scramble=False), partial(sobol, scramble=False)]
 ALL = EXACT + APPROXIMATE + POINTS
 SHAPES = [(1, 1), (5, 1), (3, 4), (4, 4), (11, 4), (7, 6)]  # m < d, m = d, m no multiple of d, d no power of two
 
 
 def name(sampler):
-    if isinstance(sampler, partial):
-        return sampler.func.__name__ + "-" + "-".join(map(str, sampler.keywords.values()))
-    return sampler.__name__
+    own = next((name for name, preset in PRESETS.items() if preset is sampler), None)
+    return own or "-".join([sampler.func.__name__, *map(str, sampler.keywords.values())])
 
 
 def seeded(seed=0):
@@ -79,7 +85,7 @@ def test_gaussian_flag(sampler):
 
 
 @pytest.mark.parametrize("d", [1, 3, 4])
-@pytest.mark.parametrize("sampler", EXACT + [hadamard, givens], ids=name)
+@pytest.mark.parametrize("sampler", PRESETS.values(), ids=PRESETS)
 def test_mean_zero_and_identity_covariance(sampler, d):
     """Of each row, also those of the cut last block."""
     w = rows(sampler, d + 2, d, 1500)
@@ -99,7 +105,8 @@ def test_every_entry_is_standard_normal(sampler, m, d):
 
 
 @pytest.mark.parametrize("m, d", SHAPES)
-@pytest.mark.parametrize("sampler", [orthogonal, partial(orthogonal, lengths="sqrt_d"), givens], ids=name)
+@pytest.mark.parametrize("sampler", [PRESETS["orthogonal"], partial(orthogonal, lengths="sqrt_d"), PRESETS["givens"]],
+                         ids=name)
 def test_blocks_are_orthogonal(sampler, m, d):
     w = rows(sampler, m, d, 20)
     for block in w.split(d, dim=-2):
@@ -184,7 +191,8 @@ def test_row_lengths(d):
         sq = rows(sampler, d, d, 4000).square().sum(-1)
         assert within(sq, d) and within(sq**2, d * (d + 2)) and within(sq[:, 0] * sq[:, 1], d * d)
     for sampler in (partial(orthogonal, lengths="sqrt_d"), partial(hadamard, lengths="sqrt_d")):
-        torch.testing.assert_close(rows(sampler, d + 2, d, 50).square().sum(-1), torch.full((50, d + 2), float(d)).double())
+        sq = rows(sampler, d + 2, d, 50).square().sum(-1)
+        torch.testing.assert_close(sq, torch.full((50, d + 2), float(d)).double())
     fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50).square().sum((-2, -1))
     torch.testing.assert_close(fixed, torch.full((50,), float(n * d)).double())
     chi = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64).lengths.squeeze(-1).square()
@@ -198,8 +206,8 @@ def test_stratified_visits_every_stratum():
 
 def test_unscrambled_points_are_the_sequences():
     u = torch.special.ndtr(halton(4, 2, scramble=False, dtype=torch.float64).rows())
-    torch.testing.assert_close(u, torch.tensor([[1 / 2, 1 / 3], [1 / 4, 2 / 3], [3 / 4, 1 / 9], [1 / 8, 4 / 9]]).double(),
-                               rtol=0, atol=1e-7)
+    points = torch.tensor([[1 / 2, 1 / 3], [1 / 4, 2 / 3], [3 / 4, 1 / 9], [1 / 8, 4 / 9]]).double()
+    torch.testing.assert_close(u, points, rtol=0, atol=1e-7)
     first = torch.special.ndtr(sobol(1, 2, scramble=False, dtype=torch.float64).rows())
     torch.testing.assert_close(first, torch.full((1, 2), 0.5).double())
 
@@ -274,12 +282,14 @@ def test_exact_samplers_are_unbiased(phi, sampler):
         assert (bias.error < 0.01).all() and ((bias.ratio - 1).abs() < 5 * bias.error).all()
 
 
-RATIOS = {(1, "fixed"): 0.50, (2, "fixed"): 0.97, (3, "fixed"): 0.93, (1, "chi"): 0.52, (2, "chi"): 1.07, (3, "chi"): 0.99}
+RATIOS = {(1, "fixed"): 0.50, (2, "fixed"): 0.97, (3, "fixed"): 0.93,
+          (1, "chi"): 0.52, (2, "chi"): 1.07, (3, "chi"): 0.99}
 
 
 @pytest.mark.parametrize("blocks, lengths", RATIOS)
 def test_measured_bias_of_hadamard(blocks, lengths):
-    """PosRF at x = y = e_1, d = 64: one block sees a cosh, more blocks come near; the printed values have errors of 0.02."""
+    """PosRF at x = y = e_1, d = 64: one block sees a cosh, more blocks come near;
+    the printed values have errors of 0.02."""
     x = torch.eye(64)[:1]
     sampler = partial(hadamard, blocks=blocks, lengths=lengths)
     bias = measured_bias(PosRF(), sampler, x, x, draws=1500, generator=seeded())
@@ -298,9 +308,9 @@ def test_measured_bias_shows():
     assert str(bias).count("+-") == 2
 
 
-@pytest.mark.parametrize("name", ["iid", "orthogonal", "simplex", "hadamard", "givens", "halton", "sobol", "stratified"])
-def test_integers_of_numpy_are_integers(name):
-    draw, n = getattr(samplers, name), np.int64
+@pytest.mark.parametrize("draw", PRESETS.values(), ids=PRESETS)
+def test_integers_of_numpy_are_integers(draw):
+    n = np.int64
     ours = draw(n(8), n(4), torch.Generator().manual_seed(0), batch=(n(2),))
     assert torch.equal(ours.rows(), draw(8, 4, torch.Generator().manual_seed(0), batch=(2,)).rows())
     assert type(ours.m) is type(ours.d) is int
@@ -311,8 +321,8 @@ def test_integers_of_numpy_are_integers(name):
 
 def test_integers_of_numpy_in_options():
     g = lambda: torch.Generator().manual_seed(0)
-    assert torch.equal(samplers.hadamard(8, 4, g(), blocks=np.int32(2)).rows(), samplers.hadamard(8, 4, g(), blocks=2).rows())
-    assert torch.equal(samplers.givens(8, 4, g(), rotations=np.int32(5)).rows(), samplers.givens(8, 4, g(), rotations=5).rows())
+    assert torch.equal(*(samplers.hadamard(8, 4, g(), blocks=n).rows() for n in (np.int32(2), 2)))
+    assert torch.equal(*(samplers.givens(8, 4, g(), rotations=n).rows() for n in (np.int32(5), 5)))
     x = torch.randn(3, 4, generator=g())
     biases = [samplers.measured_bias(PosRF(), samplers.iid, x, x, m=m, draws=draws, generator=g()).ratio
               for m, draws in ((8, 50), (np.int64(8), np.int64(50)))]

@@ -140,6 +140,7 @@ def test_the_documented_program(tmp_path):
     program = tmp_path / "split.py"
     program.write_text(text.split("```python\n")[1].split("```")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "rank 0: 500 of 1000 tokens, equal to the whole" in done.stdout and "rank 1: 500" in done.stdout

@@ -33,21 +33,21 @@ def roberta():
 
 
 def distilbert():
-    return transformers.DistilBertModel(transformers.DistilBertConfig(dim=16, n_layers=2, n_heads=4, hidden_dim=32, vocab_size=40,
-                                                                      max_position_embeddings=40, dropout=0.0,
-                                                                      attention_dropout=0.0))
+    return transformers.DistilBertModel(transformers.DistilBertConfig(
+        dim=16, n_layers=2, n_heads=4, hidden_dim=32, vocab_size=40, max_position_embeddings=40, dropout=0.0,
+        attention_dropout=0.0))
 
 
 def gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40,
-                                                                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                                                                bos_token_id=0, eos_token_id=None, pad_token_id=0))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=None, pad_token_id=0))
 
 
 def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, vocab_size=40,
-        max_position_embeddings=40, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=40, max_position_embeddings=40, bos_token_id=0, eos_token_id=None, pad_token_id=0))
 
 
 def vit():
@@ -63,8 +63,8 @@ class Timm(nn.Module):
         super().__init__()
         import timm
 
-        self.inner = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=4, num_classes=0,
-                                                   qk_norm=True)
+        self.inner = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=4,
+                                                   num_classes=0, qk_norm=True)
 
     def forward(self, pixel_values):
         return self.inner.forward_features(pixel_values)
@@ -76,7 +76,8 @@ class Encoder(nn.Module):
     def __init__(self, batch_first=True, bias=True):
         super().__init__()
         layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, bias=bias)
-        self.embedding, self.inner = nn.Embedding(40, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+        self.embedding = nn.Embedding(40, 16)
+        self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
         self.batch_first = batch_first
         for p in self.parameters():  # a clone of one layer has equal parameters
             nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
@@ -95,7 +96,8 @@ class Conformer(nn.Module):
         from torchaudio.models import Conformer as Inner
 
         self.embedding = nn.Embedding(40, 16)
-        self.inner = Inner(16, 4, 32, 2, depthwise_conv_kernel_size=1, use_group_norm=False)  # a kernel of 1 mixes no tokens
+        # a kernel of 1 mixes no tokens
+        self.inner = Inner(16, 4, 32, 2, depthwise_conv_kernel_size=1, use_group_norm=False)
 
     def forward(self, input_ids, attention_mask=None):
         lengths = torch.full((len(input_ids),), input_ids.shape[1]) if attention_mask is None else attention_mask.sum(1)
@@ -241,7 +243,8 @@ def test_output_attentions(make):
         model, batch = swapped(make, name), inputs(make)
         seen = []
         note = lambda _, given, out, seen=seen: seen.append((given[2], out))
-        hooks = [module.register_forward_hook(note) for path, module in model.named_modules() if path.endswith(".swapped")]
+        hooks = [module.register_forward_hook(note) for path, module in model.named_modules()
+                 if path.endswith(".swapped")]
         out = model(**batch, output_attentions=True)
         matrices = out.attentions
         assert len(matrices) == len(seen) == len(hooks) == 2
@@ -274,7 +277,8 @@ def test_untouched_layers_stay_exact():
         mask[1, 6:] = 0
         before = run(model, input_ids=ids, attention_mask=mask)
         swap_attention(model, "exact", layers=[-1])
-        torch.testing.assert_close(run(model, input_ids=ids, attention_mask=mask)[mask.bool()], before[mask.bool()], **LOOSE)
+        after = run(model, input_ids=ids, attention_mask=mask)
+        torch.testing.assert_close(after[mask.bool()], before[mask.bool()], **LOOSE)
 
 
 @each({name: HF[name] for name in ("bert", "gpt2", "llama", "vit")})
@@ -300,7 +304,8 @@ def test_swapping_twice_replaces_and_layers_mix():
     model = swap_attention(swap_attention(model, "favorpp", m=32), "relu", m=8)
     assert torch.equal(run(model, **batch), once)
     swap_attention(model, "favorp", m=8, layers=[1])
-    assert [part.mechanism for part in model.modules() if isinstance(part, RandomFeatureAttention)] == ["relu", "favorp"]
+    found = [part.mechanism for part in model.modules() if isinstance(part, RandomFeatureAttention)]
+    assert found == ["relu", "favorp"]
 
 
 @torch.no_grad()
@@ -313,7 +318,8 @@ def test_models_of_one_configuration_are_apart():
     twin = copy.deepcopy(first)
     assert torch.equal(run(twin, **inputs(bert)), run(first, **inputs(bert)))
     unswap_attention(twin)
-    assert twin.config._attn_implementation == config._attn_implementation and first.config._attn_implementation == "crt_exp"
+    assert twin.config._attn_implementation == config._attn_implementation
+    assert first.config._attn_implementation == "crt_exp"
 
 
 @each(ALL)
@@ -349,7 +355,8 @@ def test_dropout_loses_values_with_the_mean_unchanged():
     assert (sem < 0.03).all() and ((dropped.mean(0) - 1).abs() < 5 * sem).all()
 
 
-@pytest.mark.parametrize("make, name", [(bert, "dropout"), (gpt2, "attn_dropout"), (Encoder, "dropout"), (Timm, "attn_drop")])
+@pytest.mark.parametrize("make, name", [(bert, "dropout"), (gpt2, "attn_dropout"), (Encoder, "dropout"),
+                                        (Timm, "attn_drop")])
 @torch.no_grad()
 def test_dropout_of_training_is_that_of_the_attention(make, name):
     model, values = swapped(make), []
@@ -368,10 +375,10 @@ def test_dropout_of_training_is_that_of_the_attention(make, name):
 @torch.no_grad()
 def test_encoder_and_decoder():
     torch.manual_seed(0)
-    config = transformers.BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, vocab_size=40,
-                                     decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, init_std=0.3,
-                                     max_position_embeddings=40, pad_token_id=1, bos_token_id=0, eos_token_id=None,
-                                     decoder_start_token_id=2, forced_eos_token_id=None)
+    config = transformers.BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, vocab_size=40,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, init_std=0.3, max_position_embeddings=40,
+        pad_token_id=1, bos_token_id=0, eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None)
     model, ids = transformers.BartForConditionalGeneration(config).eval(), inputs(bert)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
@@ -390,7 +397,8 @@ def test_encoder_and_decoder():
 def test_a_class_that_is_causal_only_when_called():
     torch.manual_seed(0)
     part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    config = transformers.CLIPTextConfig(**part, vocab_size=40, max_position_embeddings=20, bos_token_id=0, eos_token_id=39)
+    config = transformers.CLIPTextConfig(**part, vocab_size=40, max_position_embeddings=20, bos_token_id=0,
+                                         eos_token_id=39)
     model, ids = transformers.CLIPTextModel(config).eval(), inputs(bert)["input_ids"]
     before = run(model, input_ids=ids)
     torch.testing.assert_close(run(swap_attention(model, "exact"), input_ids=ids), before, **LOOSE)
@@ -443,7 +451,8 @@ def test_multihead_attention_equals_torch(options):
     padding = torch.zeros(B, 7, dtype=torch.bool)
     padding[0, 5:] = True
     turn = lambda t: t.transpose(0, 1) if time_first else t
-    for given in ({}, {"key_padding_mask": padding}, {"key_padding_mask": torch.zeros(B, 7).masked_fill(padding, -torch.inf)},
+    for given in ({}, {"key_padding_mask": padding},
+                  {"key_padding_mask": torch.zeros(B, 7).masked_fill(padding, -torch.inf)},
                   {"need_weights": False}, {"average_attn_weights": False}):
         expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
         torch.testing.assert_close(got, expected, **LOOSE)
@@ -486,7 +495,8 @@ def test_encoder_in_eval_mode_is_swapped_and_restored():
     before = run(model, input_ids=ids, attention_mask=mask)
     swap_attention(model, "identity")
     calls = []
-    hooks = [part.register_forward_hook(lambda *_: calls.append(1)) for part in model.modules() if hasattr(part, "scaling")]
+    hooks = [part.register_forward_hook(lambda *_: calls.append(1)) for part in model.modules()
+             if hasattr(part, "scaling")]
     run(model, input_ids=ids, attention_mask=mask)
     for hook in hooks:
         hook.remove()
@@ -547,8 +557,9 @@ def test_errors_name_what_is_wrong():
         unswap_attention(made(bert))
     with pytest.raises(ValueError, match="add_zero_attn"):
         swap_attention(attention(add_zero_attn=True), "favorpp")
+    state = swap_attention(made(bert), "favorpp", m=16).state_dict()
     with pytest.raises(ValueError, match="build it with m=16"):
-        swap_attention(made(bert), "favorpp", m=32).load_state_dict(swap_attention(made(bert), "favorpp", m=16).state_dict())
+        swap_attention(made(bert), "favorpp", m=32).load_state_dict(state)
 
 
 class Mixed(nn.Module):
@@ -564,7 +575,8 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.known, self.own, self.wrapper = nn.MultiheadAttention(16, 4), self.OwnAttention(), nn.Sequential(self.Fused())
+        self.known, self.own = nn.MultiheadAttention(16, 4), self.OwnAttention()
+        self.wrapper = nn.Sequential(self.Fused())
 
 
 def test_attention_of_other_kinds_is_named(capsys):
@@ -572,7 +584,8 @@ def test_attention_of_other_kinds_is_named(capsys):
         model = swap_attention(Mixed(), "favorpp", m=8)
     rows = describe_attention(model)
     assert rows["mechanism"].tolist() == ["favorpp", "cannot be swapped", "cannot be swapped"]
-    assert rows["path"].tolist() == ["known", "own", "wrapper.0"] and rows["layer"].isna().tolist() == [False, True, True]
+    assert rows["path"].tolist() == ["known", "own", "wrapper.0"]
+    assert rows["layer"].isna().tolist() == [False, True, True]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swap_attention(Mixed(), "favorpp", m=8, layers=[0])  # who chooses layers knows
@@ -613,7 +626,8 @@ def test_windows_that_do_not_cut_are_exact():
 # ---- maps with several noises
 
 COMPOSED = {"sum": (Sum(OPRF(), PosRF(), weights=(0.3, 0.7)), 24), "shared": (Sum(OPRF(), PosRF(), shared=True), 24),
-            "product": (Product(OPRF(), PosRF()), (6, 4)), "signed": (Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3)))}
+            "product": (Product(OPRF(), PosRF()), (6, 4)),
+            "signed": (Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3)))}
 
 
 def composed(make, phi, m, **options):

@@ -20,8 +20,8 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 
 
 def gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=80,
-                                                                **SPECIAL))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=80, **SPECIAL))
 
 
 def llama():
@@ -38,9 +38,10 @@ def opt():
 
 def bart(kind="Bart", **options):
     config = getattr(transformers, f"{kind}Config")(
-        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32,
-        decoder_ffn_dim=32, vocab_size=40, max_position_embeddings=80, init_std=0.3, pad_token_id=1, bos_token_id=0,
-        eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None, **options)
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=40, max_position_embeddings=80, init_std=0.3,
+        pad_token_id=1, bos_token_id=0, eos_token_id=None, decoder_start_token_id=2, forced_eos_token_id=None,
+        **options)
     return getattr(transformers, {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}[kind])(config)
 
 
@@ -145,13 +146,14 @@ def test_decoders_with_cross_attention(make, options):
 
 def test_whisper():
     config = transformers.WhisperConfig(
-        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32,
-        decoder_ffn_dim=32, vocab_size=40, max_source_positions=20, max_target_positions=80, num_mel_bins=4, init_std=0.3,
-        pad_token_id=1, bos_token_id=0, eos_token_id=39, decoder_start_token_id=2)
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=40, max_source_positions=20, max_target_positions=80,
+        num_mel_bins=4, init_std=0.3, pad_token_id=1, bos_token_id=0, eos_token_id=39, decoder_start_token_id=2)
     torch.manual_seed(0)
     model = transformers.WhisperForConditionalGeneration(config).eval()
     sound = torch.randn(2, 4, 40)
-    calibrate_attention(swap_attention(model, "favorp", m=32), [{"input_features": sound, "decoder_input_ids": tokens()}])
+    swap_attention(model, "favorp", m=32)
+    calibrate_attention(model, [{"input_features": sound, "decoder_input_ids": tokens()}])
     with torch.no_grad():
         whole = model(input_features=sound, decoder_input_ids=tokens(8)).logits
         first = model(input_features=sound, decoder_input_ids=tokens(8)[:, :5], use_cache=True)
@@ -185,7 +187,8 @@ def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
     whole = model(ids, attention_mask=mask, position_ids=positions).logits
     past, logits = None, []
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14)):
-        out = model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=past, use_cache=True)
+        out = model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=past,
+                    use_cache=True)
         past = out.past_key_values
         assert recurrent(past) == 2 and past.get_seq_length() == b
         logits.append(out.logits)
@@ -215,9 +218,11 @@ def test_the_cache_does_not_grow():
 @torch.no_grad()
 def test_layers_that_are_not_swapped_keep_their_keys():
     model, ids = swap_attention(made(llama), "favorp", m=32, layers=[1]), tokens()
-    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "attention_mask": left_padded(ids)}
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True,
+               "attention_mask": left_padded(ids)}
     out, without = (model.generate(ids, use_cache=use, **options) for use in (True, False))
-    assert [type(layer) for layer in out.past_key_values.layers] == [transformers.cache_utils.DynamicLayer, RecurrentLayer]
+    kinds = [type(layer) for layer in out.past_key_values.layers]
+    assert kinds == [transformers.cache_utils.DynamicLayer, RecurrentLayer]
     assert recurrent(out.past_key_values) == 1 and torch.equal(out.sequences, without.sequences)
 
 
@@ -287,13 +292,15 @@ def test_a_crop_goes_back_as_far_as_the_past_was_recorded():
 def test_a_cache_of_ones_own_keeps_all_keys():
     model, ids = swapped(gpt2), tokens(9)
     whole = model(ids).logits
-    for given in (transformers.DynamicCache(), transformers.DynamicCache(config=model.config), None):  # None: not asked for
+    # None: not asked for
+    for given in (transformers.DynamicCache(), transformers.DynamicCache(config=model.config), None):
         past = model(ids[:, :6], past_key_values=given).past_key_values
         assert recurrent(past) == 0 and past.layers[0].keys.shape[2] == 6
         torch.testing.assert_close(model(ids[:, 6:], past_key_values=past).logits, whole[:, 6:], **CLOSE)
     options = {"max_new_tokens": 5, "do_sample": False}
     expected = model.generate(ids, use_cache=False, **options)
-    for given in ({"past_key_values": transformers.DynamicCache()}, {"cache_implementation": "static", "disable_compile": True}):
+    for given in ({"past_key_values": transformers.DynamicCache()},
+                  {"cache_implementation": "static", "disable_compile": True}):
         assert torch.equal(model.generate(ids, **given, **options), expected)
 
 
@@ -334,15 +341,16 @@ def test_attention_matrices_need_all_keys():
     out = model.generate(ids, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True)
     assert recurrent(out.past_key_values) == 0 and out.attentions[-1][0].shape == (2, 4, 1, 9)
     past = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="output_attentions=True, which needs all keys; or give past_key_values=DynamicCache"):
+    message = "output_attentions=True, which needs all keys; or give past_key_values=DynamicCache"
+    with pytest.raises(ValueError, match=message):
         model(ids[:, :1], past_key_values=past, use_cache=True, output_attentions=True)
 
 
 def deepseek():
     """Keys of few dimensions, which the module expands after the cache gave them."""
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
-        **SIZES, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
-        first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2))
+        **SIZES, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+        v_head_dim=4, first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2))
 
 
 def diffllama():
@@ -379,8 +387,9 @@ def test_a_mask_that_changes_the_past_is_refused():
     call = lambda mask, past: model(ids[:, 6:8], attention_mask=mask, past_key_values=past, use_cache=True)
     start = lambda mask: model(ids[:, :6], attention_mask=mask, use_cache=True).past_key_values
     before, now, all_kept = mask[:, :6], mask[:, :8], torch.ones_like(mask[:, :8])
+    message = "layers.0.self_attn: the attention mask leaves out other tokens of the past"
     for first, then in ((before, None), (None, now), (before, now.flip(0)), (before, all_kept)):
-        with pytest.raises(ValueError, match="layers.0.self_attn: the attention mask leaves out other tokens of the past"):
+        with pytest.raises(ValueError, match=message):
             call(then, start(first))
     later = mask[:, :8].clone()
     later[1, 6] = 0  # a new token that does not count
@@ -432,7 +441,8 @@ def test_copies_and_pickles_of_a_model_decode_alike():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(generated(other, ids)[0], expected)
         assert other._prepare_cache_for_generation.args[0] is other
-        assert not unswap_attention(other).transformer._forward_pre_hooks and "_prepare_cache_for_generation" not in vars(other)
+        assert not unswap_attention(other).transformer._forward_pre_hooks
+        assert "_prepare_cache_for_generation" not in vars(other)
 
 
 @torch.no_grad()

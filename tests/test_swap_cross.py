@@ -17,9 +17,10 @@ B, S, L = 2, 9, 7
 pytestmark = pytest.mark.usefixtures("one_thread")
 FITTED = ("favorpp", "gerf", "geom", "geom_plus", "pois", "pois_plus")
 LATER = 4  # the first decoder token that changes
-SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-         "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40, "init_std": 0.3}
-SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40, "init_std": 0.3}
+SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 2,
+           "forced_eos_token_id": None}
 TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40}
 
 
@@ -32,7 +33,8 @@ def numbers(*shape, seed=0):
 
 
 def bart():
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**SIZES, **SPECIAL, max_position_embeddings=40))
+    config = transformers.BartConfig(**SIZES, **SPECIAL, max_position_embeddings=40)
+    return transformers.BartForConditionalGeneration(config)
 
 
 def marian():
@@ -48,13 +50,15 @@ def whisper():
 def bert2bert():
     encoder = transformers.BertConfig(**TEXT, max_position_embeddings=40)
     decoder = transformers.BertConfig(**TEXT, max_position_embeddings=40, is_decoder=True, add_cross_attention=True)
-    return transformers.EncoderDecoderModel(transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+    return transformers.EncoderDecoderModel(
+        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
 
 
 def vit_gpt2():
-    encoder = transformers.ViTConfig(**{k: v for k, v in TEXT.items() if k != "vocab_size"}, image_size=12, patch_size=4)
-    decoder = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40, add_cross_attention=True,
-                                      is_decoder=True)
+    sizes = {k: v for k, v in TEXT.items() if k != "vocab_size"}
+    encoder = transformers.ViTConfig(**sizes, image_size=12, patch_size=4)
+    decoder = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40,
+                                      add_cross_attention=True, is_decoder=True)
     return transformers.VisionEncoderDecoderModel(
         transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
 
@@ -231,7 +235,8 @@ def test_calibration_fills_the_queries_of_cross_attention(make):
     seen = {}
     for path, part in model.named_modules():
         if isinstance(part, RandomFeatureAttention):
-            note = lambda part, given, path=path: seen.setdefault(path, []).append((part.cross and not part.causal, given[0]))
+            note = lambda part, given, path=path: seen.setdefault(path, []).append(
+                (part.cross and not part.causal, given[0]))
             part.register_forward_pre_hook(note)
     calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)])
     cross = {path: [q for _, q in calls] for path, calls in seen.items() if calls[0][0]}
@@ -245,7 +250,8 @@ def test_calibration_fills_the_queries_of_cross_attention(make):
 
 def test_cross_attention_is_fitted_to_its_keys_and_earlier_queries():
     layer = RandomFeatureAttention(OPRF(), samplers.orthogonal, 16, 4, 8, cross=True).double().eval()
-    q, earlier, k, v = numbers(4, 5, 8), numbers(4, 5, 8, seed=1), 2 * numbers(4, 5, 8, seed=2), numbers(4, 5, 8, seed=3)
+    q, earlier = numbers(4, 5, 8), numbers(4, 5, 8, seed=1)
+    k, v = 2 * numbers(4, 5, 8, seed=2), numbers(4, 5, 8, seed=3)
     root, fit = 8**-0.25, layer.phi.fit
     alone = fit(Statistics.of(torch.cat([k, -k], 2), k, scale=root))
     torch.testing.assert_close(layer(q, k, v), attention(q, k, v, layer.phi, layer.noise, alone, scale=root))
@@ -304,6 +310,6 @@ def test_which_modules_may_be_cross():
             if swap_families.family(part) and not getattr(part, "is_causal", False):
                 told = [value for name, value in expected.items() if path.endswith(name)]
                 assert swap_families.may_be_cross(part, path) == (told[0] if told else False), path
-    for make in (transformers.LlamaModel(transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
-                                                                  intermediate_size=32, vocab_size=40)),):
-        assert not swap_families.sizes(make.layers[0].self_attn, "layers.0.self_attn").cross
+    llama = transformers.LlamaModel(transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=40))
+    assert not swap_families.sizes(llama.layers[0].self_attn, "layers.0.self_attn").cross

@@ -1,4 +1,5 @@
-"""Masks of every form mean in a swapped layer what they meant before; what linear attention cannot represent is refused."""
+"""Masks of every form mean in a swapped layer what they meant before;
+what linear attention cannot represent is refused."""
 
 import warnings
 
@@ -64,7 +65,8 @@ def test_masks_of_torch_without_a_batch():
     layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True).double().eval()
     decoder, given = nn.TransformerDecoder(layer, 2), (numbers(B, L, 16), numbers(B, 7, 16, seed=1))
     before = decoder(*given, tgt_mask=past, memory_mask=keys)
-    torch.testing.assert_close(swap_attention(decoder, "exact")(*given, tgt_mask=past, memory_mask=keys), before, **CLOSE)
+    after = swap_attention(decoder, "exact")(*given, tgt_mask=past, memory_mask=keys)
+    torch.testing.assert_close(after, before, **CLOSE)
 
 
 @torch.no_grad()
@@ -72,7 +74,8 @@ def test_padded_images_of_siglip2():
     model = made("Siglip2VisionModel", transformers.Siglip2VisionConfig(**SIZES, num_patches=16, patch_size=4))
     mask = torch.ones(B, 16, dtype=torch.long)
     mask[1, 8:] = 0
-    batch = {"pixel_values": numbers(B, 16, 48), "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
+    batch = {"pixel_values": numbers(B, 16, 48), "pixel_attention_mask": mask,
+             "spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
     before = model(**batch)
     after = swap_attention(model, "exact")(**batch)
     torch.testing.assert_close(after.last_hidden_state[mask.bool()], before.last_hidden_state[mask.bool()], **CLOSE)
@@ -114,14 +117,16 @@ REFUSED = {
         **SIZES, image_size=8, patch_size=4, use_relative_position_bias=True), "position bias"),
     "swin": ("SwinModel", lambda: transformers.SwinConfig(
         image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4), "position bias"),
-    "gemma2": ("Gemma2Model", lambda: transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=4), "caps its logits"),
+    "gemma2": ("Gemma2Model", lambda: transformers.Gemma2Config(
+        **TEXT, num_key_value_heads=2, head_dim=4), "caps its logits"),
     "gemma3": ("Gemma3TextModel", lambda: transformers.Gemma3TextConfig(
-        **TEXT, num_key_value_heads=2, head_dim=4, sliding_window=8), "a window of 8 tokens only, in sequences of up to 40"),
+        **TEXT, num_key_value_heads=2, head_dim=4, sliding_window=8),
+        "a window of 8 tokens only, in sequences of up to 40"),
     "gpt_oss": ("GptOssModel", lambda: transformers.GptOssConfig(
         **TEXT, num_key_value_heads=2, head_dim=4, num_local_experts=2), "sinks in its softmax"),
     "llama4": ("Llama4TextModel", lambda: transformers.Llama4TextConfig(
-        **TEXT, num_key_value_heads=2, head_dim=4, intermediate_size_mlp=32, num_local_experts=2, attention_chunk_size=8),
-        "a window of 8 tokens"),
+        **TEXT, num_key_value_heads=2, head_dim=4, intermediate_size_mlp=32, num_local_experts=2,
+        attention_chunk_size=8), "a window of 8 tokens"),
     "mistral": ("MistralModel", lambda: transformers.MistralConfig(
         **TEXT, num_key_value_heads=2, sliding_window=6), "a window of 6"),
     "modernbert": ("ModernBertModel", lambda: transformers.ModernBertConfig(
@@ -150,7 +155,8 @@ def test_the_refusal_names_the_layers_that_can_be_swapped():
     before = model(input_ids=ids).last_hidden_state
     with pytest.raises(ValueError, match=r"layers.0.self_attn .*layers=\[1\] swaps those that can be"):
         swap_attention(model, "exact")
-    torch.testing.assert_close(swap_attention(model, "exact", layers=[1])(input_ids=ids).last_hidden_state, before, **CLOSE)
+    after = swap_attention(model, "exact", layers=[1])(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(after, before, **CLOSE)
 
 
 # ---- what would pass a swap by

@@ -26,7 +26,8 @@ needs_plugins = pytest.mark.skipif(find_spec("hydra_plugins") is None, reason="t
 
 def crt_exp(*args):
     env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "crt_exp", *args], capture_output=True, text=True, env=env, timeout=280)
+    return subprocess.run([sys.executable, "-m", "crt_exp", *args], capture_output=True, text=True, env=env,
+                          timeout=280)
 
 
 def final(directory):
@@ -50,14 +51,16 @@ def test_a_sweep_ends_with_its_table(typed, tmp_path):
     assert f"best: features={best}, accuracy {means[best]:.4f} +-" in out
     rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
     assert [(r["run"], r["features"], r["seed"], float(r["value"])) for r in rows] == [
-        (str(2 * i + seed), feature, str(seed), values[feature][seed]) for i, feature in enumerate(values) for seed in (0, 1)]
+        (str(2 * i + seed), feature, str(seed), values[feature][seed])
+        for i, feature in enumerate(values) for seed in (0, 1)]
     versions = json.loads((tmp_path / "s" / "3" / "versions.json").read_text())
     assert {"features=oprf", "seed=1", "features.m=4"} <= set(versions["overrides"])
 
 
 def test_one_run_of_a_sweep_fails(typed, tmp_path):
     """The others run, its error is told once and without a traceback, and the sweep as a whole has failed."""
-    code, out, err = typed(*WINE, "features=geom", "features.p=2.0,0.5", "features.m=4,8", f"hydra.sweep.dir={tmp_path}/s")
+    code, out, err = typed(*WINE, "features=geom", "features.p=2.0,0.5", "features.m=4,8",
+                           f"hydra.sweep.dir={tmp_path}/s")
     assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
     assert f"the run in {tmp_path}/s/0 failed: features=geom: p = 2.0: the geometric law needs" in err
     assert err.count("p = 2.0: the") == 1 and f"the run in {tmp_path}/s/1 failed: as one before it" in err
@@ -69,7 +72,8 @@ def test_one_run_of_a_sweep_fails(typed, tmp_path):
     (["task.repeats=1.5", "seed=0,1,2"], "task.repeats = 1.5: it takes"),
     (["seed=range(-1,2)"], "seed = -1: it takes"),
     (["task=uci,variance", "task.sigmas=[a]"], "task.sigmas[0] = a: it takes"),
-    (["features=glob(*)", "features.m=8,1e3"], "features.m = 1000.0: it takes a whole number of at least 1 (write 1000)"),
+    (["features=glob(*)", "features.m=8,1e3"],
+     "features.m = 1000.0: it takes a whole number of at least 1 (write 1000)"),
 ], ids=str)
 def test_a_mistake_in_a_sweep_is_told_once_and_before_it_begins(args, message, typed, tmp_path):
     code, _, err = typed("-m", "logger=none", *args, f"hydra.sweep.dir={tmp_path}/s")
@@ -103,7 +107,8 @@ def done(name, settings, value, metric="loss", direction="minimize"):
 def test_table_of_losses(tmp_path):
     runs = [done(str(i), {"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])]
     lines = table(runs).splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["2", "3", "0", "1"]  # the smallest first, what is no number last
+    # the smallest first, what is no number last
+    assert [line.split()[0] for line in lines[2:6]] == ["2", "3", "0", "1"]
     assert "minimized" in lines[0] and lines[5].endswith("not a number") and lines[-1] == "best: lr=2, loss 0.1000"
     write_csv(tmp_path / "sweep.csv", runs)
     assert (tmp_path / "sweep.csv").read_text().splitlines()[2] == "1,1,loss,,,"
@@ -118,16 +123,18 @@ def test_a_sweeper_must_look_for_the_best():
     check_direction(UCI, None, "maximize")
     check_direction(Projections, "mse", "minimize")
     check_direction(Projections, "mse", None)  # sweepers that optimise nothing
-    with pytest.raises(ConfigError, match=r"this task \(mse\) is to be minimized: add hydra.sweeper.direction=minimize"):
+    message = r"this task \(mse\) is to be minimized: add hydra.sweeper.direction=minimize"
+    with pytest.raises(ConfigError, match=message):
         check_direction(Projections, Projections.metric, "maximize")
 
 
-@pytest.mark.parametrize("option", ["hydra/launcher=joblib", "hydra/launcher=submitit_local", "hydra/launcher=submitit_slurm",
-                                    "hydra/sweeper=optuna"])
+@pytest.mark.parametrize("option", ["hydra/launcher=joblib", "hydra/launcher=submitit_local",
+                                    "hydra/launcher=submitit_slurm", "hydra/sweeper=optuna"])
 def test_presets_without_their_plugin(option, typed, monkeypatch):
     monkeypatch.setattr(sweep, "PLUGINS", {name: f"{package}_absent" for name, package in sweep.PLUGINS.items()})
     code, _, err = typed("-m", option, "seed=0,1")
-    assert code == 2 and f"{option} needs hydra-" in err and "pip install 'crt_exp[sweep]'" in err and len(err.splitlines()) == 1
+    assert code == 2 and f"{option} needs hydra-" in err and "pip install 'crt_exp[sweep]'" in err
+    assert len(err.splitlines()) == 1
     check_plugin("hydra/launcher", "basic")
 
 
@@ -150,16 +157,18 @@ PLUGGED = {"hydra/launcher=joblib": ("features.m=4,8",), "hydra/launcher=submiti
 def test_plugins(option, tmp_path):
     out = crt_exp(*WINE, option, *PLUGGED[option], f"hydra.sweep.dir={tmp_path}/s")
     assert out.returncode == 0, out.stderr
-    assert "sweep of 2 runs" in out.stdout or "optuna" in option and (tmp_path / "s" / "optimization_results.yaml").exists()
+    optimised = (tmp_path / "s" / "optimization_results.yaml").exists()
+    assert "sweep of 2 runs" in out.stdout or "optuna" in option and optimised
     assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2
 
 
 @needs_plugins
 @pytest.mark.slow
 def test_submitit_queues_a_stopped_run_again(tmp_path):
-    """SIGUSR2, by which SLURM's jobs are told that their time ends: the run checkpoints, is queued again, and goes on."""
-    command = [sys.executable, "-m", "crt_exp", *TOY, "hydra/launcher=submitit_local", "seed=0", "task.pause=0.2", "resume=auto",
-               "trainer.save_every=2", f"hydra.sweep.dir={tmp_path}/s"]
+    """SIGUSR2, by which SLURM's jobs are told that their time ends:
+    the run checkpoints, is queued again, and goes on."""
+    command = [sys.executable, "-m", "crt_exp", *TOY, "hydra/launcher=submitit_local", "seed=0", "task.pause=0.2",
+               "resume=auto", "trainer.save_every=2", f"hydra.sweep.dir={tmp_path}/s"]
     env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "s" / "0" / "checkpoints" / "step-2").exists():

@@ -1,4 +1,5 @@
-"""Training as a user meets it: the command line on a small real task (toy.py), stopped, killed, damaged, and on two processes."""
+"""Training as a user meets it: the command line on a small real task (toy.py),
+stopped, killed, damaged, and on two processes."""
 
 import errno
 import io
@@ -101,14 +102,15 @@ def shared_run(directory, args):
 
 PLAIN = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
 
-# ---- a run ---------------------------------------------------------------------------------------------------------------
+# ---- a run -----------------------------------------------------------------------------------------------------------
 
 
 def test_trains_and_records(typed, tmp_path):
     code, out, err = typed("trainer.epochs=4", "trainer.keep=1", "trainer.profile=true")
     assert code == 0 and err == "" and "toy: accuracy 0." in out and "profile: 47 steps of" in out
     lines = records(tmp_path / "run")
-    assert [(r["step"], r["epoch"]) for r in lines if r["split"] == "validation"] == [(12, 1), (24, 2), (36, 3), (48, 4)]
+    evaluated = [(r["step"], r["epoch"]) for r in lines if r["split"] == "validation"]
+    assert evaluated == [(12, 1), (24, 2), (36, 3), (48, 4)]
     assert [r["step"] for r in lines if r["split"] == "train"] == list(range(3, 49, 3))
     assert lines[-1]["final"] is True and lines[-1]["split"] == "test" and lines[-1]["accuracy"] > 0.6
     best = max((r for r in lines if r["split"] == "validation"), key=lambda r: r["accuracy"])  # the first of equals
@@ -138,11 +140,13 @@ def test_best_weights_are_tested(typed, tmp_path):
 
 
 def test_without_test_split_and_with_patience(typed, tmp_path):
-    code, *_ = typed("task.test=false", "trainer.epochs=30", "trainer.eval_every=6", "trainer.patience=2", "trainer.lr=0.2")
+    code, *_ = typed("task.test=false", "trainer.epochs=30", "trainer.eval_every=6", "trainer.patience=2",
+                     "trainer.lr=0.2")
     lines = records(tmp_path / "run")
     validations = [r["accuracy"] for r in lines if r["split"] == "validation" and "final" not in r]
     assert code == 0 and lines[-1]["step"] < 360  # two evaluations in a row were no better than the best
-    assert max(validations[-2:]) <= max(validations[:-2]) == lines[-1]["accuracy"] and lines[-1]["split"] == "validation"
+    assert max(validations[-2:]) <= max(validations[:-2]) == lines[-1]["accuracy"]
+    assert lines[-1]["split"] == "validation"
 
 
 def test_evaluation_only(typed, tmp_path):
@@ -161,7 +165,8 @@ def assert_close(a, b, tolerance=2e-5):
     for x, y in zip(a, b):
         assert x.keys() == y.keys()
         for key in x:
-            assert x[key] == (pytest.approx(y[key], rel=tolerance, abs=tolerance) if isinstance(y[key], float) else y[key]), key
+            expected = pytest.approx(y[key], rel=tolerance, abs=tolerance) if isinstance(y[key], float) else y[key]
+            assert x[key] == expected, key
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("no", marks=pytest.mark.slow)])
@@ -174,7 +179,7 @@ def test_precision_and_compile(precision, typed, tmp_path):
     assert {t.dtype for t in checkpoint.load_tensors(path).values()} == {torch.float32}
 
 
-# ---- stopped and continued -----------------------------------------------------------------------------------------------
+# ---- stopped and continued -------------------------------------------------------------------------------------------
 
 
 ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
@@ -186,7 +191,8 @@ def crt_exp(*args, start=(sys.executable, "-m", "crt_exp"), **options):
 
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch, interruptible):
+def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch,
+                                                            interruptible):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
     with monkeypatch.context() as patch:
         at_call(patch, 7, send(signum))  # in the middle of the first epoch, between two records
@@ -282,7 +288,7 @@ def test_resume_is_exact_with_a_state_of_the_task_and_rows_of_unequal_cost(task,
     assert_same(tmp_path / "run", tmp_path / "other")
 
 
-# ---- what a task may keep and say ----------------------------------------------------------------------------------------
+# ---- what a task may keep and say ------------------------------------------------------------------------------------
 
 
 CARRYING = ["task=carrying", "trainer.steps=6", "trainer.save_every=3", "trainer.keep=20"]
@@ -292,7 +298,8 @@ def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path, 
     assert typed(*CARRYING)[0] == 0
     path = tmp_path / "run" / "checkpoints" / "step-6"
     kept, weights = (checkpoint.load_tensors(path / f"{name}.safetensors") for name in ("task", "model"))
-    assert kept.keys() == {"0.seen", "0.table"} and torch.equal(kept["0.table"], weights["outer.weight"] + 6)  # after the update
+    assert kept.keys() == {"0.seen", "0.table"}
+    assert torch.equal(kept["0.table"], weights["outer.weight"] + 6)  # after the update
     assert checkpoint.load_state(path)["task"] == [{"count": 6}] and checkpoint.damage(path) is None
     (path / "task.safetensors").unlink()
     assert "task.safetensors is missing" in checkpoint.damage(path)
@@ -338,7 +345,8 @@ def test_a_state_of_two_processes(tmp_path):
     kept = checkpoint.load_tensors(path / "task.safetensors")
     assert not torch.equal(kept["0.seen"], kept["1.seen"]) and torch.equal(kept["0.table"], kept["1.table"])
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))  # as if it had been stopped before the final record
+    # as if it had been stopped before the final record
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
     out = crt_exp(*args, "resume=auto")
     assert out.returncode == 2 and "was written by 2 processes, each with its own state of this task" in out.stderr
 
@@ -390,10 +398,12 @@ def written(directory):
 
 
 def kill_often(kills, seed, tmp_path):
-    """Runs LONG once undisturbed, and once killed `kills` times, a random time after it wrote something; both must be equal."""
+    """Runs LONG once undisturbed, and once killed `kills` times, a random time after it wrote something;
+    both must be equal."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context, rng, steps = get_context("forkserver"), random.Random(seed), []
-    context.set_forkserver_preload(["toy", "crt_exp.runner.trainer", "crt_exp.train", "accelerate", "hydra", "torch._dynamo"])
+    context.set_forkserver_preload(["toy", "crt_exp.runner.trainer", "crt_exp.train", "accelerate", "hydra",
+                                    "torch._dynamo"])
     undisturbed, directory = started(context, tmp_path / "whole"), tmp_path / "killed"
     while len(steps) < kills:
         before, process = written(directory), started(context, directory)
@@ -490,7 +500,7 @@ def test_damaged_best_checkpoint(typed, tmp_path):
     assert code == 0 and "the best checkpoint" in out and "the last weights are tested" in out
 
 
-# ---- what goes wrong -----------------------------------------------------------------------------------------------------
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 def test_infinite_input_names_the_layer(typed, tmp_path):
@@ -520,7 +530,8 @@ def test_a_layer_that_refuses_its_numbers_is_a_divergence(typed, monkeypatch, tm
         refuse_after(patch, 2 * 4)  # two layers
         code, _, err = typed("trainer.save_every=2")
     assert code == 3 and len(err.splitlines()) == 1
-    assert "step 5: no loss; first not finite: inner.0 (Linear): the fitted A is not finite; the checkpoint of step 4" in err
+    told = "step 5: no loss; first not finite: inner.0 (Linear): the fitted A is not finite; the checkpoint of step 4"
+    assert told in err
     with monkeypatch.context() as patch:
         refuse_after(patch, -1)
         code, _, err = typed("trainer.steps=0", directory="evaluated")
@@ -626,14 +637,15 @@ def test_code_that_changed(typed, monkeypatch, tmp_path):
     assert checkpoints(tmp_path / "run") == [3]
 
 
-# ---- several processes ---------------------------------------------------------------------------------------------------
+# ---- several processes -----------------------------------------------------------------------------------------------
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "crt_exp")
 
 
 def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
-    """Under torchrun, in the default directory, which must be one; with micro-batches and a mean over parts of different size."""
+    """Under torchrun, in the default directory, which must be one;
+    with micro-batches and a mean over parts of different size."""
     out = crt_exp(*PLAIN, "trainer.accumulate=2", start=TORCHRUN, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert out.stdout.count("toy: accuracy") == 1
@@ -646,10 +658,12 @@ def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
 
 def test_sharded_over_two_processes_from_one_command(plain, tmp_path):
     """trainer.processes starts a torchrun; FSDP gives the same numbers."""
-    out = crt_exp(*PLAIN, "trainer=fsdp", "trainer.precision=no", "trainer.processes=2", f"hydra.run.dir={tmp_path}/a b")
+    out = crt_exp(*PLAIN, "trainer=fsdp", "trainer.precision=no", "trainer.processes=2",
+                  f"hydra.run.dir={tmp_path}/a b")
     assert out.returncode == 0, out.stderr
     assert_close(records(tmp_path / "a b"), records(plain))
-    one, two = (checkpoint.load_tensors(d / "checkpoints/step-12/optimizer.safetensors") for d in (plain, tmp_path / "a b"))
+    one, two = (checkpoint.load_tensors(d / "checkpoints/step-12/optimizer.safetensors")
+                for d in (plain, tmp_path / "a b"))
     assert one.keys() == two.keys()
     for key in one:
         torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-6)
@@ -659,12 +673,12 @@ def test_sharded_over_two_processes_from_one_command(plain, tmp_path):
 @pytest.mark.parametrize("strategy", ["default", "fsdp"])
 def test_two_processes_stop_and_resume(strategy, tmp_path):
     """A SIGTERM to one command: both processes stop at the same step, 143, and go on to the same numbers."""
-    args = [f"trainer={strategy}", "trainer.precision=no", "trainer.processes=2", "trainer.save_every=5", "trainer.keep=20",
-            "task.pause=0.05"]
+    args = [f"trainer={strategy}", "trainer.precision=no", "trainer.processes=2", "trainer.save_every=5",
+            "trainer.keep=20", "task.pause=0.05"]
     assert crt_exp(*args, f"hydra.run.dir={tmp_path}/whole").returncode == 0
     env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "crt_exp", *BASE, *args, f"hydra.run.dir={tmp_path}/run"], env=env,
-                               stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "crt_exp", *BASE, *args, f"hydra.run.dir={tmp_path}/run"],
+                               env=env, stderr=subprocess.PIPE, text=True)
     while not checkpoints(tmp_path / "run"):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
@@ -685,7 +699,8 @@ def test_two_processes_tell_an_error_once(tmp_path):
 
 
 @pytest.mark.parametrize("args, message", [
-    (["trainer.batch=7"], "trainer.batch = 7 does not divide over 2 processes x 1 micro-batches: choose a multiple of 2"),
+    (["trainer.batch=7"],
+     "trainer.batch = 7 does not divide over 2 processes x 1 micro-batches: choose a multiple of 2"),
     (["trainer.betas=[a,b]"], "trainer.betas[0] = a: it takes a number"),
     (["task.rows=abc"], "task.rows = abc: it takes a number"),
     (["task.rows=6"], "trainer.batch = 8 is more than the 6 rows"),
@@ -704,7 +719,8 @@ def test_a_mistake_is_told_before_the_processes_start(args, message, typed, tmp_
 def test_what_the_processes_find_is_told_once_and_with_their_exit_code(tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").touch()
-    for args, code, message in [(["hydra.run.dir=used"], 2, "used is not empty"), (["task.poison=5"], 3, "first not finite")]:
+    for args, code, message in [(["hydra.run.dir=used"], 2, "used is not empty"),
+                                (["task.poison=5"], 3, "first not finite")]:
         out = crt_exp("trainer.processes=2", *args, cwd=tmp_path)
         assert out.returncode == code and message in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
 
@@ -727,7 +743,8 @@ def test_wandb_keeps_its_id(typed, tmp_path, monkeypatch):
     first = (tmp_path / "run" / "wandb_id").read_text()
     assert typed("logger=wandb", "resume=auto")[0] == 0
     names = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
-    assert (tmp_path / "run" / "wandb_id").read_text() == first and {name.rpartition("-")[2] for name in names} == {first.strip()}
+    assert (tmp_path / "run" / "wandb_id").read_text() == first
+    assert {name.rpartition("-")[2] for name in names} == {first.strip()}
 
 
 def test_batch_that_does_not_divide(monkeypatch):
@@ -744,7 +761,7 @@ def config(**changes):
     return TrainerConfig(**values | changes)
 
 
-# ---- the parts -----------------------------------------------------------------------------------------------------------
+# ---- the parts -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world, micro", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
@@ -755,7 +772,8 @@ def test_plan_shares_out_the_same_steps(world, micro):
     single = [list(rows) for rows in Plan(8, seed=3, epoch=1).rows(30, "train")]
     for step, rows in enumerate(single):
         assert sum((part for share in shares for part in share[step * micro:(step + 1) * micro]), []) == rows
-    assert len(set(sum(single, []))) == 24 and single != [list(rows) for rows in Plan(8, seed=3, epoch=2).rows(30, "train")]
+    assert len(set(sum(single, []))) == 24
+    assert single != [list(rows) for rows in Plan(8, seed=3, epoch=2).rows(30, "train")]
     later = [list(rows) for rows in Plan(8, micro, seed=3, epoch=1, start=2, world=world).rows(30, "train")]
     assert later == shares[0][2 * micro:]
 
@@ -763,7 +781,8 @@ def test_plan_shares_out_the_same_steps(world, micro):
 def test_plan_reads_every_row_once_for_evaluation():
     parts = [list(Plan(4, rank=r, world=3).rows(10, "test")) for r in range(3)]
     assert [int(i) for part in parts for rows in part for i in rows] == list(range(10))
-    draws = [plan.rng(3).random() for plan in (Plan(8, seed=1), Plan(4, seed=1, rank=1, world=2), Plan(8, seed=1, epoch=1))]
+    plans = Plan(8, seed=1), Plan(4, seed=1, rank=1, world=2), Plan(8, seed=1, epoch=1)
+    draws = [plan.rng(3).random() for plan in plans]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -785,8 +804,8 @@ def test_by_cost_reads_every_row_once_within_the_budget(n, world, micro):
         later = [*Plan(1, micro, 3, 1, start, world=world).by_cost(costs, 25, "train")]
         assert len(later) == (steps - start) * micro and all(map(np.array_equal, later, shares[0][start * micro:]))
     assert {Plan(1, micro, 3, epoch, world=world).steps(costs, 25) for epoch in range(5)} == {steps}
-    assert steps < 3 or any(not np.array_equal(a, b) for a, b in zip(shares[0], Plan(1, micro, 3, 2, world=world).by_cost(
-        costs, 25, "train"), strict=True))
+    following = Plan(1, micro, 3, 2, world=world).by_cost(costs, 25, "train")
+    assert steps < 3 or any(not np.array_equal(a, b) for a, b in zip(shares[0], following, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 3, 40])
@@ -826,8 +845,8 @@ def test_decay_and_layer_wise_rates():
     set_rate(optimizer, 0.5)
     names = {p: name for name, p in model.named_parameters()}
     found = {names[p]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
-    assert found == {"inner.0.bias": (0.05, 0), "inner.1.weight": (0.05, 0), "inner.1.bias": (0.05, 0), "outer.bias": (0.05, 0),
-                     "outer.weight": (0.025, 0.01)}
+    assert found == {"inner.0.bias": (0.05, 0), "inner.1.weight": (0.05, 0), "inner.1.bias": (0.05, 0),
+                     "outer.bias": (0.05, 0), "outer.weight": (0.025, 0.01)}
     assert not model.inner[0].weight.requires_grad
     with pytest.raises(ValueError, match="no parameter to train"):
         make_optimizer(model, "adam", 0.1, (0.9, 0.98), 1e-6, 0.01, lambda name: 0)
@@ -888,12 +907,14 @@ def test_only_a_later_interrupt_stops_at_once(interruptible):
 
 ORPHAN = ("import os, subprocess, sys, time; from crt_exp.runner import processes\n"
           "if sys.argv[1] == 'watched': processes.death_signal = lambda: False\n"
-          "if len(sys.argv) > 2: processes.end_with_parent(int(sys.argv[2])); print(os.getpid(), flush=True); time.sleep(100)\n"
-          "subprocess.Popen([sys.executable, '-c', os.environ['ORPHAN'], sys.argv[1], str(os.getpid())]); time.sleep(100)")
+          "if len(sys.argv) > 2: processes.end_with_parent(int(sys.argv[2])); print(os.getpid(), flush=True); "
+          "time.sleep(100)\n"
+          "subprocess.Popen([sys.executable, '-c', os.environ['ORPHAN'], sys.argv[1], str(os.getpid())]); "
+          "time.sleep(100)")
 
 
-@pytest.mark.parametrize("how", [pytest.param("kernel", marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux")),
-                                 "watched"])
+@pytest.mark.parametrize("how", [
+    pytest.param("kernel", marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux")), "watched"])
 def test_processes_end_with_a_parent_that_is_killed(how):
     env = os.environ | {"PYTHONPATH": str(HERE.parent), "ORPHAN": ORPHAN}
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN, how], env=env, stdout=subprocess.PIPE, text=True)

@@ -19,17 +19,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:
 
 
 class Case:
-    """Attention of one argument w, whose parts are x (B,H,L,d), y (B,H,L,d) and v (B,H,L,dv), and its materialised twin."""
+    """Attention of one argument w, whose parts are x (B,H,L,d), y (B,H,L,d) and v (B,H,L,dv),
+    and its materialised twin."""
 
     def __init__(self, phi, causal, dtype=torch.float64, L=7, masked=True):
         g = torch.Generator().manual_seed(0)
-        self.w, self.t = ((0.4 * torch.randn(3, 2, 2, L, 3, generator=g, dtype=torch.float64)).to(dtype) for _ in range(2))
+        self.w, self.t = ((0.4 * torch.randn(3, 2, 2, L, 3, generator=g, dtype=torch.float64)).to(dtype)
+                          for _ in range(2))
         noise = independent(phi, lambda: samplers.orthogonal(16, 3, g, batch=(2,), dtype=torch.float64))
         mask = torch.ones(2, L, dtype=torch.bool)
         mask[1, L - 2:] = not masked
         params = phi.fit(Statistics.of(self.w[0], self.w[1]))
-        self.ours, self.reference = (lambda w, f=f, **options: f(*w, phi, noise, params, causal=causal, key_mask=mask, **options)
-                                     for f in (attention, attention_reference))
+        self.ours, self.reference = (
+            lambda w, f=f, **options: f(*w, phi, noise, params, causal=causal, key_mask=mask, **options)
+            for f in (attention, attention_reference))
 
     def both(self, run):
         return run(self.ours), run(self.reference)
@@ -136,7 +139,8 @@ def test_compiled_transforms(phi):
 
 
 def test_long_keys_underflow_nowhere():
-    """A later key that is so large that the earlier rows of its chunk underflow in its scale: shorter pieces, here too."""
+    """A later key that is so large that the earlier rows of its chunk underflow in its scale:
+    shorter pieces, here too."""
     case = Case(OPRF(A=-0.05), True, torch.float32, masked=False)
     case.w[1, :, :, 5:] += 9.0
     twin = Case(OPRF(A=-0.05), True, masked=False)

@@ -23,7 +23,8 @@ class Network(nn.Module):
 
 
 class Toy(Task):
-    """poison: the row whose input is not finite; pause: seconds that a micro-batch takes; streamed: the length is not known."""
+    """poison: the row whose input is not finite; pause: seconds that a micro-batch takes;
+    streamed: the length is not known."""
 
     metric = "accuracy"
 
@@ -53,9 +54,10 @@ class Toy(Task):
             if self.pause:
                 time.sleep(self.pause)
             noise = np.stack([plan.rng(row).normal(size=self.dim) for row in rows]) if split == "train" else 0
-            keep = np.ones(len(rows), bool) if not self.weighted else rows % 3 > 0  # a mean over a part that differs in size
-            yield {"x": torch.from_numpy((x[rows] + self.noise * noise).astype(np.float32)), "y": torch.from_numpy(y[rows]),
-                   "keep": torch.from_numpy(keep)}
+            # a mean over a part that differs in size
+            keep = np.ones(len(rows), bool) if not self.weighted else rows % 3 > 0
+            yield {"x": torch.from_numpy((x[rows] + self.noise * noise).astype(np.float32)),
+                   "y": torch.from_numpy(y[rows]), "keep": torch.from_numpy(keep)}
 
     def weight(self, batch):
         return batch["keep"].sum() if self.weighted else None
@@ -78,7 +80,8 @@ class Toy(Task):
 
 
 class Carrying(Toy):
-    """With a state of its own: what its steps have read, which goes into the loss, and a table that follows the weights."""
+    """With a state of its own: what its steps have read, which goes into the loss,
+    and a table that follows the weights."""
 
     def build(self, mechanism):
         self.seen, self.count, self.table = torch.zeros(self.dim), 0, None

@@ -22,7 +22,8 @@ from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.sequence import Pooled
-from crt_exp.features.base import Chosen, FeatureMap, Mirrored, Moments, Projections, Statistics, distinct
+from crt_exp.features.base import FeatureMap, Projections, distinct
+from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
 from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming

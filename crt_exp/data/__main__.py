@@ -49,11 +49,19 @@ def run_list(options: argparse.Namespace) -> int:
     root = data_root(options.dir)
     print(f"Data folder: {root}" if root else "Data folder: none. Set CRT_DATA=DIR or give --dir DIR.")
     rows = [(source.name, source.tasks, presence(source, root), size(source), files(source), source.page)
-            for source in sources.TABLE]
+            for source in (*sources.TABLE, *own_images(root))]
     print_table([("set", "tasks", "here", "size", "files below the data folder", "official source"), *rows])
     print("\nembedded: needs no file. by hand: `fetch` cannot get it. "
-          "Other images: images/<name>/{train,val}/<class>/.")
+          "Other images: images/<name>/{train,val}/<class>.")
     return 0
+
+
+def own_images(root: Path | None) -> list[Source]:
+    """Folders of images that are there and in no table; `task.dataset=<name>` reads them."""
+    if root is None or not (root / "images").is_dir():
+        return []
+    names = sorted(path.name for path in (root / "images").iterdir() if path.is_dir())
+    return [sources.images(name, "your own", 0) for name in names if f"images/{name}" not in sources.SOURCES]
 
 
 def presence(source: Source, root: Path | None) -> str:
@@ -113,7 +121,9 @@ def run_verify(options: argparse.Namespace) -> int:
     root = data_root(options.dir)
     if root is None:
         raise DataError("Nobody said where the data are: give --dir DIR, or set CRT_DATA=DIR.")
-    chosen = sources.select(options.name) if options.name else sources.TABLE
+    own = own_images(root)
+    mine = [source for source in own if source.name == (options.name or "").strip("/")]
+    chosen = mine or (sources.select(options.name) if options.name else [*sources.TABLE, *own])
     findings = [(file.path, inspect(file, root / file.path)) for source in chosen for file in source.files]
     print_table([(path, finding.state, finding.detail) for path, finding in findings])
     return int(any(finding.bad for _, finding in findings))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
-from crt_exp.data import DataError
+from crt_exp.data import DataError, images
 from crt_exp.data.sources import File, Source
 
 OK, MISSING, TRUNCATED, WRONG, SUBSET = "ok", "missing", "truncated", "wrong content", "subset"
@@ -61,9 +61,13 @@ def inspect_folder(file: File, path: Path) -> Finding:
     count = sum(name.lower().endswith(MEDIA) for _, _, names in os.walk(path) for name in names)
     if not count:
         return Finding(WRONG, "no recordings or images in it")
+    if file.path.startswith("images/") and (wrong := images.problems(path)):
+        more = f" And {len(wrong) - 1} more such." if wrong[1:] else ""
+        return Finding(WRONG, f"{wrong[0]}{more}".replace("\n", " "))
     if count < file.rows:
         return Finding(SUBSET, f"{count} of {file.rows} files")
-    return Finding(OK, f"{count} files") if count == file.rows else Finding(WRONG, f"{count} files, not {file.rows}")
+    good = count == file.rows or not file.rows
+    return Finding(OK, f"{count} files") if good else Finding(WRONG, f"{count} files, not {file.rows}")
 
 
 def inspect_file(file: File, path: Path) -> Finding:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from crt_exp.data import DataError
+from crt_exp.data.hub import from_hub
 from crt_exp.data.sources import SOURCES, Source, missing, task_folder
-from crt_exp.data.text import cached, fingerprint, from_hub, key_of, numbered_lines
+from crt_exp.data.text import cached, fingerprint, key_of, numbered_lines
 
 if TYPE_CHECKING:
     from crt_exp.data.plan import Plan

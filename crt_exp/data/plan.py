@@ -23,14 +23,20 @@ class Plan:
     rank: int = 0
     world: int = 1
 
-    def rows(self, n: int, split: str) -> Iterator[np.ndarray]:
+    def rows(self, n: int, split: str, repeats: int = 1) -> Iterator[np.ndarray]:
         """Row numbers of each micro-batch of this process:
-        shuffled for "train", every row once and in order for other splits."""
-        return self.shuffled(n) if split == "train" else self.ordered(n)
+        shuffled for "train", every row once and in order for other splits.
 
-    def shuffled(self, n: int) -> Iterator[np.ndarray]:
+        repeats: a training row comes so many times in turn, as row, row + n, row + 2n, ...: `rng` draws anew for each.
+        The epoch keeps its length, so it sees n / repeats of the rows.
+        """
+        return self.shuffled(n, repeats) if split == "train" else self.ordered(n)
+
+    def shuffled(self, n: int, repeats: int = 1) -> Iterator[np.ndarray]:
         """A new permutation each epoch, the same on every process; the last n mod batch rows of it are left out."""
         order = np.random.default_rng([self.seed, self.epoch]).permutation(n)
+        if repeats > 1:
+            order = (order[:, None] + n * np.arange(repeats)).reshape(-1)
         share = self.batch // self.world
         for step in range(self.start, n // self.batch):
             mine = order[step * self.batch + self.rank * share:][:share]

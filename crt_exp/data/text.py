@@ -27,6 +27,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from crt_exp.data import DataError
+from crt_exp.data.hub import hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
 from crt_exp.ranks import rank
 
@@ -502,31 +503,12 @@ def hub_documents(name: str, config: str | None = None, split: str = "train", co
     "json" with `data_files`. The order of each pass is drawn in a window of `buffer` documents (0: as stored); ranks
     take disjoint parts. Raises DataError where the set cannot be had or has no such column.
     """
-    from datasets import load_dataset
-    from datasets.distributed import split_dataset_by_node
-
-    stream = from_hub(lambda: load_dataset(name, config, split=split, streaming=True, data_files=data_files), name)
+    examples = hub_examples(name, config, split, rank, world, seed, buffer, data_files)
 
     def documents(epoch: int, skip: int) -> Iterator[str]:
-        shuffled = stream.shuffle(seed=int(generator_of(seed, 2, epoch).initial_seed()),
-                                  buffer_size=buffer) if buffer else stream
-        for example in split_dataset_by_node(shuffled, rank=rank, world_size=world).skip(skip):
+        for example in examples(epoch, skip):
             if column not in example:
                 raise DataError(f"{name} has no column {column!r}; it has {', '.join(example)}.")
             yield example[column]
 
     return documents
-
-
-def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text files of your own.") -> Any:
-    """`load()`, whose errors become one DataError: no connection, no such set, no such configuration or split."""
-    from datasets.exceptions import DatasetsError
-
-    try:
-        return load()
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"{name} cannot be read from the Hugging Face hub: {reason}.\n"
-                        "Check the name and the network; without network, a set works that was loaded once "
-                        "(HF_HUB_OFFLINE=1).\n"
-                        + otherwise) from None

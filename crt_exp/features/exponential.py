@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import LOG2, ONE, Bound, FeatureMap, Features, Statistics, align, check_finite, log_cosh
+from crt_exp.features.base import LOG2, ONE, Bound, FeatureMap, Features, align, check_finite, log_cosh
+from crt_exp.features.statistics import Statistics
 from crt_exp.kernels import log_0f1
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise

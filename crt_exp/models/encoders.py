@@ -109,13 +109,17 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
 
 def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
     """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
-    old, new = (dict(leaves(d)) for d in (getattr(config, "crt_exp", EXACT), mechanism.describe()))
-    changed = [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new)
-               if old.get(k) != new.get(k)]
+    changed = differing_keys(getattr(config, "crt_exp", EXACT), mechanism.describe())
     if changed:
         raise ConfigError(f"{origin.option} = {origin.name} was trained with another attention; these keys differ: "
                           f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
                           f"task.init=uptrain task.model={origin.name}")
+
+
+def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Each key in which two descriptions of a mechanism differ, with both values."""
+    old, new = dict(leaves(old)), dict(leaves(new))
+    return [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new) if old.get(k) != new.get(k)]
 
 
 def leaves(node: Any, prefix: str = ""):

@@ -57,7 +57,8 @@ def paired(first: Sequence[float], second: Sequence[float], level: float = LEVEL
 def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
     """The true difference that n pairs (default: as many as given) would show with this power.
 
-    Judged by the spread of the differences given, and by the noncentral t distribution's usual approximation: (t_{1 - level/2} + t_power) standard errors.
+    Judged by the spread of the differences given, and by the noncentral t distribution's usual
+    approximation: (t_{1 - level/2} + t_power) standard errors.
     """
     values = _checked(differences)
     n = n or len(values)

@@ -77,8 +77,8 @@ def memory_text(memory: dict[tuple[int, str], float]) -> str:
     linear = exponent(memory, "favorpp") <= LINEAR
     return (f"Memory, fitted over {MEMORY_TOKENS[0]} to {MEMORY_TOKENS[-1]} tokens: {told}; {FORMED}: "
             f"{fitted[FORMED]} up to {vit_steps.LONGEST_MATRIX}. FAVOR++ is {'' if linear else '**not** '}linear (an "
-            f"exponent of at most {LINEAR:g}). Torch's fused kernel forms no matrix, so exact attention needs memory in "
-            "proportion to the tokens too; the paper's ran out of it above 1000 tokens, as one does that forms the matrix.")
+            f"exponent of at most {LINEAR:g}). Torch's fused kernel forms no matrix, so exact attention needs memory "
+            "in proportion to the tokens too; the paper's ran out of it above 1000, as one does that forms the matrix.")
 
 
 def exponent(memory: dict[tuple[int, str], float], name: str) -> float:
@@ -138,11 +138,11 @@ def colour(name: str) -> str:
 
 def facts(found: dict[int, dict[str, list[float]]]) -> str:
     counts = ", ".join(f"{len(methods['exact'])} at {n}" for n, methods in found.items())
-    return (f"timm's {vit_steps.MODEL} (12 layers, 3 heads, d = 64), batch 1, float32, random pixels; a step is forward, "
-            f"backward and AdamW's update; m = {vit_steps.M}, orthogonal. The tokens are patches of {vit_steps.PATCH} pixels, "
-            "beside the class token. All methods take their turn in every round, after one to warm up; rounds: "
-            f"{counts}. Every number of tokens has a process of its own, every peak of resident memory too. Left out: "
-            f"{FORMED}, above {vit_steps.LONGEST_MATRIX} tokens.")
+    return (f"timm's {vit_steps.MODEL} (12 layers, 3 heads, d = 64), batch 1, float32, random pixels; a step is "
+            f"forward, backward and AdamW's update; m = {vit_steps.M}, orthogonal. The tokens are patches of "
+            f"{vit_steps.PATCH} pixels, beside the class token. All methods take their turn in every round, after "
+            f"one to warm up; rounds: {counts}. Every number of tokens has a process of its own, every peak of "
+            f"resident memory too. Left out: {FORMED}, above {vit_steps.LONGEST_MATRIX} tokens.")
 
 
 def figure(found: dict[int, dict[str, list[float]]], memory: dict[tuple[int, str], float]):

@@ -16,6 +16,14 @@ from typing import Any
 from crt_exp.runner.run import read_records
 
 
+class Failed(ValueError):
+    """A run ended with an error; `code` is its exit code, by which a loss that was not finite is known."""
+
+    def __init__(self, said: str, code: int):
+        super().__init__(said)
+        self.code = code
+
+
 def place(home: Path, overrides: Sequence[str]) -> Path:
     """The directory of a kept run, named by its attention and a digest of all its arguments."""
     name = next((o.removeprefix("attention=") for o in overrides if o.startswith("attention=")), "run")
@@ -40,7 +48,7 @@ def passing(home: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     """`python -m crt_exp` with these arguments, without a logger: all its records, the last of them final.
 
-    Raises ValueError with the arguments and what the run said where it ends with an error.
+    Raises Failed with the arguments and what the run said where it ends with an error.
     """
     from crt_exp.train import main
 
@@ -51,7 +59,7 @@ def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
             main()
     except SystemExit as stop:
         if stop.code:
-            raise ValueError(f"{' '.join(sys.argv)}: {told.getvalue().strip()}") from None
+            raise Failed(f"{' '.join(sys.argv)}: {told.getvalue().strip()}", stop.code) from None
     finally:
         sys.argv = argv
     return read_records(directory / "metrics.jsonl")

@@ -188,7 +188,7 @@ def predicted_error(phi: FeatureMap, stats: Statistics, m: int) -> float:
 
 
 def predicted_errors(phi: FeatureMap, stats: Statistics, m: int) -> Tensor:
-    """sqrt(Var / K^2) of one entry of the kernel matrix of each head, (heads,), m iid projections, at a typical pair."""
+    """(heads,): sqrt(Var / K^2) of an entry of the kernel matrix, m iid projections, at a typical pair of each head."""
     moment = phi.log_relative_second_moment(*typical_pair(stats), phi.fit(stats))
     return (torch.expm1(moment.double()) / m).sqrt().flatten()
 

@@ -11,9 +11,10 @@ SCHEDULES = ("linear", "cosine", "constant")
 
 
 def make_optimizer(model: nn.Module, name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-                   scale: Callable[[str], float] = lambda name: 1.0) -> torch.optim.Optimizer:
-    """Adam or AdamW over groups of equal `scale(parameter name)`, without decay for biases and norms
-    (fewer than two dimensions).
+                   scale: Callable[[str], float] = lambda name: 1.0,
+                   decays: Callable[[str, nn.Parameter], bool] = lambda name, parameter: parameter.dim() >= 2
+                   ) -> torch.optim.Optimizer:
+    """Adam or AdamW over groups of equal `scale(parameter name)`, with weight decay where `decays`: matrices alone.
 
     A scale of 0 freezes the parameter. Each group keeps its own highest learning rate as `peak`.
     """
@@ -23,11 +24,11 @@ def make_optimizer(model: nn.Module, name: str, lr: float, betas: tuple[float, f
         if factor == 0:
             parameter.requires_grad_(False)
         if parameter.requires_grad:
-            groups.setdefault((factor, parameter.dim() >= 2), []).append(parameter)
+            groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
     if not groups:
         raise ValueError("the model has no parameter to train")
     described = [{"params": params, "lr": lr * factor, "peak": lr * factor,
-                  "weight_decay": weight_decay if decays else 0.0} for (factor, decays), params in groups.items()]
+                  "weight_decay": weight_decay if decayed else 0.0} for (factor, decayed), params in groups.items()]
     return OPTIMIZERS[name](described, betas=tuple(betas), eps=eps, fused=can_fuse(groups.values()))
 
 

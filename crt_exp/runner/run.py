@@ -27,7 +27,7 @@ from crt_exp.runner.processes import SWEEP
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep",
-             "trainer.cpu", "trainer.save_minutes", "task.cache_dir")
+             "trainer.cpu", "trainer.save_minutes", "task.cache_dir", "task.workers")
 
 
 class Run:

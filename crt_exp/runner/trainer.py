@@ -79,7 +79,8 @@ class Trainer:
         if self.sharded:
             self.model = shard(self.module, config.precision)
         self.optimizer = make_optimizer(self.module, config.optimizer, config.lr, config.betas, config.eps,
-                                        config.weight_decay, self.task.lr_scale) if self.total else None
+                                        config.weight_decay, self.task.lr_scale,
+                                        self.task.decays) if self.total else None
         if not self.sharded:
             self.model = accelerator.prepare_model(self.module)
         self.trained = [p for p in self.module.parameters() if p.requires_grad]

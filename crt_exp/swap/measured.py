@@ -15,7 +15,7 @@ from torch import Tensor
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import MOMENTS, RandomFeatureAttention
-from crt_exp.features.base import Moments, Statistics
+from crt_exp.features.statistics import Moments, Statistics
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
 QUERIES = 128   # of each of them, at random, that are compared with exact attention

@@ -6,6 +6,7 @@ torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Confor
 """
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
@@ -285,9 +286,11 @@ def _restore(model: nn.Module, states: Iterable[nn.Module]) -> None:
     takes them from the same files."""
     folder = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     files = sorted(folder.glob("*.safetensors")) if folder.name and folder.is_dir() else []
-    saved = _saved_buffers(files)
+    saved, states = _saved_buffers(files), list(states)
+    found = {state.path: _same_path(state.path, saved) for state in states}
+    left = {path: buffers for path, buffers in saved.items() if path not in found.values()}
     for state in states:
-        own = _buffers_at(state.path, saved)
+        own = saved[found[state.path]] if found[state.path] else _same_numbers(state.path, left)
         if own is not None and own.keys() == state.state_dict().keys():
             try:
                 state.load_state_dict(own)
@@ -309,16 +312,27 @@ def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
     return saved
 
 
-def _buffers_at(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor] | None:
-    """Those saved for this layer. Paths in a bare model and in one with a head differ by a prefix, and save_pretrained
-    gives some models the names of older versions: then the numbers in the path tell, where no two saved layers have the
-    same."""
-    for other, buffers in saved.items():
-        if path == other or path.endswith("." + other) or other.endswith("." + path):
-            return buffers
+def _same_path(path: str, saved: Iterable[str]) -> str | None:
+    """The saved path of this layer. Those in a bare model and in one with a head differ by a prefix."""
+    same = lambda other: path == other or path.endswith("." + other) or other.endswith("." + path)
+    return next(filter(same, saved), None)
+
+
+def _same_numbers(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor] | None:
+    """The buffers of this layer where save_pretrained gave the model the names of an older version: of the layers that
+    no path told, the one with the same numbers in its path; of several the one whose path begins alike, as those of an
+    encoder and a decoder do not. None where that leaves more than one."""
     numbers = lambda name: tuple(part for part in name.split(".") if part.isdigit())
-    alike = [buffers for other, buffers in saved.items() if numbers(other) == numbers(path)]
-    return alike[0] if len(alike) == 1 else None
+    alike = [other for other in saved if numbers(other) == numbers(path)]
+    shared = [_begin_alike(path, other) for other in alike]
+    best = [other for other, count in zip(alike, shared) if count == max(shared)]
+    return saved[best[0]] if len(best) == 1 else None
+
+
+def _begin_alike(path: str, other: str) -> int:
+    """Parts that both paths begin with."""
+    pairs = zip(path.split("."), other.split("."))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # ---- calibration

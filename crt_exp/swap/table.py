@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.features.base import Statistics
+from crt_exp.features.statistics import Statistics
 
 # the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
 # values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before

@@ -84,6 +84,10 @@ class Task(Protocol):
         """Factor on the learning rate of the parameter of that name: layer-wise decay, faster heads; 0 freezes it."""
         return 1.0
 
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether trainer.weight_decay is for this parameter; default: for matrices, not for biases and norms."""
+        return parameter.dim() >= 2
+
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Keeps the final weights (`tensors`, the whole state of `model`) in the run directory for other uses;
         default: not.

@@ -1,0 +1,196 @@
+"""Images by class: folders in the official layout, and scikit-learn's digits where no folder is named.
+
+A folder holds train/<class>/ and val/<class>/ with the images anywhere below each class, as ImageNet, Imagenette and
+the original tiny-imagenet (train/<class>/images/) have them. Files are listed at once and read when a row is asked for.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crt_exp.data import DataError
+from crt_exp.data.sources import SOURCES, task_folder
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+SPLITS = ("train", "val")
+DIGITS = "digits"
+DIGITS_VAL = 360                                             # of 1797
+
+
+class Unreadable(DataError):
+    """A file that is no image, or not a whole one; the message names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of a split. `read(sources[i])` is image i in RGB, a PIL.Image; it raises Unreadable."""
+
+    classes: tuple[str, ...]
+    labels: np.ndarray                                       # (n,) int64: places in `classes`
+    sources: Sequence[Any]                                   # (n,): paths below the folder, or pixels
+    read: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: np.ndarray) -> "Images":
+        return replace(self, labels=self.labels[rows], sources=self.sources[rows])
+
+    def held_out(self, share: float) -> tuple["Images", "Images"]:
+        """What is left, and `share` of each class, drawn once and for all. Raises DataError where one is empty."""
+        rng, chosen = np.random.default_rng(0), np.zeros(len(self), bool)
+        for label in range(len(self.classes)):
+            rows = rng.permutation(np.flatnonzero(self.labels == label))
+            chosen[rows[:round(share * len(rows))]] = True
+        if chosen.all() or not chosen.any():
+            raise DataError(f"A share of {share} of {len(self)} images in {len(self.classes)} classes leaves "
+                            f"{'none to train on' if chosen.all() else 'none to hold out'}: choose another.")
+        return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
+
+
+def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str, Images]:
+    """The splits "train" and "val" of a folder, or of the embedded digits.
+
+    dataset: "digits", or a name below $CRT_DATA/images. data_dir: the folder itself, whatever its name. Raises
+    DataError for folders that are not there or whose classes are empty or differ.
+    """
+    if dataset == DIGITS and data_dir is None:
+        return digits()
+    root = task_folder(f"images/{dataset}", data_dir)
+    if root is None or not root.is_dir():
+        raise missing(dataset, root)
+    found = {split: listed(root / split) for split in SPLITS}
+    train, val = (set(found[split]) for split in SPLITS)
+    if train != val:
+        only = [words for words in (differing(train - val, "train"), differing(val - train, "val")) if words]
+        raise DataError(f"{root}: train/ and val/ hold different classes: {', '.join(only)}.\n"
+                        "Put the same class folders into both.")
+    return {split: of_files(root, split, files) for split, files in found.items()}
+
+
+def differing(names: set[str], split: str) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"only {split}/ has {', '.join(sorted(names)[:3])}{more}" if names else ""
+
+
+def missing(dataset: str, root: Path | None) -> DataError:
+    """The error for a folder that is not there: what to get, and where to put it."""
+    what = f"{root} is not there" if root else "CRT_DATA is not set"
+    source = SOURCES.get(f"images/{dataset}")
+    get = f"Get it from {source.page}" if source else "Take images of your own"
+    if source and source.files[0].url:
+        get = f"Get it with `python -m crt_exp.data fetch {source.name} --dir DIR`, or from {source.page}"
+    return DataError(f"task.dataset={dataset} needs a folder of images: {what}.\n"
+                     f"{get}; put it into {root or f'DIR/images/{dataset}'} as train/<class>/ and val/<class>/,\n"
+                     "then set CRT_DATA=DIR, or task.data_dir to the folder itself. "
+                     f"task.dataset={DIGITS} is embedded and needs none.")
+
+
+# --------------------------------------------------------------------------------------------------- folders
+def listed(folder: Path) -> dict[str, list[str]]:
+    """Image files of each class folder, as sorted paths below it. Raises DataError for a class without any."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not there: a folder of images holds train/<class>/ and val/<class>/.")
+    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if not classes:
+        raise DataError(f"{folder} holds no class folders: images lie in {folder.name}/<class>/.")
+    found = {name: sorted(below(folder / name)) for name in classes}
+    empty = [name for name, files in found.items() if not files]
+    if empty:
+        more = f", and {len(empty) - 1} more class folders hold none" if empty[1:] else ""
+        raise DataError(f"{folder / empty[0]} holds no image ({' '.join(SUFFIXES)}){more}. Fill it, or remove it from "
+                        "train/ and val/.")
+    return found
+
+
+def below(folder: Path, prefix: str = "") -> Iterator[str]:
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            yield from below(Path(entry.path), f"{prefix}{entry.name}/")
+        elif entry.name.lower().endswith(SUFFIXES):
+            yield prefix + entry.name
+
+
+def of_files(root: Path, split: str, files: dict[str, list[str]]) -> Images:
+    paths = [os.fsencode(f"{split}/{name}/{path}") for name, names in files.items() for path in names]
+    labels = np.repeat(np.arange(len(files)), [len(names) for names in files.values()])
+    paths = np.array(paths)                                  # of bytes: a million in 50 MB
+    return Images(tuple(files), labels, paths, partial(read_file, str(root)))
+
+
+def read_file(folder: str, path: bytes) -> Any:
+    """The image in RGB. Raises Unreadable, naming the file."""
+    return read(os.path.join(folder, os.fsdecode(path)))
+
+
+def read(source: str | Path | bytes, name: str = "") -> Any:
+    """A file, or its content, as a PIL.Image in RGB: one-channel, palette and CMYK images are converted.
+
+    name: what the message calls it, by default the path. Raises Unreadable.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    name = name or str(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+                return in_rgb(image)
+    except Exception as error:  # each format's decoder raises its own
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "no image" if unknown else str(error).strip() or type(error).__name__
+        raise Unreadable(f"{name} cannot be read as an image: {reason}.") from None
+
+
+def in_rgb(image: Any) -> Any:
+    """Eight bits a channel; transparency is dropped. Raises ValueError for whole numbers of 32 bits and fractions."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):                        # convert() would clip all above 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are of mode {image.mode}, without a scale; store 8 or 16 bits a channel")
+    if image.mode in ("P", "LA", "PA"):
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def problems(root: Path) -> list[str]:
+    """What is wrong with a folder: its classes, or each file that cannot be read."""
+    try:
+        splits = load("images", root)
+    except DataError as error:
+        return [str(error)]
+    found = []
+    for images in splits.values():
+        for source in images.sources:
+            try:
+                images.read(source)
+            except Unreadable as error:
+                found.append(str(error))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- digits
+def digits() -> dict[str, Images]:
+    """scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in a fixed split."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = np.random.default_rng(0).permutation(len(found.target))
+    pixels = (found.images * (255 / 16)).round().astype(np.uint8)
+    whole = Images(tuple(str(name) for name in found.target_names), found.target.astype(np.int64), pixels, from_pixels)
+    return {"train": whole.take(order[DIGITS_VAL:]), "val": whole.take(order[:DIGITS_VAL])}
+
+
+def from_pixels(pixels: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(pixels).convert("RGB")

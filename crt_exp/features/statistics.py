@@ -1,0 +1,158 @@
+"""Statistics of queries and keys, from which maps take their parameters; each is computed when first asked for.
+
+Legend: L queries x, S keys y, d dimension; batch dimensions (...) come first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crt_exp.samplers.noise import at_least_float32, cached
+
+
+class Moments:
+    """Moments of one set of vectors, each computed when first asked for, in O(L d), without gradient.
+
+    `Moments.of(x, mask)` for a set x (..., L, d) with mask (..., L), True = keep; `Moments.known(mean=..., ...)` for
+    moments kept from elsewhere, such as running averages. Masked positions may hold anything, NaN included.
+    """
+
+    @classmethod
+    def of(cls, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> "Moments":
+        """Moments of scale x, without that product."""
+        if x.ndim < 2:
+            raise ValueError(f"statistics need a set of vectors (..., L, d), not a tensor of shape {tuple(x.shape)}")
+        if 0 in x.shape[-2:]:
+            raise ValueError(f"the set is empty (shape {tuple(x.shape)}): there is nothing to take statistics of")
+        if mask is not None and mask.shape[-1] != x.shape[-2]:
+            raise ValueError(f"the mask has {mask.shape[-1]} positions but the set has {x.shape[-2]}")
+        self = cls()
+        x = at_least_float32(x.detach())
+        self._mask = mask
+        self._x = x if mask is None else torch.where(mask[..., None], x, x.new_zeros(()))
+        self.d, self._scale = x.shape[-1], scale
+        return self
+
+    @classmethod
+    def known(cls, **moments: Tensor) -> "Moments":
+        self = cls()
+        self.__dict__.update(moments)
+        self.d = next(iter(moments.values())).shape[-1]
+        return self
+
+    def __getattr__(self, name):  # reached only for moments that are neither known nor computable
+        raise AttributeError(f"these statistics do not hold {name!r}; they hold {sorted(self.__dict__)}")
+
+    @cached
+    def count(self) -> Tensor:
+        """Number of vectors, (..., 1), at least 1 so that an empty set has zero moments."""
+        if self._mask is None:
+            return self._x.new_full((1,), self._x.shape[-2])
+        return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._x.dtype)
+
+    @cached
+    def mean(self) -> Tensor:
+        return self._average(self._x) * self._scale
+
+    @cached
+    def mean_sq(self) -> Tensor:
+        """Mean of x_l^2 per coordinate, (..., d)."""
+        return self._average(self._x.square()) * self._scale**2
+
+    @cached
+    def mean_norm(self) -> Tensor:
+        """Mean of |x|^2, (...) float64; one pass that writes nothing where `mean_sq` is not there yet."""
+        if "mean_sq" in self.__dict__:
+            return self.mean_sq.double().sum(-1)
+        norm = torch.linalg.vector_norm(self._x, dim=(-2, -1)).double()
+        return (self._scale * norm).square() / self.count.squeeze(-1)
+
+    @cached
+    def mean_abs(self) -> Tensor:
+        return self._average(self._x.abs()) * self._scale
+
+    @cached
+    def minimum(self) -> Tensor:
+        if self._mask is None:
+            return self._x.amin(-2) * self._scale
+        low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
+        return torch.where(low.isinf(), 0.0, low) * self._scale  # nothing but masked positions
+
+    @cached
+    def largest(self) -> Tensor:
+        """The largest |x_l| of each coordinate, (..., d)."""
+        return self._x.abs().amax(-2) * self._scale
+
+    def _average(self, values: Tensor) -> Tensor:
+        return values.sum(-2) / self.count
+
+
+class Mirrored:
+    """Moments of a set and its negatives together: what to expect of vectors of which no more is known than their size.
+
+    The minimum lies half as far again below, since shifted maps lose their sign at vectors beyond it, which costs more.
+    """
+
+    def __init__(self, of: Moments):
+        self._of, self.d = of, of.d
+
+    def __getattr__(self, name):  # the squares and absolute values are those of the set
+        if name == "mean":
+            return torch.zeros_like(self._of.mean_sq)
+        return -1.5 * self._of.largest if name == "minimum" else getattr(self._of, name)
+
+
+class Chosen:
+    """Moments of one set where `condition` holds, else of another, each computed when asked for;
+    nothing waits for a device."""
+
+    def __init__(self, condition: Tensor, first: Moments, other: "Moments | Mirrored"):
+        self._condition, self._first, self._other, self.d = condition, first, other, other.d
+
+    def __getattr__(self, name):
+        return torch.where(self._condition, getattr(self._first, name), getattr(self._other, name))
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of queries x and keys y, from which `FeatureMap.fit` takes its parameters (CRT (8)).
+
+    Scalars have the shape (...) of the batch dimensions, float64: they feed closed forms.
+    """
+
+    x: Moments | Mirrored | Chosen
+    y: Moments
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None,
+           scale: float = 1.0) -> "Statistics":
+        """x (..., L, d), y (..., S, d), both times `scale`; masks (..., L) and (..., S), True = keep."""
+        if x.shape[-1] != y.shape[-1]:
+            raise ValueError(f"x has {x.shape[-1]} dimensions and y has {y.shape[-1]}: they must agree")
+        if x.device != y.device:
+            raise ValueError(f"x is on {x.device} and y on {y.device}: queries and keys must be on one device")
+        return cls(Moments.of(x, x_mask, scale), Moments.of(y, y_mask, scale))
+
+    @property
+    def d(self) -> int:
+        return self.x.d
+
+    @cached
+    def mean_norms(self) -> Tensor:
+        """Mean of N = |x|^2 + |y|^2."""
+        return self.x.mean_norm + self.y.mean_norm
+
+    @cached
+    def mean_sq_sum(self) -> Tensor:
+        """Mean of |x + y|^2 over all pairs."""
+        return self._mean_s(1)
+
+    @cached
+    def mean_sq_diff(self) -> Tensor:
+        """Mean of |x - y|^2 over all pairs."""
+        return self._mean_s(-1)
+
+    def _mean_s(self, s: int) -> Tensor:
+        cross = (self.x.mean.double() * self.y.mean.double()).sum(-1)
+        return (self.mean_norms + 2 * s * cross).clamp(min=0)

@@ -1,0 +1,48 @@
+"""Where a model looks: the attention matrices of its swapped layers, exact or linear, and their rollout.
+
+A linear attention never forms its matrix, but that is its output for the unit vectors as values. Legend: B batch,
+H heads, L tokens.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def attention_matrices(model: nn.Module, *inputs: Tensor,
+                       keep: Callable[[Tensor], Tensor] = lambda A: A) -> list[Tensor]:
+    """keep(A) of each layer's matrix A (B, H, L, L) in one forward pass, in the order of the calls; rows sum to 1.
+
+    Raises ValueError where no attention is swapped: `swap_attention(model, "exact")` makes exact attention visible too.
+    """
+    found, states = [], [part.swapped for part in model.modules() if "swapped" in part._modules]
+    if not states:
+        raise ValueError(f"no attention of this {type(model).__name__} is swapped: swap_attention(model, 'exact') "
+                         "comes first")
+
+    def note(state: nn.Module, args: tuple, out: Tensor) -> None:
+        q, k, _, *mask = args
+        unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
+        found.append(keep(state.forward(q, k, unit, *mask)))  # not called as a module, which would come here again
+
+    with ExitStack() as stack:
+        for state in states:
+            stack.callback(state.register_forward_hook(note).remove)
+        model(*inputs)
+    return found
+
+
+def rollout(model: nn.Module, *inputs: Tensor) -> Tensor:
+    """(B, L, L): how much of each token's input reaches each token's output, through attention and the paths around it.
+
+    The product over layers of (A + I) / 2 with A the mean over heads: Abnar and Zuidema, Quantifying Attention Flow in
+    Transformers, 2020, section 3. Entries of signed features may be negative.
+    """
+    layers = attention_matrices(model, *inputs, keep=lambda A: A.mean(1))
+    flow = torch.eye(layers[0].shape[-1], dtype=layers[0].dtype, device=layers[0].device)
+    for A in layers:
+        flow = (A @ flow + flow) / 2
+    return flow

@@ -1,0 +1,196 @@
+"""Masked-autoencoder pretraining of a ViT on images without labels, by transformers' ViTMAEForPreTraining.
+
+Source: He et al., 2022, Masked Autoencoders Are Scalable Vision Learners. Legend: B rows of a batch, P patches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crt_exp.config import ConfigError
+from crt_exp.data.loading import Draw
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import encoders
+from crt_exp.models.vision import MEAN, STD, Description
+from crt_exp.nonfinite import NotFinite
+from crt_exp.schema import Count, above, at_most, below, checked
+from crt_exp.tasks import drawings
+from crt_exp.tasks.base import Batch, Plan, Reader
+from crt_exp.tasks.image_task import ImageTask
+from crt_exp.tasks.imagenet import Share
+
+Part = Annotated[float, above(0), at_most(1)]
+DRAWN = 6                                                    # images in the picture of reconstructions
+
+
+class MAESizes(TypedDict):
+    """Of a new model."""
+
+    patch: Count | None
+    width: Count
+    depth: Count
+    heads: Count
+    decoder_width: Count
+    decoder_depth: Count
+    decoder_heads: Count
+
+
+class MAEAugment(TypedDict):
+    """What is drawn of a training image beside its mask."""
+
+    scale: tuple[Part, Part]
+    flip: Share
+
+
+@checked("task")
+@dataclass(eq=False)
+class MAE(ImageTask):
+    """See `conf/task/mae.yaml` for the options.
+
+    Raises DataError for images or weights that cannot be had, ConfigError for options that do not go together.
+    """
+
+    model: str | None
+    sizes: MAESizes
+    size: Count | None
+    init: str
+    mask_share: Annotated[float, above(0), below(1)]
+    normalised: bool
+    augment: MAEAugment
+
+    metric, lower_is_better = "loss", True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.model is None and self.init == "uptrain":
+            raise ConfigError("task.init=uptrain starts from a pretrained model: name it, task.model=...")
+        new = self.model is None and self.init == "scratch"
+        self.origin = None if new else encoders.origin_of(self.model or "", self.init)
+        self.config = self.new_config() if new else self.saved_config()
+        self.patches = (self.config.image_size // self.config.patch_size) ** 2
+        if int(self.patches * (1 - self.mask_share)) == 0:
+            raise ConfigError(f"task.mask_share = {self.mask_share} leaves none of the {self.patches} patches to see")
+        self.transforms = self.made_transforms()
+        self.shown: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    # ---- the model
+
+    def new_config(self):
+        from transformers import ViTMAEConfig
+
+        sizes, size = self.sizes, self.size or (8 if self.embedded else 224)
+        patch = sizes["patch"] or (2 if self.embedded else 16)
+        for kind in ("", "decoder_"):
+            check_sizes(kind, sizes[f"{kind}width"], sizes[f"{kind}heads"])
+        check_size(size, patch)
+        return ViTMAEConfig(
+            image_size=size, patch_size=patch, mask_ratio=self.mask_share, norm_pix_loss=self.normalised,
+            layer_norm_eps=1e-6,                             # timm's, which fine-tunes it
+            hidden_size=sizes["width"], num_hidden_layers=sizes["depth"], num_attention_heads=sizes["heads"],
+            intermediate_size=4 * sizes["width"], decoder_hidden_size=sizes["decoder_width"],
+            decoder_num_hidden_layers=sizes["decoder_depth"], decoder_num_attention_heads=sizes["decoder_heads"],
+            decoder_intermediate_size=4 * sizes["decoder_width"])
+
+    def saved_config(self):
+        config = encoders.load_config(self.origin)
+        if config.model_type != "vit_mae":
+            raise ConfigError(f"{self.origin.option} = {self.origin.name} is a model of type {config.model_type}: "
+                              "task=mae takes vit_mae, such as facebook/vit-mae-base")
+        if self.size not in (None, config.image_size):
+            raise ConfigError(f"task.size = {self.size}: {self.origin.option} = {self.origin.name} has fixed positions "
+                              f"for images of {config.image_size} pixels. Leave it out")
+        config.mask_ratio, config.norm_pix_loss = self.mask_share, self.normalised
+        return config
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        origin = self.origin or encoders.Origin("", "task.model", False, False)
+        model = encoders.load_model("AutoModelForPreTraining", self.config, origin, mechanism)
+        if not origin.weights:
+            place(model, self.patches)
+        return model
+
+    # ---- batches
+
+    def made_transforms(self) -> dict[bool, object]:
+        """By whether they are for training."""
+        from timm.data import create_transform
+
+        size, scale = self.config.image_size, tuple(self.augment["scale"])
+        train = create_transform(size, is_training=True, scale=scale, hflip=self.augment["flip"], color_jitter=None,
+                                 interpolation="bicubic", mean=MEAN, std=STD)
+        return {True: train, False: Description("", size).transform()}
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        return self.read(split, plan, self.transforms[split == "train"], self.masked)
+
+    def masked(self, images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
+        """noise: (B, P) in [0, 1); patches with the smallest are seen, the others masked."""
+        noise = np.stack([draw.random(self.patches, np.float32) for draw in draws])
+        return {"pixel_values": images, "noise": torch.from_numpy(noise)}
+
+    # ---- training and results
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(**batch).loss.float()
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """The mean squared error of masked pixels; with task.normalised each patch's own mean colour would have 1."""
+        total, count, self.shown = 0.0, 0, []
+        every = self.drawn_every(split, reader.plan)
+        for i, batch in enumerate(reader.batches(split)):
+            found = model(**batch)
+            total += float(found.loss) * len(batch["noise"])
+            count += len(batch["noise"])
+            if i % every == 0 and len(self.shown) < DRAWN:
+                self.shown += [tuple(t[j].float().cpu() for t in (batch["pixel_values"], found.logits, found.mask))
+                               for j in drawings.spread(len(batch["noise"]), 1 if every > 1 else DRAWN)]
+        total, count = reader.sum(total, count)
+        if not np.isfinite(total):
+            raise NotFinite("the model predicts pixels that are not finite; a lower trainer.lr may help")
+        return {"loss": total / count}
+
+    def drawn_every(self, split: str, plan: Plan) -> int:
+        """Batches from one drawn image to the next: they lie by class, and one batch may hold a single class."""
+        batches = -(-(self.length(split) or 1) // (plan.batch * plan.world))
+        return batches // DRAWN or 1
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        """`<run>/model`, which from_pretrained and task.init of task=imagenet load, and reconstructions.png."""
+        from transformers import ViTImageProcessorPil
+
+        size = self.config.image_size
+        sizes = {"height": size, "width": size}
+        processor = ViTImageProcessorPil(size=sizes, image_mean=list(MEAN), image_std=list(STD))
+        encoders.keep(model, tensors, processor, directory)
+        drawings.reconstructions(self.shown[:DRAWN], self.config.patch_size, self.normalised, MEAN, STD, directory)
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return f"mae ({self.told}): loss {last['loss']:.4f} ({last['split']}, step {last['step']})"
+
+
+def place(model: nn.Module, patches: int) -> None:
+    """Gives a new ViTMAE its fixed positions: transformers leaves those of encoder and decoder at zero, and a decoder
+    without them predicts the same for all masked patches of an image."""
+    embeddings = model.vit.embeddings
+    embeddings.patch_embeddings.projection._is_hf_initialized = False   # else its method does nothing
+    embeddings.initialize_weights()
+    model.decoder.initialize_weights(patches)
+
+
+def check_sizes(kind: str, width: int, heads: int) -> None:
+    """Positions are sines and cosines of two coordinates, so they come in fours."""
+    if width % heads or width % 4:
+        raise ConfigError(f"task.sizes.{kind}width = {width} must be a multiple of 4 and of task.sizes.{kind}heads = "
+                          f"{heads}")
+
+
+def check_size(size: int, patch: int) -> None:
+    if size % patch:
+        raise ConfigError(f"task.size = {size} is no multiple of the patch of {patch} pixels: take "
+                          f"task.size={max(patch, round(size / patch) * patch)}")

@@ -1,0 +1,426 @@
+"""task=imagenet as a user types it: training, what it keeps, where its weights come from, and what is refused."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from small_images import picture, write_images, write_shards
+from test_composed import composed
+from timm.optim import param_groups_layer_decay
+from torch import nn
+
+from crt_exp import describe_attention
+from crt_exp.config import CONF, ConfigError
+from crt_exp.data import DataError
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import vision
+from crt_exp.runner import checkpoint
+from crt_exp.runner.composed import check_composed
+from crt_exp.runner.optim import make_optimizer
+from crt_exp.tasks.base import Plan, Reader
+from crt_exp.tasks.imagenet import Average, ImageNet, layers_of
+
+official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: official files are needed")
+SIZES = {"patch": 4, "width": 32, "depth": 2, "heads": 2}
+AUGMENT = {"scale": [0.5, 1.0], "flip": 0.5, "color": None, "policy": None, "erase": 0.0, "repeats": 1, "mixup": 0.0,
+           "cutmix": 0.0, "mix_share": 1.0, "mix_switch": 0.5, "mix_mode": "batch"}
+HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "image": "png", "label": "cls",
+       "classes": 3, "data_files": None, "buffer": 0, "validation_images": 12}
+OPTIONS = {"dataset": "mine", "data_dir": None, "hub": HUB, "held_out": 0.0, "unreadable": "error", "workers": 0,
+           "model": None, "sizes": SIZES, "size": 12, "pool": None, "init": "scratch", "new_head": False, "crop": 1.0,
+           "interpolation": "bicubic", "augment": AUGMENT, "smoothing": 0.1, "drop_path": 0.0, "layer_decay": 1.0,
+           "ema": None}
+RICH = ["task.augment.policy=rand-m9-mstd0.5-inc1", "task.augment.erase=0.5", "task.augment.mixup=0.8",
+        "task.augment.cutmix=1.0", "task.augment.flip=0.5", "task.drop_path=0.2", "task.ema=0.9",
+        "task.layer_decay=0.7"]
+NO_SIZES = dict.fromkeys(SIZES)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture
+def typed(typed, folder, monkeypatch, tmp_path, one_thread):
+    """Runs a command line in this process on the folder: (exit code, stdout, stderr)."""
+    def run(*args, directory="run"):
+        monkeypatch.delenv("CRT_DATA", raising=False)
+        base = [f"task.data_dir={folder}", "task.size=12", *[f"task.sizes.{k}={v}" for k, v in SIZES.items()],
+                "task.workers=0", "trainer.batch=8", "trainer.epochs=2", "trainer.lr=2e-3", "features.m=8"]
+        given = {a.split("=")[0] for a in args}
+        own = [b for b in base if b.split("=")[0] not in given]
+        if {"attention=exact", "attention=uniform"} & set(args):
+            own.remove("features.m=8")
+        if "task.model" in given or "task.init" in given:
+            own = [b for b in own if not b.startswith("task.sizes")]
+        return typed("task=imagenet", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+    return run
+
+
+def task_of(folder, **options):
+    return ImageNet(**OPTIONS | {"data_dir": str(folder)} | options)
+
+
+def records(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+
+
+def weights(directory, name="model"):
+    return checkpoint.load_tensors(directory / "model" / f"{name}.safetensors")
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_needs_no_data_and_learns(typed, tmp_path, monkeypatch):
+    """Digits: ten classes, so a tenth is what guessing gives."""
+    sizes = [f"task.sizes.{key}=null" for key in SIZES]
+    code, out, err = typed("task.data_dir=null", "task.size=null", "attention=favorpp", "features.m=16",
+                           "trainer.epochs=2", "trainer.batch=32", "trainer.lr=5e-3", *sizes)
+    assert code == 0 and err == "", err
+    assert "imagenet (digits): accuracy" in out and "val, step 88" in out
+    last = records(tmp_path / "run")[-1]
+    assert last["final"] and last["split"] == "val" and 0.25 < last["accuracy"] < last["accuracy_top5"]
+    confusion = np.loadtxt(tmp_path / "run" / "confusion.csv", delimiter=",", skiprows=1, usecols=range(1, 11))
+    assert confusion.sum() == 360 and np.trace(confusion) / 360 == pytest.approx(last["accuracy"])
+    assert (tmp_path / "run" / "confusion.png").stat().st_size > 1000
+
+
+def test_what_is_kept_gives_the_recorded_numbers(typed, tmp_path, folder):
+    """`load` takes weights, noise and classes; the weights load in timm alone, with exact attention."""
+    assert typed("attention=favorpp")[0] == 0
+    kept = vision.load(tmp_path / "run")
+    assert kept.classes == ("class0", "class1", "class2") and not kept.model.training
+    task = task_of(folder)
+    with torch.no_grad():
+        found = task.evaluate(kept.model, "val", Reader(task, batch=5))
+        logits = kept.model(kept.transform(picture(1, 1))[None])
+    last = records(tmp_path / "run")[-1]
+    assert found["loss"] == pytest.approx(last["loss"], rel=1e-5) and found["accuracy"] == last["accuracy"]
+    assert logits.shape == (1, 3)
+    assert set(describe_attention(kept.model)["mechanism"].str.split(" ").str[0]) == {"favorpp"}
+    plain = timm.create_model(f"local-dir:{tmp_path / 'run' / 'model'}", pretrained=True)
+    assert equal(dict(plain.state_dict()), weights(tmp_path / "run"))
+    assert plain.pretrained_cfg["label_names"] == ["class0", "class1", "class2"]
+
+
+def test_number_of_workers_changes_nothing(typed, tmp_path):
+    """With everything that draws: policy, erasing, mixup, cutmix, drop path."""
+    for workers in (0, 2):
+        code, _, err = typed(*RICH, "attention=favorpp", f"task.workers={workers}", directory=f"w{workers}")
+        assert code == 0, err
+    assert records(tmp_path / "w0") == records(tmp_path / "w2")
+    assert equal(weights(tmp_path / "w0"), weights(tmp_path / "w2"))
+
+
+def stopped(typed, monkeypatch, at, *args):
+    """The same run, told to stop in a step and continued."""
+    real, calls = ImageNet.loss, []
+
+    def loss(self, model, batch):
+        calls.append(1)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageNet, "loss", loss)
+        assert typed(*args, directory="stopped")[0] == 143
+    code, out, err = typed(*args, "resume=auto", directory="stopped")
+    assert code == 0 and "continuing from" in out, err
+
+
+@pytest.mark.parametrize("source", ["folder", pytest.param("shards", marks=pytest.mark.slow)])
+def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, monkeypatch):
+    args = [*RICH, "attention=favorpp", "task.workers=2", "trainer.steps=9", "trainer.log_every=2"]
+    if source == "shards":
+        args += ["task.data_dir=null", *hub_arguments(tmp_path)]
+    assert typed(*args)[0] == 0
+    stopped(typed, monkeypatch, 5, *args)
+    assert records(tmp_path / "stopped") == records(tmp_path / "run")
+    for name in ("model", "attention"):
+        assert equal(weights(tmp_path / "run", name), weights(tmp_path / "stopped", name))
+
+
+def hub_arguments(tmp_path):
+    shards = write_shards(tmp_path / "shards")
+    files = f"task.hub.data_files={{train: '{shards['train']}', validation: '{shards['validation']}'}}"
+    return ["task.hub.name=webdataset", "task.hub.image=png", "task.hub.label=cls", "task.hub.classes=3",
+            "task.hub.buffer=5", "task.hub.validation_images=12", files, "trainer.eval_every=9"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["folder", "shards"])
+def test_two_processes_equal_one(source, typed, tmp_path):
+    args = ["attention=favorpp", "task.workers=1", "trainer.steps=6", "task.augment.policy=rand-m9-mstd0.5-inc1"]
+    if source == "shards":
+        args += ["task.data_dir=null", *hub_arguments(tmp_path)]
+    assert typed(*args)[0] == 0
+    code, _, err = typed(*args, "trainer.processes=2", directory="two")
+    assert code == 0, err
+    one, two = records(tmp_path / "run")[-1], records(tmp_path / "two")[-1]
+    if source == "folder":                                   # two processes read other shards, so in another order
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert two["accuracy"] >= 0 and np.loadtxt(tmp_path / "two" / "confusion.csv", delimiter=",", skiprows=1,
+                                               usecols=(1, 2, 3)).sum() == 12
+
+
+@official
+@pytest.mark.slow
+def test_real_images_by_the_experiment(typed, tmp_path, monkeypatch):
+    if not (Path(os.environ["CRT_DATA"]) / "images" / "imagenette2-224").is_dir():
+        pytest.skip("images/imagenette2-224 is not in CRT_DATA")
+    data = f"{os.environ['CRT_DATA']}/images/imagenette2-224"
+    code, _, err = typed("experiment=imagenette", f"task.data_dir={data}", "task.size=64", "task.sizes.patch=16",
+                         "attention=favorpp", "task.workers=2", "trainer.batch=50", "trainer.steps=40")
+    assert code == 0, err
+    assert records(tmp_path / "run")[-1]["accuracy"] > 0.15  # a tenth by guessing, 500 images
+
+
+def test_held_out_images_choose_the_weights(typed, tmp_path, folder):
+    code, out, err = typed("attention=exact", "task.held_out=0.25", "trainer.select=best")
+    assert code == 0 and f"imagenet ({folder.name}): accuracy" in out, err
+    found = records(tmp_path / "run")
+    assert [r["split"] for r in found if r["split"] != "train"] == ["held_out", "held_out", "val"]
+    best = max((r for r in found if r["split"] == "held_out"), key=lambda r: r["accuracy"])
+    assert found[-1]["best_step"] == best["step"]
+
+
+def test_unreadable_images_are_left_out_and_counted(typed, tmp_path):
+    root = write_images(tmp_path / "own")
+    (root / "val" / "class1" / "0.png").write_text("This is no image.")
+    (root / "train" / "class1" / "0.png").write_text("This is no image.")
+    code, _, err = typed(f"task.data_dir={root}", "attention=exact")
+    assert code == 2 and "class1/0.png cannot be read as an image: no image" in err and "task.unreadable=skip" in err
+    assert not (tmp_path / "run").exists()
+    with pytest.warns(UserWarning, match="It is left out"):
+        code, _, err = typed(f"task.data_dir={root}", "attention=exact", "task.unreadable=skip")
+    assert code == 0, err
+    assert records(tmp_path / "run")[-1]["unreadable_images"] == 1
+
+
+# ---- where weights come from ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exact_run(tmp_path_factory, folder):
+    """A run with exact attention, made without the command line."""
+    root, task = tmp_path_factory.mktemp("exact"), task_of(folder)
+    torch.manual_seed(1)
+    model = task.build(Mechanism.of("exact"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0).add_(0.01)                   # sharp enough for attention to matter
+    vision.keep(task.description, task.mechanism, model.state_dict(), root)
+    return root
+
+
+def test_uptraining_starts_from_the_exact_model(typed, tmp_path, exact_run):
+    """Without a step: more features are nearer to the exact loss."""
+    found = {}
+    for name, args in {"exact": ["attention=exact"], "2": ["attention=favorpp", "features.m=2"],
+                       "512": ["attention=favorpp", "features.m=512"]}.items():
+        code, _, err = typed(f"task.init={exact_run}", "trainer.steps=0", *args, directory=name)
+        assert code == 0, err
+        found[name] = records(tmp_path / name)[-1]["loss"]
+    assert 0 < abs(found["512"] - found["exact"]) < abs(found["2"] - found["exact"])
+
+
+def test_a_run_of_the_same_attention_gives_its_noise(typed, tmp_path):
+    assert typed("attention=favorpp", "trainer.steps=2")[0] == 0
+    init = f"task.init={tmp_path / 'run'}"
+    code, _, err = typed("attention=favorpp", init, "seed=5", "trainer.steps=0", directory="next")
+    assert code == 0, err
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "next"))
+    assert equal(weights(tmp_path / "run", "attention"), weights(tmp_path / "next", "attention"))
+    code, _, err = typed("attention=favorp", init, directory="other")
+    assert code == 2 and "features (it was crt_exp.features.OPRF, now crt_exp.features.PosRF)" in err, err
+    way_out = f"task.init={tmp_path / 'run' / 'model' / 'model.safetensors'}"
+    assert way_out in err
+    sizes = [f"task.sizes.{k}={v}" for k, v in SIZES.items()]
+    code, _, err = typed("attention=favorp", way_out, *sizes, "trainer.steps=0", directory="other")
+    assert code == 0 and equal(weights(tmp_path / "run"), weights(tmp_path / "other")), err
+
+
+def test_positions_are_interpolated_to_other_sizes(typed, tmp_path, exact_run):
+    code, _, err = typed("attention=favorpp", f"task.init={exact_run}", "task.size=24", "trainer.steps=0")
+    assert code == 0, err
+    old, new = weights(exact_run), weights(tmp_path / "run")
+    assert old["pos_embed"].shape == (1, 1 + 9, 32) and new["pos_embed"].shape == (1, 1 + 36, 32)
+    assert torch.equal(old["pos_embed"][:, 0], new["pos_embed"][:, 0])
+    assert vision.load(exact_run, size=24).model.pos_embed.shape == new["pos_embed"].shape
+
+
+def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
+    """As `hf download timm/...` leaves them, and as training scripts save them."""
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3)
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architecture": "vit_tiny_patch16_224", "num_classes": 3, "pretrained_cfg": {
+            "input_size": [3, 224, 224], "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "num_classes": 3}}))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"model": wrapped}, tmp_path / "saved.pth")
+    for options in ({"init": str(tmp_path)}, {"init": str(tmp_path / "saved.pth"), "model": "vit_tiny_patch16_224"}):
+        task = task_of(folder, sizes=NO_SIZES, size=None, **options)
+        assert equal(task.build(Mechanism.of("exact")).state_dict(), model.state_dict())
+    assert task_of(folder, init=str(tmp_path), sizes=NO_SIZES, size=None).description.mean == (0.5, 0.5, 0.5)
+
+
+def test_weights_of_the_hub_that_are_not_here(folder):
+    task = task_of(folder, model="vit_tiny_patch16_224.augreg_in21k", init="pretrained", sizes=NO_SIZES, size=None,
+                   new_head=True)
+    with pytest.raises(DataError, match="not on this machine(.|\n)*hf download timm/vit_tiny_patch16_224.augreg_in21k"):
+        task.build(Mechanism.of("exact"))
+    with pytest.raises(ConfigError, match="trained on 21843 classes, and the images have 3: task.new_head=true"):
+        replace(task, new_head=False).build(Mechanism.of("exact"))
+
+
+@pytest.mark.parametrize("change, options, words", [
+    ({"classes": 4}, {}, ["trained on 3 classes, and the images have 4", "task.new_head=true"]),
+    ({"names": True}, {}, ["its class 0 is class0, that of the images is other0", "task.new_head=true"]),
+    ({}, {"sizes": SIZES | {"width": 64}}, ["task.sizes.width = 64", "has 32"]),
+    ({}, {"file": True, "sizes": SIZES | {"width": 64}}, ["checkpoint of width 32, and the model's is 64"]),
+    ({}, {"file": True, "sizes": SIZES | {"depth": 1}}, ["holds, beside the model's, blocks.1", "no checkpoint"]),
+    ({}, {"file": True, "sizes": SIZES | {"depth": 3}}, ["lacks blocks.2", "no checkpoint of this"]),
+], ids=["number of classes", "names of classes", "width of a run", "width of a file", "less deep", "deeper"])
+def test_checkpoints_that_do_not_fit(change, options, words, tmp_path, exact_run):
+    root = write_images(tmp_path / "own", classes=change.get("classes", 3))
+    if "names" in change:
+        for path in [*(root / "train").iterdir(), *(root / "val").iterdir()]:
+            path.rename(path.with_name(path.name.replace("class", "other")))
+    options = {"sizes": NO_SIZES} | options
+    init = exact_run / "model" / "model.safetensors" if options.pop("file", False) else exact_run
+    with pytest.raises((ConfigError, DataError)) as error:
+        task_of(root, init=str(init), **options).build(Mechanism.of("exact"))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_new_head_stands_on_the_same_encoder(tmp_path, exact_run):
+    task = task_of(write_images(tmp_path / "own", classes=4), init=str(exact_run), sizes=NO_SIZES, new_head=True)
+    model, old = task.build(Mechanism.of("exact")), weights(exact_run)
+    assert model.head.weight.shape == (4, 32)
+    encoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    assert all(torch.equal(tensor, old[name]) for name, tensor in encoder.items())
+
+
+# ---- the recipe's parts --------------------------------------------------------------------------------------------
+
+
+def test_layer_wise_rates_are_those_of_timm(folder):
+    task = task_of(folder, layer_decay=0.65)
+    model = task.build(Mechanism.of("favorpp", m=4))
+    groups = param_groups_layer_decay(model, layer_decay=0.65)
+    theirs = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    ours = {id(p): task.lr_scale(name) for name, p in model.named_parameters()}
+    assert ours == pytest.approx(theirs) and len(set(ours.values())) == 4 and max(ours.values()) == 1
+
+
+def test_positions_and_tokens_do_not_decay(folder):
+    task = task_of(folder)
+    model = task.build(Mechanism.of("exact"))
+    optimizer = make_optimizer(model, "adamw", 1e-3, (0.9, 0.999), 1e-8, 0.05, task.lr_scale, task.decays)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in decayed}
+    assert names == {name for name, p in model.named_parameters() if name.endswith("weight") and p.dim() > 1}
+
+
+def test_averaged_weights_follow_their_formula_and_leave_the_model_as_it_was():
+    model = nn.Linear(2, 2)
+    average, first = Average(0.75), model.weight.detach().clone()
+    average.begin(model)
+    with torch.no_grad():
+        model.weight.add_(4.0)
+    average.update(model)
+    torch.testing.assert_close(average.values["weight"], first + 1.0)
+    own = model.weight.detach().clone()
+    with average.within(model):
+        torch.testing.assert_close(model.weight.detach(), first + 1.0)
+    assert torch.equal(model.weight, own)
+
+
+def test_averaged_weights_are_evaluated_and_kept(typed, tmp_path, folder):
+    assert typed("attention=exact", "task.ema=0.5")[0] == 0
+    task = task_of(folder)
+    with torch.no_grad():
+        found = task.evaluate(vision.load(tmp_path / "run").model, "val", Reader(task, batch=5))
+    last = records(tmp_path / "run")[-1]
+    assert found["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
+    assert not equal(checkpoint.load_tensors(newest / "model.safetensors"), weights(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("rows", [6, 5, 1])
+def test_mixed_targets_are_distributions(rows, folder):
+    task = task_of(folder, augment=AUGMENT | {"mixup": 0.8, "cutmix": 1.0})
+    batch = next(iter(task.batches("train", Plan(rows, seed=2))))
+    assert batch["targets"].shape == (rows, 3) and torch.allclose(batch["targets"].sum(1), torch.ones(rows))
+    model = task.build(Mechanism.of("exact"))
+    assert task.loss(model, batch).isfinite()
+    again = next(iter(task.batches("train", Plan(rows, seed=2))))
+    assert torch.equal(batch["images"], again["images"])
+    hard = next(iter(task.batches("val", Plan(rows))))
+    assert hard["targets"].shape == (rows,)
+
+
+def test_stochastic_depth_reaches_the_last_block(folder):
+    model = task_of(folder, drop_path=0.3).build(Mechanism.of("favorpp", m=4))
+    assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.3) and layers_of(model)["head.weight"] == 3
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((CONF / "experiment").glob("*.yaml"))])
+def test_experiments_fit_their_models(name, tmp_path):
+    """Each recipe composes, and describes a model that timm makes; its images are ours."""
+    cfg = composed(f"experiment={name}", "attention=favorpp")
+    check_composed(cfg)
+    given = OmegaConf.to_container(cfg.task, resolve=True)
+    options = {key: value for key, value in given.items() if not key.startswith("_")}
+    task = ImageNet(**options | {"data_dir": str(write_images(tmp_path, classes=2, train=2, val=1))})
+    assert task.description.size == {"vit_1024": 1024}.get(name, 224)
+
+
+# ---- what a user can get wrong -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, words", [
+    (["task.data_dir=/nowhere"], ["/nowhere is not there", "train/<class>/ and val/<class>/"]),
+    (["task.data_dir=null", "task.dataset=imagenet"], ["CRT_DATA is not set", "image-net.org"]),
+    (["task.size=13"], ["task.size = 13", "patch of 4 pixels", "task.size=12"]),
+    (["task.sizes.width=33"], ["task.sizes.width = 33", "task.sizes.heads = 2"]),
+    (["task.model=vit_base_patch16_22"], ["task.model = vit_base_patch16_22", "vit_base_patch16_224"]),
+    (["task.model=vit_base_patch16_224.nonsense"], ["timm has no such model; it has vit_base_patch16_224."]),
+    (["task.model=resnet18"], ["task.model = resnet18"]),
+    (["task.model=vit_tiny_patch16_224", "+task.sizes.width=3"], ["task.sizes is for a new model"]),
+    (["task.init=pretrained"], ["name it, task.model=..."]),
+    (["task.init=scrach"], ["did you mean scratch?"]),
+    (["task.augment.policy=nonsense"], ["task.augment.policy = nonsense", "rand-m9-mstd0.5-inc1"]),
+    (["task.augment.mixup=-1"], ["task.augment.mixup = -1"]),
+    (["task.held_out=0.001"], ["leaves none to hold out"]),
+    (["task.hub.name=webdataset"], ["leave out task.data_dir"]),
+    (["task.pool=sum"], ["task.pool = sum"]),
+    (["task.ema=1.0"], ["task.ema = 1.0"]),
+    (["trainer.prefetch=2"], ["trainer.prefetch=0, or task.workers=1"]),
+    (["experiment=dei"], ["did you mean deit?"]),
+], ids=str)
+def test_bad_options(args, words, typed, tmp_path):
+    code, _, err = typed(*args, "attention=exact")
+    assert code == 2 and err.count("crt_exp: error:") == 1 and len(err.splitlines()) <= 4, err
+    assert all(word in err for word in words) and not (tmp_path / "run").exists(), err
+
+
+def test_a_run_that_has_not_ended_is_no_start(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(DataError, match="has not ended(.|\n)*resume=auto"):
+        vision.checkpoint_of(str(tmp_path))

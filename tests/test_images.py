@@ -1,0 +1,299 @@
+"""Folders, shards and single images: what is read, what is refused, and that nothing depends on who reads it."""
+
+import os
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_images import picture, write_images, write_shards
+
+from crt_exp.config import ConfigError
+from crt_exp.data import DataError, images
+from crt_exp.data.__main__ import main
+from crt_exp.data.image_stream import Streamed
+from crt_exp.data.loading import Folders, Loader, Micro
+from crt_exp.data.plan import Plan
+from crt_exp.runner.progress import read_ahead
+
+official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: official files are needed")
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_by_class(tmp_path):
+    write_images(tmp_path)
+    found = images.load("mine", tmp_path)
+    assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
+    train = found["train"]
+    assert train.classes == ("class0", "class1", "class2") and train.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    assert np.array_equal(np.asarray(train.read(train.sources[9])), np.asarray(picture(1, 1)))
+
+
+def test_the_original_tiny_imagenet_has_its_images_one_folder_down(tmp_path):
+    write_images(tmp_path, inner="images")
+    (tmp_path / "train" / "class0" / "class0_boxes.txt").write_text("0.JPEG 1 2 3 4\n")
+    assert len(images.load("mine", tmp_path)["train"]) == 24
+
+
+def test_the_folder_of_a_name_lies_below_crt_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    write_images(tmp_path / "images" / "stripes")
+    assert len(images.load("stripes")["val"]) == 12
+
+
+def test_digits_need_no_file_and_are_split_once_and_for_all(monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    first, second = images.load("digits"), images.load("digits")
+    assert len(first["train"]) == 1437 and len(first["val"]) == 360
+    for split in first:
+        assert np.array_equal(first[split].sources, second[split].sources)
+        assert set(first[split].labels.tolist()) == set(range(10))
+    assert first["train"].read(first["train"].sources[0]).size == (8, 8)
+
+
+def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
+    train = images.load("mine", write_images(tmp_path))["train"]
+    left, held_out = train.held_out(0.25)
+    assert not set(left.sources.tolist()) & set(held_out.sources.tolist()) and len(left) + len(held_out) == 24
+    assert np.bincount(held_out.labels).tolist() == [2, 2, 2]
+    with pytest.raises(DataError, match="leaves none to hold out"):
+        train.held_out(0.01)
+
+
+def remove(path):
+    for inner in path.iterdir():
+        inner.unlink()
+
+
+@pytest.mark.parametrize("harm, words", [
+    (lambda root: (root / "val" / "class1").rename(root / "val" / "other"),
+     ["different classes", "only train/ has class1", "only val/ has other"]),
+    (lambda root: remove(root / "train" / "class2"), ["train/class2 holds no image", "remove it from train/ and val/"]),
+    (lambda root: (root / "val").rename(root / "test"), ["val is not there", "train/<class>/ and val/<class>/"]),
+    (lambda root: [path.rename(root / path.name) for path in [*(root / "train").iterdir()]], ["no class folders"]),
+], ids=["other classes", "empty class", "no val", "no classes"])
+def test_folders_of_another_layout_are_refused(harm, words, tmp_path):
+    harm(write_images(tmp_path / "a"))
+    with pytest.raises(DataError) as error:
+        images.load("mine", tmp_path / "a")
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_missing_folder_says_what_to_get_and_where_to_put_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    with pytest.raises(DataError, match="CRT_DATA is not set(.|\n)*crt_exp.data fetch images/imagenette2-320"):
+        images.load("imagenette2-320")
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    with pytest.raises(DataError) as error:
+        images.load("mine")
+    assert f"{tmp_path / 'images' / 'mine'} is not there" in str(error.value) and "task.data_dir" in str(error.value)
+
+
+# ---- single images -------------------------------------------------------------------------------------------------
+
+
+def saved(path, mode, **options):
+    grey = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1))
+    image = Image.fromarray(grey.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(grey).convert(mode)
+    image.save(path, **options)
+    return grey, path
+
+
+@pytest.mark.parametrize("mode, suffix", [
+    ("L", "png"), ("1", "png"), ("P", "png"), ("LA", "png"), ("RGBA", "png"), ("I;16", "png"), ("CMYK", "jpg"),
+    ("L", "jpg"), ("RGB", "webp")])
+def test_every_kind_of_image_becomes_rgb(mode, suffix, tmp_path):
+    options = {"quality": 100} if suffix != "png" else {}
+    grey, path = saved(tmp_path / f"image.{suffix}", mode, **options)
+    found = images.read(path)
+    assert found.mode == "RGB" and found.size == (16, 16)
+    tolerance = {"png": 0, "jpg": 8, "webp": 8}[suffix] if mode != "1" else 255   # black and white, dithered
+    assert np.abs(np.asarray(found, int) - grey[..., None]).max() <= tolerance
+    assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
+
+
+def test_files_that_are_no_whole_image_are_named(tmp_path):
+    whole = tmp_path / "whole.jpg"
+    picture(0, 0, 64).save(whole)
+    (tmp_path / "cut.jpg").write_bytes(whole.read_bytes()[:whole.stat().st_size // 2])
+    (tmp_path / "text.jpg").write_text("This is no image.")
+    (tmp_path / "empty.png").write_bytes(b"")
+    Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "fractions.tiff")
+    for name, words in (("cut.jpg", "truncated"), ("text.jpg", "no image"), ("empty.png", "no image"),
+                        ("gone.jpg", "No such file"), ("fractions.tiff", "mode F")):
+        with pytest.raises(images.Unreadable, match=f"{name} cannot be read as an image: .*{words}"):
+            images.read(tmp_path / name)
+
+
+# ---- batches by workers --------------------------------------------------------------------------------------------
+
+
+def noisy(image):
+    """Draws from all the generators that augmentations use."""
+    drawn = random.random() + np.random.rand() + torch.rand(())
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float() + drawn
+
+
+def together(pixels, labels, draws):
+    return {"images": pixels, "labels": labels, "first": torch.tensor(draws[0].random())}
+
+
+def batches(source, plan, workers=0, skip=False, split="train", repeats=1):
+    micro = Micro(source.read, noisy, together, plan.rng)
+    return list(Loader(workers, skip)(source.asked(split, plan, repeats), micro))
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a[key], b[key]) for a, b in zip(one, other) for key in a)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folders(images.load("mine", write_images(tmp_path / "folder")))
+
+
+def test_batches_do_not_depend_on_the_number_of_workers(folder):
+    alone = batches(folder, Plan(6, seed=3))
+    assert len(alone) == 4 and not torch.equal(alone[0]["images"], alone[1]["images"])
+    for workers in (1, 3):
+        assert same(batches(folder, Plan(6, seed=3), workers), alone)
+    assert not same(batches(folder, Plan(6, seed=3, epoch=1)), alone)
+
+
+def test_batches_do_not_depend_on_where_reading_starts_or_on_the_processes(folder):
+    alone = batches(folder, Plan(6))
+    assert same(batches(folder, Plan(6, start=2), workers=1), alone[2:])
+    parts = [batches(folder, Plan(6, rank=rank, world=2)) for rank in (0, 1)]
+    assert torch.equal(torch.cat([parts[0][1]["images"], parts[1][1]["images"]]), alone[1]["images"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_draws_nothing_from_the_generators_of_training(folder, workers):
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    batches(folder, Plan(6), workers)
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_without_workers_nothing_is_augmented_beside_training(folder):
+    micro = Micro(folder.read, noisy, together, Plan(6).rng)
+    with pytest.raises(ConfigError, match="trainer.prefetch=0, or task.workers=1"):
+        list(read_ahead(Loader(0, False)(folder.asked("train", Plan(6)), micro), 2))
+    assert len(list(read_ahead(Loader(1, False)(folder.asked("train", Plan(6)), micro), 2))) == 4
+
+
+def test_an_image_comes_as_often_as_asked_with_other_draws(folder):
+    found = batches(folder, Plan(6), repeats=3)
+    assert len(found) == 4                                   # the epoch keeps its length
+    first = found[0]
+    assert first["labels"].tolist() == [label for label in first["labels"][::3].tolist() for _ in range(3)]
+    shifts = first["images"][0] - first["images"][1]         # the same image, another draw added to it
+    assert shifts.std() < 1e-5 and shifts.mean() != 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_end_a_run_or_are_left_out_named_and_counted(workers, tmp_path):
+    root = write_images(tmp_path)
+    bad = root / "train" / "class1" / "3.png"
+    bad.write_text("This is no image.")
+    source = Folders(images.load("mine", root))
+    with pytest.raises(DataError) as error:
+        batches(source, Plan(6), workers)
+    assert str(bad) in str(error.value) and "task.unreadable=skip" in str(error.value)
+    assert "Traceback" not in str(error.value) and type(error.value) is DataError
+    loader, plan = Loader(workers, True), Plan(6)
+    with pytest.warns(UserWarning, match=f"{bad.name} cannot be read as an image: no image. It is left out"):
+        found = list(loader(source.asked("train", plan), Micro(source.read, noisy, together, plan.rng)))
+    assert sum(len(batch["labels"]) for batch in found) == 23 and len(loader.unreadable) == 1 == loader.left_out
+    list(loader(source.asked("train", plan), Micro(source.read, noisy, together, plan.rng)))   # warns no more
+    assert len(loader.unreadable) == 1 and loader.left_out == 2
+
+
+# ---- shards --------------------------------------------------------------------------------------------------------
+
+
+HUB = {"name": "webdataset", "config": None, "split": "train", "validation": "validation", "image": "png",
+       "label": "cls", "classes": 3, "data_files": None, "buffer": 0, "validation_images": 12}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+def taken(source, plan, count, workers=0):
+    micro = Micro(source.read, noisy, together, plan.rng)
+    stream = Loader(workers, False)(source.asked("train", plan), micro)
+    found = [next(stream) for _ in range(count)]
+    stream.close()
+    return found
+
+
+@pytest.mark.parametrize("buffer", [0, 5])
+def test_shards_are_streamed_shared_and_resumed(buffer, shards):
+    source = Streamed(HUB | {"data_files": shards, "buffer": buffer})
+    assert source.length("train") is None and source.length("val") == 12 and source.classes == ("0", "1", "2")
+    alone = taken(source, Plan(4), 7)                        # 12 images: the third pass has begun
+    assert same(taken(source, Plan(4), 7, workers=2), alone) and same(taken(source, Plan(4, start=4), 3), alone[4:])
+    ranks = [list(zip(range(3), source.asked("train", Plan(4, rank=rank, world=2)))) for rank in (0, 1)]
+    keys = [{example.source[1] for _, batch in part for example in batch} for part in ranks]
+    assert len(keys[0]) == len(keys[1]) == 6 and not keys[0] & keys[1]
+    rows = [{example.row for _, batch in part for example in batch} for part in ranks]
+    assert not rows[0] & rows[1]
+
+
+def test_streamed_validation_is_read_in_order_by_all(shards):
+    source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
+    keys = lambda plan: [example.source[1] for batch in source.asked("val", plan) for example in batch]
+    alone, both = keys(Plan(4)), [key for rank in (0, 1) for key in keys(Plan(4, rank=rank, world=2))]
+    assert len(alone) == 9 and both == alone
+
+
+def test_mistakes_in_shards_are_named(shards, tmp_path):
+    with pytest.raises(ConfigError, match="set task.hub.classes"):
+        Streamed(HUB | {"data_files": shards, "classes": None})
+    with pytest.raises(DataError, match="cls = 2 is none of the 2 classes"):
+        list(Streamed(HUB | {"data_files": shards, "classes": 2}).asked("val", Plan(12)))
+    with pytest.raises(ConfigError, match="no column 'jpg'; it has .*png"):
+        list(Streamed(HUB | {"data_files": shards, "image": "jpg"}).asked("val", Plan(12)))
+    cut = tmp_path / "cut-0.tar"
+    cut.write_bytes(Path(shards["train"].replace("*", "0")).read_bytes()[:5000])
+    with pytest.raises(DataError, match="webdataset cannot be read .*unexpected end of data"):
+        Streamed(HUB | {"data_files": {"train": str(cut)}})
+    whole = shards["train"].replace("*", "1")
+    source = Streamed(HUB | {"data_files": {"train": whole, "validation": [whole, str(cut)]}})
+    with pytest.raises(DataError, match=r"cannot be read after its image \d+ \(of .*tar\): unexpected end of data"):
+        list(source.asked("val", Plan(12)))
+    with pytest.raises(DataError, match="someone/no-such-images cannot be read from the Hugging Face hub"):
+        Streamed(HUB | {"name": "someone/no-such-images"})
+
+
+# ---- real images and the data command ------------------------------------------------------------------------------
+
+
+@official
+@pytest.mark.parametrize("name, classes, train, val", [
+    ("imagenette2-224", 10, 1500, 500), ("tiny-imagenet-200", 20, 2000, 1000), ("cifar10", 10, 3000, 600)])
+def test_real_folders(name, classes, train, val):
+    if not (Path(os.environ["CRT_DATA"]) / "images" / name).is_dir():
+        pytest.skip(f"images/{name} is not in CRT_DATA")
+    found = images.load(name)
+    assert len(found["train"].classes) == classes and len(found["train"]) == train and len(found["val"]) == val
+    assert all(part.read(part.sources[i]).mode == "RGB" for part in found.values() for i in range(0, len(part), 50))
+
+
+def test_the_data_command_knows_own_folders(tmp_path, capsys):
+    root = write_images(tmp_path / "images" / "stripes", train=2, val=1)
+    assert main(["list", "--dir", str(tmp_path)]) == 0
+    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("images/stripes")]
+    assert len(listed) == 1 and "present" in listed[0] and "your own" in listed[0]
+    run = partial(main, ["verify", "images/stripes", "--dir", str(tmp_path)])
+    assert run() == 0 and "9 files" in capsys.readouterr().out
+    (root / "val" / "class0" / "0.png").write_bytes(b"no image")
+    assert run() == 1
+    assert "val/class0/0.png cannot be read as an image" in capsys.readouterr().out
