@@ -17,7 +17,8 @@ import torch
 
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, missing, task_folder
-from crt_exp.data.text import from_hub, generator_of, numbered_lines, warn
+from crt_exp.data.hub import from_hub
+from crt_exp.data.text import generator_of, numbered_lines, warn
 
 SUFFIXES = (".flac", ".wav")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
