@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from crt_exp.data import DataError
-from crt_exp.data.sources import SOURCES, missing, task_folder
 from crt_exp.data.hub import from_hub
+from crt_exp.data.sources import SOURCES, missing, task_folder
 from crt_exp.data.text import generator_of, numbered_lines, warn
 
 SUFFIXES = (".flac", ".wav")
