@@ -297,6 +297,20 @@ def test_saved_and_loaded(make, tmp_path):
     swap_attention(loaded, "favorpp", m=16, saved=False)
 
 
+def test_saved_noise_that_may_belong_to_two_layers_is_refused(tmp_path):
+    """Names that match no layer, and numbers that two of them share: either might be the layer's own."""
+    from safetensors.torch import load_file, save_file
+
+    swapped(bert).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    noise = {name: tensors.pop(name) for name in list(tensors) if ".swapped." in name}
+    for place in ("old", "older"):
+        tensors |= {f"{place}.{name.replace('encoder', 'stack')}": part.clone() for name, part in noise.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="may each be its own; saved=False makes new noise"):
+        swap_attention(type(made(bert)).from_pretrained(tmp_path), "favorpp", m=32)
+
+
 @torch.no_grad()
 def test_swapping_twice_replaces_and_layers_mix():
     model, batch = made(bert), inputs(bert)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from crt_exp.data import DataError
-from crt_exp.data.hub import from_hub
+from crt_exp.data.hub import hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
-from crt_exp.data.text import generator_of, numbered_lines, warn
+from crt_exp.data.text import numbered_lines, warn
 
 SUFFIXES = (".flac", ".wav")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -201,21 +201,20 @@ def hub_utterances(name: str, config: str | None, split: str, audio: str, text: 
 
     Raises DataError where the set cannot be had or lacks a column.
     """
-    from datasets import Audio, load_dataset
-    from datasets.distributed import split_dataset_by_node
+    def prepared(stream: Any) -> Any:
+        from datasets import Audio
 
-    stream = from_hub(lambda: load_dataset(name, config, split=split, streaming=True, data_files=data_files), name,
-                      "Or give files: task.source=files task.data_dir=DIR.")
-    columns = stream.column_names or []
-    for column in (audio, text):
-        if columns and column not in columns:
-            raise DataError(f"{name} has no column {column!r}; it has {', '.join(columns)}.")
-    stream = stream.cast_column(audio, Audio(decode=False))
+        columns = stream.column_names or []
+        for column in (audio, text):
+            if columns and column not in columns:
+                raise DataError(f"{name} has no column {column!r}; it has {', '.join(columns)}.")
+        return stream.cast_column(audio, Audio(decode=False))
+
+    examples = hub_examples(name, config, split, rank, world, seed, buffer, data_files, prepared,
+                            "Or give files: task.source=files task.data_dir=DIR.")
 
     def utterances(epoch: int) -> Iterator[Utterance]:
-        order = int(generator_of(seed, 3, epoch).initial_seed())
-        drawn = stream.shuffle(seed=order, buffer_size=buffer) if buffer else stream
-        for i, row in enumerate(split_dataset_by_node(drawn, rank=rank, world_size=world)):
+        for i, row in enumerate(examples(epoch, 0)):
             if found := of_row(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
                 yield found
 

@@ -41,7 +41,8 @@ SETTINGS = {
         dataset="cifar10", classes=10, images=("task.dataset=cifar10", "task.size=32", "task.workers=0"), model=VIT,
         mae=("task.sizes.decoder_width=48", "task.sizes.decoder_depth=1", "task.sizes.decoder_heads=3",
              "task.augment.flip=0.5", "trainer.batch=50", "trainer.steps=600", "trainer.lr=3e-3", *ONCE),
-        fine_tuning=(*SEEN, "trainer.batch=50", "trainer.steps=1500", "trainer.lr=2e-3", *ONCE),
+        fine_tuning=(*SEEN, "trainer.batch=50", "trainer.steps=1500", "trainer.lr=1e-3",
+                     "trainer.weight_decay=0.5", *ONCE),  # keeps |x + y|^2 of most heads between 4 and 24
         uptraining=(*SEEN, "trainer.batch=32", "trainer.lr=3e-4", "trainer.eval_every=50", "trainer.log_every=100"),
         scratch=(*SEEN, "trainer.batch=32", "trainer.steps=600", "trainer.lr=2e-3", "trainer.eval_every=100",
                  "trainer.log_every=100"),

@@ -321,12 +321,15 @@ def _same_path(path: str, saved: Iterable[str]) -> str | None:
 def _same_numbers(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor] | None:
     """The buffers of this layer where save_pretrained gave the model the names of an older version: of the layers that
     no path told, the one with the same numbers in its path; of several the one whose path begins alike, as those of an
-    encoder and a decoder do not. None where that leaves more than one."""
+    encoder and a decoder do not. None where no saved layer has these numbers. ValueError: several may be its own."""
     numbers = lambda name: tuple(part for part in name.split(".") if part.isdigit())
     alike = [other for other in saved if numbers(other) == numbers(path)]
     shared = [_begin_alike(path, other) for other in alike]
     best = [other for other, count in zip(alike, shared) if count == max(shared)]
-    return saved[best[0]] if len(best) == 1 else None
+    if len(best) > 1:
+        raise ValueError(f"{path}: the noise that was saved with {' and with '.join(best)} may each be its own; "
+                         "saved=False makes new noise")
+    return saved[best[0]] if best else None
 
 
 def _begin_alike(path: str, other: str) -> int:
