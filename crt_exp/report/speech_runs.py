@@ -63,7 +63,7 @@ class Setting:
     ms: tuple[int, ...] = (8, 16)
     pairs: tuple[tuple[str, str], ...] = (("favorpp", "favorp"),)
     swaps: int = 12
-    pair_swaps: int = 48
+    pair_swaps: int = 24
     seeds: int = 5
     scratch_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp")
     scratch_seeds: int = 5
