@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig4-left fig4-right
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -71,6 +71,9 @@ performers-fig14: $(STAMP)  ## Performers Figure 14: how the error of attention 
 	@$(PY) -m crt_exp.report performers_fig14 --size $(SIZE)
 
 hadamard: $(STAMP)  ## structured projections: MSE, bias and time of iid, orthogonal, Hadamard k = 1, 2, 3, Givens
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+fig3: $(STAMP)  ## CRT Figure 3: speech recognition with linear attention, word error rates (needs CRT_DATA)
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
 fig4-left: $(STAMP)  ## CRT Figure 4, left: a ViT with linear attention, uptrained from MAE and from scratch (needs CRT_DATA)

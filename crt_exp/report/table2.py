@@ -183,10 +183,14 @@ def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
 
 
 def predicted_error(phi: FeatureMap, stats: Statistics, m: int) -> float:
-    """sqrt of the mean over heads of Var / K^2 of one entry of the kernel matrix, m iid projections,
-    at a typical pair."""
+    """The root of the mean over heads of the squares of `predicted_errors`."""
+    return float(predicted_errors(phi, stats, m).square().mean().sqrt())
+
+
+def predicted_errors(phi: FeatureMap, stats: Statistics, m: int) -> Tensor:
+    """(heads,): sqrt(Var / K^2) of an entry of the kernel matrix, m iid projections, at a typical pair of each head."""
     moment = phi.log_relative_second_moment(*typical_pair(stats), phi.fit(stats))
-    return float((torch.expm1(moment.double()) / m).mean().sqrt())
+    return (torch.expm1(moment.double()) / m).sqrt().flatten()
 
 
 def typical_pair(stats: Statistics) -> tuple[Tensor, Tensor]:
