@@ -51,6 +51,8 @@ def test_cells_resume(tmp_path, monkeypatch):
     again = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
     assert [again[k] for k in keys] == [0, 1, 4] and len((tmp_path / "calls").read_text().split()) == 4
     assert all(record["commit"] and record["date"] for record in again.known.values())
+    with pytest.raises(ValueError, match="filled by square, not by abs: their keys must differ"):
+        again.fill(keys, abs, "test", workers=1)
     assert not writing.Cells("demo", ("runner/run.py",)).known  # other code: all anew
 
 

@@ -42,14 +42,24 @@ class Cells:
     def fill(self, keys: Sequence[dict[str, Any]], compute: Callable[..., Any], label: str,
              workers: int | None = None) -> "Cells":
         """compute(**key) for every key that is not known, one process for each core; kept as soon as each is there."""
+        name = getattr(compute, "__qualname__", repr(compute))
+        self._check(keys, name)
         missing = [key for key in keys if json.dumps(key) not in self.known]
         cores = min(workers or os.cpu_count(), max(len(missing), 1))
         jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
             joblib.delayed(_timed)(compute, key) for key in missing)
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
-            self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code, "commit": commit(),
-                        "date": str(date.today())})
+            self._keep({"key": key, "value": value, "by": name, "seconds": round(seconds, 3), "code": self.code,
+                        "commit": commit(), "date": str(date.today())})
         return self
+
+    def _check(self, keys: Sequence[dict[str, Any]], name: str) -> None:
+        """Raises ValueError where another function than `name` filled a cell: its key does not say all."""
+        for key in keys:
+            other = self.known.get(json.dumps(key), {}).get("by", name)
+            if other != name:
+                raise ValueError(f"the cell {key} of {self.path} was filled by {other}, not by {name}: their keys must "
+                                 "differ")
 
     def _keep(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:
