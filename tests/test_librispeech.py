@@ -367,12 +367,12 @@ def test_the_names_of_attention_are_rebuilt_and_compared():
     cases = {"favorpp": {"m": 8, "sampler": "iid"}, "exact": {}, "relu": {}, None: {"features": "trig", "m": 4}}
     for name, given in cases.items():
         mechanism = Mechanism.of(name, **given, seed=3)
-        saved = json.loads(json.dumps(recogniser.names(mechanism)))
-        assert recogniser.rebuilt(saved, "run = a").describe() == mechanism.describe()
+        saved = json.loads(json.dumps(mechanism.saved()))
+        assert Mechanism.of_saved(saved, "run = a").describe() == mechanism.describe()
     with pytest.raises(ConfigError, match="not what it was"):
-        recogniser.rebuilt(saved | {"described": {}}, "run = a")
+        Mechanism.of_saved(saved | {"described": {}}, "run = a")
     with pytest.raises(ConfigError, match="not one of this installation"):
-        recogniser.rebuilt(saved | {"features": "mine"}, "run = a")
+        Mechanism.of_saved(saved | {"features": "mine"}, "run = a")
 
 
 def test_evaluation_scores_every_utterance_once_in_any_batches(digits):

@@ -7,14 +7,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from crt_exp.config import ConfigError, choices
+from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
@@ -43,7 +43,7 @@ def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) ->
     temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
     symbols = recogniser.symbols
     config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
-              "attention": names(recogniser.mechanism), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
+              "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
     for left in directory.glob(f".{MODEL}.*"):
         shutil.rmtree(left, ignore_errors=True)
     try:
@@ -69,7 +69,7 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
         symbols = config["symbols"]
         symbols = (Symbols.of_pieces((folder / PIECES).read_bytes()) if symbols["kind"] == "pieces"
                    else Symbols(symbols["kind"], tuple(symbols["entries"])))
-        mechanism = rebuilt(config["attention"], f"{option} = {run}")
+        mechanism = Mechanism.of_saved(config["attention"], f"{option} = {run}")
         return Recogniser(symbols, config["rate"], config["sizes"], mechanism), load_file(folder / WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, ConfigError):
@@ -116,29 +116,3 @@ def load_whole(recogniser: Recogniser, tensors: dict[str, Tensor], source: str) 
         reason = str(error).splitlines()[-1].strip()
         raise DataError(f"{source}: its weights do not fit its {CONFIG}: {reason}") from None
     return model.eval()
-
-
-# ---- attention by names ------------------------------------------------------------------------------------
-
-
-def names(mechanism: Mechanism) -> dict[str, Any]:
-    """What `rebuilt` takes, as JSON: choices of conf/, and what they stand for to compare with."""
-    part = lambda found: None if found is None else found.name
-    options = {key: value for key, value in mechanism.options.items()
-               if not key.startswith("_") and isinstance(value, (bool, int, float, str))}
-    return {"name": mechanism.name, "m": mechanism.m, "features": part(mechanism.features),
-            "sampler": part(mechanism.rows), "seed": mechanism.seed, "options": options,
-            "described": json.loads(json.dumps(mechanism.describe()))}
-
-
-def rebuilt(saved: dict[str, Any], source: str) -> Mechanism:
-    """Raises ConfigError for attention that is no choice of conf/, or not what it was."""
-    name = saved["name"] if saved["name"] in choices("attention") else None
-    try:
-        found = Mechanism.of(name, m=saved["m"], sampler=saved["sampler"], features=saved["features"],
-                             seed=saved["seed"], **saved["options"])
-    except ConfigError as error:
-        raise ConfigError(f"{source}: its attention {saved['name']} is not one of this installation: {error}") from None
-    if json.loads(json.dumps(found.describe())) != saved["described"]:
-        raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
-    return found

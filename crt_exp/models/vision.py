@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crt_exp.config import ConfigError, choices, read_json
+from crt_exp.config import ConfigError, read_json
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, MODEL, buildable, differing_keys, quiet
@@ -90,7 +90,7 @@ class Description:
                   "label_names": self.classes, "first_conv": "patch_embed.proj", "classifier": "head"}
         return {"architecture": self.model, "num_classes": count, "model_args": self.options | {"img_size": self.size},
                 "pretrained_cfg": config,
-                "crt_exp": {"attention": names_of(mechanism), "described": mechanism.describe()}}
+                "crt_exp": mechanism.saved()}
 
     @classmethod
     def read(cls, content: dict[str, Any], path: Path) -> "Description":
@@ -374,14 +374,6 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 # ---- the folder of a run
 
-def names_of(mechanism: Mechanism) -> dict[str, Any]:
-    """The names that `Mechanism.of` makes the same of."""
-    options = {key: value for key, value in mechanism.options.items() if key not in ("_target_", "_partial_", "phi")}
-    return options | {"name": mechanism.name if mechanism.name in choices("attention") else None, "m": mechanism.m,
-                      "features": mechanism.features and mechanism.features.name,
-                      "sampler": mechanism.rows and mechanism.rows.name, "seed": mechanism.seed}
-
-
 def keep(description: Description, mechanism: Mechanism, tensors: dict[str, Tensor], directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
     from safetensors.torch import save_file
@@ -425,14 +417,7 @@ def load(run: str | Path, size: int | None = None) -> Kept:
         raise DataError(f"{run} holds no classifier: give the directory of a run of task=imagenet")
     description = replace(checkpoint.description, size=size or checkpoint.description.size)
     description.check()
-    model = build(description, mechanism_in(checkpoint), str(run))
+    saved = checkpoint.attention
+    mechanism = Mechanism.of_saved(saved, checkpoint.told) if saved else Mechanism.of("exact")
+    model = build(description, mechanism, str(run))
     return Kept(model.eval(), description.classes, description.transform())
-
-
-def mechanism_in(checkpoint: Checkpoint) -> Mechanism:
-    """By the names of conf/: what a run has saved is compared with them and never built."""
-    if not checkpoint.attention:
-        return Mechanism.of("exact")
-    mechanism = Mechanism.of(**checkpoint.attention["attention"])
-    check_attention(checkpoint, mechanism)
-    return mechanism
