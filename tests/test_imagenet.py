@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from small_images import picture, write_images, write_shards
+from stopping import stopped_and_continued
 from test_composed import composed
 from timm.optim import param_groups_layer_decay
 from torch import nn
@@ -127,29 +127,13 @@ def test_number_of_workers_changes_nothing(typed, tmp_path):
     assert equal(weights(tmp_path / "w0"), weights(tmp_path / "w2"))
 
 
-def stopped(typed, monkeypatch, at, *args):
-    """The same run, told to stop in a step and continued."""
-    real, calls = ImageNet.loss, []
-
-    def loss(self, model, batch):
-        calls.append(1)
-        if len(calls) == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, model, batch)
-    with monkeypatch.context() as patch:
-        patch.setattr(ImageNet, "loss", loss)
-        assert typed(*args, directory="stopped")[0] == 143
-    code, out, err = typed(*args, "resume=auto", directory="stopped")
-    assert code == 0 and "continuing from" in out, err
-
-
 @pytest.mark.parametrize("source", ["folder", pytest.param("shards", marks=pytest.mark.slow)])
 def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, monkeypatch):
     args = [*RICH, "attention=favorpp", "task.workers=2", "trainer.steps=9", "trainer.log_every=2"]
     if source == "shards":
         args += ["task.data_dir=null", *hub_arguments(tmp_path)]
     assert typed(*args)[0] == 0
-    stopped(typed, monkeypatch, 5, *args)
+    stopped_and_continued(typed, monkeypatch, ImageNet, 5, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
     for name in ("model", "attention"):
         assert equal(weights(tmp_path / "run", name), weights(tmp_path / "stopped", name))

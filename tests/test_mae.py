@@ -1,13 +1,12 @@
 """task=mae as a user types it, and what task=imagenet takes of it."""
 
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
 import torch
 from small_images import write_images
+from stopping import stopped_and_continued
 from transformers import AutoModelForPreTraining, ViTMAEForPreTraining, ViTMAEModel
 
 from crt_exp.mechanism import Mechanism
@@ -125,18 +124,7 @@ def test_fine_tuning_and_uptraining_from_it(typed, tmp_path, folder, monkeypatch
 def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch):
     args = [f"attention={attention}", "task.workers=2", "trainer.steps=7", "trainer.log_every=2"]
     assert typed(*args)[0] == 0
-    real, calls = MAE.loss, []
-
-    def loss(self, model, batch):
-        calls.append(1)
-        if len(calls) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, model, batch)
-    with monkeypatch.context() as patch:
-        patch.setattr(MAE, "loss", loss)
-        assert typed(*args, directory="stopped")[0] == 143
-    code, out, err = typed(*args, "resume=auto", directory="stopped")
-    assert code == 0 and "continuing from" in out, err
+    stopped_and_continued(typed, monkeypatch, MAE, 5, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
     one, two = (checkpoint.load_tensors(tmp_path / d / "model" / "model.safetensors") for d in ("run", "stopped"))
     assert all(torch.equal(one[key], two[key]) for key in one)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from small_bert import VOCABULARY, sentence, write_glue, write_model, write_text
+from stopping import stopped_and_continued
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from crt_exp import swap_attention
@@ -170,18 +170,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, fi
     if source == "streamed":
         args += streamed(files)
     assert typed(*args)[0] == 0
-    real, calls = MLM.loss, []
-
-    def loss(self, model, batch):
-        calls.append(1)
-        if len(calls) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, model, batch)
-    with monkeypatch.context() as patch:
-        patch.setattr(MLM, "loss", loss)
-        assert typed(*args, directory="stopped")[0] == 143
-    code, out, err = typed(*args, "resume=auto", directory="stopped")
-    assert code == 0 and "continuing from" in out, err
+    stopped_and_continued(typed, monkeypatch, MLM, 5, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
     one, two = (checkpoint.load_tensors(tmp_path / d / "model" / "model.safetensors") for d in ("run", "stopped"))
     assert all(torch.equal(one[key], two[key]) for key in one)

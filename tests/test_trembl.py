@@ -2,12 +2,12 @@
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from stopping import stopped_and_continued
 from test_protein_data import name, write
 
 from crt_exp.data import protein
@@ -218,18 +218,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path,
     """Dropout, statistics and hashes included."""
     args = [f"attention={attention}", "trainer.steps=15", "trainer.save_every=5", "trainer.log_every=2"]
     assert typed(*args)[0] == 0
-    real, calls = TrEMBL.loss, []
-
-    def loss(self, model, batch):
-        calls.append(1)
-        if len(calls) == 12:                                              # within the second epoch
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, model, batch)
-    with monkeypatch.context() as patch:
-        patch.setattr(TrEMBL, "loss", loss)
-        assert typed(*args, directory="stopped")[0] == 143
-    code, out, err = typed(*args, "resume=auto", directory="stopped")
-    assert code == 0 and "continuing from" in out, err
+    stopped_and_continued(typed, monkeypatch, TrEMBL, 12, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
     one, two = (checkpoint.load_tensors(tmp_path / d / "model" / "model.safetensors") for d in ("run", "stopped"))
     assert all(torch.equal(one[key], two[key]) for key in one)

@@ -14,8 +14,8 @@ from crt_exp.attention.engines.generic import Call, Rows, chunked_partial, keys_
 from crt_exp.attention.engines.operators import form_of, part_of, positive_partial
 from crt_exp.attention.partials import Partial, finite, merge
 from crt_exp.features.base import FeatureMap
-from crt_exp.features.statistics import Moments
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.features.statistics import Moments
 from crt_exp.samplers.noise import cached
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite
-from crt_exp.features.statistics import Statistics
 from crt_exp.features.exponential import sq_norm
+from crt_exp.features.statistics import Statistics
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise, transforming
 

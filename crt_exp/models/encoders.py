@@ -6,8 +6,6 @@ attention.
 """
 
 import difflib
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import ERROR, getLogger
@@ -20,8 +18,8 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.folder import MODEL, whole_folder
 
-MODEL = "model"  # within the run directory
 EXACT = Mechanism.of("exact").describe()
 HOW = ("With network: `hf download {name} --local-dir DIR`. Without: copy that folder (config.json, model.safetensors, "
        "tokenizer.json or vocab.txt) here. Then set {option}=DIR.")
@@ -227,16 +225,6 @@ def buildable(option: str) -> Iterator[None]:
 
 def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
-    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
-    for left in directory.glob(f".{MODEL}.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        with quiet():
-            model.save_pretrained(temporary, state_dict=tensors)
-            tokenizer.save_pretrained(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"cannot write {final}: {error.strerror or error}; "
-                      "free space and continue with resume=auto") from None
+    with whole_folder(directory) as folder, quiet():
+        model.save_pretrained(folder, state_dict=tensors)
+        tokenizer.save_pretrained(folder)

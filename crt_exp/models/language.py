@@ -9,8 +9,6 @@ Legend: B sequences of a batch, L symbols of a sequence, V kinds of symbols.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +20,12 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.folder import MODEL, save_tensors, whole_folder
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Parameter, at_least, below, check_keys, parameters
 from crt_exp.swap.swap import LayerMaker
 
-MODEL, KIND, CONFIG, WEIGHTS = "model", "language_model", "config.json", "model.safetensors"
+KIND, CONFIG, WEIGHTS = "language_model", "config.json", "model.safetensors"
 Dropout = Annotated[float, at_least(0), below(1)]
 Positions = Literal["learned", "rotary", "none"]
 
@@ -155,24 +154,12 @@ class Kept(NamedTuple):
 def keep(description: Description, mechanism: Mechanism, symbols: dict[str, Any], tensors: dict[str, Tensor],
          directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
-    from safetensors.torch import save_file
-
-    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
     config = {"kind": KIND} | asdict(description) | {"attention": mechanism.saved(), "vocabulary": symbols}
     if description.tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
-    for left in directory.glob(f".{MODEL}.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        (temporary / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, temporary / WEIGHTS)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"cannot write {final}: {error.strerror or error}; free space and continue with "
-                      "resume=auto") from None
+    with whole_folder(directory) as folder:
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        save_tensors(tensors, folder / WEIGHTS)
 
 
 def load(run: str | Path, option: str) -> Kept:

@@ -4,14 +4,12 @@ Nothing in it names code that is run: the attention is rebuilt from names of con
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
@@ -19,8 +17,9 @@ from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import ConformerTransducer, Sizes
+from crt_exp.models.folder import MODEL, save_tensors, whole_folder
 
-MODEL, KIND = "model", "conformer_transducer"
+KIND = "conformer_transducer"
 CONFIG, WEIGHTS, PIECES = "config.json", "model.safetensors", "pieces.model"
 
 
@@ -40,22 +39,14 @@ class Recogniser(NamedTuple):
 
 def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
-    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
     symbols = recogniser.symbols
     config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
               "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
-    for left in directory.glob(f".{MODEL}.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        (temporary / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        (temporary / PIECES).write_bytes(symbols.pieces) if symbols.kind == "pieces" else None
-        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, temporary / WEIGHTS)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"cannot write {final}: {error}; free space and continue with resume=auto") from None
+    with whole_folder(directory) as folder:
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        if symbols.kind == "pieces":
+            (folder / PIECES).write_bytes(symbols.pieces)
+        save_tensors(tensors, folder / WEIGHTS)
 
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:

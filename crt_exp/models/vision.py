@@ -7,8 +7,6 @@ weights were trained; attention.safetensors holds the noise and statistics of th
 
 import difflib
 import json
-import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,8 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError, read_json
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.encoders import EXACT, MODEL, buildable, differing_keys, quiet
+from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
+from crt_exp.models.folder import MODEL, save_tensors, whole_folder
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said
@@ -376,26 +375,13 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def keep(description: Description, mechanism: Mechanism, tensors: dict[str, Tensor], directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
-    from safetensors.torch import save_file
-
-    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
-    for left in directory.glob(f".{MODEL}.*"):
-        shutil.rmtree(left, ignore_errors=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
-    try:
-        temporary.mkdir()
-        (temporary / "config.json").write_text(json.dumps(description.written(mechanism), indent=1) + "\n")
-        weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
-        save_file(weights, temporary / "model.safetensors")
+    weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
+    with whole_folder(directory) as folder:
+        (folder / "config.json").write_text(json.dumps(description.written(mechanism), indent=1) + "\n")
+        save_tensors(weights, folder / "model.safetensors")
         if noise:
-            save_file(noise, temporary / ATTENTION)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"cannot write {final}: {error.strerror or error}; free space and continue with "
-                      "resume=auto") from None
+            save_tensors(noise, folder / ATTENTION)
 
 
 class Kept(NamedTuple):

@@ -1,0 +1,38 @@
+"""The folder `<run>/model` in which a run keeps its model, whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+MODEL = "model"
+
+
+@contextmanager
+def whole_folder(directory: Path) -> Iterator[Path]:
+    """A folder to write to, which in the end becomes `<directory>/model` in place of an older one.
+
+    Raises OSError where it cannot be written: then nothing of it is left, and the older one stays.
+    """
+    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
+    for left in directory.glob(f".{MODEL}.*"):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot write {final}: {reason}; free space and continue with resume=auto") from None
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """As safetensors, from any device and with storage of their own."""
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
