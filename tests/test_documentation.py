@@ -87,6 +87,7 @@ def table_of_recipes():
 
 
 RECIPES = dict(table_of_recipes())
+FAST = ("map",)  # the recipe that is run with every test; the others are slow
 
 
 @pytest.fixture
@@ -160,7 +161,8 @@ def test_recipe_in_python(recipe, block, capsys):
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("recipe", RECIPES, indirect=True)
+@pytest.mark.parametrize("recipe", [pytest.param(kind, marks=[pytest.mark.slow] if kind not in FAST else [])
+                                    for kind in RECIPES], indirect=True)
 def test_recipe_passes_its_own_tests(recipe):
     """By a pytest of its own: their files are called as ours are."""
     done = run_in(recipe, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
@@ -285,8 +287,8 @@ def runs():
     for words in COMMANDS:
         task = task_of(words)
         no_run = {"-m", "--cfg", "--help", "--version", "--config-dir=conf"} & set(words[3:])
-        needs = any(word.startswith(("task.model=", "trainer.processes=", "experiment=")) for word in words)
-        needs = any(word.startswith(("task.model=", "trainer.processes=", "task.init=outputs/")) for word in words)
+        given = ("task.model=", "trainer.processes=", "experiment=", "task.init=outputs/")
+        needs = any(word.startswith(given) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
             yield pytest.param(words[3:], TINY[task], id=" ".join(words[3:]))
@@ -304,7 +306,7 @@ def commands_of_recipes():
     for kind, recipe in RECIPES.items():
         for block in recipe.blocks:
             for words in words_of(block.text) if block.language == "bash" else ():
-                slow = [pytest.mark.slow] if "trainer.processes=2" in words else []
+                slow = [pytest.mark.slow] if "trainer.processes=2" in words or kind not in FAST else []
                 yield pytest.param(kind, words, marks=slow, id=" ".join(words))
 
 

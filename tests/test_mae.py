@@ -120,7 +120,8 @@ def test_fine_tuning_and_uptraining_from_it(typed, tmp_path, folder, monkeypatch
         assert kept["pos_embed"].shape == (1, 17, 32)
 
 
-@pytest.mark.parametrize("attention", ["favorpp", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["favorpp", "exact"])
 def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch):
     args = [f"attention={attention}", "task.workers=2", "trainer.steps=7", "trainer.log_every=2"]
     assert typed(*args)[0] == 0

@@ -325,7 +325,7 @@ def test_decoding_with_several_noises_equals_the_whole_sequence(phi, m, names):
     module(*qkv(3, kv_heads=2))
     module.eval()
     decoder = module.decoding()
-    steps = [decoder.step(module._scaled(q[:, :, i:i + 1]), module._scaled(k[:, :, i:i + 1]), v[:, :, i:i + 1])
+    steps = [decoder.step(module.scaled(q[:, :, i:i + 1]), module.scaled(k[:, :, i:i + 1]), v[:, :, i:i + 1])
              for i in range(L)]
     torch.testing.assert_close(torch.cat(steps, 2), module(q, k, v), rtol=1e-3, atol=1e-4)
     module.redraw()

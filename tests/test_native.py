@@ -271,7 +271,7 @@ def test_without_a_compiler(cache, monkeypatch, caplog):
     assert native.library() is None and not caplog.records
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.parametrize("compiler", ["gcc", pytest.param("clang", marks=pytest.mark.slow)])
 def test_every_compiler(compiler, built, monkeypatch):
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler} here")
@@ -282,6 +282,7 @@ def test_every_compiler(compiler, built, monkeypatch):
         assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
 
 
+@pytest.mark.slow
 @needs_library
 def test_built_ahead_of_use(tmp_path):
     """By a command that says where the library lies and how long it took, once."""

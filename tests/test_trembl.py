@@ -213,7 +213,7 @@ def test_sharded_over_processes_in_bfloat16(typed, tmp_path):
     assert language.load(tmp_path / "two", "run").build().symbol.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("attention", ["favorpp", "reformer"])
+@pytest.mark.parametrize("attention", ["favorpp", pytest.param("reformer", marks=pytest.mark.slow)])
 def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch, interruptible):
     """Dropout, statistics and hashes included."""
     args = [f"attention={attention}", "trainer.steps=15", "trainer.save_every=5", "trainer.log_every=2"]

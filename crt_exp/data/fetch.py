@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
-from crt_exp.data import DataError, images
+from crt_exp.data import DataError
 from crt_exp.data.sources import File, Source
 
 OK, MISSING, TRUNCATED, WRONG, SUBSET = "ok", "missing", "truncated", "wrong content", "subset"
@@ -56,12 +56,19 @@ def inspect(file: File, path: Path) -> Finding:
         return Finding(WRONG, f"cannot be read ({error.strerror or error})")
 
 
+def unreadable(folder: Path) -> list[str]:
+    """What is wrong with a folder of images; numpy and Pillow are imported only for that."""
+    from crt_exp.data import images
+
+    return images.problems(folder)
+
+
 def inspect_folder(file: File, path: Path) -> Finding:
     """A folder with fewer recordings or images than published is a subset, which is usable."""
     count = sum(name.lower().endswith(MEDIA) for _, _, names in os.walk(path) for name in names)
     if not count:
         return Finding(WRONG, "no recordings or images in it")
-    if file.path.startswith("images/") and (wrong := images.problems(path)):
+    if file.path.startswith("images/") and (wrong := unreadable(path)):
         more = f" And {len(wrong) - 1} more such." if wrong[1:] else ""
         return Finding(WRONG, f"{wrong[0]}{more}".replace("\n", " "))
     if count < file.rows:
