@@ -10,7 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-MODEL = "model"
+from crt_exp.data import DataError
+
+MODEL, CONFIG = "model", "config.json"
 
 
 @contextmanager
@@ -36,3 +38,19 @@ def whole_folder(directory: Path) -> Iterator[Path]:
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """As safetensors, from any device and with storage of their own."""
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def folder_of(run: str | Path, option: str, wanted: str) -> Path:
+    """The folder with config.json: `run` itself, or the model of that run. `wanted`: what to give, for the error.
+
+    Raises DataError, naming `option`, where there is none.
+    """
+    path = Path(run).expanduser()
+    for folder in (path / MODEL, path):
+        if (folder / CONFIG).is_file():
+            return folder
+    if (path / "config.yaml").is_file():
+        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "
+                        f"resume=auto hydra.run.dir={run}), or its task keeps no model. Give {wanted}.")
+    problem = "it holds no run" if path.is_dir() else "there is no such directory"
+    raise DataError(f"{option} = {run}: {problem}. Give {wanted}.")

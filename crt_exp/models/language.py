@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import MODEL, save_tensors, whole_folder
+from crt_exp.models.folder import CONFIG, folder_of, save_tensors, whole_folder
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Parameter, at_least, below, check_keys, parameters
 from crt_exp.swap.swap import LayerMaker
 
-KIND, CONFIG, WEIGHTS = "language_model", "config.json", "model.safetensors"
+KIND, WEIGHTS = "language_model", "model.safetensors"
 Dropout = Annotated[float, at_least(0), below(1)]
 Positions = Literal["learned", "rotary", "none"]
 
@@ -167,7 +167,8 @@ def load(run: str | Path, option: str) -> Kept:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder, told = folder_of(run, option), f"{option} = {run}"
+    folder = folder_of(run, option, "the directory of a run of a sequence model, such as one of task=trembl")
+    told = f"{option} = {run}"
     try:
         config = json.loads((folder / CONFIG).read_text())
         if not isinstance(config, dict) or config.pop("kind", None) != KIND:
@@ -179,20 +180,6 @@ def load(run: str | Path, option: str) -> Kept:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(f"{told}: {folder} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def folder_of(run: str | Path, option: str) -> Path:
-    """The folder with config.json: `run` itself or the model of that run. Raises DataError."""
-    path = Path(run).expanduser()
-    for folder in (path / MODEL, path):
-        if (folder / CONFIG).is_file():
-            return folder
-    if (path / "config.yaml").is_file():
-        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "
-                        f"resume=auto hydra.run.dir={run}), or its task keeps no model")
-    what = "it holds no run" if path.is_dir() else "there is no such directory"
-    raise DataError(f"{option} = {run}: {what}. Give the directory of a run of a sequence model, such as one of "
-                    "task=trembl")
 
 
 def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:

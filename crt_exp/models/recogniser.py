@@ -17,10 +17,10 @@ from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import ConformerTransducer, Sizes
-from crt_exp.models.folder import MODEL, save_tensors, whole_folder
+from crt_exp.models.folder import CONFIG, folder_of, save_tensors, whole_folder
 
 KIND = "conformer_transducer"
-CONFIG, WEIGHTS, PIECES = "config.json", "model.safetensors", "pieces.model"
+WEIGHTS, PIECES = "model.safetensors", "pieces.model"
 
 
 class Recogniser(NamedTuple):
@@ -51,7 +51,7 @@ def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) ->
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     """What a run kept, and its weights. Raises DataError, naming `option`, for what is no run of a recogniser."""
-    folder = folder_of(run, option)
+    folder = folder_of(run, option, "the directory of a run of task=librispeech")
     try:
         config = json.loads((folder / CONFIG).read_text())
         if not isinstance(config, dict) or config.get("kind") != KIND:
@@ -66,20 +66,6 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
         if isinstance(error, ConfigError):
             raise
         raise DataError(f"{option} = {run}: {folder} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def folder_of(run: str | Path, option: str) -> Path:
-    path = Path(run).expanduser()
-    if (path / MODEL / CONFIG).is_file():
-        return path / MODEL
-    if (path / CONFIG).is_file():
-        return path
-    if (path / "config.yaml").is_file():
-        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "
-                        f"resume=auto hydra.run.dir={run}), or is of a task that keeps no model. Give a run of "
-                        "task=librispeech.")
-    problem = "it holds no run" if path.is_dir() else "there is no such directory"
-    raise DataError(f"{option} = {run}: {problem}. Give the directory of a run of task=librispeech.")
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:

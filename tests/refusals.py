@@ -1,0 +1,8 @@
+"""What every command line that is refused must look like."""
+
+
+def check_refused(found, words, directory):
+    """found: (exit code, stdout, stderr) of `typed`: one error in at most four lines, with these words, and no run."""
+    code, _, err = found
+    assert code == 2 and err.count("crt_exp: error:") == 1 and len(err.splitlines()) <= 4, err
+    assert all(word in err for word in words) and not directory.exists(), err
