@@ -59,10 +59,11 @@ LAST = ("trainer.select=last", "trainer.save_every=1000000")  # validation is fo
 SETTINGS = {
     "small": Setting(  # no dropout: a fraction of an epoch is read, so there is nothing to overfit
         real=("task.max_length=128", "task.dropout=0", *model(4, 2, 128, 64), "trainer.batch=32", "trainer.warmup=20",
-              "trainer.eval_every=100", "trainer.log_every=50", *LAST),
-        generated=("task.max_length=96", "task.dropout=0", *model(4, 2, 128, 64), "trainer.batch=32",
-                   "trainer.warmup=20", "trainer.eval_every=100", "trainer.log_every=50", *LAST),
-        steps={REAL: 400, GENERATED: 1000}, m=32, options=SHORT),
+              "trainer.eval_every=40", "trainer.log_every=40", "trainer.eval_batch=128", *LAST),
+        generated=("task.max_length=64", "task.generated.shortest=32", "task.generated.longest=64", "task.dropout=0",
+                   *model(4, 2, 128, 64), "trainer.batch=32", "trainer.warmup=20", "trainer.eval_every=100",
+                   "trainer.log_every=100", "trainer.eval_batch=128", *LAST),
+        steps={REAL: 200, GENERATED: 1000}, m=32, options=SHORT),
     "gpu": Setting(
         real=("task.max_length=512", "task.dropout=0.1", *model(8, 6, 1024, 512), "trainer.batch=128",
               "trainer.lr=1e-3", "trainer.precision=bf16", "trainer.eval_every=500", *LAST),

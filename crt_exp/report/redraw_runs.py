@@ -62,14 +62,14 @@ class Setting:
     others: tuple[World, ...] = (World(REAL, U), World(REAL, B))
     swapped: tuple[str, ...] = ("exact", "uniform", "identity", "favor", *LINEAR, "elu", "reformer")
     arms: tuple[Arm, ...] = (
-        Arm("exact"), Arm("uniform"), Arm("favor"), Arm("relu"),
-        *(Arm(name, redraw) for name in ("favorp", "favorpp", "smreg") for redraw in (0, 1, 100)))
+        Arm("exact"), Arm("uniform"), Arm("favor"), Arm("relu"), Arm("smreg"), Arm("smreg", 1),
+        *(Arm(name, redraw) for name in ("favorp", "favorpp") for redraw in (0, 1, 100)))
     other_arms: tuple[Arm, ...] = (Arm("exact"), Arm("uniform"), Arm("favorp"), Arm("favorpp"))
     share: float = 0.1
     evaluations: int = 4
     swaps: int = 12             # seeds directly after the swap, in the main world and in the others
-    other_swaps: int = 6
-    seeds: int = 6              # of runs that train on; no more than those of the swap, which is their step 0
+    other_swaps: int = 3
+    seeds: int = 5              # of runs that train on; no more than those of the swap, which is their step 0
     other_seeds: int = 3
     least: Bounds = Bounds()
 
