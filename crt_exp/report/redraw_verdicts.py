@@ -116,7 +116,7 @@ def orderings(setting: Setting, world: World, found: Found) -> list[Claim]:
         made += claim(f"directly after the swap FAVOR++ loses less than FAVOR+, m = {m}",
                       np.array([a[seed] - b[seed] for seed in a if seed in b]), "nats")
     steps, end = setting.steps(world), setting.steps(world)[-1]
-    for step in (steps[0], setting.limit(world), end):
+    for step in dict.fromkeys((steps[0], setting.limit(world), end)):
         made += claim(f"after {step} steps FAVOR++ loses less than FAVOR+",
                       gap(found, plain, better, setting, step), "nats")
     if world != setting.main:
