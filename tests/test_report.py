@@ -32,7 +32,8 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "fig1": "oprf against pos", "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "the paper's rows of attention",
     "proteins": "attention in a language model", "redraw": "attention in a language model",
-    "kernels": "functions of generalised attention", "proteins_long": "attention in a language model", "attention_maps": "attention in a language model"}
+    "kernels": "functions of generalised attention", "proteins_long": "attention in a language model",
+    "attention_maps": "attention in a language model"}
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 
 

@@ -21,7 +21,7 @@ def gates(setting: Setting, found: Found) -> list[Gate]:
         Gate("what uniform attention costs directly after the swap, in nats", float(costs), least.costs),
         Gate("share of the heads whose mean |x + y|^2 lies between 4 and 24", float(np.mean([4 <= s <= 24 for s in S])),
              least.heads),
-        Gate(f"predicted error of FAVOR+ over that of FAVOR++, m = {setting.base.m}, geometric mean over layers",
+        Gate(f"predicted error of FAVOR+ over that of FAVOR++, m = {setting.m}, geometric mean over layers",
              error_ratio(found, "predicted"), least.error)]
 
 
@@ -45,7 +45,7 @@ def error_ratio(found: Found, which: str) -> float:
 
 def curve(found: Found, arm: Arm, setting: Setting, metric: str) -> dict[int, dict[int, float]]:
     """step -> seed -> how far the run lies above its exact model as it was at the swap; step 0 is the swap itself."""
-    m = setting.base.m if arm.random else None
+    m = setting.m if arm.random else None
     models, points = setting.base.seeds, {}
     for (other, seed), run in found.trained.items():
         if other != arm or "curve" not in run:
