@@ -278,10 +278,10 @@ class RandomFeatureAttention(nn.Module):
             sums = torch.stack([*totals, count.sum(0).expand(-1, self.d)])
             sums, low = _over_ranks(sums, moments.minimum.amin(0))
             kept, count = getattr(self, f"pending_{side}_count"), sums[-1, 0, 0]
-            total = kept.float() + count
+            total = kept + count
             for i, name in enumerate(MOMENTS):
                 pending = getattr(self, f"pending_{side}_{name}")
-                pending.copy_(torch.lerp(pending.float(), sums[i] / count, count / total))
+                pending.copy_(torch.lerp(pending.to(sums), sums[i] / count, (count / total).to(sums)))
             minimum = getattr(self, f"pending_{side}_minimum")
             minimum.copy_(torch.minimum(minimum, low))
             kept.copy_(total)
