@@ -807,7 +807,8 @@ def test_identity_and_linformer():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), GeomRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), *(pytest.param(phi, marks=pytest.mark.slow) for phi in (TrigRF(), GeomRF()))],
+                         ids=repr)
 def test_compiles_without_graph_breaks(phi, is_causal):
     case = Case(phi, dtype=torch.float32, masked=True)
     count, expected_count = DenominatorCount(), DenominatorCount()

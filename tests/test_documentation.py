@@ -280,6 +280,9 @@ TINY = {  # the same command in a second: overrides that are added to it
 }
 
 
+SLOW = ("mae", "imagenet")   # tasks whose every run takes seconds; their own tests are among the fast ones
+
+
 def task_of(words):
     return next((word.partition("=")[2] for word in words if word.startswith("task=")), "uci")
 
@@ -293,7 +296,8 @@ def runs():
         needs = any(word.startswith(given) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
-            yield pytest.param(words[3:], TINY[task], id=" ".join(words[3:]))
+            yield pytest.param(words[3:], TINY[task], marks=[pytest.mark.slow] if task in SLOW else [],
+                               id=" ".join(words[3:]))
 
 
 @pytest.mark.parametrize("words, tiny", list(runs()))

@@ -34,11 +34,17 @@ IN_PAIRS = [phi for phi in GAUSSIAN.values() if phi.width(1) == 2]
 NOT_FITTED = [name for name, phi in GAUSSIAN.items() if not phi.fitted]
 
 
-@parametrize_with_checks([
-    *(RandomFeatures(m, n_components=20) for m in ONE_MAP), RandomFeatures("trig", n_components=7),
-    KernelRegressionClassifier(n_projections=400), KernelRegressionClassifier("exact"),
-    KernelRegressionRegressor(n_projections=2000), KernelRegressionRegressor("exact")])
+@parametrize_with_checks([RandomFeatures("trig", n_components=7), KernelRegressionClassifier(n_projections=400),
+                          KernelRegressionRegressor("exact")])
 def test_scikit_learn_compatible(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks([
+    *(RandomFeatures(m, n_components=20) for m in ONE_MAP), KernelRegressionClassifier("exact"),
+    KernelRegressionRegressor(n_projections=2000)])
+def test_every_estimator_is_compatible_with_scikit_learn(estimator, check):
     check(estimator)
 
 
@@ -162,7 +168,9 @@ def test_sharp_kernel_as_in_the_tests_of_rbf_sampler(mechanism):
     assert np.abs(error.mean()) <= 0.01 and np.abs(error).max() <= 0.1 and np.abs(error).mean() <= 0.05
 
 
-@pytest.mark.parametrize("container", [scipy.sparse.csr_array, scipy.sparse.csr_matrix, scipy.sparse.csc_array])
+@pytest.mark.parametrize("container", [
+    scipy.sparse.csr_array, *(pytest.param(each, marks=pytest.mark.slow)
+                              for each in (scipy.sparse.csr_matrix, scipy.sparse.csc_array))])
 @pytest.mark.parametrize("gamma", [0.7, "scale"])
 @pytest.mark.parametrize("mechanism", ONE_MAP)
 def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
@@ -207,7 +215,7 @@ def test_weights_have_the_dtype_of_the_data(mechanism):
         np.testing.assert_allclose(getattr(one, name), getattr(two, name))
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mechanism", [*IN_PAIRS, OPRF("gaussian", True, A=-0.1)], ids=repr)
 def test_odd_numbers_of_columns_are_unbiased(mechanism, n):
     P = np.array([[0.0, 0.2], [0.5, -0.1], [-0.3, 0.2]])
@@ -238,7 +246,8 @@ def test_scale_is_that_of_rbf_sampler():
         assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(theirs)
 
 
-@pytest.mark.parametrize("mechanism", palette.maps(TWO_SIDES | NO_ROOM))
+@pytest.mark.parametrize("mechanism", [name if name == "pos" else pytest.param(name, marks=pytest.mark.slow)
+                                       for name in palette.maps(TWO_SIDES | NO_ROOM)])
 def test_in_a_pipeline(mechanism):
     """Cloned, searched over numbers of NumPy, with named columns."""
     X, y = load_iris(return_X_y=True, as_frame=True)

@@ -52,7 +52,7 @@ def exported(module, *inputs, strict=False):
 
 
 @both_ways
-@pytest.mark.parametrize("phi", [OPRF(A=-0.1), TrigRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(A=-0.1), pytest.param(TrigRF(), marks=pytest.mark.slow)], ids=repr)
 def test_attention_exports_with_any_length(phi, causal):
     module = Attend(phi, causal)
     program = exported(module, *qkv(300), mask(300))
@@ -63,7 +63,7 @@ def test_attention_exports_with_any_length(phi, causal):
 
 
 @both_ways
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), pytest.param(TrigRF(), marks=pytest.mark.slow)], ids=repr)
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layer_exports_with_any_length(phi, causal, strict):
     layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4, causal=causal)
@@ -96,6 +96,7 @@ def test_at_once_equals_reference(phi, causal, queries, monkeypatch):
             x, y, v, phi, noise, params, causal=causal, key_mask=keep, denominator=policy), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_growing_keys():
     """Chunks whose largest key features differ by e^300: the past is exact whatever comes later."""
     module = Attend(PosRF(), True)

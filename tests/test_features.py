@@ -60,7 +60,7 @@ def test_unbiased(phi, d, sampler):
     assert ((estimate.mean(0) - exact).abs() < 5 * sem + 1e-12).all()
 
 
-@pytest.mark.parametrize("d", [1, 3])
+@pytest.mark.parametrize("d", [2, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, 3))])
 @pytest.mark.parametrize("phi", MAPS, ids=repr)
 def test_variance_is_the_closed_form(phi, d):
     x, y = (0.6 * v for v in pairs(d, seed=1))

@@ -129,7 +129,7 @@ def test_arms_start_from_the_exact_checkpoint_with_the_same_seed():
     assert f"task.init={runs.place(fig4_runs.HOME, start[0]['overrides'])}" in start[-1]["overrides"]
 
 
-@pytest.mark.parametrize("size", ["small", "gpu", "full"])
+@pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])
 def test_every_run_of_fig4_left_is_a_command_line(size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", "/data")

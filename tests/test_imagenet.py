@@ -212,6 +212,7 @@ def exact_run(tmp_path_factory, folder):
     return root
 
 
+@pytest.mark.slow
 def test_uptraining_starts_from_the_exact_model(typed, tmp_path, exact_run):
     """Without a step: more features are nearer to the exact loss."""
     found = {}
@@ -223,6 +224,7 @@ def test_uptraining_starts_from_the_exact_model(typed, tmp_path, exact_run):
     assert 0 < abs(found["512"] - found["exact"]) < abs(found["2"] - found["exact"])
 
 
+@pytest.mark.slow
 def test_a_run_of_the_same_attention_gives_its_noise(typed, tmp_path):
     assert typed("attention=favorpp", "trainer.steps=2")[0] == 0
     init = f"task.init={tmp_path / 'run'}"

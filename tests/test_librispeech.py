@@ -171,6 +171,7 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
     assert {round(8000 * own[row].seconds / samples, 1) for row, (samples, *_) in drawn[0].items()} == {0.9, 1.0, 1.1}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_numbers(run, tmp_path):
     """In the middle of an epoch, masks, speeds and dropout included: bit for bit."""
     steps = ["attention=exact", "trainer.log_every=1", "trainer.schedule=constant", "trainer.warmup=0",

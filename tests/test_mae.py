@@ -141,6 +141,7 @@ def test_two_processes_equal_one(typed, tmp_path):
     assert records(tmp_path / "two")[-1]["loss"] == pytest.approx(records(tmp_path / "run")[-1]["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_noise(typed, tmp_path):
     assert typed("attention=favorpp", "features.m=8")[0] == 0
     code, _, err = typed("attention=favorpp", "features.m=8", f"task.init={tmp_path / 'run'}", "task.size=null",

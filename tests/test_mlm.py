@@ -87,6 +87,7 @@ def task_of(tmp_path, **options):
     return MLM(**OPTIONS | {"text": str(text)} | options)
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on_from_it(typed, tmp_path):
     """task.init=<run> takes weights and noise of that run; task.model=<run> the weights alone."""
     assert typed("attention=favorpp")[0] == 0

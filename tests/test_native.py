@@ -100,7 +100,7 @@ def test_equals_float64(phi, shape, causal):
 
 
 @needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]), KINDS[2]])
 def test_every_width_of_vectors(kind, built):
     if platform.machine() != "x86_64":
         pytest.skip("these are kinds of x86-64 processors")
@@ -271,7 +271,8 @@ def test_without_a_compiler(cache, monkeypatch, caplog):
     assert native.library() is None and not caplog.records
 
 
-@pytest.mark.parametrize("compiler", ["gcc", pytest.param("clang", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_every_compiler(compiler, built, monkeypatch):
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler} here")

@@ -72,7 +72,7 @@ def test_letters_are_drawn_at_their_positions(one_thread):
     assert [[len(values) for values in of_name] for of_name in found] == 2 * [[3, 3]]
 
 
-@pytest.mark.parametrize("size", list(proteins_long.SETTINGS))
+@pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])
 def test_every_run_is_a_command_line(size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", "/data")

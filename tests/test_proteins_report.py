@@ -33,7 +33,7 @@ def words(verdicts):
 # ---- what they share
 
 
-@pytest.mark.parametrize("size", ["small", "gpu", "full"])
+@pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])
 def test_every_run_is_a_command_line(size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     setting, moved = protein_runs.SETTINGS[size], redraw_runs.SETTINGS[size]

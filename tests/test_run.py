@@ -218,7 +218,8 @@ def test_version_is_the_products_and_quick():
     assert not {line.split("|")[-1].strip() for line in loaded.stderr.splitlines()} & {"torch", "hydra", "omegaconf"}
 
 
-@pytest.mark.parametrize("module", ["hydra", "torch", "crt_exp.runner.lock"])
+@pytest.mark.parametrize("module", ["torch", *(pytest.param(name, marks=pytest.mark.slow)
+                                               for name in ("hydra", "crt_exp.runner.lock"))])
 def test_an_early_interrupt_is_one_line(module, tmp_path):
     """^C while libraries are imported: an import may swallow an exception or turn it into another."""
     code = ("import os, signal, sys; from crt_exp.__main__ import main; name = sys.argv.pop(1)\n"

@@ -283,6 +283,7 @@ def test_uncalibrated_cross_attention_estimates_softmax(name):
     assert errors[0] < 2 * errors[1]
 
 
+@pytest.mark.slow
 def test_compiled_cross_attention():
     torch._dynamo.reset()
     layer = RandomFeatureAttention(OPRF(), samplers.orthogonal, 16, 4, 8, cross=True)

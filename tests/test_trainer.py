@@ -190,7 +190,9 @@ def crt_exp(*args, start=(sys.executable, "-m", "crt_exp"), **options):
     return subprocess.run([*start, *BASE, *args], capture_output=True, text=True, env=env, timeout=280, **options)
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("signum, code", [
+    (signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)])
 def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, monkeypatch,
                                                             interruptible):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
@@ -254,7 +256,7 @@ def test_a_checkpoint_after_so_many_minutes_changes_no_number(typed, whole, tmp_
 
 OPTIONS = [["trainer.accumulate=2", "task.weighted=true", "trainer.precision=bf16", "trainer.optimizer=adam"],
            ["task.streamed=true", "trainer.steps=30"],
-           ["trainer.patience=1", "trainer.eval_every=4", "trainer.prefetch=0"]]
+           pytest.param(["trainer.patience=1", "trainer.eval_every=4", "trainer.prefetch=0"], marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
@@ -273,8 +275,9 @@ def test_resume_is_exact_whatever_the_options(options, typed, tmp_path, monkeypa
     assert_same(tmp_path / "run", tmp_path / "other")
 
 
-@pytest.mark.parametrize("task, options", [("carrying", ["trainer.accumulate=2"]), ("uneven", []),
-                                           ("uneven", ["trainer.accumulate=2"])])
+@pytest.mark.parametrize("task, options", [
+    ("carrying", ["trainer.accumulate=2"]), pytest.param("uneven", [], marks=pytest.mark.slow),
+    ("uneven", ["trainer.accumulate=2"])])
 def test_resume_is_exact_with_a_state_of_the_task_and_rows_of_unequal_cost(task, options, typed, tmp_path, monkeypatch):
     args = [f"task={task}", *options, "trainer.steps=14", "trainer.save_every=3", "trainer.keep=20"]
     assert typed(*args)[0] == 0
@@ -425,6 +428,7 @@ def kill_often(kills, seed, tmp_path):
     return steps
 
 
+@pytest.mark.slow
 def test_kill_and_resume(tmp_path):
     kill_often(2, 1, tmp_path)
 
@@ -473,7 +477,7 @@ def test_a_damaged_state_is_passed_over_however_many_are_kept(typed, whole, tmp_
     assert records(tmp_path / "run") == records(whole)
 
 
-@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("left", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_records_that_a_checkpoint_counts_must_be_there(left, typed, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         at_call(patch, 13, send(signal.SIGTERM))
@@ -656,6 +660,7 @@ def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
     assert len(state["rng"]) == 2 and state["rng"][0] != state["rng"][1]
 
 
+@pytest.mark.slow
 def test_sharded_over_two_processes_from_one_command(plain, tmp_path):
     """trainer.processes starts a torchrun; FSDP gives the same numbers."""
     out = crt_exp(*PLAIN, "trainer=fsdp", "trainer.precision=no", "trainer.processes=2",

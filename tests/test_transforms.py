@@ -131,7 +131,7 @@ def test_transforms_in_single_precision(phi, causal):
         assert_same((run(case, case.ours).double(), run(exact, exact.reference)), 1e-4)
 
 
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), pytest.param(TrigRF(), marks=pytest.mark.slow)], ids=repr)
 def test_compiled_transforms(phi):
     case = Case(phi, True, torch.float32)
     run = torch.compile(lambda w, t: jvp(case.ours, (w,), (t,))[1], backend="aot_eager")
