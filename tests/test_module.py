@@ -25,7 +25,8 @@ from crt_exp.attention import (
     attention_reference,
     softmax_attention,
 )
-from crt_exp.features import OPRF, GeomRF, GeomRFPlus, PosRF, Product, Statistics, Sum, TrigRF
+from crt_exp.attention.layer import same_step
+from crt_exp.features import GERF, OPRF, GeomRF, GeomRFPlus, PosRF, Product, Statistics, Sum, TrigRF
 from crt_exp.samplers import DenseNoise
 
 B, H, L, D = 2, 4, 12, 8
@@ -148,6 +149,25 @@ def test_no_future_in_causal_training(phi):
     for t in (q2, k2, v2):
         t[:, :, 7:] = 5.0
     torch.testing.assert_close(module(q, k, v)[:, :, :7], other(q2, k2, v2)[:, :, :7], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [L, 2 * L], ids=["its own sequence", "others"])
+def test_micro_batches_of_a_step_are_read_as_a_whole(length):
+    """Their statistics are those of all rows, padding left out, and nothing changes between them."""
+    options = {"redraw_every": 1, **({"causal": True} if length == L else {"cross": True})}
+    whole, parts = make(GERF(), **options), make(GERF(), **options)
+    for seed in range(3):
+        (q, _, _), (_, k, v) = qkv(seed, batch=4), qkv(seed, batch=4, length=length)
+        mask = torch.arange(length) < torch.tensor([length, 9, 5, 7])[:, None]
+        expected, found = whole(q, k, v, mask), []
+        for i in (0, 2):
+            with same_step(i > 0):
+                found.append(parts(*(t[i:i + 2] for t in (q, k, v, mask))))
+        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+    one, two = state(whole), state(parts)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+    assert int(parts.draws) == 2 and int(parts.folds) == 2
 
 
 def test_running_average_is_bias_corrected():

@@ -184,17 +184,27 @@ def test_the_same_attention_goes_on_with_its_noise(typed, tmp_path):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.parametrize("more", [[], ["attention.redraw_every=2"]], ids=str)
+def test_micro_batches_change_nothing(more, typed, tmp_path):
+    """Neither the statistics that causal features are fitted to nor the noise change within a step."""
+    args = ["task.dropout=0", "trainer.log_every=1", *more]
+    assert typed(*args)[0] == 0
+    assert typed(*args, "trainer.accumulate=4", directory="micro")[0] == 0
+    one, four = records(tmp_path / "run"), records(tmp_path / "micro")
+    assert [r["loss"] for r in four] == pytest.approx([r["loss"] for r in one], rel=1e-4)
+
+
 # ---- many processes, stopped and continued ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction, accumulate", [("unidirectional", 1), ("bidirectional", 2)])
+@pytest.mark.parametrize("direction, accumulate", [("unidirectional", 1), ("unidirectional", 2), ("bidirectional", 2)])
 def test_two_processes_equal_one(direction, accumulate, typed, tmp_path):
     """Their batches hold other numbers of letters: the mean runs over all of them. Running statistics are pooled over
-    processes, but fold after each micro-batch."""
-    args = [f"task.direction={direction}", "task.dropout=0", f"trainer.accumulate={accumulate}"]
+    the processes and micro-batches of a step."""
+    args = [f"task.direction={direction}", "task.dropout=0"]
     assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", directory="two")
+    code, _, err = typed(*args, "trainer.processes=2", f"trainer.accumulate={accumulate}", directory="two")
     assert code == 0, err
     one, two = records(tmp_path / "run"), records(tmp_path / "two")
     assert one[-1].keys() == two[-1].keys() and one[-1]["letters"] == two[-1]["letters"]

@@ -5,7 +5,8 @@ and y = scale k, where scale^2 = scaling is what multiplies q.k in the logit.
 
 The state changes in one place and at one moment: at the start of a forward pass in training. What the pass itself saw
 is only noted there and folded in at the start of the next one, so that the second run of a checkpointed layer, which
-happens inside the backward pass and changes nothing, sees the noise and the parameters of the first.
+happens inside the backward pass and changes nothing, sees the noise and the parameters of the first. Within `same_step`
+a pass goes on with the step of the one before: nothing changes at its start, and what it sees is pooled with it.
 """
 
 import warnings
@@ -30,16 +31,17 @@ from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Whole
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
+_IN_STEP = False                           # see `same_step`
 
 
 class RandomFeatureAttention(nn.Module):
     """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
     phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
-    phi. redraw_every: 0 keeps the noise, n draws anew after n training passes, 1 after every one; never in eval mode,
-    in a backward pass or while decoding. normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean
-    length of x for entries of unit variance. scaling: the logit is scaling q.k, by default d^(-1/2). denominator: see
-    `attention`; non-positive ones are counted in `denominators`.
+    phi. redraw_every: 0 keeps the noise, n draws anew after n training passes (see `same_step`), 1 after every one;
+    never in eval mode, in a backward pass or while decoding. normalize_qk: puts queries and keys on the sphere of
+    radius d^(1/4), the mean length of x for entries of unit variance. scaling: the logit is scaling q.k, by default
+    d^(-1/2). denominator: see `attention`; non-positive ones are counted in `denominators`.
 
     What the parameters of the map are fitted to, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: to its own queries and keys, each (batch, head) by itself;
@@ -94,7 +96,7 @@ class RandomFeatureAttention(nn.Module):
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
         q, k = self._normalized(q), self._normalized(k)
         changing = self.training and not in_backward()
-        if changing:
+        if changing and not _IN_STEP:
             self._advance()
         out = self._attend(q, k, v, key_mask, self.denominators)
         if self.running and (changing or self.calibrated is not None):
@@ -219,6 +221,8 @@ class RandomFeatureAttention(nn.Module):
                     self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d))
                 self.register_buffer(f"{stage}_{side}_minimum", torch.full((self.kv_heads, self.d), torch.inf))
             self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: 0 or 1
+        for side in "xy":  # tokens that the pending ones are the means of; a checkpoint lies between steps
+            self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
         self._said = False
 
@@ -265,16 +269,21 @@ class RandomFeatureAttention(nn.Module):
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        """Keeps the statistics of this batch for `_fold`, pooled over batch entries and ranks."""
+        """Keeps the statistics of this batch for `_fold`, pooled over batch entries, ranks and what is kept already."""
         stats = self._statistics(q, k, key_mask)
         for side, moments in (("x", stats.x), ("y", stats.y)):
             count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
             totals = [(getattr(moments, name) * count).sum(0) for name in MOMENTS]
             sums = torch.stack([*totals, count.sum(0).expand(-1, self.d)])
             sums, low = _over_ranks(sums, moments.minimum.amin(0))
+            kept, count = getattr(self, f"pending_{side}_count"), sums[-1, 0, 0]
+            total = kept.float() + count
             for i, name in enumerate(MOMENTS):
-                getattr(self, f"pending_{side}_{name}").copy_(sums[i] / sums[-1])
-            getattr(self, f"pending_{side}_minimum").copy_(low)
+                pending = getattr(self, f"pending_{side}_{name}")
+                pending.copy_(torch.lerp(pending.float(), sums[i] / count, count / total))
+            minimum = getattr(self, f"pending_{side}_minimum")
+            minimum.copy_(torch.minimum(minimum, low))
+            kept.copy_(total)
         self.pending_weight.fill_(1)
         if self.calibrated is not None:
             self.calibrated += 1
@@ -290,12 +299,21 @@ class RandomFeatureAttention(nn.Module):
             low.copy_(torch.minimum(low, getattr(self, f"pending_{side}_minimum")))
         self.running_weight.lerp_(torch.ones_like(rate), rate)
         self.folds.add_(self.pending_weight.long())
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is pending."""
+        for side in "xy":
+            getattr(self, f"pending_{side}_minimum").fill_(torch.inf)
+            getattr(self, f"pending_{side}_count").zero_()
         self.pending_weight.zero_()
 
     @contextmanager
     def calibration(self):
         """Within it, passes in eval mode fill the running statistics anew: the mean over passes, all counting alike."""
         self.calibrated = 0 if self.keeps_statistics else None
+        if self.keeps_statistics:
+            self._forget()
         try:
             yield
         finally:
@@ -329,6 +347,20 @@ def for_query_heads(params: Nested, groups: int) -> Nested:
     if groups == 1:
         return params
     return mapped(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
+
+
+@contextmanager
+def same_step(going_on: bool = True):
+    """Within it, training passes belong to the step of the pass before: a batch in micro-batches is read as a whole.
+
+    No layer draws noise or changes the parameters that its map is fitted to; statistics are pooled over the passes.
+    """
+    global _IN_STEP
+    before, _IN_STEP = _IN_STEP, going_on
+    try:
+        yield
+    finally:
+        _IN_STEP = before
 
 
 def _buffer_of(p: Projections) -> str:
