@@ -259,6 +259,19 @@ def test_generalised_kernels_and_baselines():
     assert Linformer(H, D, length=L, rank=4)(q, k, v).shape == v.shape
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_unnormalised_attention_is_the_numerator(causal):
+    """In a pass over the sequence and symbol by symbol."""
+    module, (q, k, v) = make(Generalized(f="gelu"), causal=causal, normalize=False).eval(), qkv()
+    x, y = q * D**-0.25, k * D**-0.25
+    wanted = attention(x, y, v, module.phi, module.noise, causal=causal, normalize=False)
+    torch.testing.assert_close(module(q, k, v), wanted, rtol=1e-4, atol=1e-5)
+    if causal:
+        past = module.past()
+        steps = [past.step(*(t[:, :, i:i + 1] for t in (q, k, v))) for i in range(L)]
+        torch.testing.assert_close(torch.cat(steps, 2), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_signed_denominators_are_counted():
     module = make(TrigRF(), m=2).eval()
     q, k, v = (3 * t for t in qkv())

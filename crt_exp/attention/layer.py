@@ -38,10 +38,11 @@ class RandomFeatureAttention(nn.Module):
     """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
     phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
-    phi. redraw_every: 0 keeps the noise, n draws anew after n training passes (see `same_step`), 1 after every one;
-    never in eval mode, in a backward pass or while decoding. normalize_qk: puts queries and keys on the sphere of
-    radius d^(1/4), the mean length of x for entries of unit variance. scaling: the logit is scaling q.k, by default
-    d^(-1/2). denominator: see `attention`; non-positive ones are counted in `denominators`.
+    phi. redraw_every: 0 keeps the noise, n draws anew after n training passes, 1 after every one; never in eval mode,
+    in a backward pass or while decoding. normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean
+    length of x for entries of unit variance. scaling: the logit is scaling q.k, by default d^(-1/2). normalize: False
+    leaves the division by the denominator out, and outputs grow with the keys. denominator: see `attention`;
+    non-positive ones are counted in `denominators`.
 
     What the parameters of the map are fitted to, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: to its own queries and keys, each (batch, head) by itself;
@@ -62,8 +63,8 @@ class RandomFeatureAttention(nn.Module):
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
-                 redraw_every: Whole = 0, normalize_qk: bool = False, denominator: str = "none", decay: float = 0.99,
-                 seed: int = 0, layer: int = 0):
+                 redraw_every: Whole = 0, normalize_qk: bool = False, normalize: bool = True, denominator: str = "none",
+                 decay: float = 0.99, seed: int = 0, layer: int = 0):
         super().__init__()
         if redraw_every < 0:
             raise ValueError(f"redraw_every = {redraw_every}: 0 (never) or a number of training passes")
@@ -73,7 +74,7 @@ class RandomFeatureAttention(nn.Module):
         self.kv_heads, self.causal, self.cross = kv_heads or heads, causal, cross
         self.scaling = d**-0.5 if scaling is None else scaling
         self.redraw_every, self.normalize_qk = redraw_every, normalize_qk
-        self.denominator, self.decay = denominator, decay
+        self.normalize, self.denominator, self.decay = normalize, denominator, decay
         self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
         self.group = None  # the processes that hold the parts of one sequence: see `attention`
         self.columns = None  # of the values proper, where a caller has put others behind them
@@ -109,8 +110,8 @@ class RandomFeatureAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
         return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal,
-                         key_mask=key_mask, denominator=self.denominator, counter=counter, scale=self.scale,
-                         group=self.group)
+                         key_mask=key_mask, denominator=self.denominator, normalize=self.normalize, counter=counter,
+                         scale=self.scale, group=self.group)
 
     @property
     def noise(self) -> Nested:
@@ -143,7 +144,7 @@ class RandomFeatureAttention(nn.Module):
         if not self.causal:
             raise ValueError("decoding needs causal attention")
         return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
-                             counter=self.denominators, version=self.version)
+                             normalize=self.normalize, counter=self.denominators, version=self.version)
 
     def past(self) -> RecurrentPast:
         """The same for q, k and v as `forward` takes them."""
