@@ -10,6 +10,7 @@ from crt_exp.report.evidence import (
     Claim,
     Gate,
     GateFailed,
+    Unjudged,
     check_gates,
     detectable,
     holm,
@@ -52,6 +53,13 @@ def test_verdicts_say_all_three_words():
     assert [v.word for v in verdicts] == ["confirmed", "refuted", "open"]
     assert "**refuted**: down: -1 ± 0.13 nats (n = 4" in str(verdicts[1])
     assert verdicts[0].row()["verdict"] == "confirmed" and verdicts[0].p > verdicts[0].claim.difference.p
+
+
+def test_what_a_failed_gate_leaves_unjudged_is_open_with_its_figure():
+    gate = Gate("what uniform attention costs, in nats", 0.1, 0.5)
+    left = Unjudged(Claim("A is better than B", independent([1.0, 1.1, 0.9]), "nats"), gate)
+    assert left.word == "open" and left.row()["verdict"] == "open" and left.row()["difference"] == pytest.approx(1)
+    assert str(left).startswith("- **open**, not judged: A is better than B: +1") and "is 0.1" in str(left)
 
 
 def test_detectable_difference_has_the_power_it_states():

@@ -117,6 +117,26 @@ def judged(claims: Sequence[Claim], level: float = LEVEL) -> list[Verdict]:
     return [Verdict(claim, p, level) for claim, p in zip(claims, corrected)]
 
 
+@dataclass(frozen=True)
+class Unjudged:
+    """A claim that its setting cannot tell, for a gate failed: open whatever its difference, which is shown all the
+    same. It counts for no correction."""
+
+    claim: Claim
+    gate: "Gate"
+    word = "open"
+
+    def row(self) -> dict[str, float | int | str]:
+        found = self.claim.difference
+        return {"claim": self.claim.text, "verdict": self.word, "difference": found.mean, "difference_ci95": found.half,
+                "unit": self.claim.unit, "n": found.n, "not_judged": f"{self.gate.text}: {self.gate.value:.3g}"}
+
+    def __str__(self) -> str:
+        unit = f" {self.claim.unit}" if self.claim.unit else ""
+        return (f"- **{self.word}**, not judged: {self.claim.text}: {self.claim.difference:+.3g}{unit} "
+                f"(n = {self.claim.difference.n}); {self.gate.text} is {self.gate.value:.3g}")
+
+
 class GateFailed(ValueError):
     """The setting cannot show what the report asks; nothing more was computed."""
 
