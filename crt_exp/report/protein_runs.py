@@ -84,11 +84,15 @@ SETTINGS = {
 def exact(direction: str, seed: int, size: str = "small", dataset: Dataset = REAL) -> Path:
     """The directory of the run with exact attention, which is trained where that has not been done, and continued
     where it was interrupted. Its model is `language.load(exact(...))`, or task.init=<that>."""
-    overrides = training("exact", direction, seed, SETTINGS[size], dataset)["overrides"]
-    place = runs.place(HOME, overrides)
-    if not any(record.get("final") for record in read_records(place / "metrics.jsonl")):
-        runs.kept(HOME, overrides)
-    return place
+    return ready(direction, seed, SETTINGS[size], dataset)
+
+
+def ready(direction: str, seed: int, setting: Setting, dataset: Dataset = REAL) -> Path:
+    """The same of any setting."""
+    found = place(direction, seed, setting, dataset)
+    if not any(record.get("final") for record in read_records(found / "metrics.jsonl")):
+        runs.kept(HOME, training("exact", direction, seed, setting, dataset)["overrides"])
+    return found
 
 
 def place(direction: str, seed: int, setting: Setting, dataset: Dataset = REAL) -> Path:
@@ -136,7 +140,7 @@ def train(overrides: list[str], kept: bool = False) -> dict[str, Any]:
     except runs.Failed as failure:
         if failure.code != DIVERGED_CODE:
             raise
-        return {"diverged": str(failure).partition(": ")[2]}
+        return {"diverged": str(failure).strip().splitlines()[-1].rpartition("crt_exp: ")[2]}
     points = [{key: r[key] for key in ("step", "loss", "accuracy")} for r in records if r["split"] == "validation"]
     return {"curve": points, "last": records[-1]}
 

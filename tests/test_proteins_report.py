@@ -1,0 +1,251 @@
+"""make proteins, kernels and redraw: their arms are command lines and pairs, and their verdicts follow the records."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_protein_data import name, sequences
+
+from crt_exp.report import (
+    kernels,
+    protein_page,
+    protein_runs,
+    proteins,
+    redraw,
+    redraw_page,
+    redraw_runs,
+    redraw_verdicts,
+    writing,
+)
+from crt_exp.report.evidence import Unjudged
+from crt_exp.report.protein_runs import DIRECTIONS, REAL, B, U
+from crt_exp.report.redraw_runs import Arm, Bounds
+from crt_exp.runner.command_line import check_command_line
+
+SMALL = protein_runs.SETTINGS["small"]
+SPLITS = ("train", "validation", "test", "ood")
+
+
+def words(verdicts):
+    return {verdict.claim.text: verdict.word for verdict in verdicts}
+
+
+# ---- what they share
+
+
+@pytest.mark.parametrize("size", ["small", "gpu", "full"])
+def test_every_run_is_a_command_line(size, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    setting, moved = protein_runs.SETTINGS[size], redraw_runs.SETTINGS[size]
+    keys = [protein_runs.training("reformer", U, 0, setting), kernels.run_of(kernels.LINEAR_TRANSFORMER, B, 0, setting),
+            redraw_runs.run_of(moved.main, Arm("favorpp", 100), 0, moved)]
+    for key in keys:
+        check_command_line([*key["overrides"], "logger=none", "hydra.run.dir=run"])
+
+
+def test_arms_of_a_seed_differ_in_their_attention_alone():
+    keys = proteins.runs_of(SMALL)
+    of = lambda name: set(keys[B, name, 2]["overrides"]) - {f"attention={name}", f"features.m={SMALL.m}",
+                                                            *SMALL.options.get(name, ())}
+    assert len({frozenset(of(name)) for name in protein_runs.NAMES}) == 1
+    assert not any(name == "linformer" for way, name, _ in keys if way == U)
+    moved = redraw_runs.SETTINGS["small"]
+    a, b = (redraw_runs.uptraining(moved.main, moved)[Arm(name), 4]["overrides"] for name in ("favorp", "favorpp"))
+    assert set(a) ^ set(b) == {"attention=favorp", "attention=favorpp"}
+    assert f"task.init={moved.start(moved.main, 1)}" in a  # the second of three exact models
+    assert len({key.split("=")[0] for key in a}) == len(a)
+
+
+def test_an_exact_model_that_was_trained_is_not_trained_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(protein_runs.runs, "kept", lambda home, overrides: asked.append(overrides))
+    place = protein_runs.exact(B, 1)
+    assert len(asked) == 1 and "seed=1" in asked[0] and place.name.startswith("exact-")
+    assert place == protein_runs.place(B, 1, SMALL) != protein_runs.exact(B, 1, dataset="generated")
+    place.mkdir(parents=True)
+    (place / "metrics.jsonl").write_text('{"step": 1, "final": true}\n')
+    assert protein_runs.exact(B, 1) == place and len(asked) == 2
+
+
+# ---- proteins
+
+
+def ended(loss, seed):
+    """A run whose losses are `loss` and a little of its seed's."""
+    rng = np.random.default_rng(seed)
+    loss += 0.01 * seed + 1e-4 * rng.normal()
+    metrics = {"loss": loss, "accuracy": 0.4 - 0.1 * loss, "perplexity": np.exp(loss), "letters": 100,
+               "unigram_accuracy": 0.09, "unigram_perplexity": 18.0}
+    return {"curve": [{"step": step, "loss": loss + 1 / step, "accuracy": metrics["accuracy"]} for step in (5, 10)],
+            "last": metrics | {f"{key}_ood": value for key, value in metrics.items()}
+            | {f"{split}_{key}": 3.0 for split in SPLITS for key in protein_page.STATISTICS}}
+
+
+def found(better=0.1, uniform=1.0, diverged=()):
+    """Runs in which what the papers put first is `better`, in nats, and uniform attention costs `uniform`."""
+    above = {"exact": 0.0, "relu": -better, "favorpp": 0.01 * uniform - better, "favorp": 0.01 * uniform,
+             "reformer": better, "linformer": better}
+    return {(way, name, seed): {"diverged": "step 3"} if (way, name) in diverged
+            else ended(2 + above.get(name, uniform), seed)
+            for way in DIRECTIONS for name in protein_runs.arms(way) for seed in range(4)}
+
+
+@pytest.mark.parametrize("better, word", [(0.2, "confirmed"), (-0.2, "refuted")])
+def test_verdicts_on_proteins_follow_the_records(better, word):
+    results = found(better)
+    told = words(protein_page.verdicts_of(results, protein_page.gates(results)))
+    paper = {text: w for text, w in told.items() if "uniform" not in text and "held-out" not in text}
+    assert len(told) == 2 * 8 + 1 and len(paper) == 2 * 4 + 1 and set(paper.values()) == {word}
+    assert all(w == "confirmed" for text, w in told.items() if "FAVOR+ keeps" in text)
+
+
+def test_shares_are_not_judged_where_uniform_attention_costs_little():
+    results = found(uniform=0.3)
+    verdicts = protein_page.verdicts_of(results, protein_page.gates(results))
+    left = [verdict for verdict in verdicts if isinstance(verdict, Unjudged)]
+    assert len(left) == 4 and all("keeps 90%" in verdict.claim.text and verdict.word == "open" for verdict in left)
+    assert "what uniform attention costs (U), in nats is 0.3" in str(left[0])
+    assert len(verdicts) == 2 * 8 + 1
+
+
+def test_page_of_proteins_tells_controls_that_win_and_runs_that_diverged():
+    results = found(0.1, uniform=0.0, diverged=[(U, "reformer")])
+    first = protein_page.controls_that_win(results)[0]
+    assert first.startswith("**U: uniform attention, a control, ends no worse than")
+    text = protein_page.body(results, protein_page.gates(results), "")
+    assert "| U | reformer | diverged |" in text and "4 of 4" in text and "**failed**: what uniform attention" in text
+    assert "30.80, 9.37; 19.70, 13.20" in text and "104,863,744" in text
+    rows = protein_page.csv_rows(results)
+    assert sum(row["what"] == "diverged" for row in rows) == 4
+
+
+# ---- kernels
+
+
+def kernel_runs(diverged=()):
+    loss = {kernels.Arm("relu"): 2.0, kernels.Arm("abs"): 2.2, kernels.Arm("uniform"): 2.5}
+    return {(way, arm, seed): {"diverged": "step 7: loss nan"} if arm in diverged else ended(loss.get(arm, 2.4), seed)
+            for way, arms in kernels.ARMS.items() for arm in arms for seed in range(3)}
+
+
+def test_kernels_that_diverge_are_named_and_counted():
+    cosine = kernels.Arm("cos", normalize=False)
+    text = kernels.stopped(kernel_runs({cosine, kernels.LINEAR_TRANSFORMER}))
+    assert "9 of 69 runs diverged" in text and "Of the Linear Transformer 6 of 6 did" in text
+    assert "- cos, no denominators (unidirectional), seed 2: step 7: loss nan" in text
+    row = next(line for line in kernels.table(kernel_runs({cosine})).splitlines() if line.startswith("| cos |"))
+    assert row.endswith("| 0 of 3 | diverged | diverged | 3 of 3 | 0 of 3 |")
+
+
+def test_the_kernel_beside_relu_is_chosen_on_validation():
+    results = kernel_runs()
+    assert kernels.best_other(results) == kernels.Arm("abs")
+    told = words(kernels.judged(kernels.claims(results)))
+    assert told["ReLU ends more accurate than abs, on validation the best of the others"] == "confirmed"
+
+
+# ---- redraw
+
+MOVED = replace(redraw_runs.SETTINGS["small"], base=replace(SMALL, seeds=2), swaps=4, other_swaps=4, seeds=4,
+                other_seeds=4, ms=(32,))
+WORLD = MOVED.main
+
+
+def moved(setting=MOVED, world=WORLD, better=0.05, uniform=1.0, back=0.95):
+    """FAVOR++ loses `better` less than FAVOR+ from the swap on; a share `back` of the accuracy lost is back at once."""
+    loss = {"exact": 0.0, "uniform": uniform, "favorp": 0.2, "favorpp": 0.2 - better}
+    noise = lambda *key: 1e-3 * np.random.default_rng([len(str(key)), *map(ord, str(key))]).normal()
+    point = lambda above, *key: {"loss": 2 + above + noise(key), "accuracy": 0.5 - 0.1 * above + 0.01 * noise(key)}
+    swaps = {key: {split: point(0, key[2] % 2) if key[0] == "exact" else point(loss.get(key[0], 0.5), key)
+                   for split in ("validation", "test")} for key in redraw_runs.swapping(world, setting)}
+    trained = {(arm, seed): {"curve": [{"step": step, **point((1 - back) * loss.get(arm.name, 0.5), arm, seed, step)}
+                                       for step in setting.steps(world)]}
+               for arm, seed in redraw_runs.uptraining(world, setting)}
+    layer = {"S": [8.0, 9.0], "predicted": {"favorp": 1.5, "favorpp": 1.0}, "measured": {"favorp": 1.0, "favorpp": 0.9},
+             "uniform": 1.0}
+    return redraw_runs.Found(swaps, {seed: [layer, layer] for seed in range(setting.base.seeds)}, trained)
+
+
+@pytest.mark.parametrize("better, word", [(0.15, "confirmed"), (-0.15, "refuted")])
+def test_verdicts_on_the_swap_follow_the_records(better, word):
+    results = moved(better=better, back=0.5)
+    told = words(redraw_verdicts.verdicts_of(MOVED, {WORLD: results}, {WORLD: redraw_verdicts.gates(MOVED, results)}))
+    swap = {text: w for text, w in told.items() if "FAVOR++ loses less" in text}
+    assert len(swap) == 1 + 3 and set(swap.values()) == {word}
+
+
+@pytest.mark.parametrize("back, word", [(1.0, "confirmed"), (0.6, "refuted")])
+def test_recovery_is_that_of_the_accuracy_lost(back, word):
+    results = moved(back=back, better=-0.8)  # FAVOR++ loses 1 nat, and so 10 points of accuracy
+    beyond = redraw_verdicts.recovery(results, Arm("favorpp"), MOVED, MOVED.limit(WORLD))
+    np.testing.assert_allclose(beyond, 0.1 * (back - 0.9), atol=1e-3)
+    told = words(redraw_verdicts.verdicts_of(MOVED, {WORLD: results}, {WORLD: redraw_verdicts.gates(MOVED, results)}))
+    assert [w for text, w in told.items() if "FAVOR++ has 90%" in text] == [word]
+    first = set(redraw_verdicts.steps_to_recover(results, Arm("favorpp"), MOVED).values())
+    assert first == {MOVED.steps(WORLD)[0] if back > 0.9 else np.inf}
+
+
+def test_a_world_whose_gate_fails_is_shown_and_its_recovery_not_judged():
+    other = MOVED.others[0]
+    setting = replace(MOVED, others=(other,))
+    results = {WORLD: moved(setting), other: moved(setting, other, uniform=0.1)}
+    asked = {world: redraw_verdicts.gates(setting, each) for world, each in results.items()}
+    assert all(gate.passed for gate in asked[WORLD])
+    assert [gate.passed for gate in asked[other]] == [False, True, True]
+    told = redraw_page.summary(setting, results, redraw_verdicts.verdicts_of(setting, results, asked))
+    assert "**open**, not judged: proteomes, U: FAVOR++ has 90%" in told
+    main, real = ("\n".join(redraw_page.section(setting, world, results[world], asked[world])) for world in results)
+    assert "A gate failed, so this world says little" in real and "A gate failed" not in main
+    assert "| FAVOR+, every 100 steps |" in main
+
+
+# ---- all of them, tiny
+
+SIZES = ("+task.sizes.heads=2", "+task.sizes.layers=1", "+task.sizes.d_ff=16", "+task.sizes.d=16")
+RUN = ("task.max_length=24", *SIZES, "trainer.batch=4", "trainer.eval_every=2", "task.validation_share=0.2",
+       "task.test_share=0.2", "task.cache_dir=null")
+FEW = ("task.generated.sequences=60", "task.generated.shortest=8", "task.generated.longest=24")
+TINY = protein_runs.Setting(
+    real=RUN, generated=(*RUN, *FEW), steps={REAL: 4, protein_runs.GENERATED: 20}, m=4, seeds=2, workers=1,
+    options={"linformer": ("attention.length=24", "attention.rank=4"), "window": ("attention.block=4",),
+             "reformer": ("attention.chunk=4", "attention.buckets=4", "attention.hashes=1")})
+
+
+@pytest.fixture
+def proteomes(tmp_path, monkeypatch, one_thread):
+    """Two small files, the second of them held out; reports are written beside them."""
+    (tmp_path / "data/protein").mkdir(parents=True)
+    for file in range(2):
+        lines = [f">tr|{name(100 * file + i)}|X_Y Protein OS=Escherichia coli OX=83333 PE=3 SV=1\n{letters}\n"
+                 for i, letters in enumerate(sequences(40, seed=file))]
+        (tmp_path / f"data/protein/{file}.fasta").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
+    monkeypatch.setitem(protein_runs.SETTINGS, "small", TINY)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_reports_on_proteins_at_a_tiny_size(proteomes, monkeypatch, capsys):
+    """All three, and again without computing anything; redraw takes the exact models of proteins."""
+    monkeypatch.setitem(kernels.STEPS, "small", 4)
+    monkeypatch.setattr(kernels, "KERNELS", kernels.KERNELS[::5])
+    monkeypatch.setitem(kernels.ARMS, U, [*kernels.CONTROLS, *kernels.KERNELS, kernels.LINEAR_TRANSFORMER])
+    tiny = replace(redraw_runs.SETTINGS["small"], base=TINY, ms=(4,), swaps=2, other_swaps=2, seeds=2, other_seeds=2,
+                   evaluations=1, arms=(Arm("exact"), Arm("uniform"), Arm("favorp"), Arm("favorpp"), Arm("favorpp", 1)),
+                   least=Bounds(*3 * [-np.inf]))
+    monkeypatch.setitem(redraw.SETTINGS, "small", tiny)
+    for report in (proteins, kernels, redraw):
+        report.main("small")
+        target = report.__name__.split(".")[-1]
+        assert "written:" in capsys.readouterr().out
+        assert (proteomes / f"report/{target}.png").stat().st_size > 20_000
+        cells = proteomes / f"outputs/{target}/cells.jsonl"
+        computed = cells.read_text()
+        report.main("small")
+        assert cells.read_text() == computed
+    exact = [path for path in (proteomes / "outputs/proteins").iterdir() if path.name.startswith("exact-")]
+    assert len(exact) == 2 * 2 + 2  # real in both directions, generated in one
+    assert not [path for path in (proteomes / "outputs/proteins").iterdir() if path.name.startswith("run-")]
