@@ -1,0 +1,151 @@
+"""Training steps and drawn letters of a unidirectional protein language model: their time and memory against length.
+
+Legend: L letters of a row. Letters are random: time does not depend on them.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.attention import Exact
+from crt_exp.data.protein import LETTERS, TOKENS
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.language import Description, LanguageModel, Sizes
+from crt_exp.report.bench_attention import peak, reset_peak, timed
+from crt_exp.swap.swap import fill_statistics
+
+FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
+WARM = 3                         # letters of each that are drawn before time counts
+HEADS, D = 2, 64                 # of the attention layer alone: each head takes as long
+LAYER, MODEL, WIDE = "attention layer", "model", "wide model"
+Part = Literal["attention layer", "model", "wide model"]
+# Performers Fig. 7, right: the exact model that fits at L = 8192, and one layer of the Performer.
+SIZES: dict[str, Sizes] = {MODEL: {"heads": 8, "layers": 1, "d_ff": 256, "d": 256},
+                           WIDE: {"heads": 8, "layers": 1, "d_ff": 2048, "d": 512}}
+M = {LAYER: 128, MODEL: 64, WIDE: 128}  # twice the width of a head
+A_STEP = 32768                          # letters that a step reads, whatever L: so L alone differs
+
+
+class Formed(Exact):
+    """Causal softmax attention that forms its matrix."""
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        later = torch.ones(x.shape[2], y.shape[2], dtype=torch.bool, device=x.device).triu(1)
+        return (x @ y.mT).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def layer(name: str, m: int, heads: int, d: int, **sizes) -> nn.Module:
+    """Causal attention of that name; m is for those that have projections."""
+    if name == FORMED:
+        return Formed(heads, d, **sizes)
+    return (Mechanism.of(name, m=m) if name.startswith("favor") else Mechanism.of(name)).layer(heads, d, **sizes)
+
+
+def language_model(name: str, length: int, sizes: Sizes, m: int) -> LanguageModel:
+    """With random weights, and positions for rows of that length."""
+    torch.manual_seed(0)
+    described = Description(TOKENS, length, sizes, causal=True)
+    return LanguageModel(described, lambda heads, d, **more: layer(name, m, heads, d, **more))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randint(len(LETTERS), shape, generator=torch.Generator().manual_seed(0))
+
+
+def rows(part: Part, length: int) -> int:
+    """Rows of a step; one of the wide model, which would take too long."""
+    return 1 if part == WIDE else max(1, A_STEP // length)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What takes its turn: attention `name` in `part` of the model, on `rows` rows of L = length letters."""
+
+    name: str
+    length: int
+    rows: int
+
+    def step(self, part: Part) -> "LayerStep | ModelStep":
+        return LayerStep(self) if part == LAYER else ModelStep(self, SIZES[part], M[part])
+
+
+class LayerStep:
+    """Forward and backward of one attention layer in training, as a call without arguments."""
+
+    def __init__(self, case: Case):
+        self.layer = layer(case.name, M[LAYER], HEADS, D, causal=True)
+        g = torch.Generator().manual_seed(0)
+        self.given = [torch.randn(case.rows, HEADS, case.length, D, generator=g).requires_grad_() for _ in range(3)]
+        self.gradient = torch.randn(case.rows, HEADS, case.length, D, generator=g)
+
+    def __call__(self) -> None:
+        self.layer(*self.given).backward(self.gradient)
+        for t in self.given:
+            t.grad = None
+
+
+class ModelStep:
+    """Forward, backward and AdamW's update of next-letter training, as a call without arguments; no row is padded."""
+
+    def __init__(self, case: Case, sizes: Sizes, m: int):
+        self.model = language_model(case.name, case.length, sizes, m).train()
+        self.tokens = drawn(case.rows, case.length + 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def __call__(self) -> None:
+        logits = self.model(self.tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+def times(part: Part, cases: Sequence[Sequence], rounds: int) -> list[list[float]]:
+    """Milliseconds of a step in each round, in the order of cases (name, length, rows), which all take their turn in
+    every round."""
+    steps = {str(case): Case(*case).step(part) for case in cases}
+    found = timed(lambda step, _: step(), steps, None, rounds)
+    return [found[str(case)] for case in cases]
+
+
+def memory(name: str, length: int) -> float:
+    """MiB at the peak of a step of the model on one row, beyond weights, gradients and the optimiser's state. For a new
+    process."""
+    Case(name, 64, 1).step(MODEL)()  # libraries and threads
+    step = Case(name, length, 1).step(MODEL)
+    for p in step.model.parameters():
+        p.grad = torch.full_like(p, 1e-9)
+    step.optimizer.step()
+    before = reset_peak()
+    step()
+    return (peak() - before) / 2**20
+
+
+# ---- drawing letters
+
+
+@torch.no_grad()
+def generation(names: Sequence[str], positions: Sequence[int], rounds: int, sizes: Sizes,
+               m: int) -> list[list[list[float]]]:
+    """Milliseconds of a letter behind so many: of each name, at each position, in each round; all take their turn in
+    every round, and each goes on from where its last letter was."""
+    begun, token = {}, drawn(1, 1)
+    for name in names:
+        model = language_model(name, max(positions) + rounds + WARM, sizes, m).eval()
+        if name.startswith("favor"):
+            fill_statistics(model, [drawn(1, min(positions))])
+        for position in positions:
+            begun[name, position] = model, model.begin()
+            model(drawn(1, position), pasts=begun[name, position][1])
+    found = {case: [] for case in begun}
+    for turn in range(WARM + rounds):
+        for case, (model, pasts) in begun.items():
+            start = time.perf_counter()
+            model(token, pasts=pasts)
+            if turn >= WARM:
+                found[case].append(1e3 * (time.perf_counter() - start))
+    return [[found[name, position] for position in positions] for name in names]
