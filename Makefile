@@ -1,8 +1,10 @@
 # make            this help
 # VENV=path       another virtual environment (default .venv)
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
+# OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
+OPTIONS ?=
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in one process
@@ -10,7 +12,7 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -81,6 +83,21 @@ fig4-left: $(STAMP)  ## CRT Figure 4, left: a ViT with linear attention, uptrain
 
 fig4-right: $(STAMP)  ## CRT Figure 4, right: steps per second and memory of training a ViT, against the tokens
 	@$(PY) -m crt_exp.report fig4_right --size $(SIZE)
+
+proteins: $(STAMP)  ## Performers Figure 6, Tables 1 and 2: language models of proteins with every attention (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+kernels: $(STAMP)  ## Performers Figures 16 to 18: kernels of generalised attention, with and without denominators (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+redraw: $(STAMP)  ## Performers Figures 5 and 15: exact weights in random features, their recovery, and redraws (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+proteins-long: $(STAMP)  ## Performers Figure 7, right: chains of 8192 letters, exact against ours; time and memory (needs CRT_DATA)
+	@$(PY) -m crt_exp.report proteins_long --size $(SIZE)
+
+attention-maps: $(STAMP)  ## Performers Figures 10 to 13: attention of a protein model, amino acids beside BLOSUM62 (needs CRT_DATA)
+	@$(PY) -m crt_exp.report attention_maps --size $(SIZE) $(OPTIONS)
 
 families: $(STAMP)  ## every model type of transformers, timm, torch and torchaudio, swapped: exact, refused or wrong
 	@$(PY) -m crt_exp.report $@

@@ -22,6 +22,7 @@ from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
 from crt_exp.data import sources
 from crt_exp.features import Statistics
+from crt_exp.report import __main__ as report_command
 from crt_exp.runner.command_line import check_command_line
 
 ROOT = Path(__file__).parent.parent
@@ -214,7 +215,7 @@ COMMANDS = sorted({words for block in BLOCKS if block.language == "bash" for wor
 def test_command_exists(words, recipes):
     match words:
         case ("make", target, *variables):
-            check_make(target, dict(variable.split("=") for variable in variables))
+            check_make(target, dict(variable.split("=", 1) for variable in variables))
         case ("pip", "install", "-e", what):
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)[1]
             assert extra is None or extra in project()["optional-dependencies"]
@@ -227,8 +228,9 @@ def test_command_exists(words, recipes):
             assert {"run", "input"} <= transcribe.options(arguments).keys()
         case ("python", "-m", "crt_exp.sample", *arguments):
             assert not arguments or sample.Options.of(arguments)
-        case ("python", "-m", "crt_exp.report", name, *_):
-            assert find_spec(f"crt_exp.report.{name}")
+        case ("python", "-m", "crt_exp.report", name, *arguments):
+            report = importlib.import_module(f"crt_exp.report.{report_command.target(name)}")
+            report_command.options_of(name, report.main, [a for a in arguments if "=" in a])
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
             check_run(arguments)
         case ("torchrun", *_, "split.py"):

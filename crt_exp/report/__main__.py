@@ -3,8 +3,10 @@
 import argparse
 import ast
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crt_exp.config import ConfigError, unknown
@@ -39,17 +41,35 @@ def target(name: str) -> str:
     return module
 
 
+def options_of(report: str, function: Callable[..., None], words: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE for the keyword-only parameters of a report's `main`. Raises ConfigError for other words."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    found = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if not known:
+            raise ConfigError(f"{word}: the report {report} takes no options")
+        if key not in known:
+            raise unknown(f"option of the report {report}", key, known)
+        if not value or key in found:
+            raise ConfigError(f"{word}: {f'{key} comes twice' if key in found else f'write {key}=VALUE'}")
+        found[key] = value
+    return found
+
+
 def main() -> None:
     listed = "\n".join(f"  {name:<18}{line}" for name, line in targets().items())
     parser = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"names:\n{listed}",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="NAME", help="one of those below")
+    parser.add_argument("options", metavar="KEY=VALUE", nargs="*", help="of reports that take some: attention-maps")
     parser.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
     parser.add_argument("--out", type=Path, default=writing.REPORT, help="folder to write to (default %(default)s)")
     args = parser.parse_args()
     writing.REPORT = args.out
     try:
-        importlib.import_module(f"crt_exp.report.{target(args.name)}").main(args.size)
+        report = importlib.import_module(f"crt_exp.report.{target(args.name)}")
+        report.main(args.size, **options_of(args.name, report.main, args.options))
     except (ValueError, OSError, DataError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

@@ -1,4 +1,4 @@
-"""Where a model looks: the attention matrices of its swapped layers, exact or linear, and their rollout.
+"""Where a model looks: the attention matrices of its layers, exact or linear, and their rollout.
 
 A linear attention never forms its matrix, but that is its output for the unit vectors as values. Legend: B batch,
 H heads, L tokens.
@@ -10,15 +10,19 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention import Baseline, RandomFeatureAttention
+
 
 @torch.no_grad()
 def attention_matrices(model: nn.Module, *inputs: Tensor,
                        keep: Callable[[Tensor], Tensor] = lambda A: A) -> list[Tensor]:
     """keep(A) of each layer's matrix A (B, H, L, L) in one forward pass, in the order of the calls; rows sum to 1.
 
-    Raises ValueError where no attention is swapped: `swap_attention(model, "exact")` makes exact attention visible too.
+    Layers are those that were swapped, and of models that were made with a `Mechanism` their own. Raises ValueError
+    where there are none: `swap_attention(model, "exact")` makes exact attention visible too.
     """
     found, states = [], [part.swapped for part in model.modules() if "swapped" in part._modules]
+    states = states or [part for part in model.modules() if isinstance(part, (RandomFeatureAttention, Baseline))]
     if not states:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped: swap_attention(model, 'exact') "
                          "comes first")
