@@ -148,6 +148,7 @@ def _each(given: tuple, parts: Sequence[FeatureMap]) -> tuple:
 
 def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """value and log_scale, both (..., L, M), with `scale` multiplied in."""
+    f = f.dense()
     value, log_scale = torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)
     if scale == 0:
         return torch.zeros_like(value), log_scale

@@ -32,6 +32,10 @@ class Features(NamedTuple):
     value: Tensor      # 1 for positive maps, +-1 for signed ones, cos and sin for trigonometric ones
     log_scale: Tensor  # log phi for positive and signed maps, (..., L, 1) for trigonometric ones
 
+    def dense(self) -> "Features":
+        """Itself: the features of some maps come in blocks (features/blocks.py), which this puts together."""
+        return self
+
     def exp(self) -> Tensor:
         """phi itself, (..., L, M), with 1/sqrt(m) inside; overflows where |x| is large."""
         phi = self.log_scale.exp()
@@ -83,6 +87,13 @@ class FeatureMap(ABC):
         """Whether `fit` looks at statistics; where not, `fit(None)` gives the parameters."""
         return False
 
+    @property
+    def on_vectors(self) -> bool:
+        """Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps what it found.
+
+        Such a map also has `unfitted(d)`, the parameters before that. """
+        return False
+
     def width(self, m: int) -> int:
         """M, the number of features made of m projections."""
         return m
@@ -120,11 +131,15 @@ class FeatureMap(ABC):
         """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient,
         in few passes."""
         phi = self.bind(precise(noise, torch.float64), params).phi_q
-        return lambda x, out: phi(x).write(out)
+        return lambda x, out: phi(x).dense().write(out)
 
     @abstractmethod
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
         """log(E Z^2 / (E Z)^2) of one projection's estimate Z; the same for both kernels."""
+
+    def log_mse(self, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
+        """log of the variance with m iid projections; as `log_variance`."""
+        return self.log_variance(x, y, params) - math.log(m)
 
     def log_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         """log of what is estimated, pair by pair: x and y (..., d) broadcast."""

@@ -84,6 +84,18 @@ class Moments:
         """The largest |x_l| of each coordinate, (..., d)."""
         return self._x.abs().amax(-2) * self._scale
 
+    def sets(self) -> tuple[torch.Size, list[Tensor]]:
+        """The shape of the batch, and the vectors (n, d) that are kept of each entry in order.
+
+        Raises ValueError for moments without the vectors that they are of, such as running averages.
+        """
+        if "_x" not in self.__dict__:
+            raise ValueError("these are moments without the vectors that they are of, which this map is fitted to: "
+                             "give Statistics.of(x, y)")
+        batch, x = self._x.shape[:-2], self._x * self._scale
+        keep = torch.ones_like(x[..., 0], dtype=torch.bool) if self._mask is None else self._mask.expand(x.shape[:-1])
+        return batch, [v[k] for v, k in zip(x.reshape(-1, *x.shape[-2:]), keep.reshape(-1, x.shape[-2]))]
+
     def _average(self, values: Tensor) -> Tensor:
         return values.sum(-2) / self.count
 

@@ -1,6 +1,7 @@
 """The bias of an approximate sampler, measured."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,16 +26,16 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
                   generator: torch.Generator | None = None) -> Bias:
     """The bias of phi under an approximate sampler, measured: a ratio of 1 within the error is no bias that shows.
 
-    x, y (pairs, d) -> ratio, error (pairs,). `phi` is a map of one noise, `m` the projections of one draw (default d,
-    one block). Where the relative variance is large (positive features at large |x + y|) the error itself is
-    underestimated.
+    x, y (pairs, d) -> ratio, error (pairs,). `m`: the projections of one draw (default d, one block). Where the
+    relative variance is large (positive features at large |x + y|) the error itself is underestimated.
     """
     d = x.shape[-1]
     m, draws = d if m is None else whole(m, "m"), whole(draws, "draws", 2)
     x, y = x.double(), y.double()
     chunk = max(1, 2**22 // (m * d))  # 32 MiB of rows at a time
     sizes = [chunk] * (draws // chunk) + [draws % chunk] * (draws % chunk > 0)
-    noises = (sampler(m, d, generator, batch=(size,), dtype=torch.float64) for size in sizes)
+    draw = lambda p, size: sampler(p.m, d, generator, batch=(size,), dtype=torch.float64)
+    noises = (phi.noise(m, partial(draw, size=size)) for size in sizes)
     ratios = torch.cat([_estimate_ratios(phi, x, y, noise, params) for noise in noises])
     return Bias(ratios.mean(0), ratios.std(0) / draws**0.5)
 

@@ -1,0 +1,346 @@
+"""Hybrids for queries and keys in clusters: one complex-exponential base for each pair of clusters (HRF 2.4, H).
+
+Legend as in base.py; I clusters of queries, J of keys. M of a pair (i, j) is diagonal and known in closed form; feature
+blocks stand in the order (i, j). Clusters are statistics of the vectors themselves: `fit` runs k-means on them, and an
+attention layer does so once and keeps what it finds.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite, log_expm1
+from crt_exp.features.blocks import Blocks, InBlocks, Selected, rows_of
+from crt_exp.features.coefficients import Coefficient
+from crt_exp.features.complex_exponential import (Field, diagonal_by_centres, diagonal_by_moments, exponential)
+from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2, sq_norm
+from crt_exp.features.hybrid import HybridMap
+from crt_exp.features.statistics import Statistics
+from crt_exp.samplers.draws import whole
+from crt_exp.samplers.noise import Noise, at_least_float32, precise
+
+SEED = 0    # of k-means++
+STARTS = 4  # of k-means, of which the best is taken
+
+
+class Clusters(NamedTuple):
+    """Centres, and the diagonal M of every pair: entries `size`, times i where `imaginary` is 1."""
+
+    queries: Tensor    # (..., I, d)
+    keys: Tensor       # (..., J, d)
+    size: Tensor       # (..., I J, d)
+    imaginary: Tensor  # (..., I J, d), 0 or 1
+
+
+@dataclass(frozen=True)
+class ClusteredMap(InBlocks):
+    """What the hybrids of clusters share.
+
+    queries, keys: numbers of clusters. field: of the entries of M, "real" (positive features) or "complex" (less
+    variance where the centres agree in sign, indefinite). by: "moments" fits M to the means and mean squares of the two
+    clusters, "centres" to their centres alone (HRF (86)-(88)). Raises ValueError in `fit` for more clusters than
+    vectors, and where k-means leaves a cluster empty; in use for centres of another dimension.
+    """
+
+    queries: int = 2
+    keys: int = 2
+    field: Field = "real"
+    by: Literal["moments", "centres"] = "moments"
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("queries", "keys"):
+            object.__setattr__(self, name, whole(getattr(self, name), name, what="the number of clusters"))
+        if self.field not in ("real", "complex"):
+            raise ValueError(f"field = {self.field!r}: choose real or complex")
+        if self.by not in ("moments", "centres"):
+            raise ValueError(f"by = {self.by!r}: choose moments or centres")
+
+    @property
+    def fitted(self) -> bool:
+        return True
+
+    @property
+    def on_vectors(self) -> bool:
+        return True
+
+    @property
+    def pairs(self) -> int:
+        return self.queries * self.keys
+
+    def clusters(self, stats: Statistics) -> Clusters:
+        """By k-means, each batch entry by itself. Raises ValueError for statistics that hold no vectors."""
+        (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
+        found = [self._clusters_of(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+        return Clusters(*(torch.stack(t).reshape(*batch, *t[0].shape).to(xs[0].device) for t in zip(*found)))
+
+    def _clusters_of(self, x: Tensor, y: Tensor) -> Clusters:
+        r, t = k_means(x, self.queries, "queries"), k_means(y, self.keys, "keys")
+        if self.by == "centres":
+            M = diagonal_by_centres(*torch.broadcast_tensors(r[:, None], t[None]), self.field)
+        else:
+            (mx, sx), (my, sy) = moments_by_cluster(x, r), moments_by_cluster(y, t)
+            M = diagonal_by_moments(mx[:, None], sx[:, None], my[None], sy[None], self.field)
+        size, imaginary = (u.expand(self.queries, self.keys, -1).flatten(0, 1) for u in M)
+        return Clusters(r, t, size, imaginary.double())
+
+    def unknown(self, d: int) -> Clusters:
+        """Before anything is known: M = 1 for all pairs, which makes every base PosRF."""
+        zeros = lambda n: torch.zeros(n, d, dtype=torch.float64)
+        return Clusters(zeros(self.queries), zeros(self.keys), zeros(self.pairs) + 1, zeros(self.pairs))
+
+
+@dataclass(frozen=True)
+class ClusteredHybrid(ClusteredMap):
+    """Zero-one mixture: a pair of vectors is estimated by the base of their clusters alone (HRF (101)-(104)).
+
+    M = I J m features (complex: 2 I J m); of a query J blocks are not zero, of a key I. One noise serves all bases:
+    each estimate is made by one of them. Ties between centres go to the first. The variance is that of the active base.
+    """
+
+    def width(self, m: int) -> int:
+        return self.pairs * m * (2 if self.field == "complex" else 1)
+
+    def fit(self, stats: Statistics) -> Clusters:
+        return self.clusters(stats)
+
+    def unfitted(self, d: int) -> Clusters:
+        return self.unknown(d)
+
+    def bind(self, noise: Noise, params: Clusters) -> Bound:
+        size, imaginary = (t.unflatten(-2, (self.queries, self.keys)) for t in params[2:])
+        inverse = 1 / size
+        of_queries = _Side(self, noise, params.queries, size, imaginary, key=False)
+        of_keys = _Side(self, noise, params.keys, inverse.transpose(-3, -2), -imaginary.transpose(-3, -2), key=True)
+        return Bound(of_queries.features, of_keys.features)
+
+    def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
+        """That of the active base, with m iid projections."""
+        x, y = x.double(), y.double()
+        r, t = _paired(params.queries, x, y), _paired(params.keys, x, y)
+        pair = nearest(x, r) * self.keys + nearest(y, t)
+        size, imaginary = (_row(_paired(u, x, y), pair) for u in params[2:])
+        return log_expm1(_log_second_moment(x, y, size, imaginary)) - math.log(m)
+
+
+class _Side:
+    """Features of queries or of keys: those of the bases that the token's own cluster shares with all clusters of the
+    other side, and that cluster, which says where they stand."""
+
+    def __init__(self, phi: ClusteredHybrid, noise: Noise, centres: Tensor, size: Tensor, imaginary: Tensor, key: bool):
+        self.phi, self.noise, self.centres, self.key = phi, noise, centres, key
+        self.others = size.shape[-2]
+        self.re = (size * (1 - imaginary.abs())).flatten(-2)           # (..., C, others d)
+        self.im = (size * imaginary).flatten(-2) if phi.field == "complex" else None
+        # of (Mx)^2/2 with all clusters, minus what the kernel adds of |x|^2/2
+        self.half = (size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")).flatten(-3, -2) / 2
+
+    def features(self, x: Tensor) -> Blocks:
+        self.noise.check(x)
+        check_dimension(self.centres, x)
+        x = at_least_float32(x)
+        with torch.autocast(x.device.type, enabled=False):
+            cluster = nearest_row(x, self.centres)                     # (..., L, 1)
+            re = self._scaled(x, cluster, self.re)                     # (..., L others, d)
+            im = None if self.im is None else self._scaled(x, cluster, self.im)
+            half = rows_of((x.square() @ self.half.to(x).mT).unflatten(-1, (-1, self.others)), cluster.unsqueeze(-1))
+            f = exponential(self.noise, re, im, 0.0, False, self.key, half.flatten(-3).unsqueeze(-1))
+            f = Features(*(self._together(t) for t in f))
+            return Blocks((Selected.of(cluster, self.centres.shape[-2], f, self.others if self.key else 1),))
+
+    def _scaled(self, x: Tensor, cluster: Tensor, factors: Tensor) -> Tensor:
+        factors = rows_of(factors.to(x), cluster).unflatten(-1, (self.others, x.shape[-1]))
+        return (x.unsqueeze(-2) * factors).flatten(-3, -2)
+
+    def _together(self, t: Tensor) -> Tensor:
+        """(..., L others, D) -> (..., L, others D)."""
+        return t if t is ONE else t.unflatten(-2, (-1, self.others)).flatten(-2)
+
+
+class PairParams(NamedTuple):
+    size: Tensor       # (..., 1, d)
+    imaginary: Tensor  # (..., 1, d), 0 or 1
+
+
+@dataclass(frozen=True)
+class PairBase(FeatureMap):
+    """The base of one pair of clusters: CERF with a diagonal M of real and imaginary entries."""
+
+    field: Field = "real"
+
+    def width(self, m: int) -> int:
+        return 2 * m if self.field == "complex" else m
+
+    def phi_q(self, x, noise, params) -> Features:
+        return self._phi(x, noise, params.size, params.imaginary, False)
+
+    def phi_k(self, y, noise, params) -> Features:
+        return self._phi(y, noise, 1 / params.size, -params.imaginary, True)
+
+    def _phi(self, x: Tensor, noise: Noise, size: Tensor, imaginary: Tensor, key: bool) -> Features:
+        noise, x = precise(noise, x.dtype), at_least_float32(x)
+        re = x * (size * (1 - imaginary.abs())).to(x)
+        im = x * (size * imaginary).to(x) if self.field == "complex" else None
+        base = -sq_norm(x) / 2 if self.kernel == "gaussian" else 0.0
+        return exponential(noise, re, im, base, False, key)
+
+    def log_relative_second_moment(self, x, y, params) -> Tensor:
+        return _log_second_moment(x, y, *(align(t.double(), x, y) for t in params))
+
+    def meeting(self, x: Tensor, y: Tensor, params: PairParams) -> Tensor:
+        """w = M x + M^-T y, complex (..., d)."""
+        size, imaginary = (align(t.double(), x, y) for t in params)
+        turn = torch.where(imaginary > 0, 1j, 1.0).to(torch.complex128)
+        return size * turn * x + y / (size * turn)
+
+
+@dataclass(frozen=True)
+class PairCoefficient(Coefficient):
+    """lambda = exp(-|M x + M^-T y|^2 / (2 tau^2)), with moduli where M is imaginary (HRF (93)): it fires where the base
+    of the pair is exact. Estimated by n trigonometric projections of the mapped vectors."""
+
+    tau: float = 1.0
+    has_constant = False
+
+    def rho(self, x, noise, params, key):
+        noise, x = precise(noise, x.dtype), at_least_float32(x)
+        factor = (2 * params.imaginary - 1) / params.size if key else params.size
+        phase = noise.project(x * (factor / self.tau).to(x))
+        return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
+
+    def between(self, x: Tensor, y: Tensor, params: PairParams) -> Tensor:
+        """What the projections see, (M x + M^-T y) / tau in moduli: lambda = exp(-|.|^2 / 2)."""
+        size, imaginary = (align(t.double(), x, y) for t in params)
+        return (size * x.double() + (1 - 2 * imaginary) * y.double() / size) / self.tau
+
+    def mean(self, x, y, params):
+        return torch.exp(-self.between(x, y, params).square().sum(-1) / 2)
+
+    def variance(self, x, y, params):
+        return torch.expm1(-self.between(x, y, params).square().sum(-1)).square() / 2
+
+
+@dataclass(frozen=True)
+class GaussianMixtureHybrid(ClusteredMap, HybridMap):
+    """Gaussian mixture: lambda^ij = exp(-|M^ij x + (M^ij)^-T y|^2 / (2 tau^2)) weights the base of the pair (i, j), and
+    the last base has what they leave, 1 - sum lambda^ij, of either sign (HRF (97)-(100)).
+
+    default: the last base, "trig", "pos" or "hyp"; None: that of the last pair of clusters. One noise serves all
+    coefficients; n of them, None: as many as of the bases. shared: one noise for all bases.
+    """
+
+    tau: float = 1.0
+    default: Literal["trig", "pos", "hyp"] | None = "trig"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not (math.isfinite(self.tau) and self.tau > 0):
+            raise ValueError(f"tau = {self.tau}: the width of the coefficients must be a positive number")
+        if self.default not in (None, "trig", "pos", "hyp"):
+            raise ValueError(f"default = {self.default!r}: choose trig, pos, hyp or None")
+        if self.default is None and self.pairs == 1:
+            raise ValueError("one pair of clusters and no default base: there is nothing to weight; use CERF")
+
+    def made_of(self):
+        default = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, None: None}[self.default]
+        bases = (PairBase(self.kernel, self.field),) * self.pairs
+        bases = bases if default is None else (*bases, default(self.kernel))
+        return (PairCoefficient(tau=self.tau),) * (len(bases) - 1), bases
+
+    @property
+    def one_coefficient_noise(self) -> bool:
+        return True
+
+    def fit(self, stats: Statistics):
+        return self._params(self.clusters(stats))
+
+    def unfitted(self, d: int):
+        return self._params(self.unknown(d))
+
+    def _params(self, found: Clusters) -> tuple[tuple, tuple]:
+        pairs = [PairParams(*(t[..., k:k + 1, :] for t in found[2:])) for k in range(self.pairs)]
+        if self.default is None:
+            return tuple(pairs[:-1]), tuple(pairs)
+        return tuple(pairs), (*pairs, ())
+
+    def _moments(self, x, y, params, n):
+        """With the covariances of coefficients that share their projections."""
+        coefficients = self.made_of()[0]
+        seen = [c.between(x, y, p) for c, p in zip(coefficients, params)]
+        means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
+        both = lambda u, v: (torch.exp(-(u - v).square().sum(-1) / 2) + torch.exp(-(u + v).square().sum(-1) / 2)) / 2
+        found = [[a * b + (both(u, v) - a * b) / n for b, v in zip(means, seen)] for a, u in zip(means, seen)]
+        rest = [a - sum(row) for a, row in zip(means, found)]           # E lambda_k (1 - sum)
+        last = 1 - sum(means) - sum(rest)
+        return [*([*row, r] for row, r in zip(found, rest)), [*rest, last]]
+
+
+# ---- clusters of vectors
+
+def k_means(points: Tensor, count: int, what: str) -> Tensor:
+    """Centres (count, d) of points (n, d), float64, by scikit-learn. Raises ValueError where points are fewer than
+    clusters, and where some cluster stays empty."""
+    check_finite(points, f"centre of the {what}")
+    if len(points) < count:
+        raise ValueError(f"{count} clusters of {what} but {len(points)} vectors: take fewer clusters")
+    if count == 1:
+        return points.mean(0, keepdim=True)
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    values = points.cpu().numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            centres = KMeans(count, n_init=STARTS, random_state=SEED).fit(values).cluster_centers_
+        except ConvergenceWarning:
+            raise ValueError(f"a cluster of {what} stays empty: fewer than {count} of the {len(points)} vectors "
+                             "differ; take fewer clusters") from None
+    return torch.from_numpy(centres).to(points)
+
+
+def moments_by_cluster(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and mean squares (C, d) of the points that are nearest to each centre."""
+    own = (nearest_row(points, centres) == torch.arange(len(centres), device=points.device)).to(points)
+    count = own.sum(0).unsqueeze(-1).clamp(min=1)
+    return own.mT @ points / count, own.mT @ points.square() / count
+
+
+@torch.no_grad()
+def nearest_row(x: Tensor, centres: Tensor) -> Tensor:
+    """The number of the nearest centre to each of x (..., L, d), the first of several: (..., L, 1)."""
+    centres = centres.to(x)
+    return (x @ centres.mT - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1, keepdim=True)
+
+
+def nearest(x: Tensor, centres: Tensor) -> Tensor:
+    """The number of the nearest centre, x (..., d) and centres (..., C, d) pair by pair."""
+    return (x.unsqueeze(-2) - centres).square().sum(-1).argmin(-1)
+
+
+def check_dimension(centres: Tensor, x: Tensor) -> None:
+    if centres.shape[-1] != x.shape[-1]:
+        raise ValueError(f"the centres have {centres.shape[-1]} dimensions but the vectors have {x.shape[-1]}: the "
+                         "clusters were fitted to others")
+
+
+def _paired(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Rows (*batch, C, d) as (*batch, 1, ..., 1, C, d), to go with the pairs of x and y, batch dimensions first."""
+    check_dimension(rows, x)
+    pairs, batch = max(x.ndim, y.ndim) - 1, rows.shape[:-2]
+    return rows.double().reshape(*batch, *[1] * (pairs - len(batch)), *rows.shape[-2:])
+
+
+def _row(rows: Tensor, index: Tensor) -> Tensor:
+    """The row of each pair: (..., C, d) and (...) -> (..., d)."""
+    return torch.take_along_dim(rows, index[..., None, None], -2).squeeze(-2)
+
+
+def _log_second_moment(x: Tensor, y: Tensor, size: Tensor, imaginary: Tensor) -> Tensor:
+    """log E (Re Z)^2 / K^2 of a diagonal M: w_l = a x_l + y_l / a, or i (a x_l - y_l / a)."""
+    parts = (size * x.double() + (1 - 2 * imaginary) * y.double() / size).square()
+    return log_mean_exp2(parts.sum(-1), ((1 - 2 * imaginary) * parts).sum(-1))

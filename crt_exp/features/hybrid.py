@@ -1,0 +1,284 @@
+"""Hybrid random features: kernels estimated several ways at once, each weighted where it is good.
+
+K = sum_k lambda_k K_k + (1 - sum_k lambda_k) K_last, with estimated coefficients lambda_k that are independent of the
+estimates K_k: unbiased whatever the coefficients are. The map is the Sum of the Products of these (HRF Lemma 2.3, in
+real numbers: signs stand on the side of the queries). Legend as in base.py; n projections of a coefficient.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from crt_exp.features.base import ONE, Bound, FeatureMap, Features, Params, Projections, log_expm1
+from crt_exp.features.blocks import Block, Blocks, InBlocks
+from crt_exp.features.coefficients import (AngularCoefficient, BipolarCoefficient, BipolarGaussianCoefficient,
+                                           Coefficient, column)
+from crt_exp.features.exponential import SMREG, HypRF, PosRF, TrigRF, sq_norm
+from crt_exp.features.statistics import Statistics
+from crt_exp.nested import Nested, mapped, shared
+from crt_exp.samplers.draws import whole
+from crt_exp.samplers.noise import DenseNoise, at_least_float32
+
+
+@dataclass(frozen=True)
+class HybridMap(InBlocks):
+    """What all hybrids share. n: projections of each coefficient (None: as many as of a base). shared: one noise for
+    all bases; as unbiased as independent ones, cheaper, and with no more variance for TrigRF beside PosRF or HypRF.
+
+    Noise and parameters are pairs of tuples: one entry for each coefficient, and one for each base. m is the number of
+    projections of the bases, or the pair (n, m).
+    """
+
+    n: int | None = None
+    shared: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.n is not None:
+            object.__setattr__(self, "n", whole(self.n, "n", what="the number of coefficient projections"))
+
+    @abstractmethod
+    def made_of(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+        """p coefficients and p + 1 bases; the last base has what the coefficients leave to it."""
+
+    @property
+    def one_coefficient_noise(self) -> bool:
+        """Whether all coefficients are made of the same projections."""
+        return False
+
+    @property
+    def fitted(self) -> bool:
+        return any(part.fitted for parts in self.made_of() for part in parts)
+
+    def projections(self, m: Nested) -> Nested:
+        coefficients, bases = self.made_of()
+        n, m = self._counts(m)
+        several = len(coefficients) > 1 and not self.one_coefficient_noise
+        first = tuple(_named("coefficient", i if several else None, c.projections(k))
+                      for i, (c, k) in enumerate(zip(coefficients, n)))
+        return first, tuple(_named("base", None if self.shared else i, b.projections(k))
+                            for i, (b, k) in enumerate(zip(bases, m)))
+
+    def width(self, m: Nested) -> int:
+        coefficients, bases = self.made_of()
+        n, m = self._counts(m)
+        columns = [c.width(k) for c, k in zip(coefficients, n)]
+        rest = 1 + sum(c.columns * k for c, k in zip(coefficients, n))
+        return sum(r * b.width(k) for r, b, k in zip([*columns, rest], bases, m))
+
+    def _counts(self, m: Nested) -> tuple[tuple, tuple]:
+        """Projections of each coefficient and of each base."""
+        coefficients, bases = self.made_of()
+        n, m = m if isinstance(m, tuple) else (self.n or m, m)
+        spread = lambda k, parts: k if isinstance(k, tuple) else (k,) * len(parts)
+        return spread(n, coefficients), spread(m, bases)
+
+    def fit(self, stats: Statistics) -> Params:
+        return tuple(tuple(part.fit(stats) for part in parts) for parts in self.made_of())
+
+    def _check(self, noise: Nested, params: Nested) -> None:
+        coefficients, bases = self.made_of()
+        if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
+            raise ValueError("a hybrid needs a pair of noises, of the coefficients and of the bases, that are "
+                             "independent: with shared ones it is biased")
+        for given, what in ((noise, "noises"), (params, "parameters")):
+            if len(given) != 2 or [len(part) for part in given] != [len(coefficients), len(bases)]:
+                raise ValueError(f"the {what} of this hybrid are a pair of tuples, {len(coefficients)} of the "
+                                 f"coefficients and {len(bases)} of the bases: draw noise by phi.noise(m, draw), and "
+                                 "take parameters of phi.fit")
+
+    def bind(self, noise, params) -> Bound:
+        self._check(noise, params)
+        bases = self.made_of()[1]
+        bound = [b.bind(n, p) for b, n, p in zip(bases, noise[1], params[1])]
+
+        def features(x: Tensor, key: bool) -> Blocks:
+            rhos = [c.rho(x, n, p, key) for c, n, p in zip(self.made_of()[0], noise[0], params[0])]
+            weights = self._weights(rhos, params[0], key)
+            return Blocks(tuple(Block(w, (b.phi_k if key else b.phi_q)(x)) for w, b in zip(weights, bound)))
+        return Bound(lambda x: features(x, False), lambda y: features(y, True))
+
+    def _weights(self, rhos: list[Tensor], params: tuple, key: bool) -> list[Tensor]:
+        """Of each base, (..., L, R): [sqrt|a|, rho] of its coefficient, and for the last one of what these leave."""
+        coefficients, _ = self.made_of()
+        constants = [c.constant(p) for c, p in zip(coefficients, params)]
+        weights = [torch.cat([column(a, rho, key), rho], -1) if c.has_constant else rho
+                   for c, a, rho in zip(coefficients, constants, rhos)]
+        rest = [column(1 - sum(constants), rhos[0], key), *(rho if key else -rho for rho in rhos)]
+        return [*weights, torch.cat(rest, -1)]
+
+    # ---- exact errors
+
+    def log_mse(self, x, y, params, m) -> Tensor:
+        """With m iid projections of the bases, and n of each coefficient."""
+        relative = self.log_relative_variance(x, y, params, self.n or m, m)
+        return 2 * self.log_kernel(x.double(), y.double()) + relative
+
+    def log_relative_variance(self, x: Tensor, y: Tensor, params: Params, n: int = 1, m: int = 1) -> Tensor:
+        """log(Var / K^2) with n and m iid projections, float64, nats (HRF Theorems 3.1, D.1, F.1; own for p > 1).
+
+        The sum over bases of E lambda_k^2 Var K_k, and of E lambda_k lambda_l Cov(K_k, K_l) where they share their
+        projections. Raises NotImplementedError where no covariance is known: shared ones other than TrigRF, PosRF,
+        HypRF and CERF.
+        """
+        x, y = x.double(), y.double()
+        bases, moments = self.made_of()[1], self._moments(x, y, params[0], n)
+        spread = torch.stack([log_expm1(b.log_relative_second_moment(x, y, p)) + moments[k][k].log()
+                              for k, (b, p) in enumerate(zip(bases, params[1]))])
+        top = spread.amax(0).clamp(min=-1e300)
+        total = (spread - top).exp().sum(0)
+        if self.shared:
+            for k in range(len(bases)):
+                for j in range(k):
+                    total = total + 2 * moments[k][j] * covariance(
+                        (bases[k], bases[j]), (params[1][k], params[1][j]), x, y, top)
+        return torch.where(total > 0, total.clamp(min=0).log() + top, -torch.inf) - math.log(m)
+
+    def _moments(self, x: Tensor, y: Tensor, params: tuple, n: int) -> list[list[Tensor]]:
+        """E lambda_k lambda_l of the estimated coefficients, with that of the last base: they sum to 1."""
+        coefficients = self.made_of()[0]
+        means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
+        spreads = [c.variance(x, y, p) / n for c, p in zip(coefficients, params)]
+        means.append(1 - sum(means))
+        found = [[a * b for b in means] for a in means]
+        for k, spread in enumerate(spreads):
+            found[k][k] = found[k][k] + spread
+            found[k][-1] = found[-1][k] = found[k][-1] - spread
+            found[-1][-1] = found[-1][-1] + spread
+        return found
+
+
+@dataclass(frozen=True, init=False)
+class Hybrid(HybridMap):
+    """The hybrid of any p coefficients and p + 1 bases, of one kernel."""
+
+    coefficients: tuple[Coefficient, ...] = ()
+    bases: tuple[FeatureMap, ...] = ()
+
+    def __init__(self, coefficients: Sequence[Coefficient] | Coefficient, bases: Sequence[FeatureMap],
+                 n: int | None = None, shared: bool = True):
+        coefficients = (coefficients,) if isinstance(coefficients, Coefficient) else tuple(coefficients)
+        bases = tuple(bases)
+        if not coefficients or len(bases) != len(coefficients) + 1:
+            raise ValueError(f"{len(coefficients)} coefficients and {len(bases)} bases: a hybrid has at least one "
+                             "coefficient, and one base more than coefficients")
+        if not all(isinstance(c, Coefficient) for c in coefficients):
+            raise ValueError("the coefficients of a hybrid are maps such as AngularCoefficient, without a kernel")
+        kernels = {b.kernel for b in bases}
+        if len(kernels) > 1 or None in kernels or any(isinstance(b, SMREG) for b in bases):
+            raise ValueError("the bases of a hybrid must all estimate the same kernel, softmax or gaussian")
+        fields = {"kernel": bases[0].kernel, "n": n, "shared": shared, "coefficients": coefficients, "bases": bases}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    def made_of(self):
+        return self.coefficients, self.bases
+
+
+@dataclass(frozen=True)
+class Bipolar(HybridMap):
+    """lambda K_positive + (1 - lambda) K_trig, where lambda is 0 at x = y and largest at x = -y.
+
+    base: the positive one, "hyp" (antithetic, 2m features) or "pos". The positive base is exact at x = -y and the
+    trigonometric one at x = y, so lambda must weight the positive one.
+    """
+
+    base: Literal["hyp", "pos"] = "hyp"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.base not in ("hyp", "pos"):
+            raise ValueError(f"base = {self.base!r}: choose hyp or pos")
+
+    @abstractmethod
+    def coefficient(self) -> BipolarCoefficient: ...
+
+    def made_of(self):
+        positive = HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
+        return (self.coefficient(),), (positive, TrigRF(self.kernel))
+
+    def bind(self, noise, params) -> Bound:
+        """With all projections in one product, where both bases share theirs."""
+        self._check(noise, params)
+        (of_coefficient,), (of_base, other) = noise
+        if of_base is not other or of_base.matrix_free or of_base.batch != of_coefficient.batch:
+            return super().bind(noise, params)
+        rows = DenseNoise(torch.cat([of_coefficient.rows(), of_base.rows()], -2), gaussian=False)
+
+        def features(x: Tensor, key: bool) -> Blocks:
+            tau_x, omega_x = rows.project(x).split([of_coefficient.m, of_base.m], -1)
+            rho = self.coefficient().of_projections(tau_x, params[0][0], key)
+            weights = self._weights([rho], params[0], key)
+            return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
+        return Bound(lambda x: features(x, False), lambda y: features(y, True))
+
+    def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
+        """The features of the positive and the trigonometric base, from their projections (..., L, m)."""
+        half, m = sq_norm(x) / 2, omega_x.shape[-1]
+        both = torch.cat([omega_x, -omega_x], -1) if self.base == "hyp" else omega_x
+        down = half if self.kernel == "softmax" else 2 * half
+        up = half if self.kernel == "softmax" else torch.zeros_like(half)
+        return (Features(ONE, both - (down + math.log(both.shape[-1]) / 2)),
+                Features(torch.cat([omega_x.cos(), omega_x.sin()], -1), up - math.log(m) / 2))
+
+
+@dataclass(frozen=True)
+class AngularHybrid(Bipolar):
+    """theta/pi K_positive + (1 - theta/pi) K_trig (HRF 3.1): no variance at angles 0 and pi between vectors of equal
+    length. M = 4m (n + 1), indefinite. Lengths that differ cost variance at both ends."""
+
+    def coefficient(self):
+        return AngularCoefficient()
+
+
+@dataclass(frozen=True)
+class GaussianHybrid(Bipolar):
+    """The bipolar hybrid with Gaussian coefficients (HRF F): no variance at x = y. M = 4m (2n + 1), indefinite.
+
+    sigma, r: see `BipolarGaussianCoefficient`.
+    """
+
+    sigma: float | None = None
+    r: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.coefficient()  # which checks them
+
+    def coefficient(self):
+        return BipolarGaussianCoefficient(sigma=self.sigma, r=self.r)
+
+
+def covariance(bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y: Tensor, log_unit: Tensor) -> Tensor:
+    """Cov(K_1, K_2) / K^2 of two exponential estimates from one projection, in units of exp(log_unit) (own; for TrigRF
+    with PosRF or HypRF it is cos(|x|^2 - |y|^2) - 1, HRF Theorem 3.1)."""
+    one, other = (_meeting(b, x, y, p) for b, p in zip(bases, params))
+    antithetic = any(getattr(b, "antithetic", False) for b in bases)
+    products = ((one * other).sum(-1), (one * other.conj()).sum(-1))
+    mean = sum(torch.exp(s * t.real - log_unit) * t.imag.cos()
+               for t in products for s in ((1, -1) if antithetic else (1,)))
+    return mean / (4 if antithetic else 2) - torch.exp(-log_unit)
+
+
+def _meeting(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
+    """w = M x + M^-T y of the base's M, complex (..., d)."""
+    if hasattr(base, "meeting"):
+        return base.meeting(x, y, params)
+    if isinstance(base, TrigRF):
+        return 1j * (x - y)
+    if type(base) in (PosRF, HypRF):
+        return (x + y).to(torch.complex128)
+    raise NotImplementedError(f"the covariance of {type(base).__name__} with another base that shares its projections "
+                              "is not known: take shared=False")
+
+
+def _named(what: str, part: int | None, needed: Nested) -> Nested:
+    prefix = what if part is None else f"{what}_{part}"
+    named = lambda p: replace(p, name=f"{prefix}_{p.name}" if p.name else prefix)
+    return mapped(named, needed) if not isinstance(needed, Projections) else named(needed)
