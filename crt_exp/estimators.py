@@ -48,7 +48,8 @@ class _RandomFeatureEstimator(BaseEstimator):
         """The noise, the same for every dtype of the data; returns what further numbers may be drawn from."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
-        self.noise_ = self._sampler()(m, self.n_features_in_, generator, dtype=torch.float64)
+        draw = lambda p: self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
+        self.noise_ = self.map_.noise(m, draw)
         return generator
 
     def _set_scale(self, X) -> None:
@@ -68,13 +69,17 @@ class _RandomFeatureEstimator(BaseEstimator):
         return torch.from_numpy(X - self.center_.astype(X.dtype)).mul_((2 * self.gamma_) ** 0.5)
 
     def _fit_map(self, X, m: int) -> torch.Generator:
-        generator = self._draw(m)
         self.map_ = self._map()
+        generator = self._draw(m)
         self.params_ = self.map_.fit(self._statistics(X) if self.map_.fitted else None)
         return generator
 
     def _statistics(self, X) -> Statistics:
-        """Of the scaled rows, block by block in float64."""
+        """Of the scaled rows, block by block in float64; for a map that looks at rows, some that are evenly spread."""
+        if self.map_.on_vectors:
+            chosen = np.unique(np.linspace(0, X.shape[0] - 1, min(ROWS, X.shape[0])).astype(int))
+            x = self._scaled(X[chosen].astype(np.float64, copy=False))
+            return Statistics.of(x, x)
         sums, low = torch.zeros(3, X.shape[1], dtype=torch.float64), torch.tensor(torch.inf)
         for rows in _rows_of(X):
             x = self._scaled(X[rows].astype(np.float64, copy=False))
@@ -105,8 +110,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
     mechanism: a name of `conf/features` (trig pos hyp smreg oprf pois geom pois_plus geom_plus pois_coord) or a
     FeatureMap. sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig and hyp make two of a
     projection, and one of the last where the number is odd, which leaves the estimate unbiased. gamma: as in
-    RBFSampler, sigma^2 / 2 or 'scale'. gerf has different maps for the two sides and raises in `transform`: use
-    KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k of crt_exp.features. pois_plus and
+    RBFSampler, sigma^2 / 2 or 'scale'. gerf and the hybrids have different maps for the two sides and raise in
+    `transform`: use KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k. pois_plus and
     geom_plus raise for rows below the least entry that they were fitted to; a map with a larger `margin` leaves them
     room. X may be sparse; Z is dense.
 
@@ -163,7 +168,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
     @property
     def _odd(self) -> bool:
         """Whether one column is made of the last pair."""
-        return self._n_features_out < self.map_.width(self.noise_.m)
+        return not isinstance(self.noise_, tuple) and self._n_features_out < self.map_.width(self.noise_.m)
 
     def _write_odd(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """The first features of all pairs, the last one turned, then the second ones of all but the last."""

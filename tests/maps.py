@@ -1,18 +1,27 @@
 """The one list of feature maps that the laws run over: all of conf/features, and variants of them."""
 
-from crt_exp.features import GERF, OPRF, SMREG, GeomRF, PoisRF, PosRF, Product, Sum, TrigRF
+from crt_exp.features import (CERF, GERF, OPRF, SMREG, AngularCoefficient, AngularHybrid, ClusteredHybrid,
+                              GaussianCoefficient, GaussianHybrid, GaussianMixtureHybrid, GeomRF, Hybrid, HypRF, PoisRF,
+                              PosRF, Product, Sum, TrigRF)
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
 
 KERNELS = ("softmax", "gaussian")
-SIMPLE = [Mechanism.of(features=name).map(kernel) for name in palette.maps() for kernel in KERNELS] + [
+HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "noise and parameters of several parts")
+SIMPLE = [Mechanism.of(features=name).map(kernel) for name in palette.maps(HYBRIDS) for kernel in KERNELS] + [
     GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"),
     GERF(A=0.02, s=-1), OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7),
     GeomRF(p=0.6), SMREG(antithetic=True)]
 COMPOSITE = [Sum(TrigRF(), PosRF(), weights=(0.3, 0.7)), Sum(OPRF(), OPRF(), weights=(1.5, -0.5)),
              Product(TrigRF("gaussian"), OPRF()), Sum(Product(TrigRF("gaussian"), PosRF()), GERF())]
+EXPONENTIAL = [CERF(), CERF("gaussian", M=0.9 + 0.4j, antithetic=True)]
+HYBRID = [AngularHybrid(), GaussianHybrid("gaussian", base="pos", shared=False), ClusteredHybrid(),
+          ClusteredHybrid("gaussian", queries=1, field="complex"), GaussianMixtureHybrid(default=None, tau=1.5),
+          GaussianMixtureHybrid("gaussian", queries=1, field="complex", default="hyp"),
+          Hybrid([GaussianCoefficient(M=-1.0), AngularCoefficient()], [TrigRF(), HypRF(), OPRF()], shared=False),
+          Hybrid(AngularCoefficient(), [CERF(M=0.9), CERF(M=1j, antithetic=True)])]
 POSITIVE = [m for m in SIMPLE if isinstance(m, palette.POSITIVE)]
-MAPS = SIMPLE + COMPOSITE
+MAPS = SIMPLE + COMPOSITE + EXPONENTIAL  # HYBRID: unbiased and of known variance by tests/test_hybrid.py
 
 
 def independent(phi, draw):

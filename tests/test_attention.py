@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from maps import MAPS, independent
+from maps import HYBRID, MAPS, independent
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import samplers
@@ -116,7 +116,7 @@ SHAPES = {"self": {}, "masked": {"masked": True}, "cross": {"L": 5, "S": 13, "ma
           "grouped": {"Hkv": 2, "S": 14}, "shared": {"Hkv": 2, "shared": True, "masked": True}}
 
 
-EVERY = [(m, s) for m in MAPS + OTHER for s in (SHAPES if m in FEW + OTHER else ["masked"])]
+EVERY = [(m, s) for m in MAPS + HYBRID + OTHER for s in (SHAPES if m in FEW + OTHER else ["masked"])]
 
 
 @pytest.mark.parametrize("phi, shape", EVERY, ids=repr)
@@ -159,7 +159,7 @@ def test_fused_softmax_attentions_without_keys(monkeypatch):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", MAPS, ids=repr)
+@pytest.mark.parametrize("phi", MAPS + HYBRID, ids=repr)
 def test_gradcheck(phi, is_causal, small_chunks):
     case = Case(phi, B=1, H=1, L=5, S=6, d=2, dv=1, m=3)
     assert torch.autograd.gradcheck(lambda *t: case(x=t[0], y=t[1], v=t[2], causal=is_causal), (case.x, case.y, case.v),

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import scipy.sparse
+from maps import HYBRIDS
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.kernel_approximation import RBFSampler
@@ -22,13 +23,13 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
 
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
-TWO_SIDES = {"gerf": "its maps for the two sides of the kernel differ"}
-OTHER_KERNEL = {"smreg": "estimates another kernel"}
+TWO_SIDES = {"gerf": "its maps for the two sides of the kernel differ"} | HYBRIDS
+OTHER_KERNEL = {"smreg": "estimates another kernel"} | HYBRIDS
 NO_ROOM = dict.fromkeys(("pois_plus", "geom_plus"), "refuses rows below those that it was fitted to")
 NO_WEIGHTS = TWO_SIDES | dict.fromkeys(("pois", "geom", "pois_plus", "geom_plus", "pois_coord"),
                                        "powers of the data in place of exponentials")
 TOO_SHARP = NO_ROOM | dict.fromkeys(("pois", "pois_coord"), "a mean error above 0.01 at gamma = 10")
-MAPS, ONE_MAP, WITH_WEIGHTS = palette.maps(), palette.maps(TWO_SIDES), palette.maps(NO_WEIGHTS)
+MAPS, ONE_MAP, WITH_WEIGHTS = palette.maps(HYBRIDS), palette.maps(TWO_SIDES), palette.maps(NO_WEIGHTS)
 GAUSSIAN = {name: Mechanism.of(features=name).map("gaussian") for name in ONE_MAP}
 IN_PAIRS = [phi for phi in GAUSSIAN.values() if phi.width(1) == 2]
 NOT_FITTED = [name for name, phi in GAUSSIAN.items() if not phi.fitted]

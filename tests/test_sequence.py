@@ -16,7 +16,7 @@ from maps import independent
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, RandomFeatureAttention, attention
-from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
+from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, GeomRF, PosRF, Statistics, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 CUTS = {2: (0, 5, 14), 3: (0, 6, 7, 14)}  # parts of different length
@@ -35,6 +35,8 @@ def cases():
     for phi in (OPRF(), TrigRF(), GeomRF(), Generalized(f="relu")):
         for causal, masked in itertools.product((False, True), (False, True)):
             yield phi, {"causal": causal}, masked, torch.float64, 1e-9
+    for phi in (AngularHybrid(), ClusteredHybrid()):
+        yield phi, {"causal": True, "denominator": "clamp"}, True, torch.float64, 1e-9
     yield OPRF(), {"causal": True, "scale": 0.7}, True, torch.float32, 1e-4
     yield TrigRF(), {"causal": True, "denominator": "clamp", "scale": 0.7}, False, torch.float64, 1e-9
     yield TrigRF(), {"normalize": False}, False, torch.float64, 1e-9
@@ -93,6 +95,20 @@ def layers_in_parts(part):
             compare(function, part, options.get("kv_heads", 2))
 
 
+def clusters_of_all_processes(part):
+    """They are fitted to the vectors of all, and the same on each, also where one has none but padding."""
+    layer = RandomFeatureAttention(ClusteredHybrid(), samplers.orthogonal, 6, 2, 4, fit_steps=1)
+    x, y, v, mask, _ = tensors(torch.float32)
+    for _ in range(2):
+        keep = mask[:, part] if part.start else torch.zeros_like(mask[:, part])
+        layer(x[:, :, part], y[:, :, part], v[:, :, part], keep)
+    assert layer.clusters.done
+    for t in layer.clusters.params():
+        parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, t.contiguous())
+        assert t.isfinite().all() and all(torch.equal(parts[0], other) for other in parts)
+
+
 def refusals(part):
     noise, x = samplers.iid(6, 4), torch.zeros(1, 1, 5, 4)
     with pytest.raises(ValueError, match="each token is a query and a key"):
@@ -116,6 +132,7 @@ def work(rank, size, port, body, errors):
 def everything(part):
     attention_in_parts(part)
     layers_in_parts(part)
+    clusters_of_all_processes(part)
     refusals(part)
 
 

@@ -98,6 +98,11 @@ def repeat_heads(t: Tensor, heads: int) -> Tensor:
     return t[:, :, None].expand(-1, -1, heads // t.shape[1], -1, -1).flatten(1, 2)
 
 
+def finite(top: Tensor) -> Tensor:
+    """A maximum that may be subtracted: 0 for the empty set, so that exp(-inf - 0) = 0 and not NaN."""
+    return torch.where(top == -torch.inf, 0.0, top)
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 where one of them is, else float32: sums of many terms are not left to half precision."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

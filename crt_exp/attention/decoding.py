@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
+from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
 from crt_exp.attention.engines.generic import PIECES, Call, Outputs, Part, chunks
 from crt_exp.attention.engines.operators import positive_state
-from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finite, merge
+from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, merge
 from crt_exp.features.base import Bound, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import leaves
@@ -186,8 +186,8 @@ class RecurrentPast:
 def _features(bound: Bound, y: Tensor, x: Tensor) -> tuple[Features, Features]:
     """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
     if bound.phi_q is not bound.phi_k:
-        return bound.phi_k(y), bound.phi_q(x)
-    f = bound.phi_k(torch.cat([y, x], 2))
+        return bound.phi_k(y).dense(), bound.phi_q(x).dense()
+    f = bound.phi_k(torch.cat([y, x], 2)).dense()
     row = lambda t, i: t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
     return Features(row(f.value, 0), row(f.log_scale, 0)), Features(row(f.value, 1), row(f.log_scale, 1))
 

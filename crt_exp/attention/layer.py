@@ -21,14 +21,16 @@ from torch import Tensor, nn
 
 from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState, RecurrentPast
+from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.sequence import Pooled
+from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
 from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
-from crt_exp.schema import Whole
+from crt_exp.schema import Count, Whole
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
 _IN_STEP = False                           # see `same_step`
@@ -49,14 +51,17 @@ class RandomFeatureAttention(nn.Module):
     - causal: to running averages of earlier batches (decay 0.99, corrected for the start); before the first training
       pass or calibration to zero vectors (A = 0);
     - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the
-      running averages of queries; where there are none, queries are taken to be as large as the keys, of either sign.
+      running averages of queries; where there are none, queries are taken to be as large as the keys, of either sign;
+    - a map that looks at the vectors themselves (clusters), whatever the attention: to a sample of those of the first
+      `fit_steps` training passes, or of a calibration, once; until then it has its unfitted parameters.
 
     `group`, an attribute, is None or a process group: each of its processes holds a part of the sequence, as in
     `attention(group=...)`, and the map is fitted to all parts. It can be neither copied nor pickled: set it afterwards.
 
     Buffers: omega (H, m, d), or one for each of several noises, named after the part that it is of: omega_0, omega_1_0
     (see `FeatureMap.projections`); steps and draws; running and pending statistics where the map is fitted and causal
-    or cross. Saved and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
+    or cross; those of `FittedOnce` in `clusters`. Saved and restored exactly; the same on every rank, being drawn from
+    (seed, layer, draw, name).
     """
 
     can_be_causal = True
@@ -64,7 +69,7 @@ class RandomFeatureAttention(nn.Module):
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  redraw_every: Whole = 0, normalize_qk: bool = False, normalize: bool = True, denominator: str = "none",
-                 decay: float = 0.99, seed: int = 0, layer: int = 0):
+                 decay: float = 0.99, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
         super().__init__()
         if redraw_every < 0:
             raise ValueError(f"redraw_every = {redraw_every}: 0 (never) or a number of training passes")
@@ -85,7 +90,9 @@ class RandomFeatureAttention(nn.Module):
             self.register_buffer(name, noise.rows().contiguous())
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
-        if phi.fitted and (causal or cross):
+        self._said = False
+        self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps) if phi.on_vectors else None
+        if phi.fitted and (causal or cross) and self.clusters is None:
             self._register_statistics()
         _MODULES[id(self)] = self
 
@@ -100,8 +107,8 @@ class RandomFeatureAttention(nn.Module):
         if changing and not _IN_STEP:
             self._advance()
         out = self._attend(q, k, v, key_mask, self.denominators)
-        if self.running and (changing or self.calibrated is not None):
-            self._note(q, k, key_mask)
+        if changing or self.calibrated is not None:
+            self._see(q, k, key_mask)
         return out
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -135,8 +142,15 @@ class RandomFeatureAttention(nn.Module):
         return self.keeps_statistics and (self.causal or self.cross)
 
     @property
+    def learns(self) -> bool:
+        """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
+        return self.running or self.clusters is not None
+
+    @property
     def version(self) -> tuple[int, int]:
         """Changes with every redraw and every refit: a decoding state is valid for one version."""
+        if self.clusters is not None:
+            return int(self.draws), int(self.clusters.fits)
         return int(self.draws), int(self.folds) if self.running else 0
 
     def decoding(self) -> DecodingState:
@@ -186,7 +200,7 @@ class RandomFeatureAttention(nn.Module):
     def _params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
         if not self.phi.fitted:
             return self.phi.fit(None)
-        if self.causal:
+        if self.causal or self.clusters is not None:
             return self._running_params()
         own = not self.cross and q.shape[2] == k.shape[2]
         stats = self._whole(self._statistics(q, k, key_mask), key_mask) if own else self._without_queries(k, key_mask)
@@ -225,15 +239,17 @@ class RandomFeatureAttention(nn.Module):
         for side in "xy":  # tokens that the pending ones are the means of; a checkpoint lies between steps
             self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
-        self._said = False
 
     def _advance(self) -> None:
         """The moment of change: folds in what the last pass noted, and draws anew where it is time."""
-        if transforming() and (self.running or self.redraw_every):
+        fitting = self.clusters is not None and not self.clusters.done
+        if transforming() and (self.running or self.redraw_every or fitting):
             raise ValueError("this layer changes its statistics or noise in training mode, which transforms of "
                              "torch.func cannot follow: call eval() before")
         if self.running:
             self._fold((1 - self.decay) * self.pending_weight)
+        if fitting:
+            self.clusters.advance()
         if not self.redraw_every or not self.gaussian:
             return
         if torch.compiler.is_compiling():
@@ -248,7 +264,8 @@ class RandomFeatureAttention(nn.Module):
         if not self.phi.fitted:
             return self.phi.fit(None)
         self._say_uncalibrated()
-        return self._for_query_heads(self.phi.fit(self.running_statistics()))
+        params = self.clusters.params() if self.clusters is not None else self.phi.fit(self.running_statistics())
+        return self._for_query_heads(params)
 
     def running_statistics(self) -> Statistics:
         """The running averages of queries and keys, (key heads, d) each; of zero vectors before anything is seen."""
@@ -264,9 +281,22 @@ class RandomFeatureAttention(nn.Module):
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
             return
         self._said = True
-        if not float(self.running_weight) > 0:
+        if self.clusters is not None:
+            if not self.clusters.done:
+                warnings.warn(f"{type(self.phi).__name__} attention has no clusters yet, so it takes all vectors for "
+                              "one (M = 1, the features of FAVOR+): train it for fit_steps passes, or call "
+                              "calibrate_attention(model, batches)", stacklevel=4)
+        elif not float(self.running_weight) > 0:
             warnings.warn(f"causal {type(self.phi).__name__} attention has no statistics yet, so it uses those of zero "
                           "vectors (A = 0): train it, or call calibrate_attention(model, batches)", stacklevel=4)
+
+    def _see(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
+        """Notes what the map is fitted to."""
+        if self.running:
+            self._note(q, k, key_mask)
+        elif self.clusters is not None and (self.calibrated is not None or not self.clusters.done):
+            same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
+            self.clusters.note(q * self.scale, k * self.scale, key_mask if same else None, key_mask)
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
@@ -311,14 +341,19 @@ class RandomFeatureAttention(nn.Module):
 
     @contextmanager
     def calibration(self):
-        """Within it, passes in eval mode fill the running statistics anew: the mean over passes, all counting alike."""
-        self.calibrated = 0 if self.keeps_statistics else None
+        """Within it, passes in eval mode fill the running statistics anew: the mean over passes, all counting alike;
+        and clusters are fitted to all of them."""
+        self.calibrated = 0 if self.keeps_statistics or self.clusters is not None else None
         if self.keeps_statistics:
             self._forget()
+        if self.clusters is not None:
+            self.clusters.calibrate(True)
         try:
             yield
         finally:
             self.calibrated = None
+            if self.clusters is not None:
+                self.clusters.calibrate(False)
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in self.gaussian:
@@ -328,26 +363,6 @@ class RandomFeatureAttention(nn.Module):
                                  f"has {tuple(own.shape)}: build it with m={saved.shape[1]}, or leave these buffers "
                                  "out")
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0,
-                       same: bool = True) -> Statistics:
-    """Of scale x and scale y of each (batch, key head), the query heads of a group together; a query at a padded place
-    does not count where queries and keys are of the same sequence."""
-    groups = x.shape[1] // y.shape[1]
-    y_mask = None if key_mask is None else key_mask[:, None]
-    x_mask = y_mask if same and x.shape[2] == y.shape[2] else None
-    if groups > 1:
-        x = x.unflatten(1, (y.shape[1], groups)).flatten(2, 3)
-        x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
-    return Statistics.of(x, y, x_mask, y_mask, scale)
-
-
-def for_query_heads(params: Nested, groups: int) -> Nested:
-    """Parameters of key heads, repeated for the query heads of their groups."""
-    if groups == 1:
-        return params
-    return mapped(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
 @contextmanager

@@ -22,8 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
+from crt_exp.attention import blocked
+from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
 from crt_exp.features.base import Features, holds
+from crt_exp.features.blocks import Blocks
 from crt_exp.samplers.noise import transforming
 
 POLICIES = ("none", "clamp", "abs")
@@ -89,13 +91,10 @@ def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     return Partial(weights @ v, weights.sum(-1, keepdim=True), top)
 
 
-def finite(top: Tensor) -> Tensor:
-    """A maximum that may be subtracted: 0 for the empty set, so that exp(-inf - 0) = 0 and not NaN."""
-    return torch.where(top == -torch.inf, 0.0, top)
-
-
-def scale_keys(f: Features, keep: Tensor | None = None, top: Tensor | None = None) -> ScaledKeys:
+def scale_keys(f: Features | Blocks, keep: Tensor | None = None, top: Tensor | None = None) -> ScaledKeys:
     """Key features over their own maxima, or over a given `top`. keep (..., S), True = keep."""
+    if isinstance(f, Blocks):
+        return ScaledKeys(*blocked.scale_keys(f, keep, top))
     log = f.log_scale if keep is None else torch.where(keep[..., None], f.log_scale, -torch.inf)
     if top is None:
         top = log.detach().amax(-2, keepdim=True).mT
@@ -203,8 +202,10 @@ def check_policy(policy: str) -> None:
         raise ValueError(f"denominator = {policy!r}: choose one of {', '.join(POLICIES)}")
 
 
-def _scale_queries(f: Features, key_top: Tensor) -> tuple[Tensor, Tensor]:
+def _scale_queries(f: Features | Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
     """exp(a + c - r) with c the scale of the features and r the maximum of a + c over them; and r (..., L, 1)."""
+    if isinstance(f, Blocks):
+        return blocked.scale_queries(f, key_top)
     log = f.log_scale + key_top.mT
     top = log.detach().amax(-1, keepdim=True)
     return f.value * torch.exp(log - finite(top)), top

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, transformed
+from crt_exp.attention.checks import check_gradient, finite, transformed
 from crt_exp.attention.engines.generic import Call, Rows, chunked_partial, keys_state, read_state
 from crt_exp.attention.engines.operators import form_of, part_of, positive_partial
-from crt_exp.attention.partials import Partial, finite, merge
+from crt_exp.attention.partials import Partial, merge
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.statistics import Moments

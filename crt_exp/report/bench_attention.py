@@ -66,7 +66,11 @@ def peak_memory(length: int, name: str) -> float:
 
 
 def print_peak(length: int, name: str) -> None:
-    method, tensors = methods(length)[name], inputs(length)
+    print_peak_of(methods(length)[name], length)
+
+
+def print_peak_of(method: Method, length: int) -> None:
+    tensors = inputs(length)
     forward_backward(method, inputs(256))  # libraries and threads
     theirs = 4 * tensors[0].numel() * 4    # output and three gradients, float32
     before = reset_peak()

@@ -22,7 +22,8 @@ from crt_exp.config import choices
 from crt_exp.features import GERF, FeatureMap, Statistics, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers import Noise, bias_record, bias_sentence
+from crt_exp.nested import Nested
+from crt_exp.samplers import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
 
@@ -113,11 +114,11 @@ class Approximation:
         count, errors = DenominatorCount(), []
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[i]
-            noise = mechanism.sampler(m, layer.d, _generator(seed, i, sample), batch=(layer.heads,))
+            noise = drawn(phi, mechanism, m, layer.d, _generator(seed, i, sample), (layer.heads,))
             errors.append(self.errors(phi, noise, layer, count, seed))
         return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
 
-    def errors(self, phi: FeatureMap, noise: Noise, layer: Layer, count: DenominatorCount,
+    def errors(self, phi: FeatureMap, noise: Nested, layer: Layer, count: DenominatorCount,
                seed: int) -> dict[str, Tensor]:
         """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform
         attention: (H,) each."""
@@ -138,7 +139,7 @@ class Approximation:
         the noise."""
         x, y = random_pairs(layer, self.pairs, _generator(seed, i))
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
-        found = {"": phi.log_variance(x, y, params) - math.log(m) - squared}
+        found = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
             found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.rows.name) - squared
         found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, _generator(seed, i, m)) - squared
@@ -207,7 +208,7 @@ def predicted_log_mse(phi: FeatureMap, layer: Layer, features: int, seed: int) -
     x, y = random_pairs(layer, PREDICTED, _generator(seed))
     m = max(1, features // phi.width(1))
     log_bias = phi.log_kernel(x, y) - (x * y).sum(-1)  # 0 but for SMREG
-    variance = phi.log_variance(x, y, layer.fit(phi)) - 2 * (x * y).sum(-1) - math.log(m)
+    variance = phi.log_mse(x, y, layer.fit(phi), m) - 2 * (x * y).sum(-1)
     total = torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
     return total.clamp(min=SMALL)[0].mean(-1).tolist()
 
@@ -232,10 +233,15 @@ def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tenso
     logits, ratios = (x * y).sum(-1), []
     at_once = max(1, AT_ONCE // (logits.numel() * phi.width(m)))
     for start in range(0, DRAWS, at_once):
-        noise = mechanism.sampler(m, x.shape[-1], g, batch=(min(at_once, DRAWS - start), 1))
+        noise = drawn(phi, mechanism, m, x.shape[-1], g, (min(at_once, DRAWS - start), 1))
         fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
         ratios.append((fx.value * fy.value * (fx.log_scale + fy.log_scale - logits.unsqueeze(-1)).exp()).sum(-1))
     return torch.cat(ratios).var(0, keepdim=True).log() + 2 * logits
+
+
+def drawn(phi: FeatureMap, mechanism: Mechanism, m: int, d: int, g: torch.Generator, batch: tuple[int, ...]) -> Nested:
+    """Noise for the map, of the mechanism's sampler."""
+    return phi.noise(m, lambda p: mechanism.sampler(p.m, d, g, batch=batch))
 
 
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.attention.layer import for_query_heads, grouped_statistics
+from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.data.text import bert_tokenizer, check_vocabulary
 from crt_exp.features import FeatureMap
@@ -196,7 +196,7 @@ class Pretrained:
         for sample in range(samples):
             for state in states if sample else ():
                 state.redraw()
-            if any(state.running for state in states):
+            if any(state.learns for state in states):
                 fill_statistics(self.model, [dict(self.inputs)])
             errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(self._run(), self.states)]))
         unswap_attention(self.model)

@@ -40,7 +40,8 @@ class Projections:
         g = torch.Generator().manual_seed(1000 * seed + sample)
         x, y, v = torch.randn(3, 1, 1, self.length, self.d, generator=g)
         x, y = x / self.d**0.25, y / self.d**0.25
-        estimate = attention(x, y, v, phi, sampler(m, self.d, g), phi.fit(Statistics.of(x[0, 0], y[0, 0])),
+        noise = phi.noise(m, lambda p: sampler(p.m, self.d, g))
+        estimate = attention(x, y, v, phi, noise, phi.fit(Statistics.of(x[0, 0], y[0, 0])),
                              counter=DenominatorCount())
         return (estimate - softmax_attention(x, y, v)).square().mean().item()
 

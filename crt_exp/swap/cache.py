@@ -311,9 +311,9 @@ class RecurrentLayer(DynamicLayer):
 def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
     """The tensors that a state depends on and how often each was changed in place;
     reading them would wait for a device."""
-    decides = lambda name: name in ("draws", "folds") or name.startswith(("omega", "running_"))
+    decides = lambda name: name in ("draws", "folds") or name.startswith(("omega", "running_", "clusters."))
     changes = lambda t: 0 if t.is_inference() else t._version
-    return [(t, changes(t)) for name, t in swapped._buffers.items() if t is not None and decides(name)]
+    return [(t, changes(t)) for name, t in swapped.named_buffers() if decides(name)]
 
 
 # ---- how models get such caches

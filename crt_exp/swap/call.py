@@ -133,7 +133,7 @@ def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
 def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:
     """Some modules are causal, or attend to another sequence, in one call and not in the next."""
     if isinstance(state, RandomFeatureAttention):
-        if causal and state.phi.fitted and not state.keeps_statistics:
+        if causal and state.phi.fitted and not state.keeps_statistics and state.clusters is None:
             raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
                              "swap_attention(..., causal=True)")
         state.cross = state.cross if cross is None else cross

@@ -31,14 +31,21 @@ def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
     if not isinstance(state, RandomFeatureAttention):
         own = "unchanged" if i is not None else "cannot be swapped"
         return *head, own if state is None else state.mechanism, _reached(state), *empty, parameters, *_errors(state)
-    stats = _statistics(state)
-    params = None if stats is None and state.phi.fitted else state.phi.fit(stats)
+    params = _params(state)
     m = state.m if state.gaussian else None  # a map without projections has none
     return (*head, state.mechanism, _reached(state), m, state.width, *_a_range(params), parameters, *_errors(state))
 
 
 def _reached(state: nn.Module | None) -> str:
     return {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)]
+
+
+def _params(state: RandomFeatureAttention):
+    """None where they are not known yet."""
+    if state.clusters is not None:
+        return state.clusters.params() if state.clusters.done else None
+    stats = _statistics(state)
+    return None if stats is None and state.phi.fitted else state.phi.fit(stats)
 
 
 def _statistics(state: RandomFeatureAttention) -> Statistics | None:

@@ -172,7 +172,7 @@ class TrEMBL(Task):
 
     def calibrate(self, model: nn.Module) -> None:
         """Fills the statistics that causal features are fitted to: the weights come from another attention."""
-        if any(getattr(part, "running", False) for part in model.modules() if isinstance(part, RandomFeatureAttention)):
+        if any(part.learns for part in model.modules() if isinstance(part, RandomFeatureAttention)):
             batches = zip(range(self.calibration), self.batches("train", Plan(8)))
             read = [{key: batch[key] for key in batch if key != "labels"} for _, batch in batches]
             if read:

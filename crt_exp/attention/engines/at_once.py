@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.attention.checks import compute_dtype
+from crt_exp.attention.checks import compute_dtype, finite
 from crt_exp.attention.engines.generic import CHUNK, Part
-from crt_exp.attention.partials import UNDERFLOW, Partial, finite, merge, read, scale_keys, summarise, within
+from crt_exp.attention.partials import UNDERFLOW, Partial, merge, read, scale_keys, summarise, within
 from crt_exp.features.base import Features
 
 
@@ -33,7 +33,8 @@ def _causal(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
     padding = CHUNK * ((S + CHUNK - 1) // CHUNK + 1) - S
     x, y, v = (F.pad(t.to(dtype), (0, 0, 0, padding)) for t in (x, y, v))
     keep = F.pad(keep, (0, padding)).unfold(-1, CHUNK, CHUNK)[:, None]
-    queries, keys, v = _split(part.bound.phi_q(x)), scale_keys(_split(part.bound.phi_k(y)), keep), _chunks(v)
+    queries, keys = (_split(phi(t).dense()) for phi, t in zip(part.bound, (x, y)))
+    keys, v = scale_keys(keys, keep), _chunks(v)
     rows = merge(read(queries, before(summarise(keys, v, part.modulus))), within(queries, keys, v, part.modulus))
     small = (rows.denominator.abs() < UNDERFLOW) & (keep.flatten(2).cumsum(-1) > 0).unfold(-1, CHUNK, CHUNK)[..., None]
     torch._assert_async(

@@ -1,0 +1,140 @@
+"""Parameters that are fitted to the vectors themselves once, and then kept: the clusters of an attention layer.
+
+Legend: B batch, H query heads, Hkv key heads, P vectors of a sample, d. Each of the first passes in training leaves a
+sample of its queries and keys here; when there are enough of them the map is fitted to all, between two passes.
+Calibration fits anew after each of its passes. Samples are of all processes, and the parameters those of the first: the
+same on all ranks. """
+
+import torch
+import torch.distributed as ranks
+from torch import Tensor, nn
+
+from crt_exp.features.base import FeatureMap, Params
+from crt_exp.features.statistics import Statistics
+from crt_exp.nested import leaves, mapped
+
+SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each
+SIDES = ("queries", "keys")
+
+
+class FittedOnce(nn.Module):
+    """State of a map whose `fit` looks at vectors (`phi.on_vectors`).
+
+    Buffers: fitted_0, ...: the parameters, (Hkv, ., d), those of `phi.unfitted` at first; fits: how often they were
+    fitted; passes: how many left a sample in queries and keys (Hkv, P, d), which are one row of zeros where none did.
+    """
+
+    def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int):
+        super().__init__()
+        self.phi, self.heads, self.d, self.steps = phi, heads, d, steps
+        self.names = mapped(self._keep, phi.unfitted(d))
+        self.register_buffer("fits", torch.zeros((), dtype=torch.long))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+        for side in SIDES:
+            self.register_buffer(side, torch.zeros(heads, 1, d))
+        self.done = False                                    # whether fits > 0, known without asking a device
+        self.seen: dict[str, list[Tensor]] | None = None     # samples of a calibration
+
+    def _keep(self, t: Tensor) -> str:
+        name = f"fitted_{len(self._buffers)}"
+        self.register_buffer(name, t.float().expand(self.heads, *t.shape).clone())
+        return name
+
+    def params(self) -> Params:
+        """In float64: the inverses of M are made of what the buffers hold, whatever their precision."""
+        return mapped(lambda name: getattr(self, name).double(), self.names)
+
+    @torch.compiler.disable
+    def advance(self) -> None:
+        """Between two passes in training: fits, once there are samples of `steps` passes."""
+        if not self.done and int(self.passes) >= self.steps:
+            self._fit({side: getattr(self, side) for side in SIDES})
+            self._forget()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
+        """Takes a sample of the scaled queries x (B,H,L,d) and keys y (B,Hkv,S,d) of a pass; masks (B,L) and (B,S)."""
+        many = SAMPLE if self.seen is not None else -(-SAMPLE // self.steps)
+        found = {side: _of_all_ranks(sample(t, mask, self.heads, many))
+                 for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))}
+        if self.seen is not None:
+            for side, rows in found.items():
+                self.seen[side].append(rows)
+            self._fit({side: _thinned(torch.cat(rows, 1)) for side, rows in self.seen.items()})
+            return
+        for side, rows in found.items():
+            setattr(self, side, torch.cat([getattr(self, side), rows], 1) if int(self.passes) else rows)
+        self.passes.add_(1)
+
+    def calibrate(self, begin: bool) -> None:
+        """Until it is called again with False, every pass that is noted fits to all that came since."""
+        self.seen = {side: [] for side in SIDES} if begin else None
+        if not begin and self.done:
+            self._forget()
+
+    @torch.no_grad()
+    def _fit(self, samples: dict[str, Tensor]) -> None:
+        """To the rows that are vectors: those of processes without any are NaN. Raises ValueError as `phi.fit` does."""
+        x, y = (samples[side].float() for side in SIDES)
+        params = self.phi.fit(Statistics.of(x, y, *(t.isfinite().all(-1) for t in (x, y))))
+        for name, t in zip(leaves(self.names), leaves(params), strict=True):
+            setattr(self, name, _of_first_rank(t.to(getattr(self, name)).contiguous()))
+        self.fits.add_(1)
+        self.done = True
+
+    def _forget(self) -> None:
+        self.passes.zero_()
+        for side in SIDES:
+            setattr(self, side, getattr(self, side).new_zeros(self.heads, 1, self.d))
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        for name in leaves(self.names):
+            saved, own = state_dict.get(prefix + name), getattr(self, name)
+            if saved is not None and saved.shape != own.shape:
+                raise ValueError(f"{prefix}{name} was saved with (heads, clusters, d) = {tuple(saved.shape)}, but this "
+                                 f"model has {tuple(own.shape)}: build it with as many clusters (features.queries and "
+                                 "features.keys), or leave these buffers out")
+        for side in SIDES:  # as many rows as there are
+            if (saved := state_dict.get(prefix + side)) is not None:
+                setattr(self, side, torch.empty_like(saved, device=getattr(self, side).device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.done = int(self.fits) > 0
+
+
+def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
+    """So many vectors of each key head (heads, many, d), evenly spread over x (B,H,L,d) where mask (B,L) is True;
+    where there are fewer, some of them twice, and NaN where there is none."""
+    groups = x.shape[1] // heads
+    pooled = x.detach().float().unflatten(1, (heads, groups)).permute(1, 2, 0, 3, 4).flatten(1, 3)
+    if mask is None:
+        there = torch.arange(pooled.shape[1], device=x.device)
+    else:
+        there = mask.repeat(groups, 1).flatten().nonzero().squeeze(-1)
+    if not len(there):
+        return pooled.new_full((heads, many, x.shape[-1]), torch.nan)
+    return pooled[:, there[torch.arange(many, device=x.device) * len(there) // many]]
+
+
+def _thinned(rows: Tensor) -> Tensor:
+    """At most SAMPLE of them, evenly spread."""
+    count = rows.shape[1]
+    return rows if count <= SAMPLE else rows[:, torch.arange(SAMPLE, device=rows.device) * count // SAMPLE]
+
+
+def _several_ranks() -> bool:
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
+
+
+def _of_all_ranks(rows: Tensor) -> Tensor:
+    if not _several_ranks():
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(ranks.get_world_size())]
+    ranks.all_gather(parts, rows.contiguous())
+    return torch.cat(parts, 1)
+
+
+def _of_first_rank(t: Tensor) -> Tensor:
+    if _several_ranks():
+        ranks.broadcast(t, 0)
+    return t
