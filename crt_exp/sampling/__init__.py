@@ -1,0 +1,18 @@
+"""Sampled softmax: classifiers with many classes, whose training looks at a few classes a query.
+
+Legend: B queries h (hidden vectors), V classes with vectors e_c and biases b_c, logits o_c = h.e_c + b_c, d dimension,
+k negatives a query, m projections, M features; t is a query's target.
+
+A sampler proposes classes and says with which probability it did: uniform, log-uniform, unigram, the exact softmax, or
+in proportion to a random-feature estimate of the softmax. `TreeFeatures` draws from the last without a number for each
+pair of query and class: O(M + log V) a draw. `SampledSoftmax` makes a loss of it. Sources: HRF 4.2 and appendix I.
+"""
+
+from crt_exp.sampling.base import ClassSampler, Drawn
+from crt_exp.sampling.dense import DenseFeatures, ExactSoftmax
+from crt_exp.sampling.fixed import LogUniform, Uniform, Unigram
+from crt_exp.sampling.softmax import SampledSoftmax
+from crt_exp.sampling.tree_features import TreeFeatures
+
+__all__ = ["ClassSampler", "DenseFeatures", "Drawn", "ExactSoftmax", "LogUniform", "SampledSoftmax", "TreeFeatures",
+           "Uniform", "Unigram"]

@@ -1,0 +1,87 @@
+"""What every sampler of classes is: draws with their probabilities, and the hook after the optimiser's step."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.nonfinite import NotFinite
+from crt_exp.samplers.draws import whole
+
+
+class Drawn(NamedTuple):
+    """k classes for each of B queries, drawn with replacement, and the logarithms of their probabilities."""
+
+    ids: Tensor           # (B, k) int64; never the query's target where targets were given
+    log_q: Tensor         # (B, k): of each draw's class in the law that it was drawn from, classes other than t
+    target_log_q: Tensor | None  # (B,): of the target in the law over all classes; None where none were given
+
+
+class ClassSampler(nn.Module, ABC):
+    """A law over V classes for each query. Draws and probabilities carry no gradient.
+
+    Its tables are buffers: they move with `.to()`, and a sampler that was saved and restored goes on with the same law
+    bit for bit. Those that look at the class vectors are built by `rebuild`, which `draw` asks for with a ValueError
+    where it was never called (`SampledSoftmax` calls it). Tables that are behind the vectors cost variance, never
+    correctness: the probabilities are those of the tables.
+    """
+
+    looks_at_classes = False  # whether the law depends on class vectors, so that `rebuild` and `update` do something
+
+    def __init__(self, classes: int):
+        super().__init__()
+        self.classes = whole(classes, "classes", 2, "the number of classes of a sampled softmax")
+
+    @abstractmethod
+    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+        """k classes for each row of hidden (B, d), from the law without the row's target (B,) where targets are given.
+
+        Drawn by torch's default generator of the device, with replacement; k may be any number of at least 1.
+        """
+
+    @abstractmethod
+    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Log probabilities of ids (B, k) in the law over all classes, (B, k)."""
+
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
+        """Makes all tables anew of class vectors (V, d) and biases (V,). hidden: queries to fit parameters to (B, d),
+        by default those of the last draw, and where there are none, vectors like those of the classes, of either sign.
+        """
+
+    def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Takes over the vectors and biases of the classes `rows` (any order, repeated or not) after the optimiser's
+        step. Raises ValueError, with the tables as they were, where one of them is not finite."""
+
+    @property
+    def built(self) -> bool:
+        """Whether `draw` can be called."""
+        return True
+
+    def drift(self, weight: Tensor, bias: Tensor | None = None) -> dict[str, float]:
+        """How far the tables are from those that `rebuild` would make with the same parameters, by name; {} where
+        there are none. See `TreeFeatures.drift`."""
+        return {}
+
+
+def without(log_q: Tensor, target_log_q: Tensor) -> Tensor:
+    """log of q_c / (1 - q_t), the law without the target: log_q (B, k), target_log_q (B,) of the law over all."""
+    return log_q - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))[:, None]
+
+
+def check_queries(hidden: Tensor) -> None:
+    """Raises NotFinite naming the first query (B, d) that is not finite."""
+    fine = hidden.isfinite().all(-1)
+    if not bool(fine.all()):
+        raise NotFinite(f"query {int((~fine).nonzero()[0])} is not finite: look at the layers below the head")
+
+
+def check_rows(rows: Tensor, classes: int) -> Tensor:
+    """The distinct rows, sorted. Raises ValueError for numbers of no class."""
+    rows = rows.reshape(-1).unique()
+    if rows.is_floating_point():
+        raise ValueError(f"rows must be whole numbers of classes, not {rows.dtype}")
+    outside = rows[(rows < 0) | (rows >= classes)]
+    if len(outside):
+        raise ValueError(f"class {int(outside[0])} of an update is none of the {classes} classes (0 to {classes - 1})")
+    return rows

@@ -1,0 +1,110 @@
+"""Laws that take a number for each pair of a query and a class, made for a block of queries at a time."""
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.features.base import FeatureMap
+from crt_exp.mechanism import Mechanism
+from crt_exp.sampling.base import ClassSampler, Drawn
+from crt_exp.sampling.feature_law import FeatureLaw
+
+PAIRS = 2**20  # pairs of a query and a class at once, which stay in the cache
+
+
+class ExactSoftmax(ClassSampler):
+    """q = softmax(o), the law that is sought, O(V d) a query: what other laws are measured by.
+
+    head: what the logits are of, with `weight` (V, d) and perhaps `bias` (V,), as it is at each draw.
+    """
+
+    def __init__(self, head: nn.Module):
+        super().__init__(len(head.weight))
+        self._head = [head]  # in a list: the parameters stay those of the head alone
+
+    @torch.no_grad()
+    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+        return joined([draw_dense(self._weights(h), t, k) for h, t in blocks(self.classes, hidden, targets)])
+
+    @torch.no_grad()
+    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        found = [self._logits(h).log_softmax(-1).gather(1, i) for h, i in blocks(self.classes, hidden, ids)]
+        return torch.cat(found)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self._head[0]
+        return nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float()
+
+    def _weights(self, hidden: Tensor) -> Tensor:
+        logits = self._logits(hidden)
+        return logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+
+
+class DenseFeatures(FeatureLaw):
+    """q' in proportion to the positive part of the estimate, O(V M) a query; uniform where no part is positive."""
+
+    def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):
+        super().__init__(proposal, classes, d, **options)
+        self.register_buffer("leaves", torch.zeros(self.classes, self.features.width))
+
+    def table(self) -> Tensor:
+        return self.leaves
+
+    def _restored(self, features: Tensor, rows: slice) -> None:
+        self.leaves[rows] = features
+
+    def _changed(self, rows: Tensor, features: Tensor) -> None:
+        self.leaves[rows] = features
+
+    def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
+        found = [draw_dense(self._weights(h), t, uniform.shape[1], u)
+                 for h, t, u in blocks(self.classes, hidden, targets, uniform)]
+        return joined(found)
+
+    def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        found = []
+        for h, i in blocks(self.classes, hidden, ids):
+            weights = self._weights(h)
+            found.append((weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64)).log().float())
+        return torch.cat(found)
+
+    def _weights(self, hidden: Tensor) -> Tensor:
+        value, log_a = self.features.of_queries(hidden)
+        a = (value * (log_a - log_a.amax(-1, keepdim=True)).exp()).float()
+        if self.features.positive:
+            return a @ self.leaves.mT
+        estimates = (a @ self.leaves.mT).clamp_(min=0)
+        return estimates.masked_fill_(estimates.amax(-1, keepdim=True) == 0, 1.0)
+
+
+def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | None = None) -> Drawn:
+    """k classes a row in proportion to weights (B, V) >= 0, without the targets; those given (B, k), not -1, stand.
+
+    Uniform where no other class has a weight. `weights` is used up.
+    """
+    of_target = 0.0
+    if targets is not None:
+        of_target = weights.gather(1, targets[:, None]).double()
+        weights.scatter_(1, targets[:, None], 0.0)
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    left = ends[:, -1:].clone()
+    if bool((left == 0).any()):
+        weights = torch.where(left == 0, 1.0, weights).scatter_(1, targets[:, None], 0.0)
+        ends = weights.cumsum(-1, dtype=torch.float64)
+    u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * ends[:, -1:]
+    ids = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
+    ids = ids if given is None else torch.where(given >= 0, given, ids)
+    log_q = (weights.gather(1, ids) / ends[:, -1:]).log().float()
+    return Drawn(ids, log_q, None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1))
+
+
+def joined(found: list[Drawn]) -> Drawn:
+    """The draws of blocks of queries as one."""
+    targets = None if found[0].target_log_q is None else torch.cat([one.target_log_q for one in found])
+    return Drawn(torch.cat([one.ids for one in found]), torch.cat([one.log_q for one in found]), targets)
+
+
+def blocks(classes: int, *of_queries: Tensor | None):
+    """Tensors of all queries in parts of as many queries as have PAIRS pairs with all classes; None stays None."""
+    step, count = max(1, PAIRS // classes), len(of_queries[0])
+    for start in range(0, count, step):
+        yield tuple(None if each is None else each[start:start + step] for each in of_queries)

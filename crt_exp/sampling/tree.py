@@ -1,0 +1,132 @@
+"""`SumTree`: sums of the rows of a table over groups, groups of groups, and so on, kept while rows change.
+
+Legend: V classes, M features; level 0 is the table (V, M), a row of level l + 1 the sum of FAN rows of level l.
+"""
+
+import torch
+from torch import Tensor, nn
+
+FAN = 16  # children of a node: one row of float32 entries of a feature is read as 16 lines of the cache, a step deeper
+#           for each factor of 16 in V
+FLAT = 2**12  # nodes at most of a level whose distribution functions are inverted at once, without going down to it
+EXHAUSTED = 1e-9  # a sum less one of its rows, as a share of the sum, below which rounding would decide: counts as 0
+
+
+class SumTree(nn.Module):
+    """A table of V rows and the sums above it, all of them buffers. The sums take a fifteenth of the table's rows.
+
+    dtype: of the sums. A change of r rows takes O(r M log V): their differences are added to the sums above, and with
+    rounding the sums drift from those of the rows; `resum` makes them anew.
+    """
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        self.rows, self.width = rows, width
+        self.register_buffer("level0", torch.zeros(_padded(rows), width))
+        self.depth = 1
+        while len(self.level(self.depth - 1)) > FAN:
+            groups = len(self.level(self.depth - 1)) // FAN
+            self.register_buffer(f"level{self.depth}", torch.zeros(_padded(groups), width, dtype=dtype))
+            self.depth += 1
+
+    def level(self, number: int) -> Tensor:
+        """Rows of level `number`, with rows of zeros at the end up to a multiple of FAN."""
+        return getattr(self, f"level{number}")
+
+    @property
+    def leaves(self) -> Tensor:
+        """The table, (V, M)."""
+        return self.level0[:self.rows]
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all rows as the tree has it, (M,) float64."""
+        return self.level(self.depth - 1).sum(0, dtype=torch.float64)
+
+    def counts(self, number: int, nodes: Tensor) -> Tensor:
+        """How many rows of the table lie below nodes of a level."""
+        size = FAN**number
+        return (self.rows - nodes * size).clamp(0, size)
+
+    def set(self, rows: Tensor, values: Tensor) -> None:
+        """New values (r, M) of sorted, distinct rows (r,)."""
+        change = values.double() - self.level0.index_select(0, rows).double()
+        self.level0[rows] = values
+        for number in range(1, self.depth):
+            rows, members = torch.unique_consecutive(rows // FAN, return_counts=True)
+            change = torch.segment_reduce(change, "sum", lengths=members, unsafe=True)
+            level = self.level(number)
+            level[rows] = (level.index_select(0, rows).double() + change).to(level.dtype)
+
+    def resum(self) -> None:
+        """All sums anew from the table."""
+        for number in range(1, self.depth):
+            self.level(number).copy_(self._sums(number))
+
+    def drift(self) -> float:
+        """The largest difference of a sum from that of its rows, as a share of the root mean square of its level."""
+        found = 0.0
+        for number in range(1, self.depth):
+            level = self.level(number).double()
+            apart = (level - self._sums(number).double()).abs().max()
+            found = max(found, float(apart / level.square().mean().sqrt().clamp(min=1e-300)))
+        return found
+
+    def _sums(self, number: int) -> Tensor:
+        level, below = self.level(number), self.level(number - 1)
+        summed = below.view(-1, FAN, self.width).sum(1, dtype=level.dtype)
+        return torch.nn.functional.pad(summed, (0, 0, 0, len(level) - len(summed)))
+
+    def descend(self, column: Tensor, without: Tensor | None = None) -> Tensor:
+        """For each column number (B, k) a row drawn in proportion to that column's entries, none of them negative.
+
+        without: a row (B,) that is left out of the draws of its query. O(FAN log V) a draw, and O(FLAT M) for all.
+        """
+        taken = None if without is None else self.level0[without].gather(1, column).double()
+        start = next(number for number in range(self.depth) if len(self.level(number)) <= FLAT)
+        node = self._invert(start, column, without, taken)
+        for number in reversed(range(start)):
+            weights = self.level(number).view(-1, FAN, self.width)[node, :, column].double()  # (B, k, FAN)
+            if without is not None:
+                self._leave_out(weights, number, node, without[:, None], taken)
+            node = node * FAN + choose(weights)
+        return node.clamp(max=self.rows - 1)
+
+    def _invert(self, number: int, column: Tensor, without: Tensor | None, taken: Tensor | None) -> Tensor:
+        """Nodes (B, k) of a level, each drawn in proportion to its column.
+
+        One search for all draws: column i's distribution function takes the numbers from i to i + 1.
+        """
+        ends = self.level(number).double().mT.contiguous().cumsum_(-1)                   # (M, nodes)
+        total, nodes = ends[:, -1:].clone(), ends.shape[1]
+        ends = ends.div_(total).add_(torch.arange(len(ends), device=ends.device)[:, None]).flatten()
+        u = torch.rand(column.shape, dtype=ends.dtype, device=ends.device)
+        if without is not None:  # the interval of the row's node is shorter by what is taken, those behind it move up
+            taken = taken / total.flatten()[column]
+            place = column * nodes + without[:, None] // FAN**number
+            u = u * (1 - taken)
+            u = torch.where(u + column >= ends[place] - taken, u + taken, u)
+        found = torch.searchsorted(ends, u.add_(column), right=True) - column * nodes
+        return found.clamp_(0, nodes - 1)
+
+    def _leave_out(self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor) -> None:
+        """Takes the entries `taken` (B, k) of a row off the weights (B, k, FAN) of the child that it lies below."""
+        ancestor = row // FAN**number
+        place = (ancestor % FAN).expand_as(node)[..., None]
+        held = weights.gather(-1, place)
+        rest = held - taken[..., None] if number else torch.zeros_like(held)
+        rest = torch.where(rest > EXHAUSTED * held, rest, 0.0)
+        below = (ancestor // FAN == node)[..., None]
+        weights.scatter_(-1, place, torch.where(below, rest, held))
+
+
+def choose(weights: Tensor) -> Tensor:
+    """A number of the last axis drawn in proportion to weights (..., n) that are not negative, (...)."""
+    ends = weights @ torch.ones(weights.shape[-1], weights.shape[-1], dtype=weights.dtype, device=weights.device).triu()
+    u = torch.rand(*ends.shape[:-1], 1, dtype=ends.dtype, device=ends.device)
+    found = torch.searchsorted(ends, u.mul_(ends[..., -1:]), right=True)
+    return found.squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // FAN) * FAN

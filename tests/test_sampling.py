@@ -1,0 +1,431 @@
+"""Sampled softmax: laws of the samplers, unbiased normalisers, tables that follow updates, bad input."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.stats import chisquare
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from crt_exp import Mechanism
+from crt_exp.features import GERF, OPRF, HypRF, PoisRF, PoisRFPlus, PosRF, Product, Sum, TrigRF
+from crt_exp.report import sampling as sampling_report
+from crt_exp.report import writing
+from crt_exp.sampling import (
+    DenseFeatures,
+    ExactSoftmax,
+    LogUniform,
+    SampledSoftmax,
+    TreeFeatures,
+    Uniform,
+    Unigram,
+)
+from crt_exp.sampling.tree import FAN, SumTree
+from crt_exp.studies import sampling as sampling_study
+
+V, D, B = 300, 4, 3
+POSITIVE = [OPRF(), PosRF(antithetic=True), HypRF(), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
+SIGNED = [TrigRF(), GERF(s=1, A=0.01), PoisRF(), PoisRFPlus(), Sum(TrigRF(), PosRF()),
+          Product(TrigRF("gaussian"), OPRF())]
+DRAWS = 40_000
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def head():
+    return nn.Linear(D, V)
+
+
+@pytest.fixture
+def queries():
+    return torch.randn(B, D)
+
+
+@pytest.fixture
+def targets():
+    return torch.tensor([0, 17, V - 1])
+
+
+def built(kind, phi, head, queries, m=8, **options):
+    sampler = kind(phi, *head.weight.shape, m=m, seed=1, **options)
+    sampler.rebuild(head.weight, head.bias, queries)
+    return sampler
+
+
+def all_classes(count=V):
+    return torch.arange(count).expand(B, count)
+
+
+def samplers(head, queries):
+    return [Uniform(V), LogUniform(V), Unigram(torch.arange(V) % 7), ExactSoftmax(head),
+            *(built(kind, phi, head, queries) for phi in (OPRF(), TrigRF()) for kind in (TreeFeatures, DenseFeatures))]
+
+
+def follows(ids, q):
+    """Whether draws (n,) have the law q (V,), by a chi-square test of the classes expected 5 times at least."""
+    expected = q.double() / q.double().sum() * len(ids)
+    seen = torch.bincount(ids, minlength=len(q)).double()
+    often = expected >= 5
+    seen = torch.cat([seen[often], seen[~often].sum()[None]])
+    expected = torch.cat([expected[often], expected[~often].sum().clamp(min=1e-9)[None]])
+    return chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
+
+
+# ---- laws
+
+
+@pytest.mark.parametrize("phi", POSITIVE, ids=repr)
+def test_a_positive_map_down_the_tree_has_the_dense_law(phi, head, queries, targets):
+    tree, dense = built(TreeFeatures, phi, head, queries), built(DenseFeatures, phi, head, queries)
+    q = dense.log_q(queries, all_classes()).exp()
+    assert torch.allclose(tree.log_q(queries, all_classes()).exp(), q, rtol=1e-4)
+    for without in (None, targets):
+        ids = tree.draw(queries, without, DRAWS).ids
+        expected = q if without is None else q.scatter(1, targets[:, None], 0.0)
+        assert all(follows(*each) for each in zip(ids, expected))
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_draws_have_the_probabilities_that_come_with_them(number, head, queries, targets):
+    sampler = samplers(head, queries)[number]
+    q = sampler.log_q(queries, all_classes()).exp()
+    assert torch.allclose(q.sum(1), torch.ones(B), atol=1e-5) and bool((q > 0).all())
+    drawn = sampler.draw(queries, targets, DRAWS)
+    assert not bool((drawn.ids == targets[:, None]).any())
+    assert torch.allclose(drawn.target_log_q.exp(), q.gather(1, targets[:, None])[:, 0], rtol=1e-4)
+    found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())  # the probability that came with each class
+    assert torch.allclose(found.sum(1), torch.ones(B), atol=0.02)
+    assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
+
+
+@pytest.mark.parametrize("phi", SIGNED, ids=repr)
+def test_signed_maps_give_every_class_a_probability(phi, head, queries, targets):
+    sampler = built(TreeFeatures, phi, head, queries, m=2)
+    q = sampler.log_q(queries, all_classes()).exp()
+    assert torch.allclose(q.sum(1), torch.ones(B), atol=1e-5) and float(q.min()) >= 0.99 * 0.05 / V
+    drawn = sampler.draw(queries, targets, 2000)
+    assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == targets[:, None]).any())
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_normaliser_is_unbiased(number, head, queries, targets):
+    sampler = samplers(head, queries)[number]
+    softmax = SampledSoftmax(sampler, head, negatives=20)
+    exact = head(queries).logsumexp(-1).exp()
+    with torch.no_grad():  # every repetition draws its own negatives
+        z = softmax.log_normaliser(queries.expand(2000, B, D), targets.expand(2000, B)).exp()
+    error = z.std(0) / len(z) ** 0.5
+    assert bool((error < 0.02 * exact).all())  # the test has power
+    assert bool(((z.mean(0) - exact).abs() < 5 * error + 1e-5 * exact).all())
+
+
+def test_all_levels_of_a_deep_tree_follow_the_law(head):
+    """Of more nodes than are inverted at once, the target left out on the way down."""
+    count = 5 * 2**12
+    head, query = nn.Linear(2, count), torch.randn(1, 2)
+    sampler = built(TreeFeatures, OPRF(), head, query, m=4)
+    q = sampler.log_q(query, torch.arange(count)[None])[0].exp()
+    target = q.argmax()[None]
+    ids = sampler.draw(query, target, 400_000).ids[0]
+    assert follows(ids, q.scatter(0, target, 0.0))
+    assert follows(ids // FAN, F.pad(q.scatter(0, target, 0.0), (0, -count % FAN)).view(-1, FAN).sum(1))
+
+
+def test_the_batch_by_classes_matrix_is_never_formed():
+    count, batch = 20_000, 64
+    assert largest_tensor(TreeFeatures, OPRF(), count, batch) < batch * count / 4
+    assert largest_tensor(TreeFeatures, TrigRF(), count, batch) < batch * count / 2
+    assert largest_tensor(DenseFeatures, OPRF(), count, 50) == count * 50  # the measure sees it where it is formed
+
+
+def largest_tensor(kind, phi, count, batch):
+    """Entries of the largest tensor that a draw makes: views of tables are not made."""
+    weight, query = torch.randn(count, 4), torch.randn(batch, 4)
+    sampler = kind(phi, count, 4, m=8)
+    sampler.rebuild(weight, None, query)
+    with Largest() as largest:
+        sampler.draw(query, torch.zeros(batch, dtype=torch.long), 5)
+    return largest.entries
+
+
+class Largest(TorchDispatchMode):
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        before = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = [t.numel() for t in tree_leaves(out)
+                if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in before]
+        self.entries = max([self.entries, *made])
+        return out
+
+
+# ---- tables that follow updates
+
+
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+def test_an_update_gives_the_law_of_the_new_vectors(phi, head, queries):
+    sampler = built(TreeFeatures, phi, head, queries)
+    rows = torch.tensor([5, 17, 17, 250, 5])
+    before = [sampler.tree.level(number).clone() for number in range(sampler.tree.depth)]
+    with torch.no_grad():
+        head.weight[rows] += 0.5
+        head.bias[rows] -= 0.3
+    assert sampler.drift(head.weight, head.bias)["vectors"] > 0.01
+    sampler.update(rows, head.weight, head.bias)
+    drift = sampler.drift(head.weight, head.bias)
+    assert drift["vectors"] < 1e-6 and drift["sums"] < (1e-12 if phi == OPRF() else 1e-5)
+    for number, old in enumerate(before):  # what does not lie above the changed rows is not touched
+        changed = (sampler.tree.level(number) != old).any(1).nonzero().flatten()
+        assert changed.tolist() == (rows // FAN**number).unique().tolist()
+
+
+def test_drift_of_the_sums_stays_bounded_and_a_rebuild_ends_it():
+    tree = SumTree(1000, 3)
+    values = torch.rand(1000, 3)
+    tree.set(torch.arange(1000), values)
+    for _ in range(300):
+        rows = torch.randint(1000, (50,)).unique()
+        tree.set(rows, torch.rand(len(rows), 3) * 10 ** (6 * torch.rand(1)))
+    assert 0 < tree.drift() < 1e-9
+    tree.resum()
+    assert tree.drift() == 0 and torch.allclose(tree.total, tree.leaves.double().sum(0), rtol=1e-12)
+
+
+def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries):
+    sampler = built(TreeFeatures, OPRF(), head, queries)
+    with torch.no_grad():
+        head.bias[3] = 60.0
+    sampler.update(torch.tensor([3]), head.weight, head.bias)
+    q = sampler.log_q(queries, all_classes()).exp()
+    assert torch.allclose(q[:, 3], torch.ones(B)) and sampler.drift(head.weight, head.bias)["sums"] == 0
+    drawn = sampler.draw(queries, torch.full((B,), 3), 20_000)  # what is left lies below rounding: uniform, and said so
+    assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == 3).any())
+    found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())
+    assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
+
+
+def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):
+    monkeypatch.setattr("crt_exp.sampling.class_features.FITTED_TO", 3)
+    with torch.no_grad():
+        head.bias[1] = 60.0  # every hundredth class is looked at
+    q = built(TreeFeatures, OPRF(), head, queries).log_q(queries, all_classes()).exp()
+    assert torch.allclose(q[:, 1], torch.ones(B))
+
+
+def test_what_updates_have_to_follow_stays_bounded(head, queries, targets, monkeypatch):
+    monkeypatch.setattr("crt_exp.sampling.softmax.NOTED", 100)
+    softmax = SampledSoftmax(OPRF(), head, m=4)
+    for _ in range(20):
+        softmax(queries, targets)
+    assert sum(map(len, softmax._touched)) <= 2 * V
+    with torch.no_grad():
+        head.weight += 0.1 * torch.randn_like(head.weight)
+    softmax.update(torch.arange(V))
+    assert softmax._touched == [] and softmax.drift()["vectors"] < 1e-6
+
+
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+@pytest.mark.parametrize("kind", [TreeFeatures, DenseFeatures])
+def test_nan_in_an_update_is_refused_and_nothing_changes(kind, phi, head, queries):
+    sampler = built(kind, phi, head, queries)
+    before = copy.deepcopy(sampler.state_dict())
+    with torch.no_grad():
+        head.weight[7] += 1
+        head.weight[9, 2] = torch.nan
+    with pytest.raises(ValueError, match="class 9 is not finite"):
+        sampler.update(torch.tensor([7, 9]), head.weight, head.bias)
+    with pytest.raises(ValueError, match="class 9 is not finite"):
+        sampler.rebuild(head.weight, head.bias)
+    assert all(torch.equal(torch.as_tensor(value), before[name]) for name, value in sampler.state_dict().items()
+               if isinstance(value, torch.Tensor))
+
+
+# ---- the loss
+
+
+def test_exact_proposals_give_the_full_loss(head, queries, targets):
+    """Every term of Z^ is then what is sought of Z, so that the estimate does not vary."""
+    softmax = SampledSoftmax(ExactSoftmax(head), head, negatives=3)
+    assert torch.allclose(softmax.losses(queries, targets), F.cross_entropy(head(queries), targets, reduction="none"),
+                          atol=1e-5)
+
+
+def test_eval_mode_is_the_full_softmax(head, targets):
+    queries = torch.randn(2, B, D)
+    targets = torch.stack([targets, targets + 0])
+    for one in (head, nn.Embedding(V, D)):
+        softmax = SampledSoftmax(OPRF(), one, m=4).eval()
+        logits = F.linear(queries, one.weight, getattr(one, "bias", None))
+        assert torch.allclose(softmax(queries, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        assert softmax.losses(queries, targets).shape == targets.shape
+
+
+def test_sparse_gradients_are_the_dense_ones(head, queries, targets):
+    grads = []
+    for sparse in (False, True):
+        torch.manual_seed(1)
+        one = copy.deepcopy(head)
+        SampledSoftmax(OPRF(), one, m=4, sparse=sparse)(queries, targets).backward()
+        assert one.weight.grad.is_sparse == one.bias.grad.is_sparse == sparse
+        grads.append([p.grad.to_dense() if sparse else p.grad for p in one.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("proposal", ["favorpp", Mechanism.of(features="trig", m=16), HypRF()], ids=str)
+def test_training_lowers_the_exact_loss_and_the_tables_follow(proposal, head):
+    options = {} if isinstance(proposal, Mechanism) else {"m": 16}
+    softmax = SampledSoftmax(proposal, head, negatives=20, sparse=True, rebuild_every=30, **options)
+    optimiser = torch.optim.SGD(softmax.parameters(), 0.5)
+    queries, targets = torch.randn(64, D), torch.randint(V, (64,))
+    begin = softmax.eval()(queries, targets).item()
+    softmax.train()
+    for _ in range(40):
+        optimiser.zero_grad()
+        softmax(queries, targets).backward()
+        optimiser.step()
+        softmax.update()
+    assert softmax.drift()["vectors"] < 1e-5
+    assert int(softmax.updates) == 40 and softmax.eval()(queries, targets).item() < begin - 0.3
+
+
+def test_update_takes_rows_that_moved_for_other_reasons(head, queries, targets):
+    softmax = SampledSoftmax(OPRF(), head, m=4, negatives=2)
+    softmax(queries, targets)
+    with torch.no_grad():
+        head.weight[[100, 200]] += 1
+    softmax.update(torch.tensor([100, 200]))
+    assert softmax.drift()["vectors"] < 1e-6
+
+
+def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
+    def trained(softmax, steps):
+        losses = []
+        optimiser = torch.optim.SGD(softmax.parameters(), 0.5)
+        for _ in range(steps):
+            loss = softmax(queries, targets)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            softmax.update()
+            losses.append(loss.item())
+        return losses
+
+    make = lambda: SampledSoftmax(OPRF(), nn.Linear(D, V), m=8, rebuild_every=5)
+    first = make()
+    trained(first, 3)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = make()
+    second.load_state_dict(torch.load(file, weights_only=True))
+    expected = (torch.manual_seed(3), trained(first, 6))[1]
+    assert (torch.manual_seed(3), trained(second, 6))[1] == expected
+
+
+# ---- bad input
+
+
+def test_tables_of_another_m_are_refused(head, queries):
+    saved = built(TreeFeatures, OPRF(), head, queries, m=8).state_dict()
+    for other in ({"m": 4}, {"m": 8, "temperature": 0.5}):
+        sampler = TreeFeatures(OPRF(), V, D, seed=1, **other)
+        with pytest.raises(ValueError, match="saved tables.*m = 8"):
+            sampler.load_state_dict(saved)
+        assert not sampler.built
+    with pytest.raises(ValueError, match="saved tables"):
+        DenseFeatures(TrigRF(), V, D, m=8, seed=1).load_state_dict(
+            built(DenseFeatures, OPRF(), head, queries, m=8).state_dict())
+
+
+@pytest.mark.parametrize("kind", [TreeFeatures, DenseFeatures])
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+def test_vectors_of_length_zero_have_the_kernel_one(kind, phi, queries):
+    queries[0] = 0
+    head = nn.Linear(D, V, bias=False)
+    with torch.no_grad():
+        head.weight[::2] = 0
+    sampler = built(kind, phi, head, queries)
+    log_q = sampler.log_q(queries, all_classes())
+    assert bool(log_q.isfinite().all())
+    softmax = SampledSoftmax(sampler, head)
+    loss = softmax(queries.requires_grad_(), torch.tensor([0, 1, 2]))
+    loss.backward()
+    assert bool(loss.isfinite()) and bool(queries.grad.isfinite().all()) and bool(head.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("temperature", [0.01, 100.0])
+def test_extreme_temperatures_stay_finite(temperature, head, queries, targets):
+    for phi in (OPRF(), TrigRF()):
+        sampler = built(TreeFeatures, phi, head, queries, temperature=temperature)
+        drawn = sampler.draw(queries, targets, 100)
+        assert bool(drawn.log_q.isfinite().all()) and bool(drawn.target_log_q.isfinite().all())
+        assert int(drawn.ids.min()) >= 0 and int(drawn.ids.max()) < V
+
+
+def test_two_classes_leave_one_negative(queries):
+    for sampler in (Uniform(2), LogUniform(2), Unigram([1, 3]), TreeFeatures(OPRF(), 2, D, m=4),
+                    TreeFeatures(TrigRF(), 2, D, m=4), DenseFeatures(OPRF(), 2, D, m=4)):
+        sampler.rebuild(torch.randn(2, D))
+        drawn = sampler.draw(queries, torch.tensor([0, 1, 0]), 5)
+        assert drawn.ids.tolist() == [[1] * 5, [0] * 5, [1] * 5]
+        assert torch.allclose(drawn.log_q, torch.zeros(B, 5), atol=1e-5)
+
+
+def test_bad_input_is_refused(head, queries, targets):
+    softmax = SampledSoftmax(OPRF(), head, m=4)
+    refused = [
+        (lambda: SampledSoftmax(OPRF(), head, negatives=V), "299 classes besides the target"),
+        (lambda: SampledSoftmax(OPRF(), head, negatives=0), "negatives = 0"),
+        (lambda: SampledSoftmax(OPRF(), nn.Linear(D, 1), negatives=1), "0 classes besides the target"),
+        (lambda: Uniform(1), "classes = 1"),
+        (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes and the head 300"),
+        (lambda: SampledSoftmax("exact", head), "no features that estimate a kernel"),
+        (lambda: SampledSoftmax(3, head), "int is no sampler"),
+        (lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8), "are those of the mechanism"),
+        (lambda: TreeFeatures(OPRF(), V, D, temperature=0), "temperature = 0"),
+        (lambda: TreeFeatures(TrigRF(), V, D, defensive=0), "defensive = 0"),
+        (lambda: Unigram([1.0, -1.0]), "count of class 1"),
+        (lambda: TreeFeatures(OPRF(), V, D).draw(queries, targets, 3), "call rebuild"),
+        (lambda: softmax(queries, torch.tensor([0, 1, V])), "target 300"),
+        (lambda: softmax(queries[:2], targets), "expected"),
+        (lambda: softmax(queries[:0], targets[:0]), "at least one"),
+        (lambda: softmax(queries / 0, targets), "query 0 is not finite"),
+        (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([V]), head.weight), "class 300"),
+        (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight[1:]), "class vectors of shape"),
+    ]
+    for call, words in refused:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+# ---- the report
+
+
+def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are_not():
+    found = sampling_study.gradient_errors(0, 4.0, 500, [16], queries=16, repeats=100)
+    assert abs(found["exact softmax"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
+    assert found["exact softmax"]["variance"] < found["FAVOR++, m = 16"]["variance"] < found["uniform"]["variance"]
+
+
+@pytest.mark.slow
+def test_the_report_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    for name, value in {"CLASSES": (1000, 2000), "LARGEST": {64: 2000, 16: 1000}, "BARS": {1000: 1.0},
+                        "STEP_BAR_FROM": 2000, "SEEDS": {"small": 3}, "rounds": lambda classes: 1,
+                        "GRADIENT": {"classes": 1000, "ms": [16], "queries": 32, "repeats": 100},
+                        "DRIFT": {"classes": 500, "m": 16, "steps": 3}}.items():
+        monkeypatch.setattr(sampling_report, name, value)
+    sampling_report.main("small")
+    text = (tmp_path / "sampling.md").read_text()
+    assert "Time of a step" in text and "variance of the gradient below" in text
+    assert (tmp_path / "sampling.png").exists()
