@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -98,6 +98,18 @@ proteins-long: $(STAMP)  ## Performers Figure 7, right: chains of 8192 letters, 
 
 attention-maps: $(STAMP)  ## Performers Figures 10 to 13: attention of a protein model, amino acids beside BLOSUM62 (needs CRT_DATA)
 	@$(PY) -m crt_exp.report attention_maps --size $(SIZE) $(OPTIONS)
+
+hrf-lm: $(STAMP)  ## HRF Figures 3, 8, Tables 4, 5: a language model's softmax by random features (needs CRT_DATA)
+	@$(PY) -m crt_exp.report hrf_lm --size $(SIZE)
+
+hrf-sampled: $(STAMP)  ## HRF Figure 10: a language model trained by sampled softmax, by sampler (needs CRT_DATA)
+	@$(PY) -m crt_exp.report hrf_sampled --size $(SIZE)
+
+ptb-peer: $(STAMP)  ## the language model of hrf-lm beside the same run in plain PyTorch (needs CRT_DATA)
+	@$(PY) -m crt_exp.report ptb_peer --size $(SIZE)
+
+sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
 families: $(STAMP)  ## every model type of transformers, timm, torch and torchaudio, swapped: exact, refused or wrong
 	@$(PY) -m crt_exp.report $@

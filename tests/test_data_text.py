@@ -16,7 +16,6 @@ from crt_exp.data.text import (
     Stream,
     bert_tokenizer,
     check_vocabulary,
-    corpus,
     fingerprint,
     generator_of,
     hub_documents,
@@ -314,40 +313,7 @@ def test_hub_without_network(monkeypatch):
     assert "someone/some-text" in message and "network" in message and "text files" in message
 
 
-# ------------------------------------------------------------------------------------------------ word corpora
-def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n") -> Path:
-    for split, text in (("train", train), ("valid", valid), ("test", test)):
-        (folder / f"ptb.{split}.txt").write_text(text)
-    return folder
-
-
-def test_corpus_of_words(tmp_path):
-    found = corpus("ptb", write_ptb(tmp_path))
-    assert found.words == ("<eos>", "a", "<unk>", "b", "c") and found.train.dtype == np.int32
-    assert [part.tolist() for part in found[1:]] == [[1, 3, 1, 0, 4, 2, 0], [1, 2, 0], [3, 0]]
-
-
-def test_bad_corpora(tmp_path, monkeypatch):
-    monkeypatch.delenv("CRT_DATA", raising=False)
-    assert "CRT_DATA is not set" in refused(corpus, "ptb")
-    message = refused(corpus, "wikitext2", tmp_path)
-    assert str(tmp_path / "wiki.train.tokens") in message and "python -m crt_exp.data fetch wikitext2" in message
-    assert "train, valid, test" in refused(official_file, "ptb", "dev")
-    assert "'z' is not in the training text" in refused(corpus, "ptb", write_ptb(tmp_path, train="a b\n"))
-    assert "ptb.test.txt: the file is empty" in refused(corpus, "ptb", write_ptb(tmp_path, test=""))
-
-
 # ---------------------------------------------------------------------------------------------- official files
-@official
-@pytest.mark.parametrize(("name", "words", "tokens"), [("ptb", 10000, (929589, 73760, 82430)),
-                                                       ("wikitext2", 33278, (2088628, 217646, 245569))])
-def test_published_tokens(name, words, tokens):
-    found = corpus(name)
-    assert len(found.words) == len(set(found.words)) == words and tuple(map(len, found[1:])) == tokens
-    counts = np.bincount(found.train, minlength=words)
-    assert (np.diff(counts) <= 0).all() and counts[-1] > 0   # every word of the vocabulary is in the training text
-
-
 @official
 def test_wikitext2_with_berts_vocabulary(tmp_path):
     path = Path(os.environ["CRT_DATA"]) / "checkpoints" / "bert-uncased-vocab"

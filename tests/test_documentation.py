@@ -276,6 +276,7 @@ TINY = {  # the same command in a second: overrides that are added to it
     "mae": ["trainer.steps=2"],
     "trembl": ["task.dataset=generated", "task.preset=tiny", "task.generated.sequences=200", "+task.sizes.d=16",
                "+task.sizes.d_ff=16", "task.validation_share=0.1", "task.test_share=0.1", "trainer.steps=2"],
+    "ptb": ["trainer.steps=2", "task.width=16"],
     "first": ["trainer.epochs=1"],
 }
 
@@ -295,6 +296,7 @@ def runs():
         given = ("task.model=", "trainer.processes=", "experiment=", "task.init=outputs/")
         needs = any(word.startswith(given) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
+        needs |= "task.corpus=ptb" in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
             yield pytest.param(words[3:], TINY[task], marks=[pytest.mark.slow] if task in SLOW else [],
                                id=" ".join(words[3:]))

@@ -15,13 +15,14 @@ ROOMS = [
     ["samplers"],
     ["features"],
     ["bounds"],
-    ["attention.checks", "attention.partials"],  # what engines share with the layers above them
+    ["attention.checks", "attention.blocked", "attention.partials"],  # what engines share with the layers above them
     ["attention.engines"],
     ["attention"],
     ["data"],
     ["metrics"],
     ["swap"],
     ["mechanism"],
+    ["sampling"],
     ["models"],
     ["estimators"],
     ["tasks", "studies"],

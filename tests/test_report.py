@@ -33,7 +33,8 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "fig4_right": "attention in a ViT", "table2": "the paper's rows of attention",
     "proteins": "attention in a language model", "redraw": "attention in a language model",
     "kernels": "functions of generalised attention", "proteins_long": "attention in a language model",
-    "attention_maps": "attention in a language model"}
+    "attention_maps": "attention in a language model", "sampling": "samplers of classes",
+    "hrf_lm": "hybrids, named in its setting", "hrf_sampled": "samplers of classes", "ptb_peer": "one model twice"}
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 
 

@@ -136,7 +136,7 @@ TABLE = (
             ("valid", 3370, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
             ("test", 3761, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"))), size="35 MB"),
     # The order of the articles in the training file differs between copies, so only its size is checked.
-    Source("wikitext2", "mlm books", "https://huggingface.co/datasets/Salesforce/wikitext", tuple(
+    Source("wikitext2", "mlm ptb books", "https://huggingface.co/datasets/Salesforce/wikitext", tuple(
         File(f"wikitext2/wiki.{part}.tokens", WIKITEXT2_ARCHIVE, f"wikitext-2/wiki.{part}.tokens", rows, digest=digest)
         for part, rows, digest in (
             ("train", 23767, "size:10797148"),

@@ -1,4 +1,4 @@
-"""Text as token ids: tokenizers from a vocabulary file, masked blocks for masked language models, word-level corpora.
+"""Text as token ids: tokenizers from a vocabulary file, and masked blocks for masked language models.
 
 Nothing here draws from a global generator: the masks of a block come from a generator that the caller names (such as
 `Plan.rng`), those of a stream from (seed, rank, step), so a run that resumes sees what the uninterrupted run would have
@@ -236,46 +236,6 @@ def checked_split(name: str, split: str) -> int:
     if split not in splits:
         raise DataError(f"{name} has no split {split!r}; it has {', '.join(splits)}.")
     return splits.index(split)
-
-
-# ------------------------------------------------------------------------------------------------- word corpora
-class Corpus(NamedTuple):
-    """A text as word ids, one <eos> at the end of each line."""
-
-    words: tuple[str, ...]                                   # (V,) from the most frequent in the training text down
-    train: np.ndarray                                        # (tokens,) int32
-    valid: np.ndarray
-    test: np.ndarray
-
-
-def corpus(name: str, data_dir: str | Path | None = None) -> Corpus:
-    """Word-level Penn Treebank ("ptb") or WikiText-2 ("wikitext2"), all three parts, from the official files.
-
-    Equal counts are ordered by the word, so that the ids do not depend on the order of the articles. A word that the
-    training text lacks counts as <unk>. Raises DataError.
-    """
-    train, valid, test = (words_of(official_file(name, split, data_dir)) for split in ("train", "valid", "test"))
-    counts = Counter(train)
-    words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
-    ids = {word: i for i, word in enumerate(words)}
-    return Corpus(words, *(word_ids(part, ids, name) for part in (train, valid, test)))
-
-
-def words_of(path: Path) -> list[str]:
-    words = [word for _, line in numbered_lines(path) for word in (*line.split(), "<eos>")]
-    if not words:
-        raise DataError(f"{path}: the file is empty. Get it again: `python -m crt_exp.data fetch {path.parent.name}`.")
-    return words
-
-
-def word_ids(words: Sequence[str], ids: dict[str, int], name: str) -> np.ndarray:
-    unknown = ids.get("<unk>", -1)
-    found = np.fromiter((ids.get(word, unknown) for word in words), np.int32, len(words))
-    if found.min() < 0:
-        raise DataError(f"{name}: {words[int(found.argmin())]!r} is not in the training text, which has no <unk> for "
-                        "it either.\nThe files do not belong together. Get them again: "
-                        f"`python -m crt_exp.data fetch {name}`.")
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------- packing

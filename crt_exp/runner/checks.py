@@ -36,16 +36,23 @@ def check_attention(cfg) -> None:
     if cfg.get("attention") is None:
         return
     used = uses(cfg.attention)
-    unused = [o for o in overrides() if (part := _part_of(o)) and part not in used]
+    unused = [o for o in overrides() if _part_of(o) in {"features", "sampler", "m"} - used]
     if unused:
         raise ConfigError(f"attention={choice('attention')} makes no use of it: leave out {' '.join(unused)}")
 
 
 def _part_of(override: str) -> str | None:
-    """Which part of a mechanism an override chooses: features, sampler or m."""
+    """Which part of a mechanism an override chooses: attention, features, sampler or m."""
     key = override.split("=")[0].lstrip("+~")
     group = key.split(".")[0]
-    return "m" if key == "features.m" else group if group in ("features", "sampler") else None
+    return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
+
+
+def check_used(task) -> None:
+    """Choices that the task, with its options, makes no use of."""
+    unused = [o for o in overrides() if (part := _part_of(o)) and part not in task.uses]
+    if unused:
+        raise ConfigError(f"task={choice('task')} with these options makes no use of it: leave out {' '.join(unused)}")
 
 
 def check_sweeper(cfg) -> None:
@@ -75,6 +82,7 @@ def check_training(cfg, task, mechanism) -> None:
     processes = world_size() if inside_torchrun() else config.processes or 1
     check_processes(config, processes)
     planned_steps(config, task, processes)
+    check_used(task)
     if choice("attention"):
         with named("attention"):
             mechanism.layer(2, 8)

@@ -28,6 +28,8 @@ class Task(Protocol):
     lower_is_better: bool = False
     validation: str | None = "validation"
     test: str | None = "test"
+    # parts of the run's mechanism that decide anything in this task; choices of others are refused
+    uses: frozenset[str] = frozenset({"attention", "features", "sampler", "m"})
 
     def length(self, split: str) -> int | None:
         """Rows of a split; None where it is streamed: then `trainer.steps` must say when training ends."""

@@ -1,4 +1,4 @@
-"""Pictures that a run of images leaves in its directory, beside the numbers they are drawn from."""
+"""Pictures that a run of images or words leaves in its directory, beside the numbers they are drawn from."""
 
 import csv
 from collections.abc import Sequence
@@ -95,3 +95,20 @@ def coloured(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.n
     """(H, W, 3) in [0, 1]; a prediction may lie outside of what can be shown."""
     shown = image.permute(1, 2, 0) * image.new_tensor(std) + image.new_tensor(mean)
     return shown.clamp(0, 1).numpy()
+
+
+# ---- language models
+
+def lengths(queries: np.ndarray, keys: np.ndarray, directory: Path) -> None:
+    """lengths.csv and lengths.png: histograms of |h| of all words read and of |e| of all classes (HRF Figures 7, 9)."""
+    edges = np.linspace(0.0, 1.001 * max(queries.max(), keys.max()), 61)
+    found = {"queries": np.histogram(queries, edges)[0], "keys": np.histogram(keys, edges)[0]}
+    with open(directory / "lengths.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["from", "to", *found])
+        writer.writerows(zip(edges[:-1].tolist(), edges[1:].tolist(), *(part.tolist() for part in found.values())))
+    figure, axes = new_figure(7, 3, columns=2)
+    for ax, (name, part) in zip(axes[0], found.items()):
+        ax.stairs(part, edges, fill=True)
+        ax.set(title=f"lengths of {name}", xlabel="length", ylabel="how many")
+    figure.savefig(directory / "lengths.png", dpi=120)

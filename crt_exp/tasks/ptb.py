@@ -1,0 +1,225 @@
+"""Language models of words on the Penn Treebank, WikiText-2 or any text, with full or sampled softmax (HRF 4.2, I).
+
+An LSTM reads the text in columns and carries its state from batch to batch. What is reported is the perplexity of every
+word of a split by the full softmax, however the model was trained; beside it stand the unigram's and, for a generated
+chain, the floor that no model can get below.
+
+Legend: B columns of a step, T words of each, n words that are predicted, V words of the vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crt_exp.config import ConfigError
+from crt_exp.data import words as data
+from crt_exp.data.text import IGNORED
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import lstm
+from crt_exp.sampling import DenseFeatures, ExactSoftmax, LogUniform, SampledSoftmax, TreeFeatures, Uniform, Unigram
+from crt_exp.schema import Count, NotNegative, Positive, at_least, below, checked
+from crt_exp.tasks import drawings
+from crt_exp.tasks.base import Batch, Plan, Reader, Task
+
+PARTS = {"train": "train", "validation": "valid", "test": "test"}
+
+
+class Sampling(TypedDict):
+    """Of a sampled softmax: negatives of each word. Of random features: the kernel exp(cos(h, e) / temperature), steps
+    after which their tables are made anew, and whether draws go down a tree or through a number for each class."""
+
+    negatives: Count
+    temperature: Positive
+    rebuild_every: Count
+    tree: bool
+
+
+class Lengths(TypedDict):
+    """What lengths other than 1 of queries (outputs) and keys (embeddings) cost: HRF (105)."""
+
+    queries: NotNegative
+    keys: NotNegative
+
+
+@checked("task")
+@dataclass(eq=False)
+class PTB(Task):
+    """See `conf/task/ptb.yaml` for the options.
+
+    Raises DataError for texts that are missing, empty or do not go together, ConfigError for options that do not.
+    """
+
+    corpus: str
+    data_dir: str | None
+    min_count: Count
+    generated: data.Options
+    width: Count
+    layers: Count
+    dropout: Annotated[float, at_least(0), below(1)]
+    bptt: Count
+    softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "features"]
+    sampling: Sampling
+    temperature: Positive
+    lengths: Lengths
+    eval_columns: Count
+
+    metric, lower_is_better = "perplexity", True
+
+    def __post_init__(self):
+        self.carried: dict[str, Tensor] = {}
+        self.queries: list[float] = []
+        self.chain = data.Chain.of(self.generated) if self.corpus == "generated" else None
+        self.text = (self.chain.corpus(self.generated) if self.chain
+                     else data.corpus(self.corpus, self.data_dir, self.min_count))
+        V, negatives = len(self.text.words), self.sampling["negatives"]
+        if self.softmax != "full" and negatives > V - 1:
+            raise ConfigError(f"task.sampling.negatives = {negatives}: this text has {V} words, {V - 1} besides the "
+                              "one that is to be predicted; take fewer, or task.softmax=full")
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """Which parts of the run's mechanism decide anything: the samplers by random features alone take them."""
+        return super().uses if self.softmax == "features" else frozenset()
+
+    # ---- text
+
+    def length(self, split: str) -> int:
+        return len(getattr(self.text, PARTS[split]))
+
+    def epoch_steps(self, plan: Plan) -> int:
+        return self.training_columns(plan.batch).steps(self.bptt)
+
+    def training_columns(self, count: int) -> data.Columns:
+        return data.columns(self.text.train, count, self.text.eos, whole=False)
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        """tokens and labels (B, T), labels -100 where there is no word; `place`: which of a process's micro-batches it
+        is, so whose state it goes on with; `first`: whether its columns begin. Of the test of a split each word counts
+        once, in the same columns on any number of processes."""
+        if split == "train":
+            yield from self.training_batches(plan)
+            return
+        whole = data.columns(getattr(self.text, PARTS[split]), self.eval_columns, self.text.eos, whole=True)
+        mine = (self.eval_columns * each // plan.world for each in (plan.rank, plan.rank + 1))
+        for step, part in enumerate(whole.rows(*mine).batches(self.bptt)):
+            if (part.labels != IGNORED).any():
+                yield as_batch(part, 0, step)
+
+    def training_batches(self, plan: Plan) -> Iterator[Batch]:
+        share = plan.batch // plan.world
+        mine = self.training_columns(plan.batch).rows(plan.rank * share, (plan.rank + 1) * share)
+        rows = share // plan.micro
+        for step, part in enumerate(mine.batches(self.bptt, plan.start), plan.start):
+            for place in range(plan.micro):
+                yield as_batch(part.rows(place * rows, (place + 1) * rows), place, step)
+
+    # ---- model
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        body = lstm.WordLSTM(len(self.text.words), self.width, self.layers, self.dropout)
+        lengths = lstm.Lengths(**self.lengths)
+        return lstm.LanguageModel(body, self.head(body.embedding, mechanism), self.temperature, lengths)
+
+    def head(self, embedding: nn.Embedding, mechanism: Mechanism) -> nn.Module:
+        """What gives the loss in training. Raises ConfigError for a mechanism without random features."""
+        if self.softmax == "full":
+            return lstm.FullSoftmax(embedding.weight)
+        if self.softmax == "features" and not mechanism.estimates:
+            raise ConfigError(f"task.softmax=features samples by random features, and attention={mechanism.name} has "
+                              "none: choose features=..., or task.softmax=uniform, log_uniform, unigram, exact or full")
+        V, options = len(self.text.words), self.sampling
+        tables = TreeFeatures if options["tree"] else DenseFeatures
+        make = {"uniform": lambda: Uniform(V), "log_uniform": lambda: LogUniform(V),
+                "unigram": lambda: Unigram(torch.from_numpy(self.text.counts)),
+                "exact": lambda: ExactSoftmax(embedding),
+                "features": lambda: tables(mechanism, V, self.width, temperature=options["temperature"],
+                                           seed=mechanism.seed)}
+        return SampledSoftmax(make[self.softmax](), embedding, options["negatives"], rebuild_every=1)
+
+    # ---- training, with a state that is carried
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        place = str(batch["place"])
+        before = None if batch["first"] else self.carried[place].to(batch["tokens"].device)
+        found = model(batch["tokens"], batch["labels"], before)
+        self.carried[place] = found.state.detach()
+        return found.loss
+
+    def updated(self, model: nn.Module, step: int) -> None:
+        """Nearly every embedding moves in every step of Adam, so that tables are made anew, and not followed."""
+        if self.softmax == "features" and step % self.sampling["rebuild_every"] == 0:
+            model.head.update()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.carried)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.carried = dict(state)
+
+    # ---- metrics
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """Of all words of the split, by the full softmax: loss in nats, its exponential, how many are guessed right."""
+        unigram = torch.from_numpy(self.unigram)
+        loss = right = count = base = 0
+        state, lengths = None, []
+        for batch in reader.batches(split):
+            found = model(batch["tokens"], batch["labels"], None if batch["first"] else state)
+            state, labels = found.state, batch["labels"][batch["labels"] != IGNORED].cpu()
+            loss, right, count = loss + float(found.loss), right + int(found.right.sum()), count + len(labels)
+            base -= float(unigram[labels].log().sum())
+            lengths += found.lengths.tolist()
+        loss, right, count, base = reader.sum(loss, right, count, base)
+        self.queries = reader.gather(lengths)
+        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "words": count,
+                "unigram_perplexity": exp(base / count)} | self.floor(split) | self.measured_lengths(model)
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        """(V,): the share of each word in the training text, where each is there once more."""
+        counts = self.text.counts + 1.0
+        return counts / counts.sum()
+
+    def floor(self, split: str) -> dict[str, float]:
+        """Of a generated chain: the cross-entropy of its true chances."""
+        if self.chain is None:
+            return {}
+        loss = float(-self.chain.log_chances(self.text, getattr(self.text, PARTS[split])).mean())
+        return {"floor_loss": loss, "floor_perplexity": exp(loss)}
+
+    def measured_lengths(self, model: nn.Module) -> dict[str, float]:
+        """Means of |h| and |e|, by which the error of random features goes."""
+        return {"query_length": float(np.mean(self.queries)),
+                "key_length": float(model.body.embedding.weight.norm(dim=-1).mean())}
+
+    # ---- what is left
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
+        lstm.keep(model.body, self.text.words, self.temperature, body, directory)
+        drawings.lengths(np.array(self.queries), body["embedding.weight"].norm(dim=-1).cpu().numpy(), directory)
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        floor = f", floor {last['floor_perplexity']:.2f}" if "floor_perplexity" in last else ""
+        how = {"full": "full softmax", "features": "softmax sampled by random features"}
+        return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}{floor}) by "
+                f"{how.get(self.softmax, f'softmax sampled by the {self.softmax} law')} ({last['split']}, "
+                f"step {last['step']})")
+
+
+def as_batch(part: data.Columns, place: int, step: int) -> Batch:
+    return {"tokens": torch.from_numpy(part.tokens.copy()), "labels": torch.from_numpy(part.labels.copy()),
+            "place": place, "first": step == 0}
+
+
+def exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

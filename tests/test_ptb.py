@@ -1,0 +1,259 @@
+"""task=ptb as a user types it: texts, a state that is carried, full and sampled softmax, many processes."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from refusals import check_refused
+from stopping import stopped_and_continued
+from torch.nn import functional as F
+
+from crt_exp.data.text import IGNORED
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import lstm
+from crt_exp.runner import checkpoint
+from crt_exp.tasks.base import Plan, Reader
+from crt_exp.tasks.ptb import PTB
+
+PENN = Path(os.environ.get("CRT_DATA", "none")) / "ptb"
+SAMPLED = ["uniform", "log_uniform", "unigram", "exact", "features"]
+GENERATED = {"words": 12, "train": 600, "validation": 150, "test": 150, "evenness": 0.1, "seed": 0}
+OPTIONS = {"corpus": "generated", "data_dir": None, "min_count": 1, "generated": GENERATED, "width": 16, "layers": 2,
+           "dropout": 0.0, "bptt": 7, "softmax": "full",
+           "sampling": {"negatives": 5, "temperature": 1.0, "rebuild_every": 3, "tree": True}, "temperature": 1.0,
+           "lengths": {"queries": 0.0, "keys": 0.0}, "eval_columns": 4}
+
+
+@pytest.fixture
+def typed(typed, tmp_path, monkeypatch, one_thread):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+    def run(*args, directory="run"):
+        monkeypatch.delenv("CRT_DATA", raising=False)
+        base = ["trainer.batch=4", "trainer.steps=6", "trainer.save_every=1000", "trainer.eval_every=1000",
+                "task.width=16", "task.bptt=7", "task.sampling.negatives=5", "task.sampling.rebuild_every=3",
+                "task.eval_columns=4", "trainer.processes=null",
+                *[f"task.generated.{key}={value}" for key, value in GENERATED.items()]]
+        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
+        return typed("task=ptb", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+    return run
+
+
+def records(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+
+
+def task_of(**options):
+    return PTB(**OPTIONS | options)
+
+
+def trained(task, steps, batch=4):
+    """Without the runner."""
+    model, plan = built(task).train(), Plan(batch)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    for step in range(steps):
+        if step % task.epoch_steps(plan) == 0:
+            batches = task.batches("train", plan)
+        optimizer.zero_grad()
+        task.loss(model, next(batches)).backward()
+        optimizer.step()
+        task.updated(model, step + 1)
+    return model.eval()
+
+
+def built(task, **options):
+    return task.build(Mechanism.of(features="oprf", m=8, **options))
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_beyond_the_unigram_and_not_below_the_floor(one_thread):
+    task = task_of(generated=GENERATED | {"train": 2000})
+    found = task.evaluate(trained(task, 100, batch=20), "test", Reader(task))
+    assert found["floor_loss"] < found["loss"] < np.log(found["unigram_perplexity"]) - 0.1 and found["words"] == 150
+
+
+def test_what_a_run_keeps(typed, tmp_path):
+    """The model gives the same loss, and the histograms hold every query and every key."""
+    code, out, err = typed("task.temperature=0.5", "trainer.log_every=3")
+    assert code == 0 and err == "" and "ptb: perplexity" in out and "by full softmax" in out, err
+    assert {r["split"] for r in records(tmp_path / "run")} == {"train", "validation", "test"}
+    kept, task, last = lstm.load(tmp_path / "run", "run"), task_of(), records(tmp_path / "run")[-1]
+    model = lstm.LanguageModel(kept.body, None, kept.temperature).eval()
+    found = task.evaluate(model, "test", Reader(task))
+    assert found["loss"] == pytest.approx(last["loss"], rel=1e-6) and kept.words == task.text.words
+    rows = [*csv.DictReader((tmp_path / "run" / "lengths.csv").read_text().splitlines())]
+    assert sum(int(r["queries"]) for r in rows) == 150 and sum(int(r["keys"]) for r in rows) == 12
+    assert (tmp_path / "run" / "lengths.png").stat().st_size > 5000
+    for length, key in (("query_length", "queries"), ("key_length", "keys")):
+        middle = [(float(r["from"]) + float(r["to"])) / 2 for r in rows]
+        weights = [int(r[key]) for r in rows]
+        assert np.average(middle, weights=weights) == pytest.approx(last[length], abs=0.02)
+
+
+@pytest.mark.parametrize("softmax", SAMPLED)
+def test_sampled_softmax_learns(softmax, one_thread):
+    """Evaluation is by the full softmax of the same weights, whatever trained them."""
+    task = task_of(softmax=softmax)
+    model = trained(task, 60)
+    found = task.evaluate(model, "test", Reader(task))
+    assert found == task.evaluate(lstm.LanguageModel(model.body, None).eval(), "test", Reader(task))
+    assert found["floor_loss"] < found["loss"] < np.log(found["unigram_perplexity"])
+
+
+# ---- columns and the state that is carried ---------------------------------------------------------------------------
+
+
+def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once():
+    """The state goes from batch to batch and begins anew with an epoch; micro-batches have their own."""
+    task = task_of()
+    model = built(task)
+    for plan, parts in ((Plan(4), 1), (Plan(4, micro=2), 2)):
+        for _ in range(2):
+            batches = [*task.batches("train", plan)]
+            losses = [task.loss(model, batch).detach() for batch in batches]
+            sizes = [batch["labels"].numel() for batch in batches]
+        mean = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
+        whole = task.training_columns(4)
+        outputs, _ = model.body(torch.from_numpy(whole.tokens))
+        torch.testing.assert_close(mean, F.cross_entropy((outputs @ model.body.embedding.weight.T).flatten(0, 1),
+                                                         torch.from_numpy(whole.labels).flatten()).detach())
+        assert task.state_dict().keys() == set("01"[:parts]) and len(batches) == parts * task.epoch_steps(plan)
+        task.load_state_dict({})
+
+
+@pytest.mark.parametrize("bptt, batch", [(7, 32), (50, 3)])
+def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(bptt, batch):
+    task = task_of()
+    model = built(task).eval()
+    with torch.no_grad():
+        expected = task.evaluate(model, "validation", Reader(task))
+        found = task_of(bptt=bptt).evaluate(model, "validation", Reader(task_of(bptt=bptt), batch=batch))
+    assert found == pytest.approx(expected, rel=1e-6) and found["words"] == 150
+
+
+def test_processes_share_the_columns_of_an_evaluation():
+    task = task_of(eval_columns=5)
+    parts = [[*task.batches("test", Plan(1, rank=rank, world=3))] for rank in range(3)]
+    rows = [torch.cat([batch["labels"] for batch in part], 1) for part in parts]
+    joined = torch.cat([row.flatten() for row in rows])
+    assert joined[joined != IGNORED].tolist() == task.text.test.tolist() and [len(row) for row in rows] == [1, 2, 2]
+    assert [*task_of(eval_columns=1).batches("test", Plan(1, rank=0, world=2))] == []
+
+
+def test_lengths_and_temperature_of_the_loss():
+    task = task_of(temperature=0.5, lengths={"queries": 0.3, "keys": 0.7})
+    model, batch = built(task), next(task.batches("train", Plan(4)))
+    outputs, e = model.body(batch["tokens"])[0].flatten(0, 1), model.body.embedding.weight
+    cost = 0.3 * (outputs.norm(dim=1) - 1).square().mean() + 0.7 * (e.norm(dim=1) - 1).square().mean()
+    expected = F.cross_entropy(2 * outputs @ e.T, batch["labels"].flatten()) + cost
+    torch.testing.assert_close(task.loss(model, batch), expected)
+    alone = model.eval()(batch["tokens"], batch["labels"])
+    torch.testing.assert_close(alone.loss.float() / len(outputs), (expected - cost))
+    torch.testing.assert_close(alone.lengths, outputs.norm(dim=1))
+
+
+def test_lengths_come_near_one(one_thread):
+    tasks = [task_of(temperature=0.3, lengths={"queries": beta, "keys": beta}) for beta in (0.0, 5.0)]
+    plain, near = (task.evaluate(trained(task, 60), "test", Reader(task)) for task in tasks)
+    for key in ("query_length", "key_length"):
+        assert abs(near[key] - 1) < 0.1 and abs(near[key] - 1) < abs(plain[key] - 1) / 2
+
+
+# ---- stopped and continued, many processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [["task.softmax=features", "features.m=8"],
+                                  pytest.param(["task.softmax=full"], marks=pytest.mark.slow)], ids=" ".join)
+def test_a_stopped_run_continues_to_the_same_numbers(args, typed, tmp_path, monkeypatch, interruptible):
+    """In the middle of an epoch and between two rebuilds of the sampler's tables, dropout and two states included."""
+    args = [*args, "trainer.accumulate=2", "trainer.steps=10", "trainer.save_every=7", "trainer.log_every=1"]
+    assert typed(*args)[0] == 0
+    stopped_and_continued(typed, monkeypatch, PTB, 2 * 8, *args)
+    assert records(tmp_path / "stopped") == records(tmp_path / "run")
+    one, two = (checkpoint.load_tensors(tmp_path / d / "model" / "model.safetensors") for d in ("run", "stopped"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(typed, tmp_path):
+    """Each reads its own columns, and goes on with its own state, also where the run was continued."""
+    args = ["task.dropout=0", "trainer.steps=25", "trainer.save_every=5", "trainer.log_every=5"]
+    assert typed(*args)[0] == 0 and typed(*args, "trainer.processes=2", directory="two")[0] == 0
+    assert typed(*args, "trainer.processes=2", "trainer.steps=15", directory="short")[0] == 0
+    one, two = records(tmp_path / "run"), records(tmp_path / "two")
+    assert [r["split"] for r in one] == [r["split"] for r in two]
+    for a, b in zip(one, two):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b.get("words") == a.get("words")
+    states = checkpoint.load_tensors(tmp_path / "two" / "checkpoints" / "step-25" / "task.safetensors")
+    assert states["0.0"].shape == (2, 2, 2, 16) and not torch.equal(states["0.0"], states["1.0"])
+
+
+@pytest.mark.slow
+def test_two_processes_continue_bit_for_bit(typed, tmp_path):
+    args = ["trainer.processes=2", "task.softmax=features", "features.m=8", "trainer.steps=20", "trainer.save_every=10"]
+    assert typed(*args)[0] == 0 and typed(*args, directory="other")[0] == 0
+    final = tmp_path / "other" / "checkpoints" / "step-20"
+    checkpoint.shutil.rmtree(final)
+    lines = (tmp_path / "other" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other" / "metrics.jsonl").write_text("".join(lines[:-1]))
+    code, _, err = typed(*args, "resume=auto", directory="other")
+    assert code == 0, err
+    assert records(tmp_path / "other") == records(tmp_path / "run")
+
+
+# ---- what a user can get wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, words", [
+    (["task.corpus=ptb"], ["CRT_DATA is not set", "crt_exp.data fetch ptb"]),
+    (["task.corpus=wikitext2", "task.data_dir=/nowhere"], ["/nowhere", "is not there"]),
+    (["task.corpus=/nowhere.txt"], ["/nowhere.txt is not there"]),
+    (["task.softmax=sampled"], ["task.softmax = sampled", "log_uniform"]),
+    (["task.softmax=uniform", "task.sampling.negatives=12"], ["this text has 12 words, 11 besides"]),
+    (["task.generated.words=1"], ["task.generated.words = 1", "at least 2"]),
+    (["features.m=8"], ["task=ptb with these options makes no use of it: leave out features.m=8"]),
+    (["attention=favorpp", "task.softmax=unigram"], ["leave out attention=favorpp"]),
+    (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
+    (["trainer.batch=601"], ["trainer.batch = 601 is more than the 600"]),
+    (["task.temperature=0"], ["task.temperature = 0", "above 0"]),
+    (["task.lengths.keys=-1"], ["task.lengths.keys = -1"]),
+], ids=str)
+def test_bad_options(args, words, typed, tmp_path):
+    check_refused(typed(*args), words, tmp_path / "run")
+
+
+def test_empty_and_unfitting_files(typed, tmp_path):
+    for part, text in (("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")):
+        (tmp_path / f"ptb.{part}.txt").write_text(text)
+    args = ["task.corpus=ptb", f"task.data_dir={tmp_path}"]
+    check_refused(typed(*args), ["ptb.test.txt, line 1: 'c' is not in the training text"], tmp_path / "run")
+    (tmp_path / "ptb.train.txt").write_text("")
+    check_refused(typed(*args), ["ptb.train.txt: the file is empty"], tmp_path / "run")
+
+
+def test_what_is_no_run_of_this_task(tmp_path):
+    from crt_exp.data import DataError
+
+    with pytest.raises(DataError, match="there is no such directory"):
+        lstm.load(tmp_path / "gone", "run")
+    (tmp_path / "config.json").write_text('{"kind": "other"}')
+    with pytest.raises(DataError, match="is a run of another task"):
+        lstm.load(tmp_path, "run")
+
+
+# ---- the real text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PENN.is_dir(), reason="needs $CRT_DATA/ptb")
+def test_the_penn_treebank():
+    task = task_of(corpus="ptb", data_dir=str(PENN), width=8, bptt=35)
+    assert task.epoch_steps(Plan(20)) == 1328 and task.length("test") == 82430
+    found = task.evaluate(built(task).eval(), "test", Reader(task))
+    assert found["words"] == 82430 and 600 < found["unigram_perplexity"] < 720
