@@ -84,7 +84,7 @@ BAD = [
     ("~seed", "seed is missing: it takes a whole number"),
     ("resume=true", "resume = true: it takes never or auto"),
     ("~task", "task is missing"),
-    ("~features", "features is missing: a run needs one, features=... (known: geom"),
+    ("~features", "features is missing: a run needs one, features=... (known: angular"),
     ("~task.repeats", "task.repeats is missing: it takes a whole number of at least 1"),
     ("~features.m", "features.m is missing"),
     ("+x=1", "unknown key 'x'"),

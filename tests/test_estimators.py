@@ -202,7 +202,8 @@ def test_weights_and_offsets_are_the_features(mechanism, n):
 
 @pytest.mark.parametrize("mechanism", NO_WEIGHTS)
 def test_other_maps_have_no_weights(mechanism):
-    model = RandomFeatures(mechanism).fit(points())
+    n = Mechanism.of(features=mechanism).map("gaussian").width(2)
+    model = RandomFeatures(mechanism, n_components=n).fit(points())
     assert not hasattr(model, "random_weights_") and not hasattr(RandomFeatures("trig"), "random_offset_")
 
 

@@ -48,7 +48,7 @@ class Estimate:
         """keys (V, d)."""
         self.bound = phi.bind(noise, params)
         blocks = blocks_of(self.bound.phi_k(keys))
-        self.largest = [base.log_scale.amax(-2, keepdim=True) for _, base in blocks]     # (1, D), or (1, 1)
+        self.largest = [largest(base.log_scale) for _, base in blocks]     # (1, D), or (1, 1)
         self.keys = [(weight, scaled(base, base.log_scale - top)) for (weight, base), top in zip(blocks, self.largest)]
 
     def __call__(self, queries: Tensor) -> Tensor:
@@ -61,9 +61,15 @@ class Estimate:
         return sum(found[1:], start=found[0])
 
 
-def blocks_of(features: Features | Blocks | Selected) -> list[tuple[Tensor | None, Features]]:
-    """Weights (L, R) and bases (L, D) whose products are the features; None: there is no weight."""
-    if isinstance(features, Blocks):
+def largest(log: Tensor) -> Tensor:
+    """(..., V, D) -> (..., 1, D): over classes; finite, also of a cluster that no class belongs to."""
+    return log.amax(-2, keepdim=True).clamp(min=torch.finfo(log.dtype).min)
+
+
+def blocks_of(features: Features | Blocks) -> list[tuple[Tensor | None, Features]]:
+    """Weights (L, R) and bases (L, D) whose products are the features; None: there is no weight. Features of clusters,
+    most of which are 0, are written out."""
+    if isinstance(features, Blocks) and not any(isinstance(block, Selected) for block in features.parts):
         return [(block.weight, block.base) for block in features.parts]
     return [(None, features if isinstance(features, Features) else features.dense())]
 
