@@ -281,7 +281,7 @@ TINY = {  # the same command in a second: overrides that are added to it
 }
 
 
-SLOW = ("mae", "imagenet")   # tasks whose every run takes seconds; their own tests are among the fast ones
+SLOW = ("mae", "imagenet", "trembl")   # tasks whose every run takes seconds; their own tests are among the fast ones
 
 
 def task_of(words):

@@ -217,7 +217,8 @@ def test_weights_have_the_dtype_of_the_data(mechanism):
         np.testing.assert_allclose(getattr(one, name), getattr(two, name))
 
 
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("mechanism", [*IN_PAIRS, OPRF("gaussian", True, A=-0.1)], ids=repr)
 def test_odd_numbers_of_columns_are_unbiased(mechanism, n):
     P = np.array([[0.0, 0.2], [0.5, -0.1], [-0.3, 0.2]])

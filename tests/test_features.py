@@ -65,7 +65,7 @@ def test_unbiased(phi, d, sampler):
 def test_variance_is_the_closed_form(phi, d):
     x, y = (0.6 * v for v in pairs(d, seed=1))
     params = phi.fit(Statistics.of(x, y))
-    estimate = estimates(phi, x, y, params, 1, 400_000 if phi in SIMPLE else 100_000, samplers.iid, seed=3)
+    estimate = estimates(phi, x, y, params, 1, 200_000 if phi in SIMPLE else 100_000, samplers.iid, seed=3)
     square = (estimate - exact_matrix(phi, x, y)).square()
     closed = phi.log_variance(x[:, None], y[None], params).exp()
     sem = square.std(0) / len(square) ** 0.5

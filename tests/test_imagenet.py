@@ -127,7 +127,8 @@ def test_number_of_workers_changes_nothing(typed, tmp_path):
     assert equal(weights(tmp_path / "w0"), weights(tmp_path / "w2"))
 
 
-@pytest.mark.parametrize("source", ["folder", pytest.param("shards", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["folder", "shards"])
 def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, monkeypatch):
     args = [*RICH, "attention=favorpp", "task.workers=2", "trainer.steps=9", "trainer.log_every=2"]
     if source == "shards":

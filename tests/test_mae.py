@@ -106,6 +106,7 @@ def test_a_classifier_begins_with_the_encoder(typed, tmp_path, folder, monkeypat
         torch.testing.assert_close(ours.forward_features(images), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_fine_tuning_and_uptraining_from_it(typed, tmp_path, folder, monkeypatch):
     assert typed()[0] == 0
     from crt_exp.train import main
