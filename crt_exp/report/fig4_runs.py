@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from crt_exp.report import runs
-from crt_exp.runner.ending import DIVERGED_CODE
 
 HOME = Path("outputs/fig4-left")
 LINEAR, CONTROLS = ("favorp", "favorpp"), ("exact", "uniform")
@@ -110,9 +109,7 @@ def train(overrides: list[str]) -> dict[str, Any]:
     """{"curve": the evaluations}, or {"diverged": what the run said} of one whose loss was not finite."""
     try:
         records = runs.passing(HOME, [*overrides, "trainer.keep=1"])
-    except runs.Failed as failure:
-        if failure.code != DIVERGED_CODE:
-            raise
+    except runs.Diverged as failure:
         return {"diverged": str(failure)}
     return {"curve": [{key: r[key] for key in ("step", "accuracy", "loss")} for r in records
                       if r["split"] == "val" and not r.get("final")]}

@@ -6,7 +6,6 @@ from typing import Any
 
 from crt_exp.config import choices
 from crt_exp.report import palette, runs
-from crt_exp.runner.ending import DIVERGED_CODE
 
 HOME = Path("outputs/hrf-sampled")
 SOURCES = ("tasks/ptb.py", "models/lstm.py", "data/words.py", "sampling", "features")
@@ -60,9 +59,7 @@ def train(overrides: list[str]) -> dict[str, Any]:
     "seconds"}, or {"diverged": what the run said}."""
     try:
         records = runs.passing(HOME, [*overrides, "trainer.keep=1"])
-    except runs.Failed as failure:
-        if failure.code != DIVERGED_CODE:
-            raise
+    except runs.Diverged as failure:
         return {"diverged": str(failure)}
     curve = [[r["epoch"], r["loss"]] for r in records if r["split"] == "validation"]
     last = records[-1]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from crt_exp.report import runs
 from crt_exp.report.writing import Cells
-from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import read_records
 
 HOME = Path("outputs/proteins")
@@ -138,10 +137,8 @@ def train(overrides: list[str], kept: bool = False) -> dict[str, Any]:
     made = partial(runs.kept, HOME) if kept else lambda given: runs.passing(HOME, [*given, "trainer.keep=1"])
     try:
         records = made(overrides)
-    except runs.Failed as failure:
-        if failure.code != DIVERGED_CODE:
-            raise
-        return {"diverged": str(failure).strip().splitlines()[-1].rpartition("crt_exp: ")[2]}
+    except runs.Diverged as failure:
+        return {"diverged": failure.reason}
     points = [{key: r[key] for key in ("step", "loss", "accuracy")} for r in records if r["split"] == "validation"]
     return {"curve": points, "last": records[-1]}
 

@@ -14,7 +14,6 @@ from crt_exp.report.protein_steps import FORMED, LAYER, MODEL, WIDE, rows
 from crt_exp.report.proteins_long_page import Found
 from crt_exp.report.vit_steps import in_new_process
 from crt_exp.report.writing import Cells
-from crt_exp.runner.ending import DIVERGED_CODE
 
 HOME = Path("outputs/proteins-long")
 TRAINED = ("exact", "favorp", "favorpp", "relu", "uniform")
@@ -90,10 +89,8 @@ def train(overrides: list[str]) -> dict[str, Any]:
     """{"curve": step and loss of training, "last": the final record}, or {"diverged": what the run said}."""
     try:
         records = runs.passing(HOME, [*overrides, "trainer.keep=1"])
-    except runs.Failed as failure:
-        if failure.code != DIVERGED_CODE:
-            raise
-        return {"diverged": str(failure).strip().splitlines()[-1].rpartition("crt_exp: ")[2]}
+    except runs.Diverged as failure:
+        return {"diverged": failure.reason}
     return {"curve": [[r["step"], r["loss"]] for r in records if r["split"] == "train"], "last": records[-1]}
 
 

@@ -13,15 +13,21 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import read_records
 
 
 class Failed(ValueError):
-    """A run ended with an error; `code` is its exit code, by which a loss that was not finite is known."""
+    """A run ended with an error."""
 
-    def __init__(self, said: str, code: int):
-        super().__init__(said)
-        self.code = code
+
+class Diverged(Failed):
+    """A run whose loss was not finite."""
+
+    @property
+    def reason(self) -> str:
+        """Its last line, without the arguments."""
+        return str(self).strip().splitlines()[-1].rpartition("crt_exp: ")[2]
 
 
 def place(home: Path, overrides: Sequence[str]) -> Path:
@@ -48,7 +54,7 @@ def passing(home: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     """`python -m crt_exp` with these arguments, without a logger: all its records, the last of them final.
 
-    Raises Failed with the arguments and what the run said where it ends with an error.
+    Raises Failed, or Diverged, with the arguments and what the run said where it ends with an error.
     """
     from crt_exp.train import main
 
@@ -59,7 +65,8 @@ def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
             main()
     except SystemExit as stop:
         if stop.code:
-            raise Failed(f"{' '.join(sys.argv)}: {told.getvalue().strip()}", stop.code) from None
+            failure = Diverged if stop.code == DIVERGED_CODE else Failed
+            raise failure(f"{' '.join(sys.argv)}: {told.getvalue().strip()}") from None
     finally:
         sys.argv = argv
     return read_records(directory / "metrics.jsonl")
