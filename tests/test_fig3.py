@@ -157,5 +157,5 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
     fig3.report("fig3", "Title", setting, "tiny")
     text = (tmp_path / "report/fig3.md").read_text()
     assert "**failed**" in text and "FAVOR++, m = 4" in text and "of 2 steps" not in text
-    runs = [path for path in speech_runs.HOME.iterdir() if path.is_dir()]
+    runs = [path for path in speech_runs.HOME.path.iterdir() if path.is_dir()]
     assert len(runs) == 3 and all(path.name.startswith("exact-") for path in runs)

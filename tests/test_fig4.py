@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from crt_exp.report import fig4_left, fig4_page, fig4_right, fig4_runs, runs, vit_steps, writing
+from crt_exp.report import fig4_left, fig4_page, fig4_right, fig4_runs, vit_steps, writing
 from crt_exp.report.evidence import GateFailed, judged
 from crt_exp.report.fig4_runs import Bounds, Found, Setting
 from crt_exp.report.fig4_verdicts import claims, gates
@@ -122,11 +122,11 @@ def test_runs_that_diverged_are_counted_and_compared_with_none(tmp_path, monkeyp
 
 def test_arms_start_from_the_exact_checkpoint_with_the_same_seed():
     start = fig4_runs.checkpoint(TINY)
-    run = str(runs.place(fig4_runs.HOME, start[-1]["overrides"]))
+    run = str(fig4_runs.HOME.place(start[-1]["overrides"]))
     keys = [fig4_runs.uptraining(name, 3, TINY, run)["overrides"] for name in fig4_runs.LINEAR]
     assert set(keys[0]) ^ set(keys[1]) == {"attention=favorp", "attention=favorpp"}
     assert all(f"task.init={run}" in key and "seed=3" in key and "features.m=8" in key for key in keys)
-    assert f"task.init={runs.place(fig4_runs.HOME, start[0]['overrides'])}" in start[-1]["overrides"]
+    assert f"task.init={fig4_runs.HOME.place(start[0]['overrides'])}" in start[-1]["overrides"]
 
 
 @pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])

@@ -18,7 +18,7 @@ from crt_exp.report import (
     writing,
 )
 from crt_exp.report.evidence import Unjudged
-from crt_exp.report.protein_runs import DIRECTIONS, REAL, B, U
+from crt_exp.report.protein_runs import DIRECTIONS, GENERATED, REAL, B, U
 from crt_exp.report.redraw_runs import Arm, Bounds
 from crt_exp.runner.command_line import check_command_line
 
@@ -44,7 +44,7 @@ def test_every_run_is_a_command_line(size, tmp_path, monkeypatch):
 
 
 def test_arms_of_a_seed_differ_in_their_attention_alone():
-    keys = proteins.runs_of(SMALL)
+    keys = proteins.runs_of(SMALL, REAL)
     of = lambda name: set(keys[B, name, 2]["overrides"]) - {f"attention={name}", f"features.m={SMALL.m}",
                                                             *SMALL.options.get(name, ())}
     assert len({frozenset(of(name)) for name in protein_runs.NAMES}) == 1
@@ -59,10 +59,11 @@ def test_arms_of_a_seed_differ_in_their_attention_alone():
 def test_an_exact_model_that_was_trained_is_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr(protein_runs.runs, "kept", lambda home, overrides: asked.append(overrides))
+    monkeypatch.setattr(protein_runs.runs.Home, "kept", lambda home, overrides: asked.append(overrides))
     place = protein_runs.exact(B, 1)
     assert len(asked) == 1 and "seed=1" in asked[0] and place.name.startswith("exact-")
     assert place == protein_runs.place(B, 1, SMALL) != protein_runs.exact(B, 1, dataset="generated")
+    assert place != replace(protein_runs.HOME, sources=("data/protein.py",)).place(asked[0])  # other code, another run
     place.mkdir(parents=True)
     (place / "metrics.jsonl").write_text('{"step": 1, "final": true}\n')
     assert protein_runs.exact(B, 1) == place and len(asked) == 2
@@ -91,29 +92,31 @@ def found(better=0.1, uniform=1.0, diverged=()):
             for way in DIRECTIONS for name in protein_runs.arms(way) for seed in range(4)}
 
 
+def verdicts(**results):
+    return protein_page.verdicts_of(results, {dataset: protein_page.gates(each) for dataset, each in results.items()})
+
+
 @pytest.mark.parametrize("better, word", [(0.2, "confirmed"), (-0.2, "refuted")])
 def test_verdicts_on_proteins_follow_the_records(better, word):
-    results = found(better)
-    told = words(protein_page.verdicts_of(results, protein_page.gates(results)))
+    told = words(verdicts(generated=found(better)))
     paper = {text: w for text, w in told.items() if "uniform" not in text and "held-out" not in text}
     assert len(told) == 2 * 8 + 1 and len(paper) == 2 * 4 + 1 and set(paper.values()) == {word}
     assert all(w == "confirmed" for text, w in told.items() if "FAVOR+ keeps" in text)
 
 
-def test_shares_are_not_judged_where_uniform_attention_costs_little():
-    results = found(uniform=0.3)
-    verdicts = protein_page.verdicts_of(results, protein_page.gates(results))
-    left = [verdict for verdict in verdicts if isinstance(verdict, Unjudged)]
-    assert len(left) == 4 and all("keeps 90%" in verdict.claim.text and verdict.word == "open" for verdict in left)
+def test_nothing_is_judged_where_uniform_attention_costs_little():
+    told = verdicts(generated=found(0.2), uniprot=found(0.2, uniform=0.3))
+    left = [verdict for verdict in told if isinstance(verdict, Unjudged)]
+    assert len(left) == len(told) - len(left) == 2 * 8 + 1
+    assert all(verdict.claim.text.startswith("proteomes, ") and verdict.word == "open" for verdict in left)
     assert "what uniform attention costs (U), in nats is 0.3" in str(left[0])
-    assert len(verdicts) == 2 * 8 + 1
 
 
 def test_page_of_proteins_tells_controls_that_win_and_runs_that_diverged():
-    results = found(0.1, uniform=0.0, diverged=[(U, "reformer")])
+    results = {REAL: found(0.1, uniform=0.0, diverged=[(U, "reformer")])}
     first = protein_page.controls_that_win(results)[0]
-    assert first.startswith("**U: uniform attention, a control, ends no worse than")
-    text = protein_page.body(results, protein_page.gates(results), "")
+    assert first.startswith("**proteomes, U: uniform attention, a control, ends no worse than")
+    text = protein_page.body(results, {REAL: protein_page.gates(results[REAL])}, "")
     assert "| U | reformer | diverged |" in text and "4 of 4" in text and "**failed**: what uniform attention" in text
     assert "30.80, 9.37; 19.70, 13.20" in text and "104,863,744" in text
     rows = protein_page.csv_rows(results)
@@ -207,7 +210,7 @@ RUN = ("task.max_length=24", *SIZES, "trainer.batch=4", "trainer.eval_every=2", 
        "task.test_share=0.2", "task.cache_dir=null")
 FEW = ("task.generated.sequences=60", "task.generated.shortest=8", "task.generated.longest=24")
 TINY = protein_runs.Setting(
-    real=RUN, generated=(*RUN, *FEW), steps={REAL: 4, protein_runs.GENERATED: 20}, m=4, seeds=2, workers=1,
+    real=RUN, generated=(*RUN, *FEW), steps={REAL: 4, GENERATED: 20}, m=4, seeds=2, workers=1,
     options={"linformer": ("attention.length=24", "attention.rank=4"), "window": ("attention.block=4",),
              "reformer": ("attention.chunk=4", "attention.buckets=4", "attention.hashes=1")})
 
@@ -247,5 +250,5 @@ def test_reports_on_proteins_at_a_tiny_size(proteomes, monkeypatch, capsys):
         report.main("small")
         assert cells.read_text() == computed
     exact = [path for path in (proteomes / "outputs/proteins").iterdir() if path.name.startswith("exact-")]
-    assert len(exact) == 2 * 2 + 2  # real in both directions, generated in one
+    assert len(exact) == 2 * 2 * 2  # seeds, directions and sources
     assert not [path for path in (proteomes / "outputs/proteins").iterdir() if path.name.startswith("run-")]

@@ -8,10 +8,11 @@ are arms trained.
 from functools import partial
 from typing import Any
 
-from crt_exp.report import fig4_checkpoint, fig4_page, runs
+from crt_exp.report import fig4_checkpoint, fig4_page
 from crt_exp.report.evidence import check_gates
 from crt_exp.report.fig4_runs import (
     HOME,
+    RUN_SOURCES,
     LINEAR,
     NAMES,
     Found,
@@ -29,8 +30,7 @@ from crt_exp.report.fig4_runs import (
 from crt_exp.report.fig4_verdicts import gates
 from crt_exp.report.writing import Cells
 
-SOURCES = ("tasks/image_task.py", "tasks/imagenet.py", "tasks/mae.py", "models/vision.py", "data/images.py",
-           "data/loading.py", "report/fig4_checkpoint.py")
+SOURCES = (*RUN_SOURCES, "report/fig4_checkpoint.py")
 CAPTURES = 3  # draws of the noise over which the error of each layer is measured
 VIT = ("task.sizes.patch=4", "task.sizes.width=96", "task.sizes.depth=3", "task.sizes.heads=6")  # d = 16
 VIT_GPU = ("task.sizes.patch=8", "task.sizes.width=256", "task.sizes.depth=6", "task.sizes.heads=16")
@@ -73,7 +73,7 @@ def main(size: str) -> None:
     start = checkpoint(setting)
     for key in start:  # one run after the other, each with all cores
         cells.fill([key], keep, "the exact checkpoint", workers=1)
-    run = str(runs.place(HOME, start[-1]["overrides"]))
+    run = str(HOME.place(start[-1]["overrides"]))
     swaps = {(name, m, seed): swapped(name, m, seed, setting, run) for name in NAMES for m in ms_of(name, setting)
              for seed in (range(setting.swaps) if name in LINEAR else (0,))}
     fill(list(swaps.values()), last, "loss after the swap")

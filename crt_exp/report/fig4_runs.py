@@ -6,7 +6,9 @@ from typing import Any
 
 from crt_exp.report import runs
 
-HOME = Path("outputs/fig4-left")
+RUN_SOURCES = ("tasks/image_task.py", "tasks/imagenet.py", "tasks/mae.py", "models/vision.py", "data/images.py",
+               "data/loading.py")
+HOME = runs.Home(Path("outputs/fig4-left"), RUN_SOURCES)
 LINEAR, CONTROLS = ("favorp", "favorpp"), ("exact", "uniform")
 NAMES = (*CONTROLS, *LINEAR)
 
@@ -66,7 +68,7 @@ def checkpoint(setting: Setting) -> list[dict[str, Any]]:
     if setting.mae is None:
         return [{"overrides": [*fine_tuning, "task.init=pretrained"]}]
     pretraining = ["task=mae", *setting.images, *setting.model, *setting.mae, "attention=exact"]
-    return [{"overrides": pretraining}, {"overrides": [*fine_tuning, f"task.init={runs.place(HOME, pretraining)}"]}]
+    return [{"overrides": pretraining}, {"overrides": [*fine_tuning, f"task.init={HOME.place(pretraining)}"]}]
 
 
 def swapped(name: str, m: int | None, seed: int, setting: Setting, run: str) -> dict[str, Any]:
@@ -98,17 +100,17 @@ def ms_of(name: str, setting: Setting) -> tuple[int | None, ...]:
 
 def keep(overrides: list[str]) -> dict[str, Any]:
     """The last record of a run that stays in outputs/fig4-left/."""
-    return runs.kept(HOME, overrides)[-1]
+    return HOME.kept(overrides)[-1]
 
 
 def last(overrides: list[str]) -> dict[str, Any]:
-    return runs.passing(HOME, overrides)[-1]
+    return HOME.passing(overrides)[-1]
 
 
 def train(overrides: list[str]) -> dict[str, Any]:
     """{"curve": the evaluations}, or {"diverged": what the run said} of one whose loss was not finite."""
     try:
-        records = runs.passing(HOME, [*overrides, "trainer.keep=1"])
+        records = HOME.passing([*overrides, "trainer.keep=1"])
     except runs.Diverged as failure:
         return {"diverged": str(failure)}
     return {"curve": [{key: r[key] for key in ("step", "accuracy", "loss")} for r in records

@@ -28,8 +28,8 @@ from crt_exp.report.predicted import typical_pair
 from crt_exp.studies.distributions import Distances, Estimate, distances
 from crt_exp.tasks.base import Reader
 
-HOME = Path("outputs/hrf-lm")
 MODEL_SOURCES = ("tasks/ptb.py", "models/lstm.py", "data/words.py")
+HOME = runs.Home(Path("outputs/hrf-lm"), MODEL_SOURCES)
 SOURCES = (*MODEL_SOURCES, "studies/distributions.py", "features", "samplers")
 HYBRIDS = ("hrf_angular", "hrf_gaussian")
 ARMS = tuple(name for name in ("favor", "favorp", "favorpp", *HYBRIDS) if name in choices("attention"))
@@ -84,7 +84,7 @@ class Found:
 
 def train(overrides: list[str]) -> dict[str, Any]:
     """The model stays; {"curve": [epoch, perplexity on the validation split], "test", "unigram", "seconds"}."""
-    records = runs.kept(HOME, overrides)
+    records = HOME.kept(overrides)
     curve = [[r["epoch"], r["perplexity"]] for r in records if r["split"] == "validation"]
     last = records[-1]
     queries_of(tuple(overrides))
@@ -167,7 +167,7 @@ def measured(overrides: list[str], name: str, m: int, first: int, last: int) -> 
 
 
 def place(overrides: tuple[str, ...]) -> Path:
-    return runs.place(HOME, overrides)
+    return HOME.place(overrides)
 
 
 @lru_cache(maxsize=1)

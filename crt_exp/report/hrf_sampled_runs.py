@@ -7,8 +7,8 @@ from typing import Any
 from crt_exp.config import choices
 from crt_exp.report import palette, runs
 
-HOME = Path("outputs/hrf-sampled")
 SOURCES = ("tasks/ptb.py", "models/lstm.py", "data/words.py", "sampling", "features")
+HOME = runs.Home(Path("outputs/hrf-sampled"), SOURCES)
 FIXED = ("uniform", "log_uniform", "unigram")  # laws that know no query
 REFERENCES = ("full", "exact")                 # no sampling, and sampling from the softmax itself
 HYBRIDS = ("hrf_angular", "hrf_gaussian")
@@ -58,7 +58,7 @@ def train(overrides: list[str]) -> dict[str, Any]:
     """{"curve": [epoch, loss] on the validation split, "loss" and "perplexity" of the test split, "unigram",
     "seconds"}, or {"diverged": what the run said}."""
     try:
-        records = runs.passing(HOME, [*overrides, "trainer.keep=1"])
+        records = HOME.passing([*overrides, "trainer.keep=1"])
     except runs.Diverged as failure:
         return {"diverged": str(failure)}
     curve = [[r["epoch"], r["loss"]] for r in records if r["split"] == "validation"]

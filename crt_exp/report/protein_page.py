@@ -1,6 +1,7 @@
-"""The page of `proteins`: gates and verdicts first, then Tables 1 and 2, and the picture."""
+"""The page of `proteins`: verdicts first, then gates and Tables 1 and 2 of each source, and the picture."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,28 @@ import numpy as np
 from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, detectable, independent, judged
 from crt_exp.report.fig4_page import show
-from crt_exp.report.protein_runs import CONTROLS, DIRECTIONS, LINEAR, NAMES, PEERS, B, Setting, U, arms
+from crt_exp.report.protein_runs import (
+    CONTROLS,
+    DATASETS,
+    DIRECTIONS,
+    GENERATED,
+    LINEAR,
+    NAMES,
+    PEERS,
+    REAL,
+    SOURCE,
+    B,
+    Dataset,
+    Setting,
+    U,
+    arms,
+)
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 
 TITLE = "Performers Figure 6, Tables 1 and 2: language models of proteins"
 SHORT = {U: "U", B: "B"}
-SETS = (("", "test"), ("_ood", "held-out proteome"))
+HELD_OUT = {GENERATED: "held-out families", REAL: "held-out proteome"}
+TAILS = ("", "_ood")  # of the metrics on test and on what was held out
 COSTS = 0.5   # nats that uniform attention must cost, for models to be told apart by their attention
 KEPT = 0.9    # of what exact attention gains over uniform attention: an approximation that keeps as much is tight
 COLOURS = {"relu": "#009E73", "elu": "#56B4E9", "smreg": "#CC79A7", "linformer": "#0072B2", "reformer": "#882255",
@@ -31,8 +48,8 @@ PAPER_2 = {  # Performers Table 2: accuracy in % and perplexity, test and OOD
 Found = dict[tuple[str, str, int], dict[str, Any]]  # (direction, attention, seed) -> what `train` gave
 
 
-def write(size: str, setting: Setting, found: Found, seconds: float) -> None:
-    asked = gates(found)
+def write(size: str, setting: Setting, found: dict[Dataset, Found], seconds: float) -> None:
+    asked = {dataset: gates(each) for dataset, each in found.items()}
     verdicts = verdicts_of(found, asked)
     said = "\n".join([*controls_that_win(found), *map(str, verdicts), "", power(found)])
     rows = [*csv_rows(found), *(verdict.row() for verdict in verdicts)]
@@ -41,11 +58,15 @@ def write(size: str, setting: Setting, found: Found, seconds: float) -> None:
     print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
-def body(found: Found, asked: dict[str, Gate], said: str) -> str:
+def body(found: dict[Dataset, Found], asked: dict[Dataset, dict[str, Gate]], said: str) -> str:
+    return "\n".join([said, "", *(section(dataset, found[dataset], asked[dataset]) for dataset in found), RESULTS])
+
+
+def section(dataset: Dataset, found: Found, asked: dict[str, Gate]) -> str:
     return "\n".join([
-        said, "", "What this setting can tell (trained models, mean over seeds):", "", *map(str, asked.values()), "",
-        failed_text(asked), "", "## Table 1: the sequences\n", statistics_table(found),
-        "## Table 2: accuracy and perplexity\n", results_table(found), RESULTS])
+        f"## {SOURCE[dataset].capitalize()}\n", "What they can tell (trained models, mean over seeds):", "",
+        *map(str, asked.values()), "", failed_text(asked), "", "Table 1, the sequences:\n", statistics_table(found),
+        "Table 2, accuracy and perplexity:\n", results_table(dataset, found)])
 
 
 # ---- what was found
@@ -72,16 +93,20 @@ def gates(found: Found) -> dict[str, Gate]:
 # ---- the orderings, each as a difference that is above 0 where it holds, paired by seed
 
 
-def verdicts_of(found: Found, asked: dict[str, Gate]) -> list[Verdict | Unjudged]:
-    """Orderings are judged in any case; a share of what attention gains only where it gains enough."""
-    orderings = [claim for way in DIRECTIONS for claim in claims(found, way)]
-    shares = {way: share_claims(found, way) for way in DIRECTIONS}
-    judging = orderings + [c for way, made in shares.items() if way in asked and asked[way].passed for c in made]
-    return [*judged(judging), *(Unjudged(claim, asked[way]) for way, made in shares.items()
-                                if way in asked and not asked[way].passed for claim in made)]
+def verdicts_of(found: dict[Dataset, Found], asked: dict[Dataset, dict[str, Gate]]) -> list[Verdict | Unjudged]:
+    """Of all sources and directions together; none is judged where attention gains too little."""
+    judging, left = [], []
+    for dataset, passed in asked.items():
+        for way, gate in passed.items():
+            made = [claim for make in (claims, share_claims) for claim in make(dataset, found[dataset], way)]
+            if gate.passed:
+                judging += made
+            else:
+                left += [Unjudged(claim, gate) for claim in made]
+    return [*judged(judging), *left]
 
 
-def claims(found: Found, way: str) -> list[Claim]:
+def claims(dataset: Dataset, found: Found, way: str) -> list[Claim]:
     more = lambda first, second, tail="": 100 * difference(found, way, first, second, f"accuracy{tail}")
     told = [("exact attention ends below uniform attention",
              difference(found, way, "uniform", "exact", "loss"), "nats"),
@@ -90,36 +115,41 @@ def claims(found: Found, way: str) -> list[Claim]:
             ("FAVOR++ ends below FAVOR+", difference(found, way, "favorp", "favorpp", "loss"), "nats"),
             ("exact attention ends more accurate than Reformer", more("exact", "reformer"), "points"),
             ("exact attention ends more accurate than Linformer", more("exact", "linformer"), "points"),
-            ("on the held-out proteome exact attention is more accurate than ReLU", more("exact", "relu", "_ood"),
+            (f"on the {HELD_OUT[dataset]} exact attention is more accurate than ReLU", more("exact", "relu", "_ood"),
              "points")]
-    return [Claim(f"{SHORT[way]}: {text}", independent(differences), unit) for text, differences, unit in told
+    return [Claim(f"{here(dataset, way)}: {text}", independent(differences), unit) for text, differences, unit in told
             if len(differences) > 1]
 
 
-def share_claims(found: Found, way: str) -> list[Claim]:
+def here(dataset: Dataset, way: str) -> str:
+    return f"{SOURCE[dataset]}, {SHORT[way]}"
+
+
+def share_claims(dataset: Dataset, found: Found, way: str) -> list[Claim]:
     made = []
     for name in ("favorp", "favorpp"):
-        none, whole, here = (last(found, way, each, "loss") for each in ("uniform", "exact", name))
-        left = [none[s] - here[s] - KEPT * (none[s] - whole[s]) for s in here if s in none and s in whole]
+        none, whole, ours = (last(found, way, each, "loss") for each in ("uniform", "exact", name))
+        left = [none[s] - ours[s] - KEPT * (none[s] - whole[s]) for s in ours if s in none and s in whole]
         if len(left) > 1:
             text = f"{palette.label(name)} keeps {KEPT:.0%} of what exact attention gains over uniform attention"
-            made.append(Claim(f"{SHORT[way]}: {text}", independent(left), "nats"))
+            made.append(Claim(f"{here(dataset, way)}: {text}", independent(left), "nats"))
     return made
 
 
 # ---- text
 
 
-def controls_that_win(found: Found) -> list[str]:
+def controls_that_win(found: dict[Dataset, Found]) -> list[str]:
     """Where the mean over seeds of a control's test loss is no higher than that of an attention that is compared."""
     told = []
-    for way in DIRECTIONS:
-        loss = {name: np.mean([*last(found, way, name, "loss").values()] or [np.inf]) for name in arms(way)}
+    for dataset, way in product(found, DIRECTIONS):
+        loss = {name: np.mean([*last(found[dataset], way, name, "loss").values()] or [np.inf]) for name in arms(way)}
         for control in CONTROLS:
             beaten = [palette.label(name) for name in ("exact", *LINEAR, *PEERS)
                       if name in loss and loss[control] <= loss[name]]
             if beaten:
-                told.append(f"**{SHORT[way]}: {control} attention, a control, ends no worse than {listed(beaten)}.**\n")
+                told.append(f"**{here(dataset, way)}: {control} attention, a control, ends no worse than "
+                            f"{listed(beaten)}.**\n")
     return told
 
 
@@ -127,10 +157,11 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def power(found: Found) -> str:
+def power(found: dict[Dataset, Found]) -> str:
     """The differences in accuracy that so many seeds would show."""
-    told = [f"{100 * detectable(d):.2g} points ({SHORT[way]}, {len(d)} pairs)" for way in DIRECTIONS
-            if len(d := difference(found, way, "relu", "exact", "accuracy")) > 1]
+    told = [f"{100 * detectable(d):.2g} points ({here(dataset, way)}, {len(d)} pairs)"
+            for dataset, way in product(found, DIRECTIONS)
+            if len(d := difference(found[dataset], way, "relu", "exact", "accuracy")) > 1]
     return (f"A difference between ReLU and exact attention would be shown, were it the only claim, with a probability "
             f"of 80% from {listed(told)} on." if told else "")
 
@@ -138,23 +169,27 @@ def power(found: Found) -> str:
 def failed_text(asked: dict[str, Gate]) -> str:
     if all(gate.passed for gate in asked.values()):
         return ""
-    return ("Where a gate failed, models of this size and training hardly use attention. An ordering that is shown "
-            "there is one of such models, one that is open says little, and shares of what attention gains are not "
-            "judged.")
+    return ("Where a gate failed, models of this size and training hardly use attention: their figures stand here to "
+            "be seen, and no ordering is judged by them.")
 
 
 RESULTS = ("Mean over seeds with its interval. The empirical baseline predicts by the frequencies of letters in the "
-           "training split. Above exact: loss on test, in nats, paired by seed. Paper: accuracy and perplexity on "
-           "test, then on its held-out families.\n")
+           "training split; the floor is the perplexity of the generated families' true chances. Of masked letters (B) "
+           "a tenth stays as it was, so identity attention, which sees the letter of its own place alone, is the "
+           "baseline there. Above exact: loss on test, in nats, paired by seed. Paper: accuracy and perplexity on "
+           "TrEMBL's test split, then on its held-out families.\n")
 
 
 def facts(size: str, setting: Setting) -> str:
-    return (f"SIZE={size}. `{' '.join(setting.real)} trainer.steps={list(setting.steps.values())[0]}`, {setting.seeds} "
-            "seeds of weights, order, masks and noise, the same in all arms (Linformer's weights are drawn otherwise, "
-            f"for its projections are among them); m = {setting.m}, orthogonal, never redrawn. "
+    made = "; ".join(f"{SOURCE[dataset]}: `{' '.join(setting.data(dataset))} trainer.steps={setting.steps[dataset]}`"
+                     for dataset in DATASETS)
+    return (f"SIZE={size}. {made}; {setting.seeds} seeds of weights, order, masks and noise, the same in all arms "
+            "(Linformer's weights are drawn otherwise, for its projections are among them); m = "
+            f"{setting.m}, orthogonal, never redrawn. "
             f"{'; '.join(' '.join((name, *options)) for name, options in setting.options.items())}. Otherwise "
-            "conf/task/trembl.yaml; the last weights are tested, and validation chooses nothing. Held out: the last "
-            "file of the folder. Intervals: 95%, Student; p-values with Holm's correction.")
+            "conf/task/trembl.yaml; the last weights are tested, and validation chooses nothing. Held out: families "
+            "that were not trained on, and the last file of the folder of proteomes. Intervals: 95%, Student; p-values "
+            "with Holm's correction.")
 
 
 # ---- tables
@@ -169,45 +204,56 @@ def statistics_table(found: Found) -> str:
                      "paper's mean"], rows)
 
 
-def results_table(found: Found) -> str:
+def results_table(dataset: Dataset, found: Found) -> str:
     rows = []
     for way in DIRECTIONS:
         rows.append([SHORT[way], "empirical baseline", *baseline(found, way), "", "", paper(way, "empirical")])
+        if floor := floors(found, way):
+            rows.append([SHORT[way], "floor", *floor, "", "", ""])
         for name in arms(way):
             shown = [show(scale * np.array([*last(found, way, name, metric + tail).values()]), ".2f")
-                     for tail, _ in SETS for metric, scale in (("accuracy", 100), ("perplexity", 1))]
+                     for tail in TAILS for metric, scale in (("accuracy", 100), ("perplexity", 1))]
             above = difference(found, way, name, "exact", "loss")
             runs = [run for (d, other, _), run in found.items() if (d, other) == (way, name)]
             rows.append([SHORT[way], palette.label(name), *shown,
                          show(above, "+.4f") if name != "exact" and len(above) else "",
                          f"{sum('diverged' in run for run in runs)} of {len(runs)}", paper(way, name)])
-    columns = [f"{what}, {where}" for _, where in SETS for what in ("accuracy %", "perplexity")]
+    columns = [f"{what}, {where}" for where in ("test", HELD_OUT[dataset]) for what in ("accuracy %", "perplexity")]
     return markdown(["", "attention", *columns, "above exact, nats", "diverged", "paper"], rows)
 
 
 def baseline(found: Found, way: str) -> list[str]:
-    record = next((run["last"] for (d, _, _), run in found.items() if d == way and "last" in run), None)
-    if record is None:
-        return 4 * [""]
-    return [text for tail, _ in SETS for text in (f"{100 * record['unigram_accuracy' + tail]:.2f}",
-                                                  f"{record['unigram_perplexity' + tail]:.2f}")]
+    record = any_record(found, way)
+    return 4 * [""] if record is None else [
+        text for tail in TAILS for text in (f"{100 * record['unigram_accuracy' + tail]:.2f}",
+                                            f"{record['unigram_perplexity' + tail]:.2f}")]
+
+
+def floors(found: Found, way: str) -> list[str]:
+    record = any_record(found, way) or {}
+    return [text for tail in TAILS for text in ("", f"{record['floor_perplexity' + tail]:.2f}")
+            ] if "floor_perplexity" in record else []
+
+
+def any_record(found: Found, way: str) -> dict[str, Any] | None:
+    return next((run["last"] for (d, _, _), run in found.items() if d == way and "last" in run), None)
 
 
 def paper(way: str, name: str) -> str:
     return "{:.2f}, {:.2f}; {:.2f}, {:.2f}".format(*PAPER_2[way, name]) if (way, name) in PAPER_2 else ""
 
 
-def csv_rows(found: Found) -> list[dict[str, Any]]:
+def csv_rows(found: dict[Dataset, Found]) -> list[dict[str, Any]]:
     rows = []
-    for (way, name, seed), run in found.items():
-        head = {"direction": way, "attention": name, "seed": seed}
+    for dataset, (way, name, seed), run in ((d, arm, run) for d, runs in found.items() for arm, run in runs.items()):
+        head = {"dataset": dataset, "direction": way, "attention": name, "seed": seed}
         rows += [head | {"what": "validation", **point} for point in run.get("curve", [])]
         if "diverged" in run:
             rows.append(head | {"what": "diverged", "said": run["diverged"]})
         else:
             rows += [head | {"what": where} | {key: run["last"][key + tail] for key in
                      ("loss", "accuracy", "perplexity", "letters", "unigram_accuracy", "unigram_perplexity")}
-                     for tail, where in SETS]
+                     for tail, where in zip(TAILS, ("test", HELD_OUT[dataset]))]
     return rows
 
 
@@ -218,12 +264,13 @@ def colour(name: str) -> str:
     return palette.CONTROL if name in CONTROLS else COLOURS.get(name) or palette.colour(name)
 
 
-def figure(found: Found):
+def figure(found: dict[Dataset, Found]):
     """Curves on validation, and how far each ends above exact attention."""
-    fig, axes = new_figure(2, 2, figsize=(12, 8.5), width_ratios=(1.3, 1))
-    for (left, right), way in zip(axes, DIRECTIONS):
-        draw_curves(left, found, way)
-        draw_differences(right, found, way)
+    fig, axes = new_figure(2 * len(found), 2, figsize=(12, 8.5 * len(found)), width_ratios=(1.3, 1))
+    for (left, right), (dataset, way) in zip(axes, product(found, DIRECTIONS)):
+        draw_curves(left, found[dataset], way)
+        draw_differences(right, dataset, found[dataset], way)
+        left.set(title=f"{here(dataset, way)}: loss on validation, nats")
     fig.tight_layout()
     return fig
 
@@ -237,7 +284,7 @@ def draw_curves(ax, found: Found, way: str) -> None:
             steps, mean = [*points], [np.mean(losses) for losses in points.values()]
             ax.plot(steps, mean, color=colour(name), ls=LINES.get(name, "-"), lw=1.4, marker="o", ms=2.5)
             ends.append((palette.label(name), steps[-1], mean[-1], colour(name)))
-    ax.set(title=f"{SHORT[way]}: loss on validation, nats", xlabel="step")
+    ax.set(xlabel="step")
     label_ends(ax, ends)
 
 
@@ -250,10 +297,10 @@ def on_validation(found: Found, way: str, name: str) -> dict[int, list[float]]:
     return points
 
 
-def draw_differences(ax, found: Found, way: str) -> None:
+def draw_differences(ax, dataset: Dataset, found: Found, way: str) -> None:
     names = [name for name in NAMES if name in arms(way) and name != "exact"]
     for row, name in enumerate(names):
-        for (tail, _), offset, filled in zip(SETS, (-0.15, 0.15), (True, False)):
+        for tail, offset, filled in zip(TAILS, (-0.15, 0.15), (True, False)):
             above = difference(found, way, name, "exact", f"loss{tail}")
             if not len(above):
                 continue
@@ -263,4 +310,5 @@ def draw_differences(ax, found: Found, way: str) -> None:
     ax.axvline(0, color=palette.EXACT, lw=1)
     ax.set_yticks(range(len(names)), [palette.label(name) for name in names])
     ax.invert_yaxis()
-    ax.set_title(f"{SHORT[way]}: loss above exact attention, nats\n(filled: test; open: held-out proteome)")
+    ax.set_title(f"{here(dataset, way)}: loss above exact attention, nats\n"
+                 f"(filled: test; open: {HELD_OUT[dataset]})")

@@ -5,20 +5,20 @@ from the same weights; that seed is their noise's too. Exact models stay in outp
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from crt_exp.report import runs
 from crt_exp.report.writing import Cells
 from crt_exp.runner.run import read_records
 
-HOME = Path("outputs/proteins")
 SOURCES = ("tasks/trembl.py", "models/language.py", "models/transformer.py", "data/protein.py", "data/fasta.py",
            "data/families.py", "attention/reformer.py", "attention/generalized.py")
+HOME = runs.Home(Path("outputs/proteins"), SOURCES)
 U, B = DIRECTIONS = "unidirectional", "bidirectional"
-REAL, GENERATED = "uniprot", "generated"
-Dataset = Literal["uniprot", "generated"]
+Dataset = Literal["generated", "uniprot"]
+GENERATED, REAL = DATASETS = get_args(Dataset)
+SOURCE = {GENERATED: "generated families", REAL: "proteomes"}  # in words
 CONTROLS = ("uniform", "identity", "window")
 LINEAR = ("favorp", "favorpp", "smreg", "relu")      # with m projections
 PEERS = ("elu", "linformer", "reformer")
@@ -91,13 +91,13 @@ def ready(direction: str, seed: int, setting: Setting, dataset: Dataset = REAL) 
     """The same of any setting."""
     found = place(direction, seed, setting, dataset)
     if not any(record.get("final") for record in read_records(found / "metrics.jsonl")):
-        runs.kept(HOME, training("exact", direction, seed, setting, dataset)["overrides"])
+        HOME.kept(training("exact", direction, seed, setting, dataset)["overrides"])
     return found
 
 
 def place(direction: str, seed: int, setting: Setting, dataset: Dataset = REAL) -> Path:
     """Where that run lies, or will."""
-    return runs.place(HOME, training("exact", direction, seed, setting, dataset)["overrides"])
+    return HOME.place(training("exact", direction, seed, setting, dataset)["overrides"])
 
 
 def trained(keys: list[dict[str, Any]], setting: Setting, label: str) -> Cells:
@@ -134,9 +134,8 @@ def arms(direction: str) -> tuple[str, ...]:
 def train(overrides: list[str], kept: bool = False) -> dict[str, Any]:
     """{"curve": the evaluations on validation, "last": the final record}, or {"diverged": what the run said} of one
     whose loss was not finite."""
-    made = partial(runs.kept, HOME) if kept else lambda given: runs.passing(HOME, [*given, "trainer.keep=1"])
     try:
-        records = made(overrides)
+        records = HOME.kept(overrides) if kept else HOME.passing([*overrides, "trainer.keep=1"])
     except runs.Diverged as failure:
         return {"diverged": failure.reason}
     points = [{key: r[key] for key in ("step", "loss", "accuracy")} for r in records if r["split"] == "validation"]

@@ -15,7 +15,6 @@ from crt_exp.report.proteins_long_page import Found
 from crt_exp.report.vit_steps import in_new_process
 from crt_exp.report.writing import Cells
 
-HOME = Path("outputs/proteins-long")
 TRAINED = ("exact", "favorp", "favorpp", "relu", "uniform")
 TIMED = ("exact", "favorpp", "uniform")
 LENGTHS, LONG = (1024, 8192, 32768), 8192
@@ -26,6 +25,7 @@ DRAWING = {"names": ["exact", "favorpp"], "sizes": sizes_of("performer6", {}, "s
 FLAT_ROUNDS = 8
 TRAINING_SOURCES = ("tasks/trembl.py", "models/language.py", "models/transformer.py", "data/protein.py",
                     "data/fasta.py", "attention/generalized.py")
+HOME = runs.Home(Path("outputs/proteins-long"), TRAINING_SOURCES)
 TIME_SOURCES = ("attention", "features", "models/language.py", "models/transformer.py", "report/protein_steps.py")
 REAL = ("task=trembl", "task.dataset=uniprot", "task.chains=true", f"task.max_length={LONG}", "task.held_out_files=[]",
         "task.validation_share=0.01", "task.test_share=0.01", "task.dropout=0")
@@ -88,7 +88,7 @@ def training(name: str, seed: int, setting: Setting) -> dict[str, Any]:
 def train(overrides: list[str]) -> dict[str, Any]:
     """{"curve": step and loss of training, "last": the final record}, or {"diverged": what the run said}."""
     try:
-        records = runs.passing(HOME, [*overrides, "trainer.keep=1"])
+        records = HOME.passing([*overrides, "trainer.keep=1"])
     except runs.Diverged as failure:
         return {"diverged": failure.reason}
     return {"curve": [[r["step"], r["loss"]] for r in records if r["split"] == "train"], "last": records[-1]}

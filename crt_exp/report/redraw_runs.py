@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from crt_exp.report import protein_runs
-from crt_exp.report.protein_runs import GENERATED, LINEAR, REAL, B, U, place, task
+from crt_exp.report.protein_runs import GENERATED, LINEAR, REAL, SOURCE, B, U, place, task
 
 SOURCES = (*protein_runs.SOURCES, "report/redraw_checkpoint.py")
 BATCHES = 4          # of 8 validation rows, on which queries and keys are captured
@@ -22,8 +22,7 @@ class World(NamedTuple):
     direction: str
 
     def __str__(self) -> str:
-        data = "generated families" if self.dataset == GENERATED else "proteomes"
-        return f"{data}, {'U' if self.direction == U else 'B'}"
+        return f"{SOURCE[self.dataset]}, {'U' if self.direction == U else 'B'}"
 
 
 class Arm(NamedTuple):

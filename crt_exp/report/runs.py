@@ -1,6 +1,7 @@
 """Runs that a report starts: command lines of `python -m crt_exp`, in this process, kept in its own folder or not.
 
-Everything that decides a run is in its arguments, so they are the key of its cell and name its directory.
+What decides a run is its arguments, which are the key of its cell, and the code of its sources: both name the directory
+of a run that is kept.
 """
 
 import hashlib
@@ -10,9 +11,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from crt_exp.report.writing import fingerprint
 from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import read_records
 
@@ -30,25 +34,36 @@ class Diverged(Failed):
         return str(self).strip().splitlines()[-1].rpartition("crt_exp: ")[2]
 
 
-def place(home: Path, overrides: Sequence[str]) -> Path:
-    """The directory of a kept run, named by its attention and a digest of all its arguments."""
-    name = next((o.removeprefix("attention=") for o in overrides if o.startswith("attention=")), "run")
-    return home / f"{name}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:10]}"
+@dataclass(frozen=True)
+class Home:
+    """The folder of a report's runs. sources: files and folders of the package whose code decides what they give."""
+
+    path: Path
+    sources: tuple[str, ...]
+
+    def place(self, overrides: Sequence[str]) -> Path:
+        """The directory of a kept run, named by its attention and a digest of its arguments and its code."""
+        name = next((o.removeprefix("attention=") for o in overrides if o.startswith("attention=")), "run")
+        decided = " ".join([*overrides, code(self.sources)])
+        return self.path / f"{name}-{hashlib.sha256(decided.encode()).hexdigest()[:10]}"
+
+    def kept(self, overrides: Sequence[str]) -> list[dict[str, Any]]:
+        """The records of a run that stays at `place(overrides)` and is continued where it was interrupted."""
+        return run([*overrides, "resume=auto", "trainer.keep=1"], self.place(overrides))
+
+    def passing(self, overrides: Sequence[str]) -> list[dict[str, Any]]:
+        """The records of a run whose directory is deleted afterwards."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(dir=self.path, prefix="run-"))
+        try:
+            return run(overrides, directory / "run")
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
-def kept(home: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """The records of a run that stays at `place(home, overrides)` and is continued where it was interrupted."""
-    return run([*overrides, "resume=auto", "trainer.keep=1"], place(home, overrides))
-
-
-def passing(home: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """The records of a run whose directory is deleted afterwards."""
-    home.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(dir=home, prefix="run-"))
-    try:
-        return run(overrides, directory / "run")
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+@cache
+def code(sources: tuple[str, ...]) -> str:
+    return fingerprint(sources)
 
 
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from crt_exp.report.vit_steps import in_new_process
 from crt_exp.swap.swap import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 
-HOME = Path("outputs/fig3")
 SOURCES = ("tasks/librispeech.py", "models/conformer_transducer.py", "models/recogniser.py", "data/speech.py")
+HOME = runs.Home(Path("outputs/fig3"), SOURCES)
 TASK = "task=librispeech"
 MAIN = "the exact model"
 BATCHES = 4             # of validation utterances on which attention is compared layer by layer
@@ -190,7 +190,7 @@ def train(overrides: list[str], start: list[str] | None = None, kept: bool = Fal
     """The test split's rates and loss, and `curve` and `losses`: [step, rate, loss] on the validation split and
     [step, loss] in training."""
     given = [*overrides, *([f"task.init={place(start)}"] if start else [])]
-    records = (runs.kept if kept else runs.passing)(HOME, given)
+    records = HOME.kept(given) if kept else HOME.passing(given)
     last = records[-1]
     return {**{key: last[key] for key in ("wer", "cer", "loss", "utterances")}, "steps": last["step"],
             "seconds": last["time_s"],
@@ -256,7 +256,7 @@ def encoder_memory(seconds: int, method: str) -> float:
 
 
 def place(start: Sequence[str]) -> Path:
-    return runs.place(HOME, start)
+    return HOME.place(start)
 
 
 def settings_of(start: tuple[str, ...]) -> Any:

@@ -18,8 +18,8 @@ from crt_exp.report.predicted import predicted_error
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.uci import interval
 
-HOME = Path("outputs/table2")
 SOURCES = ("tasks/glue.py", "tasks/mlm.py", "models/encoders.py", "data/glue.py")
+HOME = runs.Home(Path("outputs/table2"), SOURCES)
 SEEDS = (0, 1, 2)
 LINES = 64                             # of text on which the error of the kernel is predicted
 UPTRAINED = "uptrained FAVOR++"
@@ -151,12 +151,12 @@ def of_data(data: str, seed: int, setting: Setting) -> list[str]:
 def pretrain(overrides: list[str], option: str | None = None, start: Any = None) -> dict[str, Any]:
     """The final record. A pretrained encoder is kept, and continued where it was interrupted."""
     if option:
-        return runs.passing(HOME, [*overrides, f"{option}={place(start)}"])[-1]
-    return runs.kept(HOME, overrides)[-1]
+        return HOME.passing([*overrides, f"{option}={place(start)}"])[-1]
+    return HOME.kept(overrides)[-1]
 
 
 def fine_tune(overrides: list[str], option: str, start: Any) -> dict[str, Any]:
-    return runs.passing(HOME, [*overrides, f"{option}={place(start)}", "trainer.keep=1"])[-1]
+    return HOME.passing([*overrides, f"{option}={place(start)}", "trainer.keep=1"])[-1]
 
 
 def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def kernel_error(attention: str, m: int, exact: Any) -> dict[str, Any]:
 
 def place(start: Any) -> Path | str:
     """The run directory of a pretraining; names of the hub stay."""
-    return start if isinstance(start, str) else runs.place(HOME, start)
+    return start if isinstance(start, str) else HOME.place(start)
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -68,9 +68,10 @@ class Cells:
             os.fsync(file.fileno())
         self.known[json.dumps(record["key"])] = record
 
-    def seconds(self) -> float:
-        """The time that all known cells took, also in earlier calls."""
-        return sum(r["seconds"] for r in self.known.values())
+    def seconds(self, keys: Sequence[dict[str, Any]] | None = None) -> float:
+        """The time that the cells of these keys took, or all known ones, also in earlier calls."""
+        asked = self.known.values() if keys is None else [self.known[json.dumps(key)] for key in keys]
+        return sum(r["seconds"] for r in asked)
 
 
 def _timed(compute: Callable[..., Any], key: dict[str, Any]) -> tuple[dict[str, Any], Any, float]:
