@@ -17,7 +17,7 @@ from crt_exp.report import (
     redraw_verdicts,
     writing,
 )
-from crt_exp.report.evidence import Unjudged
+from crt_exp.report.evidence import Unjudged, Verdict
 from crt_exp.report.protein_runs import DIRECTIONS, GENERATED, REAL, B, U
 from crt_exp.report.redraw_runs import Arm, Bounds
 from crt_exp.runner.command_line import check_command_line
@@ -37,7 +37,8 @@ def words(verdicts):
 def test_every_run_is_a_command_line(size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     setting, moved = protein_runs.SETTINGS[size], redraw_runs.SETTINGS[size]
-    keys = [protein_runs.training("reformer", U, 0, setting), kernels.run_of(kernels.LINEAR_TRANSFORMER, B, 0, setting),
+    keys = [protein_runs.training("reformer", U, 0, setting),
+            kernels.run_of(kernels.LINEAR_TRANSFORMER, B, 0, setting, REAL),
             redraw_runs.run_of(moved.main, Arm("favorpp", 100), 0, moved)]
     for key in keys:
         check_command_line([*key["overrides"], "logger=none", "hydra.run.dir=run"])
@@ -126,9 +127,10 @@ def test_page_of_proteins_tells_controls_that_win_and_runs_that_diverged():
 # ---- kernels
 
 
-def kernel_runs(diverged=()):
-    loss = {kernels.Arm("relu"): 2.0, kernels.Arm("abs"): 2.2, kernels.Arm("uniform"): 2.5}
-    return {(way, arm, seed): {"diverged": "step 7: loss nan"} if arm in diverged else ended(loss.get(arm, 2.4), seed)
+def kernel_runs(diverged=(), exact=2.4):
+    loss = {"exact": exact, "relu": 2.0, "abs": 2.2, "uniform": 2.5}
+    made = lambda arm, seed: ended(loss.get(arm.kernel, 2.4), seed)
+    return {(way, arm, seed): {"diverged": "step 7: loss nan"} if arm in diverged else made(arm, seed)
             for way, arms in kernels.ARMS.items() for arm in arms for seed in range(3)}
 
 
@@ -146,6 +148,15 @@ def test_the_kernel_beside_relu_is_chosen_on_validation():
     assert kernels.best_other(results) == kernels.Arm("abs")
     told = words(kernels.judged(kernels.claims(results)))
     assert told["ReLU ends more accurate than abs, on validation the best of the others"] == "confirmed"
+
+
+def test_kernels_are_not_judged_where_uniform_attention_costs_little():
+    results = {GENERATED: kernel_runs(exact=1.9), REAL: kernel_runs()}
+    told = {type(verdict): verdict.claim.text for verdict in kernels.verdicts_of(results)}
+    assert told[Unjudged].startswith("proteomes: ") and told[Verdict].startswith("generated families: ")
+    text = kernels.summary(results, kernels.verdicts_of(results))
+    assert "**proteomes: uniform attention, a control, ends no worse than" not in text  # it ends below none of them
+    assert "- **failed**: what uniform attention costs" in kernels.section(REAL, results[REAL])
 
 
 # ---- redraw
@@ -233,7 +244,7 @@ def proteomes(tmp_path, monkeypatch, one_thread):
 @pytest.mark.slow
 def test_reports_on_proteins_at_a_tiny_size(proteomes, monkeypatch, capsys):
     """All three, and again without computing anything; redraw takes the exact models of proteins."""
-    monkeypatch.setitem(kernels.STEPS, "small", 4)
+    monkeypatch.setitem(kernels.STEPS, "small", {GENERATED: 4, REAL: 4})
     monkeypatch.setattr(kernels, "KERNELS", kernels.KERNELS[::5])
     monkeypatch.setitem(kernels.ARMS, U, [*kernels.CONTROLS, *kernels.KERNELS, kernels.LINEAR_TRANSFORMER])
     tiny = replace(redraw_runs.SETTINGS["small"], base=TINY, ms=(4,), swaps=2, other_swaps=2, seeds=2, other_seeds=2,

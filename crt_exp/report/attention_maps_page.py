@@ -23,6 +23,7 @@ from crt_exp.report.writing import markdown, new_figure, write_report
 
 TITLE = "Performers Figures 10 to 13: attention of a protein model"
 LAYERS, HEADS = 4, 8  # that are drawn at most, as many as the paper's
+ALIKE = 3.4            # inches, the height of the part below the matrices
 
 
 @dataclass
@@ -165,9 +166,9 @@ def alike_table(rows: dict[str, list[Correlation]]) -> str:
 
 def figure(found: Found):
     layers, heads = min(LAYERS, len(found.drawn.exact)), min(HEADS, len(found.drawn.exact[0]))
-    fig, ax = new_figure(figsize=(1.7 * heads + 1, 3.4 * layers + 4.2))
+    fig, ax = new_figure(figsize=(1.7 * heads + 1, 3.4 * layers + ALIKE))
     ax.remove()
-    top, bottom = fig.subfigures(2, 1, height_ratios=(3.4 * layers, 4.2))
+    top, bottom = fig.subfigures(2, 1, height_ratios=(3.4 * layers, ALIKE))
     draw_maps(top.subplots(2 * layers, heads, squeeze=False, gridspec_kw={"bottom": 0.02, "top": 0.97}), found.drawn)
     draw_alike(bottom, found.alike)
     return fig
@@ -194,7 +195,7 @@ def draw_maps(axes, drawn: Drawn) -> None:
 
 def draw_alike(figure, found: Alike) -> None:
     """BLOSUM62, the similarity by attention, and one against the other."""
-    axes = figure.subplots(1, 3, gridspec_kw={"wspace": 0.3})
+    axes = figure.subplots(1, 3, gridspec_kw={"wspace": 0.3, "bottom": 0.12, "top": 0.92})
     matrix, score = mean_alike(found), blosum62()
     for ax, values, title in zip(axes, (score, matrix), ("BLOSUM62", "similarity by attention")):
         shown = np.where(np.eye(len(STANDARD), dtype=bool), np.nan, values)

@@ -1,24 +1,40 @@
 """make kernels: Figures 16 to 18 of Performers, generalised attention with many kernels, with and without denominators.
 
-The data and the model are those of `proteins`, trained for fewer steps. A run whose loss is not finite is stopped by
+The data and the models are those of `proteins`, trained for fewer steps. A run whose loss is not finite is stopped by
 the trainer; it is named and counted here, beside those that end finite and no better than the frequencies of letters.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from crt_exp.attention.generalized import Function, Generalized
 from crt_exp.report import palette, protein_runs
-from crt_exp.report.evidence import Claim, Verdict, detectable, independent, judged
+from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, detectable, independent, judged
 from crt_exp.report.fig4_page import show
-from crt_exp.report.protein_runs import REAL, SOURCES, B, Setting, U, train, training, values
+from crt_exp.report.protein_page import COSTS
+from crt_exp.report.protein_runs import (
+    DATASETS,
+    GENERATED,
+    REAL,
+    SOURCE,
+    SOURCES,
+    B,
+    Dataset,
+    Setting,
+    U,
+    train,
+    training,
+    values,
+)
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 
 TITLE = "Performers Figures 16 to 18: kernels of generalised attention on proteins"
-STEPS = {"small": 80, "gpu": 1500, "full": 100_000}
+STEPS = {"small": {GENERATED: 500, REAL: 80}, "gpu": {GENERATED: 3000, REAL: 1500},
+         "full": {GENERATED: 5000, REAL: 100_000}}
 NEAR = 0.02  # nats that leaving the denominators out may cost and count as not hurting
 LINEAR = "Linear Transformer"
 COLOURS = dict(zip(get_args(Function), ("#009E73", "#56B4E9", "#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#882255",
@@ -56,21 +72,22 @@ Found = dict[tuple[str, Arm, int], dict[str, Any]]
 
 
 def main(size: str) -> None:
-    setting = replace(protein_runs.SETTINGS[size], steps={REAL: STEPS[size]})
-    keys = runs_of(setting)
-    cells = Cells("kernels", SOURCES).fill(list(keys.values()), train, "kernels", setting.workers)
-    write(size, setting, values(cells, keys), cells.seconds())
+    setting, cells = replace(protein_runs.SETTINGS[size], steps=STEPS[size]), Cells("kernels", SOURCES)
+    keys = {dataset: runs_of(setting, dataset) for dataset in DATASETS}
+    for dataset, here in keys.items():
+        cells.fill(list(here.values()), train, dataset, setting.workers)
+    write(size, setting, {dataset: values(cells, here) for dataset, here in keys.items()}, cells.seconds())
 
 
-def runs_of(setting: Setting) -> dict[tuple[str, Arm, int], dict[str, Any]]:
-    return {(way, arm, seed): run_of(arm, way, seed, setting)
+def runs_of(setting: Setting, dataset: Dataset) -> dict[tuple[str, Arm, int], dict[str, Any]]:
+    return {(way, arm, seed): run_of(arm, way, seed, setting, dataset)
             for seed in range(setting.seeds) for way, arms in ARMS.items() for arm in arms}
 
 
-def run_of(arm: Arm, way: str, seed: int, setting: Setting) -> dict[str, Any]:
+def run_of(arm: Arm, way: str, seed: int, setting: Setting, dataset: Dataset) -> dict[str, Any]:
     if arm.control:
-        return {"overrides": training(arm.kernel, way, seed, setting)["overrides"]}
-    return training("generalized", way, seed, setting, more=arm.options(setting))
+        return {"overrides": training(arm.kernel, way, seed, setting, dataset)["overrides"]}
+    return training("generalized", way, seed, setting, dataset, more=arm.options(setting))
 
 
 # ---- what was found
@@ -108,6 +125,23 @@ def best_other(found: Found) -> Arm | None:
     return max(ended, key=ended.get) if ended else None
 
 
+def gates(found: Found) -> list[Gate]:
+    """None where no exact model ended beside a uniform one."""
+    costs = difference(found, *CONTROLS[::-1], "loss")
+    return [Gate("what uniform attention costs (U), in nats", float(np.mean(costs)), COSTS)] if len(costs) else []
+
+
+def verdicts_of(found: dict[Dataset, Found]) -> list[Verdict | Unjudged]:
+    """Of both sources together; none is judged where attention gains too little."""
+    judging, left = [], []
+    for dataset, here in found.items():
+        failed = [gate for gate in gates(here) if not gate.passed]
+        made = [replace(claim, text=f"{SOURCE[dataset]}: {claim.text}") for claim in claims(here)]
+        left += [Unjudged(claim, failed[0]) for claim in made if failed]
+        judging += [] if failed else made
+    return [*judged(judging), *left]
+
+
 def claims(found: Found) -> list[Claim]:
     relu, other = Arm("relu"), best_other(found)
     told = [("exact attention ends below uniform attention", difference(found, *CONTROLS[::-1], "loss"), "nats"),
@@ -126,23 +160,30 @@ def claims(found: Found) -> list[Claim]:
 # ---- the page
 
 
-def write(size: str, setting: Setting, found: Found, seconds: float) -> None:
-    verdicts = judged(claims(found))
+def write(size: str, setting: Setting, found: dict[Dataset, Found], seconds: float) -> None:
+    verdicts = verdicts_of(found)
     said = summary(found, verdicts)
-    body = "\n".join([said, "", gate_text(found), "", "## Next letters (U)\n", table(found), TABLE, *both_ways(found)])
+    body = "\n".join([said, "", *(section(dataset, here) for dataset, here in found.items()), TABLE])
     title = TITLE + ("" if size == "full" else " (small models)")
     path = write_report("kernels", title, body, csv_rows(found, verdicts), figure(found), facts(size, setting), seconds)
     print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
-def summary(found: Found, verdicts: Sequence[Verdict]) -> str:
-    return "\n".join([*controls_that_win(found), *map(str, verdicts), "", stopped(found), "", power(found)])
+def summary(found: dict[Dataset, Found], verdicts: Sequence[Verdict | Unjudged]) -> str:
+    return "\n".join([*(told for dataset, here in found.items() for told in controls_that_win(dataset, here)),
+                      *map(str, verdicts), "", *map(power, found, found.values())])
 
 
-def controls_that_win(found: Found) -> list[str]:
+def section(dataset: Dataset, found: Found) -> str:
+    return "\n".join([f"## {SOURCE[dataset].capitalize()}\n", *map(str, gates(found)), "", stopped(found), "",
+                      "Next letters (U):\n", table(found), *both_ways(found)])
+
+
+def controls_that_win(dataset: Dataset, found: Found) -> list[str]:
     mean = {arm: np.mean([*last(found, arm, "loss").values()] or [np.inf]) for arm in ARMS[U]}
     beaten = [str(arm) for arm in ARMS[U] if arm.normalize and not arm.control and mean[CONTROLS[1]] <= mean[arm]]
-    return [f"**Uniform attention, a control, ends no worse than {', '.join(beaten)}.**\n"] if beaten else []
+    told = f"**{SOURCE[dataset]}: uniform attention, a control, ends no worse than {', '.join(beaten)}.**\n"
+    return [told] if beaten else []
 
 
 def stopped(found: Found) -> str:
@@ -161,20 +202,13 @@ def stopped(found: Found) -> str:
                       *told])
 
 
-def power(found: Found) -> str:
+def power(dataset: Dataset, found: Found) -> str:
     pairs = difference(found, Arm("relu"), CONTROLS[0], "accuracy")
     if len(pairs) < 2:
         return ""
-    return (f"A difference between ReLU and exact attention would be shown, were it the only claim, with a probability "
-            f"of 80% from {100 * detectable(pairs):.2g} points of accuracy on ({len(pairs)} pairs).")
-
-
-def gate_text(found: Found) -> str:
-    costs = difference(found, *CONTROLS[::-1], "loss")
-    if not len(costs):
-        return ""
-    return (f"Uniform attention costs {show(costs)} nats here: of what a kernel does to attention no more than that is "
-            "seen in these numbers, the rest is what it does to training.")
+    return (f"On {SOURCE[dataset]} a difference between ReLU and exact attention would be shown, were it the only "
+            f"claim, with a probability of 80% from {100 * detectable(pairs):.2g} points of accuracy on ({len(pairs)} "
+            "pairs).\n")
 
 
 TABLE = ("Test split, mean over seeds with its interval. Of positive kernels denominators cannot vanish. Diverged: "
@@ -212,10 +246,10 @@ def both_ways(found: Found) -> list[str]:
             f"empirical baseline {100 * unigram:.2f}%.\n"]
 
 
-def csv_rows(found: Found, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+def csv_rows(found: dict[Dataset, Found], verdicts: Sequence[Verdict | Unjudged]) -> list[dict[str, Any]]:
     rows = []
-    for (way, arm, seed), run in found.items():
-        head = {"direction": way, **arm._asdict(), "seed": seed}
+    for dataset, (way, arm, seed), run in ((d, key, run) for d, runs in found.items() for key, run in runs.items()):
+        head = {"dataset": dataset, "direction": way, **arm._asdict(), "seed": seed}
         rows += [head | {"what": "validation", **point} for point in run.get("curve", [])]
         rows.append(head | ({"what": "diverged", "said": run["diverged"]} if "diverged" in run else {"what": "test"} | {
             key: run["last"][key] for key in ("loss", "accuracy", "perplexity", "unigram_perplexity")}))
@@ -223,22 +257,25 @@ def csv_rows(found: Found, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def facts(size: str, setting: Setting) -> str:
-    return (f"SIZE={size}. `{' '.join(setting.real)} trainer.steps={setting.steps[REAL]}`, {setting.seeds} seeds of "
-            f"weights, order and noise, the same in all arms; m = {setting.m}, orthogonal, never redrawn. Arms: "
-            "`attention=generalized attention.kernel=... attention.normalize=...`. Otherwise conf/task/trembl.yaml; "
-            "the last weights are tested. Intervals: 95%, Student; p-values with Holm's correction.")
+    made = "; ".join(f"{SOURCE[dataset]}: `{' '.join(setting.data(dataset))} trainer.steps={setting.steps[dataset]}`"
+                     for dataset in DATASETS)
+    return (f"SIZE={size}. {made}; {setting.seeds} seeds of weights, order and noise, the same in all arms; m = "
+            f"{setting.m}, orthogonal, never redrawn. Arms: `attention=generalized attention.kernel=... "
+            "attention.normalize=...`. Otherwise conf/task/trembl.yaml; the last weights are tested. Intervals: 95%, "
+            "Student; p-values with Holm's correction.")
 
 
 # ---- picture
 
 
-def figure(found: Found):
+def figure(found: dict[Dataset, Found]):
     """Validation accuracy against the step."""
-    fig, axes = new_figure(1, 2, figsize=(13, 4.8), sharey=True)
-    for ax, normalize in zip(axes, (True, False)):
+    fig, axes = new_figure(len(found), 2, figsize=(13, 4.8 * len(found)), sharey="row", squeeze=False)
+    for ax, (dataset, normalize) in zip(axes.flat, product(found, (True, False))):
         arms = [*CONTROLS, *(arm for arm in ARMS[U] if arm.normalize == normalize and not arm.control)]
-        ax.set(xlabel="step", title=f"accuracy on validation, %: {'with' if normalize else 'without'} denominators")
-        draw(ax, found, arms)
+        ax.set(xlabel="step", title=f"{SOURCE[dataset]}, {'with' if normalize else 'without'} denominators:\n"
+                                    "accuracy on validation, %")
+        draw(ax, found[dataset], arms)
     fig.tight_layout()
     return fig
 
