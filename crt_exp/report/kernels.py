@@ -33,7 +33,7 @@ from crt_exp.report.protein_runs import (
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 
 TITLE = "Performers Figures 16 to 18: kernels of generalised attention on proteins"
-STEPS = {"small": {GENERATED: 500, REAL: 80}, "gpu": {GENERATED: 3000, REAL: 1500},
+STEPS = {"small": {GENERATED: 800, REAL: 80}, "gpu": {GENERATED: 3000, REAL: 1500},
          "full": {GENERATED: 5000, REAL: 100_000}}
 NEAR = 0.02  # nats that leaving the denominators out may cost and count as not hurting
 LINEAR = "Linear Transformer"
