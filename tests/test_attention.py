@@ -53,6 +53,7 @@ def set_chunks(monkeypatch, size):
     monkeypatch.setattr(closed_form, "SEGMENT", 2 * size)
     monkeypatch.setattr(closed_form, "PIECES", (max(size // 2, 1), 1))
     monkeypatch.setattr(chunked, "CHUNK", size)
+    monkeypatch.setattr(chunked, "WIDE", size)
     monkeypatch.setattr(chunked, "PIECES", (size, max(size // 2, 1), 1))
     monkeypatch.setattr(chunked, "KEPT", 2)
 

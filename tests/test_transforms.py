@@ -47,6 +47,7 @@ def assert_same(both, tolerance=1e-9):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK", 4)
+    monkeypatch.setattr(chunked, "WIDE", 4)
     monkeypatch.setattr(chunked, "PIECES", (4, 1))
 
 

@@ -30,7 +30,8 @@ from crt_exp.attention.partials import (
 from crt_exp.features.base import Bound, FeatureMap
 from crt_exp.nested import Nested, leaves, mapped
 
-CHUNK = 128                      # tokens of a chunk
+CHUNK = 128                      # tokens of a causal chunk
+WIDE = 512                       # tokens at most of one whose order does not matter: fewer, larger operations
 PIECES = (CHUNK, 32, 8, 1)       # tokens of the pieces of a causal chunk, shorter where a row underflows
 KEPT = 8                         # causal chunks for each state that is kept
 ELEMENTS = 2**21                 # of one feature tensor, at most, by taking fewer batch entries at a time
@@ -97,13 +98,13 @@ class Call:
     def parts(self, x: Tensor) -> Iterator[tuple[slice, "Part"]]:
         """Ranges of the batch, each with its own features."""
         B, H, L, d = x.shape
-        at_once = B
-        if _batch_free(self.noise):
-            at_once = max(1, ELEMENTS // (H * min(CHUNK, L) * _width(self.phi, self.noise, d)))
+        width = H * _width(self.phi, self.noise, d)
+        tokens = CHUNK if self.causal else max(CHUNK, min(WIDE, ELEMENTS // width))
+        at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if _batch_free(self.noise) else B
         for start in range(0, B, at_once):
             rows = slice(start, min(start + at_once, B))
             bound = self.phi.bind(self.noise, _take(self.params, rows, B))
-            yield rows, Part(self, bound, None if self.keep is None else self.keep[rows])
+            yield rows, Part(self, bound, None if self.keep is None else self.keep[rows], tokens)
 
 
 def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -265,11 +266,13 @@ def _write(rows: tuple[Tensor, ...], results: tuple[Tensor, ...], tokens: slice)
 
 @dataclass(frozen=True)
 class Part:
-    """The work on a range of the batch. x (b,H,L,d), y (b,H,S,d), v (b,H,S,dv), keep (b,S)."""
+    """The work on a range of the batch. x (b,H,L,d), y (b,H,S,d), v (b,H,S,dv), keep (b,S). tokens: of a chunk whose
+    order does not matter; None: CHUNK."""
 
     call: Call
     bound: Bound
     keep: Tensor | None
+    tokens: int | None = None
 
     @property
     def modulus(self) -> bool:
@@ -331,14 +334,14 @@ class Part:
 
     def forward(self, x, y, v, results) -> Kept:
         state = self.state(y, v, y.shape[2])
-        for t in chunks(x.shape[2]):
+        for t in chunks(x.shape[2], self.tokens):
             self.write(self.read(x[:, :, t], state), results, t)
         return Kept([state], [])
 
     def state(self, y: Tensor, v: Tensor, length: int) -> Partial | None:
         """What the first keys leave in the features."""
         state = None
-        for t in chunks(length):
+        for t in chunks(length, self.tokens):
             state = merge(state, self.summary(y[:, :, t], v[:, :, t], t))
         return state
 
@@ -350,14 +353,14 @@ class Part:
     def read_backward(self, x: Tensor, state: Partial, given: list[Tensor], dx: Tensor) -> list[Tensor]:
         """Writes the gradient to x, and returns that to the numerator and denominator of the state."""
         gathered = None
-        for t in chunks(x.shape[2]):
+        for t in chunks(x.shape[2], self.tokens):
             respond = lambda x, *sums: self.call.result.differentiable(self.read(x, _with(state, sums)))
             dx[:, :, t], *dsums = vjp(respond, (x[:, :, t], *state[:2]), [grad[:, :, t] for grad in given])
             gathered = dsums if gathered is None else [a + b for a, b in zip(gathered, dsums)]
         return gathered
 
     def state_backward(self, y, v, top: Tensor, dsums: list[Tensor], length: int, grads) -> None:
-        for t in chunks(length):
+        for t in chunks(length, self.tokens):
             summary = lambda y, v, t=t: self.summary(y, v, t, top)[:2]
             grads[0][:, :, t], grads[1][:, :, t] = vjp(summary, (y[:, :, t], v[:, :, t]), dsums)
 

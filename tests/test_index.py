@@ -1,0 +1,44 @@
+"""make report: the verdicts of all reports, from their csv files."""
+
+from pathlib import Path
+
+import pytest
+
+from crt_exp.report import index, writing
+from crt_exp.report.evidence import Claim, Gate, Unjudged, independent, judged
+
+COMMITTED = Path(__file__).parents[1] / "outputs/report"
+
+
+def a_report(folder, name, rows):
+    (folder / f"{name}.md").write_text(f"# {name}\n\nVersions: torch 2; commit 0123456789ab, tree unchanged.\n")
+    (folder / f"{name}.csv").write_text(writing.csv_text(rows))
+
+
+def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    up, down, flat = (Claim(text, independent(values), "nats") for text, values in
+                      (("up|wards", [1, 1.1, 1.2]), ("downwards", [-1, -1.1, -1.2]), ("level", [1, -1, 0.1])))
+    a_report(tmp_path, "first", [{"m": 4, "loss": 2.0}, *(verdict.row() for verdict in judged([up, down, flat]))])
+    a_report(tmp_path, "second", [Unjudged(up, Gate("costs", 0.1, 0.5)).row()])
+    a_report(tmp_path, "third", [{"m": 4}])
+    index.main("small")
+    assert "4 orderings in 2 reports: 1 confirmed, 1 refuted, 2 open, 1 of these because a gate failed" \
+        in capsys.readouterr().out
+    text = (tmp_path / "index.md").read_text()
+    assert "| [first](first.md) | 1 | 1 | 1 | 0123456789ab |" in text
+    assert "| **confirmed** | up\\|wards | +1.1 ± 0.25 nats | 3 |" in text and "| 3 | not judged |" in text
+    assert "judges no ordering: [third](third.md)" in text
+    assert (tmp_path / "index.csv").read_text().count("\n") == 1 + 4
+
+
+def test_no_report_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    with pytest.raises(ValueError, match="no report in .*make one first"):
+        index.main("small")
+
+
+def test_the_committed_index_is_that_of_the_committed_reports():
+    pages = sorted(path for path in COMMITTED.glob("*.md") if path.stem != index.NAME)
+    made = index.text(pages, {page.stem: index.verdicts(page.with_suffix(".csv")) for page in pages})
+    assert (COMMITTED / "index.md").read_text() == made, "make report"
