@@ -68,9 +68,10 @@ class Cells:
             os.fsync(file.fileno())
         self.known[json.dumps(record["key"])] = record
 
-    def seconds(self) -> float:
-        """The time that all known cells took, also in earlier calls."""
-        return sum(r["seconds"] for r in self.known.values())
+    def seconds(self, keys: Sequence[dict[str, Any]] | None = None) -> float:
+        """The time that all known cells, or those of these keys, took, also in earlier calls."""
+        chosen = self.known if keys is None else dict.fromkeys(map(json.dumps, keys))
+        return sum(self.known[key]["seconds"] for key in chosen)
 
 
 def _timed(compute: Callable[..., Any], key: dict[str, Any]) -> tuple[dict[str, Any], Any, float]:
