@@ -44,10 +44,10 @@ def test_measured_errors_are_those_of_the_closed_form(made):
     phi = made.map()
     x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
     params = phi.fit(Statistics.of(x, y))
-    found = squared_errors(phi, made, x, y, params, groups=40, draws=200, seed=1)
+    found = squared_errors(phi, made, x, y, params, groups=40, draws=100, seed=1)
     closed, error = log_relative_mse(phi, x, y, params, made.m).exp(), found.std(0) / 40**0.5
     assert ((found.mean(0) - closed).abs() < 5 * error + 1e-12).all()
-    assert (error < 0.15 * closed + 1e-12).all()                           # the test has power
+    assert (error < 0.2 * closed + 1e-12).all()                            # the test has power
 
 
 def test_pairs_have_their_angle_and_length():
@@ -154,8 +154,8 @@ TINY = {hrf_pointwise: {"SETTINGS": {"small": hrf_pointwise.Setting((1.0, 1.5, 2
                     "LENGTHS": (1.0,), "ANGLES": 5}}
 
 
-@pytest.mark.parametrize("report", [pytest.param(report, marks=[] if report is hrf_pointwise else pytest.mark.slow,
-                                                 id=report.__name__.rpartition(".")[2]) for report in TINY])
+@pytest.mark.slow
+@pytest.mark.parametrize("report", TINY, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_report(report, folder, monkeypatch, capsys):
     for name, value in TINY[report].items():
         monkeypatch.setattr(report, name, value)
@@ -223,7 +223,7 @@ def speech_found(distance):
     """All values, the better of each pair by `distance` in nats and points."""
     setting, rng = hrf_speech.SIZES["small"], np.random.default_rng(0)
     keys = hrf_speech.keys_of(setting)
-    level = {"HRF-C(3,3)": 0, "HRF-C(2,2)": 0, "HRF-A(16,8)": 1, "HRF-A(8,8)": 1, "exact": -2}
+    level = {"HRF-C(3,3)": 0, "HRF-C(2,2)": 0, "HRF-A(16,8)": 1, "HRF-A(8,8)": 1, "exact": -2, "uniform": 4}
     value = lambda name: 20 + distance * level.get(name, 2) + 0.1 * rng.normal()
     metrics = lambda name: {"loss": value(name), "wer": value(name) / 100, "cer": 0.1, "steps": 3}
     after = {place: {split: metrics(place[0]) for split in ("validation", "test")}
