@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling report
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling hrf-pointwise hrf-qmc hrf-clusters hrf-flops hrf-speech report
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -107,6 +107,21 @@ hrf-sampled: $(STAMP)  ## HRF Figure 10: a language model trained by sampled sof
 
 ptb-peer: $(STAMP)  ## the language model of hrf-lm beside the same run in plain PyTorch (needs CRT_DATA)
 	@$(PY) -m crt_exp.report ptb_peer --size $(SIZE)
+
+hrf-pointwise: $(STAMP)  ## HRF Figures 2 and 5: relative error of every map over the angle of two vectors
+	@$(PY) -m crt_exp.report hrf_pointwise --size $(SIZE)
+
+hrf-qmc: $(STAMP)  ## HRF Table 1: the angular hybrid beside quasi-Monte Carlo samplers, on wine and boston
+	@$(PY) -m crt_exp.report hrf_qmc --size $(SIZE)
+
+hrf-clusters: $(STAMP)  ## HRF Figure 6, Table 3: hybrids for vectors in clusters
+	@$(PY) -m crt_exp.report hrf_clusters --size $(SIZE)
+
+hrf-flops: $(STAMP)  ## HRF Appendix L: columns for a FLOP, and the error at equal FLOPs
+	@$(PY) -m crt_exp.report hrf_flops --size $(SIZE)
+
+hrf-speech: $(STAMP)  ## HRF Table 2: speech recognition with hybrids, by the exact model of fig3 (needs CRT_DATA)
+	@$(PY) -m crt_exp.report hrf_speech --size $(SIZE)
 
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)

@@ -20,6 +20,7 @@ from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
 from crt_exp.samplers.draws import whole
 
+OF_MAP = "features."            # before an option of the map
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
 
 
@@ -56,22 +57,22 @@ class Mechanism:
         """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
 
         name: None takes `features` alone. m: projections (default: features.m of conf/config.yaml). sampler, features:
-        names of those groups or objects. options: keys of the file, such as redraw_every. Raises ConfigError for
-        unknown names and options, and for those that the attention makes no use of.
+        names of those groups or objects. options: keys of the file, such as redraw_every, and of that of its map, as
+        `**{"features.n": 16}`. Raises ConfigError for unknown names and options, and for those that the attention makes
+        no use of.
         """
         if name is not None and name not in choices("attention"):
             raise unknown("attention", name, choices("attention"))
         node, named = read_preset(BASE if name is None else name)
-        for key in options:
-            if key not in node:
-                raise unknown(f"option of attention {name}", key, [str(k) for k in node if not str(k).startswith("_")])
+        of_map = {key.removeprefix(OF_MAP): options.pop(key) for key in list(options) if key.startswith(OF_MAP)}
+        _check_options(f"attention {name}", options, node)
         node = _resolved(OmegaConf.merge(node, {key: plain_number(value) for key, value in options.items()}))
         if name is None and features is None:
             raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
-        chosen = {"features": features, "sampler": sampler, "m": m}
+        chosen = {"features": features or of_map or None, "sampler": sampler, "m": m}
         _refuse_unused(name, uses(node), {key for key, value in chosen.items() if value is not None})
-        parts = {group: _part(group, chosen[group] or named.get(group) or default_choice(group))
-                 for group in ("features", "sampler")}
+        parts = {group: _part(group, given or named.get(group) or default_choice(group), changes)
+                 for group, given, changes in (("features", features, of_map), ("sampler", sampler, {}))}
         return cls._made(name, node, parts["features"], parts["sampler"], default_m() if m is None else m, seed)
 
     @classmethod
@@ -163,9 +164,18 @@ class Mechanism:
     def saved(self) -> dict[str, Any]:
         """As JSON: the names that `Mechanism.of_saved` takes, and what they stand for."""
         options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_", "phi")}
+        options |= self._changes()
         return {"name": self.name if self.name in choices("attention") else None, "m": self.m, "seed": self.seed,
                 "features": self.features and self.features.name, "sampler": self.rows and self.rows.name,
                 "options": options, "described": json.loads(json.dumps(self.describe()))}
+
+    def _changes(self) -> dict[str, Any]:
+        """Options of the map that are not those of its file, as `of` takes them."""
+        part = self.features
+        if part is None or not isinstance(part.content, dict) or part.name not in choices("features"):
+            return {}
+        written = _content("features", part.name)
+        return {OF_MAP + key: value for key, value in part.content.items() if written.get(key) != value}
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
@@ -269,14 +279,32 @@ def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> N
                           f"{'it' if len(given - used) == 1 else 'them'} out")
 
 
-def _part(group: str, choice: Any) -> Part | None:
+def _part(group: str, choice: Any, changes: dict[str, Any]) -> Part | None:
+    """A choice by its name, with other values for some of its keys, or an object."""
     if choice is None:
         return None
     if not isinstance(choice, str):
+        if changes:
+            raise ConfigError(f"{group}.{next(iter(changes))} is an option of a file of conf/{group}: build the object "
+                              "with it")
         return Part(getattr(choice, "__name__", type(choice).__name__), choice)
     if choice not in choices(group):
         raise unknown(group, choice, choices(group))
-    return Part(choice, OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml")))
+    content = _content(group, choice)
+    _check_options(f"{group} {choice}", changes, content)
+    return Part(choice, content | {key: plain_number(value) for key, value in changes.items()})
+
+
+def _check_options(what: str, given: Iterable[str], content: Iterable[str]) -> None:
+    """Raises ConfigError for a key that a file does not have, or that says which class it stands for."""
+    known = [str(key) for key in content if not str(key).startswith("_")]
+    for key in given:
+        if key not in known:
+            raise unknown(f"option of {what}", key, known)
+
+
+def _content(group: str, name: str) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
 
 
 def _resolved(node: DictConfig) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from crt_exp.attention import (
 )
 from crt_exp.attention.engines import closed_form, flash, native, operators
 from crt_exp.attention.engines import generic as chunked
-from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
+from crt_exp.features import (OPRF, SMREG, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PoisRF, PosRF, Statistics,
+                              Sum, TrigRF)
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import leaves, mapped, shared
 from crt_exp.samplers.noise import precise
@@ -37,6 +38,7 @@ from crt_exp.samplers.noise import precise
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 CLOSED = [m for m in MAPS if isinstance(m, PositiveExponential)]
 FEW = [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF(), GeomRF(), Sum(TrigRF(), PosRF(), weights=(0.3, 0.7))]
+BLOCKED = [AngularHybrid(n=2), ClusteredHybrid()]
 OTHER = [Generalized(f="relu"), Generalized(f="elu+1", projection=False), Generalized(f="exp"), Generalized(f="cos")]
 OUTLIER = 40.0
 
@@ -180,7 +182,7 @@ def test_reference_is_the_dense_formula():
             assert_same([case(attention_reference, causal=is_causal)], [expected])
 
 
-@pytest.mark.parametrize("phi", FEW + OTHER, ids=repr)
+@pytest.mark.parametrize("phi", FEW + BLOCKED + OTHER, ids=repr)
 def test_causal_is_bidirectional_on_each_prefix(phi, small_chunks):
     """In particular no cumulative sum runs over the wrong axis: a token that saw only itself
     would return its own value."""
@@ -194,7 +196,7 @@ def test_causal_is_bidirectional_on_each_prefix(phi, small_chunks):
 
 @pytest.mark.parametrize("early, late", [(1.0, OUTLIER), (12.0, 0.05)])  # trigonometric and positive features have
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])          # large logs for long and for short keys
-@pytest.mark.parametrize("phi", FEW, ids=repr)
+@pytest.mark.parametrize("phi", FEW + BLOCKED, ids=repr)
 def test_future_never_changes_the_past(phi, dtype, early, late, small_chunks):
     """Nor does a stabiliser that sees a later outlier: outputs and gradients of the first rows stay as they were."""
     case = Case(phi, dtype=dtype)
@@ -213,7 +215,7 @@ def test_future_never_changes_the_past(phi, dtype, early, late, small_chunks):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", FEW + OTHER, ids=repr)
+@pytest.mark.parametrize("phi", FEW + BLOCKED + OTHER, ids=repr)
 def test_padding_is_truncation(phi, is_causal, small_chunks):
     """Masked keys, NaN and all, are as if they were not there: in outputs, and in gradients (theirs are 0)."""
     case = Case(phi, L=7, S=11)

@@ -10,7 +10,7 @@ from crt_exp import samplers
 from crt_exp.attention import Generalized, RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.engines import at_once
 from crt_exp.attention.engines import generic as chunked
-from crt_exp.features import OPRF, GeomRF, HypRF, PosRF, Statistics, Sum, TrigRF
+from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.samplers.noise import precise
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),
@@ -63,11 +63,12 @@ def test_attention_exports_with_any_length(phi, causal):
 
 
 @both_ways
-@pytest.mark.parametrize("phi", [OPRF(), pytest.param(TrigRF(), marks=pytest.mark.slow)], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), *(pytest.param(phi, marks=pytest.mark.slow) for phi in (
+    TrigRF(), AngularHybrid(n=2), ClusteredHybrid()))], ids=repr)
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layer_exports_with_any_length(phi, causal, strict):
-    layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4, causal=causal)
-    if layer.running:
+    layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4, causal=causal, fit_steps=1)
+    if layer.running or phi.on_vectors:
         layer(*qkv(40)), layer(*qkv(50))
     layer.eval()
     program = exported(layer, *qkv(300), strict=strict)

@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 from maps import HYBRID
+from sklearn.datasets import load_iris
 
-from crt_exp import calibrate_attention, samplers, swap_attention
+from crt_exp import KernelRegressionClassifier, calibrate_attention, samplers, swap_attention
 from crt_exp.attention import DecodingState, RandomFeatureAttention, attention, attention_reference, partial_attention
 from crt_exp.bounds import angles
 from crt_exp.features import (
@@ -82,20 +83,21 @@ def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
 @pytest.mark.parametrize("phi", [AngularHybrid(n=2), GaussianHybrid(n=2), ClusteredHybrid(keys=1)], ids=repr)
 def test_unbiased_with_every_exact_sampler(phi, sampler):
     x, y = vectors(8, 2, scale=0.4), vectors(9, 2, seed=1, scale=0.4)
-    params, draws = phi.fit(Statistics.of(x, y)), 300  # a draw of quasi-random points takes long
+    draws = 300 if sampler in (samplers.halton, samplers.sobol) else 1200  # a draw of quasi-random points takes long
+    params = phi.fit(Statistics.of(x, y))
     noise = draw(phi, 16, 2, (draws,), sampler=sampler)
     estimate = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
     sem = estimate.std(0) / draws**0.5
     exact = (x @ y.mT).exp()
-    assert (sem < 0.05 * exact.clamp(min=0.6)).float().mean() > 0.8  # the test has power
+    assert (sem < 0.05 * exact.clamp(min=0.6)).float().mean() > 0.93  # the test has power
     assert ((estimate.mean(0) - exact).abs() < 5 * sem + 1e-9).all()
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phi", [AngularHybrid, GaussianHybrid], ids=lambda c: c.__name__)
 def test_mse_theorems(phi, shared):
     """n and m projections, vectors of unequal length, where shared projections and independent ones differ."""
-    phi, n, m, draws = phi(n=3, shared=shared), 3, 2, 30_000
+    phi, n, m, draws = phi(n=3, shared=shared), 3, 2, 120_000
     x, y = vectors(2, 3, scale=0.3), vectors(2, 3, seed=1, scale=0.8)
     params = phi.fit(Statistics.of(x, y))
     noise = draw(phi, m, 3, (draws,), seed=3)
@@ -104,7 +106,7 @@ def test_mse_theorems(phi, shared):
     square = (estimate - log_exact.exp()).square()
     closed = (phi.log_relative_variance(x[:, None], y[None], params, n, m) + 2 * log_exact).exp()
     sem = square.std(0) / draws**0.5
-    assert (sem < 0.2 * closed).all() and ((square.mean(0) - closed).abs() < 5 * sem).all()
+    assert (sem < 0.05 * closed).all() and ((square.mean(0) - closed).abs() < 5 * sem).all()
 
 
 def test_shared_projections_have_less_variance_by_the_printed_term():
@@ -309,6 +311,18 @@ def test_clusters_gain_on_clustered_vectors_and_one_pair_is_a_single_base():
     noise = draw(one, 5, 8)
     torch.testing.assert_close(one.phi_q(x, noise, params).exp(), plain.phi_q(x, noise, alone).exp(), rtol=1e-6, atol=0)
     torch.testing.assert_close(mean(one), mean(plain))
+
+
+def test_clusters_of_one_set_on_both_sides():
+    """As in kernel regression: within a cluster a real M can only be 1, which is PosRF; an imaginary one is TrigRF."""
+    x = torch.cat([vectors(40, 4, seed=s, scale=0.1) + vectors(1, 4, seed=10 + s) for s in range(2)])
+    within = lambda phi: phi.log_variance(x, x.roll(1, 0), phi.fit(Statistics.of(x, x)))[1:40]
+    torch.testing.assert_close(within(ClusteredHybrid()), within(PosRF()), rtol=0, atol=0.01)
+    torch.testing.assert_close(within(ClusteredHybrid(field="complex")), within(TrigRF()), rtol=0, atol=0.01)
+    data = load_iris(return_X_y=True)
+    score = lambda field: KernelRegressionClassifier(ClusteredHybrid("gaussian", field=field), gamma=2.0,
+                                                     random_state=0).fit(*data).score(*data)
+    assert score("real") < 0.5 and score("complex") > 0.9
 
 
 @pytest.mark.parametrize("phi, parts", [(ClusteredHybrid(), 1), (ClusteredHybrid(queries=3, keys=2), 1),

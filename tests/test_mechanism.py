@@ -8,7 +8,7 @@ import torch
 
 from crt_exp import swap_attention
 from crt_exp.config import ConfigError, choices
-from crt_exp.features import GeomRF
+from crt_exp.features import GeomRF, PosRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.command_line import compose
 
@@ -35,9 +35,11 @@ def test_every_attention_composes(name):
 @pytest.mark.parametrize("name", choices("attention"))
 def test_what_is_saved_by_names_is_the_same_mechanism(name):
     """From the library and from the command line, through JSON."""
-    changed = {"generalized": {"kernel": "tanh"}, "window": {"block": 7}, "favorpp": {"sampler": "simplex"}}
+    changed = {"generalized": {"kernel": "tanh"}, "window": {"block": 7}, "favorpp": {"sampler": "simplex"},
+               "hrf_cluster": {"features.queries": 3, "features.field": "complex"}}
     options = changed.get(name, {})
-    typed = [f"{key if key == 'sampler' else f'attention.{key}'}={value}" for key, value in options.items()]
+    typed = [f"{key if key == 'sampler' or '.' in key else f'attention.{key}'}={value}"
+             for key, value in options.items()]
     cfg = compose([f"attention={name}", "seed=3", *typed])
     choice = {"attention": name, **cfg.hydra.runtime.choices}.get
     for mechanism in (Mechanism.of(name, seed=3, **options), Mechanism.composed(cfg, choice)):
@@ -63,6 +65,20 @@ def test_options():
     assert layer.seed == 5 and layer.layer == 1
     assert maker("generalized", kernel="tanh")(2, 8).phi.f == "tanh"
     assert maker("linformer", rank=3)(2, 8).key_projection.shape == (3, 512)
+
+
+def test_options_of_the_map():
+    """By the names of the command line; of a file alone, and never what the file stands for."""
+    assert Mechanism.of("hrf_angular", m=4, **{"features.n": 3}).map().width(4) == 4 * 4 * 4
+    assert Mechanism.of(features="clustered", **{"features.keys": 5}).map().keys == 5
+    for given, words in [({"features.x": 1}, "unknown option of features clustered 'x'"),
+                         ({"features._target_": "os.system"}, "unknown option of features clustered '_target_'"),
+                         ({"_target_": "os.system"}, "unknown option of attention hrf_cluster '_target_'"),
+                         ({"features": PosRF(), "features.n": 1}, "build the object with it")]:
+        with pytest.raises(ConfigError, match=words):
+            Mechanism.of("hrf_cluster", **given)
+    with pytest.raises(ConfigError, match="makes no use of features"):
+        Mechanism.of("exact", **{"features.n": 1})
 
 
 def test_integers_of_numpy_are_integers():

@@ -13,14 +13,9 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-import torch
-
-from crt_exp import samplers
-from crt_exp.attention import attention
-from crt_exp.attention.partials import DenominatorCount
-from crt_exp.features import AngularHybrid, ClusteredHybrid, FeatureMap, GaussianHybrid, Statistics, TrigRF
+from crt_exp.features import AngularHybrid, ClusteredHybrid, FeatureMap, GaussianHybrid, TrigRF
 from crt_exp.report.bench_attention import print_peak_of, timed
-from crt_exp.studies.speed import HEADS, D, Method, forward_backward, inputs
+from crt_exp.studies.speed import D, forward_backward, hybrid, inputs
 
 LENGTH, TURNS = 4096, 11
 
@@ -44,22 +39,9 @@ CASES = {"trig, M = 288": Case(TrigRF(), 144, "trig, M = 288", 144),
          "gaussian (8, 8)": Case(GaussianHybrid(n=8), 8, "trig, M = 544", 16)}
 
 
-def method(case: Case, length: int) -> Method:
-    """Clusters are fitted before, as in a layer; other fits are part of the time."""
-    generator = torch.Generator().manual_seed(0)
-    phi = case.phi
-    noise = phi.noise(case.m, lambda p: samplers.orthogonal(p.m, D, generator, batch=(HEADS,)))
-    q, k = (t.detach()[0, :, :512] for t in inputs(length)[:2])
-    kept = phi.fit(Statistics.of(q, k)) if phi.on_vectors or not phi.fitted else None
-
-    def run(q, k, v):
-        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
-        return attention(q, k, v, phi, noise, params, counter=DenominatorCount())
-    return run
-
-
 def print_times(length: int, turns: int) -> None:
-    times = timed(forward_backward, {name: method(case, length) for name, case in CASES.items()}, inputs(length), turns)
+    methods = {name: hybrid(case.phi, case.m, length) for name, case in CASES.items()}
+    times = timed(forward_backward, methods, inputs(length), turns)
     for name, case in CASES.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[case.twin]))
         print(f"  {name:<26}{statistics.median(times[name]):10.1f} ms  ({ratio:6.3f})  {case.work:8d} multiply-adds")
@@ -85,7 +67,8 @@ def command_line() -> None:
     elif args.what == "memory":
         print_memory(args.length)
     else:
-        print_peak_of(method(CASES[args.only], args.length), args.length)
+        case = CASES[args.only]
+        print_peak_of(hybrid(case.phi, case.m, args.length), args.length)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from crt_exp.config import instantiate, read_yaml
-from crt_exp.mechanism import Mechanism
+from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
 from crt_exp.report import encoder_steps, runs
 from crt_exp.report.predicted import predicted_errors
@@ -31,16 +31,24 @@ MAIN = "the exact model"
 BATCHES = 4             # of validation utterances on which attention is compared layer by layer
 PACED, BEAM = 40, 4     # test utterances on which speed is measured, and the width of the beam
 TRAINED = 10            # batches of training on which it is measured
+CALIBRATED = 4          # batches of training to which clusters are fitted where nothing is trained
 
 
 class Arm(NamedTuple):
-    """A choice of conf/attention with m projections; None: it has none."""
+    """A choice of conf/attention with m projections (None: it has none), and options of its map that are not those of
+    its file."""
 
     attention: str
     m: int | None = None
+    of_map: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"attention": self.attention, "m": self.m} | ({"of_map": dict(self.of_map)} if self.of_map else {})
 
     def options(self) -> list[str]:
-        return [f"attention={self.attention}"] + [f"features.m={self.m}"] * (self.m is not None)
+        given = [(OF_MAP + "m", self.m)] * (self.m is not None) + [(OF_MAP + key, value) for key, value in self.of_map]
+        return [f"attention={self.attention}", *(f"{key}={value}" for key, value in given)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def training(setting: Setting) -> dict[tuple[str, Arm, int], dict[str, Any]]:
 def swapping(setting: Setting, arms: Iterable[Arm] | None = None,
              options: Sequence[str] = ()) -> dict[tuple[Arm, int], dict[str, Any]]:
     """(arm, seed of its noise) -> key, of the exact model (of such options) with its attention swapped, as it is."""
-    return {(arm, seed): {**arm._asdict(), "seed": seed, **start(setting, options)}
+    return {(arm, seed): {**arm.key, "seed": seed, **start(setting, options)}
             for arm in arms or setting.all_arms() for seed in range(noises(setting, arm))}
 
 
@@ -146,7 +154,7 @@ def noises(setting: Setting, arm: Arm) -> int:
 def looking(setting: Setting, arms: Iterable[Arm] | None = None,
             options: Sequence[str] = ()) -> dict[Arm, dict[str, Any]]:
     """Of each arm, how far its attention is from that of the exact model."""
-    return {arm: {**arm._asdict(), **start(setting, options), "batches": BATCHES}
+    return {arm: {**arm.key, **start(setting, options), "batches": BATCHES}
             for arm in arms or setting.of(setting.arms)}
 
 
@@ -169,7 +177,7 @@ def other_looks(setting: Setting) -> dict[tuple[str, Arm], dict[str, Any]]:
 
 def pacing(setting: Setting) -> dict[Arm, dict[str, Any]]:
     """The speed of training and recognition."""
-    return {arm: {**arm._asdict(), **start(setting), "utterances": PACED, "beam": BEAM}
+    return {arm: {**arm.key, **start(setting), "utterances": PACED, "beam": BEAM}
             for arm in (Arm("exact"), Arm(setting.arms[0], max(setting.ms)))}
 
 
@@ -199,26 +207,33 @@ def train(overrides: list[str], start: list[str] | None = None, kept: bool = Fal
 
 
 @torch.no_grad()
-def after_swap(attention: str, m: int | None, seed: int, start: list[str]) -> dict[str, dict[str, float]]:
+def after_swap(attention: str, m: int | None, seed: int, start: list[str],
+               of_map: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
     """split -> loss (nats an utterance) and rates of the exact model with its attention swapped."""
-    task, model = task_of(tuple(start)), model_with(attention, m, seed, start).eval()
+    task, model = task_of(tuple(start)), model_with(attention, m, seed, start, of_map).eval()
+    if any(getattr(part, "clusters", None) is not None for part in model.modules()):
+        calibrate(task, model, list(islice(task.batches("train", Plan(1)), CALIBRATED)))
     found = {split: task.evaluate(model, split, Reader(task)) for split in ("validation", "test")}
     return {split: {key: each[key] for key in ("loss", "wer", "cer")} for split, each in found.items()}
 
 
-def diagnosis(attention: str, m: int, start: list[str], batches: int) -> dict[str, list]:
+def diagnosis(attention: str, m: int, start: list[str], batches: int,
+              of_map: dict[str, Any] | None = None) -> dict[str, list]:
     """Layer by layer on validation utterances: mean |x + y|^2 of each head, the predicted error of an entry of its
     kernel matrix (None: there is no closed form), and the measured relative error of the output beside uniform's."""
-    task, model = task_of(tuple(start)), model_with(attention, m, 0, start)
+    task, model = task_of(tuple(start)), model_with(attention, m, 0, start, of_map)
     every = list(task.batches("validation", Plan(1)))  # from short utterances to long ones
-    chosen = [task.inputs(batch) for batch in every[::max(1, len(every) // batches)]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of layers that uniform attention is nearer to: the report tells it
-        calibrate_attention(model, chosen)
+    calibrate(task, model, every[::max(1, len(every) // batches)])
     states = [part for part in model.modules() if getattr(part, "seen", None) is not None]
     return {"S": [s.seen.mean_sq_sum.flatten().tolist() for s in states], "predicted": [predicted(s) for s in states],
             "measured": [s.measured.relative_error for s in states],
             "uniform": [s.measured.relative_uniform for s in states]}
+
+
+def calibrate(task: Task, model: nn.Module, batches: Iterable[Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that uniform attention is nearer to: the report tells it
+        calibrate_attention(model, [task.inputs(batch) for batch in batches])
 
 
 def predicted(state: nn.Module) -> list[float] | None:
@@ -269,9 +284,11 @@ def task_of(start: tuple[str, ...]) -> Task:
     return instantiate(settings_of(start))
 
 
-def model_with(attention: str, m: int | None, seed: int, start: Sequence[str]) -> nn.Module:
+def model_with(attention: str, m: int | None, seed: int, start: Sequence[str],
+               of_map: dict[str, Any] | None = None) -> nn.Module:
     """The exact model's weights with another attention, as task.init does it."""
     found, tensors = recogniser.load(place(start), "task.init")
-    model = found._replace(mechanism=Mechanism.of(attention, m=m, seed=seed)).build()
+    options = {OF_MAP + key: value for key, value in (of_map or {}).items()}
+    model = found._replace(mechanism=Mechanism.of(attention, m=m, seed=seed, **options)).build()
     recogniser.take_weights(model, tensors, "task.init")
     return model

@@ -34,7 +34,8 @@ def main(size: str) -> None:
     body = "\n".join([targets(keys, cells), crossover(keys, cells), *(table(keys, cells, *what) for what in shown),
                       memory_table(memory_keys, memory)])
     facts = ("Batch 1, float32. Attention: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, the fit of FAVOR++ "
-             "included; large: (heads, layers, ffn, dim) = (8, 6, 2048, 512); small: (1, 6, 64, 64); vit: timm's "
+             "included; hybrids have 8, 4 and 64 projections of their bases, 288, 272 and 256 features, and clusters "
+             "fitted before; large: (heads, layers, ffn, dim) = (8, 6, 2048, 512); small: (1, 6, 64, 64); vit: timm's "
              "ViT-Ti/16, m = 256. Medians over interleaved rounds; a ratio is the median of the ratios within a round, "
              "to the eager floor exp(Q W^T) (exp(K W^T)^T V) for attention, to exact attention for models. Every "
              "length has a process of its own. There the floor's feature matrices come from pages that the system has "

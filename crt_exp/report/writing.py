@@ -69,9 +69,9 @@ class Cells:
         self.known[json.dumps(record["key"])] = record
 
     def seconds(self, keys: Sequence[dict[str, Any]] | None = None) -> float:
-        """The time that the cells of these keys took, or all known ones, also in earlier calls."""
-        asked = self.known.values() if keys is None else [self.known[json.dumps(key)] for key in keys]
-        return sum(r["seconds"] for r in asked)
+        """The time that all known cells, or those of these keys, took, also in earlier calls."""
+        chosen = self.known if keys is None else dict.fromkeys(map(json.dumps, keys))
+        return sum(self.known[key]["seconds"] for key in chosen)
 
 
 def _timed(compute: Callable[..., Any], key: dict[str, Any]) -> tuple[dict[str, Any], Any, float]:

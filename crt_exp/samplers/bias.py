@@ -36,7 +36,7 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
     sizes = [chunk] * (draws // chunk) + [draws % chunk] * (draws % chunk > 0)
     draw = lambda p, size: sampler(p.m, d, generator, batch=(size,), dtype=torch.float64)
     noises = (phi.noise(m, partial(draw, size=size)) for size in sizes)
-    ratios = torch.cat([_estimate_ratios(phi, x, y, noise, params) for noise in noises])
+    ratios = torch.cat([estimate_ratios(phi, x, y, noise, params) for noise in noises])
     return Bias(ratios.mean(0), ratios.std(0) / draws**0.5)
 
 
@@ -59,8 +59,9 @@ def bias_sentence(record: dict) -> str:
             f"{record['sampler_bias_error']:.3f} over 16 random pairs (1 would be no bias)")
 
 
-def _estimate_ratios(phi, x: Tensor, y: Tensor, noise: Noise, params) -> Tensor:
-    """Estimate / kernel of each pair and draw, (draws, pairs); in logs until the kernel is divided out."""
+def estimate_ratios(phi, x: Tensor, y: Tensor, noise: Noise, params) -> Tensor:
+    """Estimate / kernel of each draw and pair, (draws, pairs), x and y (pairs, d); in logs until the kernel is divided
+    out."""
     fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
     log_scale = fx.log_scale + fy.log_scale - phi.log_kernel(x, y).unsqueeze(-1)
     return (fx.value * fy.value * log_scale.exp()).sum(-1)

@@ -6,7 +6,6 @@ Legend: H heads, m projections, M features. An error is relative, in the Frobeni
 """
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,9 +25,9 @@ from crt_exp.nested import Nested
 from crt_exp.samplers import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
+from crt_exp.studies.pairs import drawn, drawn_ratios, generator, log_relative_mse
 
 DRAWS = 200      # of the noise, for sample variances
-AT_ONCE = 2**24  # numbers of features held for them
 PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
 MEANS = ("output_error", "uniform_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators",
          "log_variance", "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
@@ -75,7 +74,7 @@ class Approximation:
     def check(self, phi: FeatureMap, mechanism: Mechanism, seed: int) -> None:
         """Raises ValueError, before the first record, where map and sampler do not go together."""
         layer = self.source.layers(0, seed)[0]
-        phi.phi_q(layer.x[:, :, :1], mechanism.sampler(1, layer.d, _generator(seed)), layer.fit(phi))
+        phi.phi_q(layer.x[:, :, :1], mechanism.sampler(1, layer.d, generator(seed)), layer.fit(phi))
 
     # ---- what the closed forms say
 
@@ -114,7 +113,7 @@ class Approximation:
         count, errors = DenominatorCount(), []
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[i]
-            noise = drawn(phi, mechanism, m, layer.d, _generator(seed, i, sample), (layer.heads,))
+            noise = drawn(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
             errors.append(self.errors(phi, noise, layer, count, seed))
         return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
 
@@ -123,7 +122,7 @@ class Approximation:
         """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform
         attention: (H,) each."""
         params, tensors = layer.fit(phi), (layer.x, layer.y)
-        rows = torch.randperm(layer.x.shape[2], generator=_generator(seed))[:self.rows].sort().values
+        rows = torch.randperm(layer.x.shape[2], generator=generator(seed))[:self.rows].sort().values
         output = attention(*tensors, layer.v, phi, noise, params, causal=layer.causal, counter=count)
         matrix = attention_matrix(*tensors, phi, noise, params, causal=layer.causal, rows=rows)
         found = {"uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
@@ -137,12 +136,12 @@ class Approximation:
         """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed
         form for independent projections, by the exact one for coupled ones where there is one, and of DRAWS draws of
         the noise."""
-        x, y = random_pairs(layer, self.pairs, _generator(seed, i))
+        x, y = random_pairs(layer, self.pairs, generator(seed, i))
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
         found = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
             found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.rows.name) - squared
-        found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, _generator(seed, i, m)) - squared
+        found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, generator(seed, i, m)) - squared
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in found.items()}
         middle = {k: _number(v.median()) for k, v in medians.items()}
         return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
@@ -205,12 +204,9 @@ class Approximation:
 def predicted_log_mse(phi: FeatureMap, layer: Layer, features: int, seed: int) -> list[float]:
     """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with so many features,
     independent projections."""
-    x, y = random_pairs(layer, PREDICTED, _generator(seed))
+    x, y = random_pairs(layer, PREDICTED, generator(seed))
     m = max(1, features // phi.width(1))
-    log_bias = phi.log_kernel(x, y) - (x * y).sum(-1)  # 0 but for SMREG
-    variance = phi.log_mse(x, y, layer.fit(phi), m) - 2 * (x * y).sum(-1)
-    total = torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
-    return total.clamp(min=SMALL)[0].mean(-1).tolist()
+    return log_relative_mse(phi, x, y, layer.fit(phi), m).clamp(min=SMALL)[0].mean(-1).tolist()
 
 
 def estimates_softmax(phi: FeatureMap) -> bool:
@@ -230,18 +226,8 @@ def random_pairs(layer: Layer, pairs: int, g: torch.Generator) -> tuple[Tensor, 
 def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params,
                          g: torch.Generator) -> Tensor:
     """log of the sample variance of the kernel estimates of pairs (1, H, pairs, d) over DRAWS draws: (1, H, pairs)."""
-    logits, ratios = (x * y).sum(-1), []
-    at_once = max(1, AT_ONCE // (logits.numel() * phi.width(m)))
-    for start in range(0, DRAWS, at_once):
-        noise = drawn(phi, mechanism, m, x.shape[-1], g, (min(at_once, DRAWS - start), 1))
-        fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
-        ratios.append((fx.value * fy.value * (fx.log_scale + fy.log_scale - logits.unsqueeze(-1)).exp()).sum(-1))
-    return torch.cat(ratios).var(0, keepdim=True).log() + 2 * logits
-
-
-def drawn(phi: FeatureMap, mechanism: Mechanism, m: int, d: int, g: torch.Generator, batch: tuple[int, ...]) -> Nested:
-    """Noise for the map, of the mechanism's sampler."""
-    return phi.noise(m, lambda p: mechanism.sampler(p.m, d, g, batch=batch))
+    found = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, g)
+    return found.var(0, keepdim=True).log() + 2 * (x * y).sum(-1)
 
 
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
@@ -249,10 +235,6 @@ def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
     known = isinstance(phi, (TrigRF, PositiveExponential, GERF))
     return mechanism.rows.name in ("orthogonal", "simplex") and exact and known
-
-
-def _generator(*key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float | None]:

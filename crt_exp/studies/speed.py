@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from crt_exp import samplers
-from crt_exp.attention import attention, exact_attention, identity_attention
-from crt_exp.features import OPRF, PosRF, Statistics
+from crt_exp.attention import DenominatorCount, attention, exact_attention, identity_attention
+from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
@@ -24,6 +24,8 @@ MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers
 LONGEST_EXACT_MODEL = 4096  # longest sequence for exact attention in whole models
 HEADS, D, M = 8, 64, 256  # of attention alone
 LONGEST_EXACT = 16384     # longest sequence for the methods that are quadratic in time
+HYBRIDS = {"hrf_angular": 8, "hrf_gaussian": 4, "hrf_cluster": 64}  # projections of bases: 288, 272 and 256 features
+SAMPLE = 512              # queries and keys of a head that clusters are fitted to, before any time is taken
 PEER_LONGEST = 65536      # where performer-pytorch's feature matrices still fit the memory of a workstation
 PEER_CAUSAL = 2048        # performer-pytorch's causal form without its extension keeps L m d numbers
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,7 +75,8 @@ def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, f
 
 
 def attention_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
-    """The eager floor, FAVOR+ and FAVOR++ both ways, SDPA, performer-pytorch and identity, 8 heads, d = 64, m = 256."""
+    """The eager floor, FAVOR+ and FAVOR++ both ways, hybrids with about as many features, SDPA, performer-pytorch and
+    identity, 8 heads, d = 64, m = 256."""
     run, tensors = (forward_backward if backward else forward), inputs(length)
     return {name: lambda method=method: run(method, tensors) for name, method in methods(length).items()}
 
@@ -127,11 +130,25 @@ def methods(length: int) -> dict[str, Method]:
         return run
 
     found = {"floor": floor, "favor+": ours(PosRF(), False), "favor++": ours(OPRF(), False),
-             "favor+ causal": ours(PosRF(), True), "favor++ causal": ours(OPRF(), True), "identity": identity_attention}
+             "favor+ causal": ours(PosRF(), True), "favor++ causal": ours(OPRF(), True), "identity": identity_attention,
+             **{name: hybrid(Mechanism.of(name).map(), m, length) for name, m in HYBRIDS.items()}}
     if length <= LONGEST_EXACT:
         found["sdpa"] = exact_attention
         found["sdpa causal"] = lambda q, k, v: exact_attention(q, k, v, causal=True)
     return found | peers(length)
+
+
+def hybrid(phi: FeatureMap, m: int, length: int) -> Method:
+    """A map with m projections, a fit to statistics included; clusters are fitted before, as in a layer."""
+    g = torch.Generator().manual_seed(0)
+    noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, D, g, batch=(HEADS,)))
+    q, k = (t.detach()[0, :, :SAMPLE] for t in inputs(length)[:2])
+    kept = phi.fit(Statistics.of(q, k)) if phi.on_vectors or not phi.fitted else None
+
+    def run(q, k, v):
+        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
+        return attention(q, k, v, phi, noise, params, counter=DenominatorCount())
+    return run
 
 
 def peers(length: int) -> dict[str, Method]:

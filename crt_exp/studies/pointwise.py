@@ -1,0 +1,48 @@
+"""Relative error of softmax estimates over the angle between two vectors of one length, measured and in closed form
+(HRF 4.1, Figures 2 and 5)."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.schema import Count, Positive, Several, at_least, checked
+from crt_exp.studies.pairs import angles_of, at_angles, check_estimates, generator, log_relative_mse, squared_errors
+
+
+@checked("task")
+class Pointwise:
+    """task=pointwise: the root of the mean squared relative error at each angle, and the largest of them.
+
+    A record for each length. Parameters are fitted to all pairs of a length together. `groups` are independent sets of
+    draws, for intervals; the closed form is for iid projections.
+    """
+
+    metric, lower_is_better = "largest_error", True
+
+    def __init__(self, d: Annotated[int, at_least(2)], lengths: Several[Positive], angles: Annotated[int, at_least(2)],
+                 groups: Count, draws: Count):
+        self.d, self.lengths, self.angles, self.groups, self.draws = d, list(lengths), angles, groups, draws
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        check_estimates(mechanism)
+        for step, r in list(enumerate(self.lengths))[len(done):]:
+            last = {"split": "test", "final": True} if step == len(self.lengths) - 1 else {"split": "length"}
+            yield {"step": step, "epoch": 0, "length": r, **self.at_length(mechanism, r, seed), **last}
+
+    def at_length(self, mechanism: Mechanism, r: float, seed: int) -> dict[str, Any]:
+        """squared_error: (groups, angles), of each group of draws; error, closed_form: one number an angle."""
+        theta, phi = angles_of(self.angles), mechanism.map("softmax")
+        x, y = at_angles(theta, r, self.d, generator(seed, 0))
+        params = phi.fit(Statistics.of(x, y))
+        squared = squared_errors(phi, mechanism, x, y, params, self.groups, self.draws, seed)
+        error = squared.mean(0).sqrt()
+        closed = (log_relative_mse(phi, x, y, params, mechanism.m) / 2).exp()
+        return {"theta": theta.tolist(), "error": error.tolist(), "closed_form": closed.tolist(),
+                "largest_error": error.max().item(), "largest_closed_form": closed.max().item(),
+                "columns": phi.width(mechanism.m), "squared_error": squared.tolist()}
+
+    def summary(self, records: list[dict]) -> str:
+        told = (f"{r['largest_error']:.3g} (closed form {r['largest_closed_form']:.3g}) at length {r['length']}"
+                for r in records)
+        return f"largest relative error over angles: {', '.join(told)}"

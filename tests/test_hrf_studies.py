@@ -1,0 +1,270 @@
+"""Studies of hybrids: measured errors are those of the closed forms, FLOPs are counted, reports say what they found."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
+from crt_exp.features.complex_exponential import diagonal_by_centres
+from crt_exp.mechanism import Mechanism
+from crt_exp.report import (fig3, hrf_clusters, hrf_flops, hrf_pointwise, hrf_qmc, hrf_speech, kernel_arms, speech_runs,
+                            writing)
+from crt_exp.report.evidence import GateFailed, judged
+from crt_exp.runner.command_line import check_command_line
+from crt_exp.studies import flops
+from crt_exp.studies.clusters import Clusters
+from crt_exp.studies.flops import Flops
+from crt_exp.studies.pairs import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
+from crt_exp.studies.pointwise import Pointwise
+from crt_exp.studies.qmc import QMC
+
+EXACT = Mechanism.of("exact")
+
+
+def mechanism(features, m=4, sampler="iid", **options):
+    return Mechanism.of(features=features, m=m, sampler=sampler, **{f"features.{k}": v for k, v in options.items()})
+
+
+def studies():
+    """At tiny size, by the name of their task."""
+    return {"pointwise": Pointwise(4, [0.5, 1.0], 3, 2, 3), "qmc": QMC("wine", "standard", 1.0, 5, 2, 3),
+            "clusters": Clusters(6, 0.5, 0.2, 0.7, 10, [2, 3], 5, 2),
+            "flops": Flops("features", [400, 2000], 4, 1.0, 3, 2, 3)}
+
+
+# ---- measured errors
+
+
+@pytest.mark.parametrize("made", [mechanism("trig", 8), mechanism("smreg", 8), mechanism("angular", 4),
+                                  mechanism("clustered", 8, field="complex")], ids=str)
+def test_measured_errors_are_those_of_the_closed_form(made):
+    phi = made.map()
+    x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
+    params = phi.fit(Statistics.of(x, y))
+    found = squared_errors(phi, made, x, y, params, groups=40, draws=100, seed=1)
+    closed, error = log_relative_mse(phi, x, y, params, made.m).exp(), found.std(0) / 40**0.5
+    assert ((found.mean(0) - closed).abs() < 5 * error + 1e-12).all()
+    assert (error < 0.2 * closed + 1e-12).all()                            # the test has power
+
+
+def test_pairs_have_their_angle_and_length():
+    theta = angles_of(9)
+    x, y = at_angles(theta, 1.5, 6, generator(0))
+    torch.testing.assert_close((x * y).sum(-1), 2.25 * theta.cos())
+    torch.testing.assert_close(y.norm(dim=-1), torch.full_like(theta, 1.5))
+    with pytest.raises(ValueError, match="two dimensions"):
+        at_angles(theta, 1.0, 1, generator(0))
+
+
+def test_pointwise_errors_vanish_where_the_maps_are_exact():
+    of = {name: next(Pointwise(8, [1.0], 5, 2, 20).records(mechanism(name), 0)) for name in ("trig", "hyp", "angular")}
+    zero = {name: [error < 1e-12 for error in r["error"]] for name, r in of.items()}
+    assert zero == {"trig": [True] + [False] * 4, "hyp": [False] * 4 + [True], "angular": [True, *[False] * 3, True]}
+    assert of["trig"]["largest_error"] == max(of["trig"]["error"]) and of["angular"]["columns"] == 36 * 4
+
+
+def test_qmc_errors_and_their_controls():
+    task = QMC("wine", "standard", 1.0, 200, 10, 20)
+    assert torch.allclose(task.rows.square().sum(-1).mean().sqrt(), torch.tensor(1.0).double())
+    x, y = task.pairs_of_rows(generator(0))
+    assert ((x - y).norm(dim=-1) > 0).all()
+    iid, orthogonal = (next(task.records(mechanism("trig", 13, s), 0)) for s in ("iid", "orthogonal"))
+    error = np.std(iid["mse_of_groups"], ddof=1) / 10**0.5
+    assert abs(iid["mse"] - iid["closed_form"]) < 5 * error < 0.5 * iid["closed_form"]
+    assert orthogonal["mse"] < iid["mse"] and iid["mean"] < iid["zero"] and "sampler_bias" not in iid
+    assert "sampler_bias" in next(QMC("iris", "none", 1.0, 5, 1, 2).records(mechanism("trig", 4, "hadamard"), 0))
+
+
+def test_clusters_have_the_losses_that_are_told():
+    for agreeing in (0.0, 0.5):
+        task = Clusters(6, agreeing, 0.0, 0.7, 3, [2], 5, 2)
+        queries, keys = (side.unique(dim=0) for side in task.points_of(0))
+        least = [float((M.size * q + k / M.size).square().sum()) for q in queries for k in keys
+                 for M in [diagonal_by_centres(q, k, "real")]]
+        np.testing.assert_allclose(sorted(least), sorted(task.losses(0)), atol=1e-12)
+        assert (max(least) > 0.1) == (agreeing > 0)
+    x, _ = Clusters(6, 0.0, 0.3, 0.7, 5, [2], 5, 2).points_of(0)
+    torch.testing.assert_close(x.norm(dim=-1), torch.full((10,), 0.7).double())
+    assert len(x.unique(dim=0)) == 10
+
+
+def test_clusters_gain_where_the_centres_are_far_and_points_near():
+    task = Clusters(20, 0.0, 0.05, 1.0, 50, [10], 200, 10)
+    of = {name: next(task.records(mechanism(name), 0)) for name in ("clustered", "pos", "trig")}
+    assert of["clustered"]["mse"] < 0.1 * min(of["pos"]["mse"], of["trig"]["mse"])
+
+
+@pytest.mark.parametrize("name", studies())
+def test_studies_resume(name):
+    study = studies()[name]
+    whole = list(study.records(mechanism("angular"), 0))
+    assert list(study.records(mechanism("angular"), 0, whole[:1])) == whole[1:] and whole[-1]["final"]
+    assert study.metric in whole[-1] and study.summary(whole)
+    with pytest.raises(ValueError, match="no error"):
+        next(study.records(EXACT, 0))
+
+
+# ---- FLOPs
+
+
+def test_flops_are_those_of_the_formula():
+    """Products count two for a multiply-add, other operations one for a number; what is done once counts nothing."""
+    x, W = torch.ones(3, 4), torch.ones(5, 4)
+    assert flops.count(lambda: (x @ W.mT).exp()) == 2 * 3 * 4 * 5 + 3 * 5
+    cost = lambda made, counted="features": flops.flops(made.map(), made, made.map().fit(None), 16, counted)
+    one, two = (cost(mechanism("trig", m)) for m in (8, 16))
+    assert two - one == 8 * (2 * 16 + 4)                 # a projection, its cos and sin, each times h(x)
+    plain, attended = (cost(mechanism("trig", 8), counted) for counted in ("features", "attention"))
+    assert attended == 2 * plain + 2 * (2 * 16 * 17)
+    hybrid = cost(mechanism("angular", 8, n=8))
+    assert 2 * 16 * 16 + 288 < hybrid < 2 * 16 * 16 + 288 + 300            # projections, and the outer products
+    assert hybrid / AngularHybrid(n=8).width(8) < cost(mechanism("trig", 144)) / TrigRF().width(144) / 3
+
+
+@pytest.mark.parametrize("budget", [0.5, 1, 7, 1000])
+def test_the_most_that_a_budget_allows(budget):
+    assert flops.most_within(lambda m: 3 * m - 2, budget) == (0 if budget < 1 else int((budget + 2) // 3))
+
+
+def test_columns_are_the_features():
+    for phi in (AngularHybrid(n=3), ClusteredHybrid()):
+        x = torch.randn(6, 4, generator=generator(0))
+        bound = phi.bind(drawn(phi, mechanism("pos"), 5, 4, generator(1), ()), phi.fit(Statistics.of(x, x)))
+        torch.testing.assert_close(flops.columns(bound.phi_q(x)), bound.phi_q(x).dense().exp())
+
+
+# ---- reports
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
+    return tmp_path / "report"
+
+
+TINY = {hrf_pointwise: {"SETTINGS": {"small": hrf_pointwise.Setting((1.0, 1.5, 2.0), 3)}, "ANGLES": 5, "D": 8},
+        hrf_qmc: {"SETTINGS": {"small": hrf_qmc.Setting(5, 2)}, "LENGTHS": (1.0,),
+                  "ARMS": dict([*hrf_qmc.ARMS.items()][:5])},
+        hrf_clusters: {"SETTINGS": {"small": hrf_clusters.Setting(10, 5, (20, 50), 3)}},
+        hrf_flops: {"SETTINGS": {"small": hrf_flops.Setting(2, {"features": (4000, 9000), "attention": (64000,)})},
+                    "LENGTHS": (1.0,), "ANGLES": 5}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("report", TINY, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_report(report, folder, monkeypatch, capsys):
+    for name, value in TINY[report].items():
+        monkeypatch.setattr(report, name, value)
+    report.main("small")
+    name = report.__name__.rpartition(".")[2].replace("_", "-")
+    text, said = (folder / f"{name}.md").read_text(), capsys.readouterr().out
+    assert said.count("**confirmed**") + said.count("**refuted**") + said.count("**open**") == text.count("p = ")
+    assert text.startswith("# HRF ") and "SIZE=small" in text and (folder / f"{name}.png").stat().st_size > 20_000
+    assert "p_holm" in (folder / f"{name}.csv").read_text()
+
+
+@pytest.mark.parametrize("factor, word", [(0.5, "confirmed"), (2.0, "refuted"), (1.0, "open")])
+def test_verdicts_follow_the_errors(factor, word):
+    rng = np.random.default_rng(0)
+    better, worse = (np.exp(0.05 * rng.normal(size=10)) for _ in range(2))
+    assert judged([kernel_arms.below("a below b", factor * better, worse)])[0].word == word
+
+
+def test_constants_that_win_are_told_first():
+    setting = hrf_pointwise.Setting((1.0,), 3)
+    record = {"largest_error": 1.2}
+    found = {(basis, name, 1.0): record | {"largest_error": 0.5 + (name == "pos")} for basis in hrf_pointwise.BASES
+             for name in hrf_pointwise.MAPS}
+    assert "An estimate of zero has a smaller largest error than**: FAVOR+" in hrf_pointwise.controls_that_win(
+        found, setting)
+    assert hrf_pointwise.controls_that_win({k: {"largest_error": 0.5} for k in found}, setting).startswith("No arm")
+
+
+def test_arms_of_as_many_columns():
+    assert [hrf_pointwise.arm("columns", name).columns for name in ("angular", "gaussian", "trig", "pos")] == [
+        288, 272, 288, 288]
+    large = [arm for name, arm in hrf_speech.ARMS.items() if name.endswith(("432", "3)", "(3,2)", "6,8)"))]
+    assert len(large) == 6 and {hrf_speech.columns(arm) for arm in large} == {432}
+    assert [hrf_speech.columns(hrf_speech.ARMS[name]) for name in ("HRF-C(2,2)", "HRF-A(8,8)", "Trig 256")] == [
+        256, 216, 256]
+
+
+def test_tables_stand_in_for_boston(monkeypatch, tmp_path):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    assert hrf_qmc.tables() == ("wine", "breast_cancer")
+    assert "stands in" in hrf_qmc.facts("small", hrf_qmc.SETTINGS["small"], hrf_qmc.tables())
+
+
+# ---- speech
+
+
+@pytest.mark.slow
+def test_arms_of_speech_are_command_lines(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CRT_DATA", "/data")
+    for arm in (hrf_speech.CONTROLS | hrf_speech.ARMS).values():
+        key = speech_runs.uptraining(hrf_speech.SIZES["small"], arm, 1)
+        check_command_line([*key["overrides"], "logger=none", "hydra.run.dir=run"])
+
+
+def test_the_cells_of_fig3_stay_theirs():
+    keys = hrf_speech.keys_of(hrf_speech.SIZES["small"])
+    assert keys["exact"]["exact"] == speech_runs.checkpoint(fig3.SETTINGS["small"])
+    assert speech_runs.Arm("favorp", 8).key == {"attention": "favorp", "m": 8}
+    every = [json.dumps(key) for each in keys.values() for key in each.values()]
+    assert len(every) == len(set(every)) == 1 + 2 + 11 + 11 * 8 + 6 * 3
+
+
+def speech_found(distance):
+    """All values, the better of each pair by `distance` in nats and points."""
+    setting, rng = hrf_speech.SIZES["small"], np.random.default_rng(0)
+    keys = hrf_speech.keys_of(setting)
+    level = {"HRF-C(3,3)": 0, "HRF-C(2,2)": 0, "HRF-A(16,8)": 1, "HRF-A(8,8)": 1, "exact": -2, "uniform": 4}
+    value = lambda name: 20 + distance * level.get(name, 2) + 0.1 * rng.normal()
+    metrics = lambda name: {"loss": value(name), "wer": value(name) / 100, "cer": 0.1, "steps": 3}
+    after = {place: {split: metrics(place[0]) for split in ("validation", "test")}
+             for part in ("controls", "after") for place in keys[part]}
+    looked = {name: {"S": [[4.0]], "predicted": [None], "measured": [0.5 + 0.1 * level.get(name, 2)], "uniform": [0.9]}
+              for name in keys["looked"]}
+    trained = {place: metrics(place[0]) for place in keys["trained"]}
+    return hrf_speech.Found(setting, metrics("exact"), looked, after, trained)
+
+
+@pytest.mark.parametrize("distance, word", [(2.0, "confirmed"), (-2.0, "refuted")])
+def test_verdicts_on_speech_follow_the_records(distance, word):
+    found = speech_found(distance)
+    assert {v.word for v in judged(hrf_speech.claims(found))} == {word}
+    passed = hrf_speech.gates(found.after, found.looked)
+    assert passed[0].passed == (distance > 0) and passed[1].passed
+    assert hrf_speech.controls_that_win(found).startswith("No arm" if distance > 0 else "**A control")
+
+
+def test_page_of_speech(folder, capsys):
+    hrf_speech.write("small", speech_found(2.0), [], 3.0)
+    text = (folder / "hrf-speech.md").read_text()
+    assert "| HRF-C(2,3) | 72 | 432 |" in text and (folder / "hrf-speech.png").stat().st_size > 20_000
+    assert "written:" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_hrf_speech_at_tiny_sizes(monkeypatch, folder, tmp_path):
+    """The real thing, a few steps of each run."""
+    from tests.small_speech import write_digits
+
+    write_digits(tmp_path / "speech/free-spoken-digit-dataset/recordings")
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    sizes = {"layers": 1, "dim": 8, "ffn": 8, "channels": 2, "predictor": 8, "joiner": 8, "kernel": 3}
+    data = ("task.corpus=fsdd", *(f"+task.sizes.{key}={value}" for key, value in sizes.items()),
+            "task.strings.train=12", "task.strings.validation=3", "task.strings.test=3", "trainer.select=last")
+    steps = ("trainer.steps=2", "trainer.eval_every=1")
+    setting = replace(hrf_speech.SIZES["small"], data=data, exact=steps, uptrained=steps, swaps=2, seeds=2, workers=1)
+    with pytest.raises(GateFailed, match="this setting cannot answer"):
+        hrf_speech.report(setting, "tiny")
+    monkeypatch.setattr(hrf_speech, "check_gates", list)
+    hrf_speech.report(setting, "tiny")
+    text = (folder / "hrf-speech.md").read_text()
+    assert "**failed**" in text and "HRF-C(3,3)" in text
