@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling fidelity
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -107,6 +107,9 @@ hrf-sampled: $(STAMP)  ## HRF Figure 10: a language model trained by sampled sof
 
 ptb-peer: $(STAMP)  ## the language model of hrf-lm beside the same run in plain PyTorch (needs CRT_DATA)
 	@$(PY) -m crt_exp.report ptb_peer --size $(SIZE)
+
+fidelity: $(STAMP)  ## language models whose attention is swapped without training, and after a little of it (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)

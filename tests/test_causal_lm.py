@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from crt_exp.data import DataError
 from crt_exp.data.byte_pairs import byte_pairs, running_blocks
 from crt_exp.data.text import IGNORED
+from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import Reader
 from crt_exp.tasks.mlm import MLM, MaskedModel
 from crt_exp.tasks.objectives import NextToken, following
@@ -83,7 +84,8 @@ def test_a_longer_block_goes_on_from_a_run(typed, tmp_path, text):
 def test_an_encoder_goes_on_with_longer_blocks(typed, tmp_path):
     encoder = ["task.causal=false", "task.vocabulary_size=150"]
     assert typed(*encoder, "trainer.steps=2")[0] == 0
-    code, _, err = typed(*encoder, f"task.init={tmp_path / 'run'}", "task.block=32", "trainer.steps=1", directory="longer")
+    longer = [f"task.init={tmp_path / 'run'}", "task.block=32", "trainer.steps=1"]
+    code, _, err = typed(*encoder, *longer, directory="longer")
     assert code == 0, err
     assert last(tmp_path / "longer")["final"]
 
@@ -93,8 +95,6 @@ def test_a_llama_of_a_folder(tmp_path, text):
     task_of(text).tokenizer.save_pretrained(tmp_path / "llama")
     LlamaConfig(vocab_size=300, num_key_value_heads=1, pad_token_id=None, **SIZES).save_pretrained(tmp_path / "llama")
     task = task_of(text, model=str(tmp_path / "llama"))
-    from crt_exp.mechanism import Mechanism
-
     model = task.build(Mechanism.of("exact")).eval()
     batch = next(iter(Reader(task, batch=4).batches("validation")))
     logits, labels = model(**batch)
@@ -103,6 +103,17 @@ def test_a_llama_of_a_folder(tmp_path, text):
     assert type(model.model).__name__ == "LlamaForCausalLM" and torch.equal(labels, batch["input_ids"][:, 1:].flatten())
     torch.nn.functional.cross_entropy(logits, labels).backward()
     assert all(p.grad is not None for p in model.parameters()) and isinstance(model, MaskedModel)
+
+
+def test_uptraining_fits_causal_layers_to_training_text(tmp_path, text):
+    """At the swap, and not after the first steps: none of them is as it would be without."""
+    task_of(text).build(Mechanism.of("exact")).model.save_pretrained(tmp_path / "exact")
+    task_of(text).tokenizer.save_pretrained(tmp_path / "exact")
+    given = {"model": str(tmp_path / "exact"), "init": "uptrain"}
+    made = [task_of(text, calibration=count, **given).build(Mechanism.of("favorpp", m=8)) for count in (0, 2)]
+    weights = [[float(part.running_weight) for part in model.modules() if hasattr(part, "running_weight")]
+               for model in made]
+    assert weights[0] == [0.0, 0.0] and min(weights[1]) > 0
 
 
 def test_following_is_the_next_token():

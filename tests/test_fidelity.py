@@ -34,8 +34,8 @@ MODELS = {
         d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         vocab_size=len(VOCABULARY), encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64))}
 OPTIONS = {"calibration": None, "tokenizer": None, "length": 24, "texts": 3, "calibration_texts": 2, "seed": 0}
-STUDY = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorpp"], "ms": [8], "draws": 2, "length": 24,
-         "texts": 3, "calibration_texts": 2, "lengths": [], "rounds": 1}
+STUDY = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorpp"], "ms": [8], "draws": 2,
+         "length": 24, "texts": 3, "calibration_texts": 2, "lengths": [], "rounds": 1}
 
 
 @pytest.fixture(scope="module")

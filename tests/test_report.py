@@ -34,7 +34,8 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "proteins": "attention in a language model", "redraw": "attention in a language model",
     "kernels": "functions of generalised attention", "proteins_long": "attention in a language model",
     "attention_maps": "attention in a language model", "sampling": "samplers of classes",
-    "hrf_lm": "hybrids, named in its setting", "hrf_sampled": "samplers of classes", "ptb_peer": "one model twice"}
+    "hrf_lm": "hybrids, named in its setting", "hrf_sampled": "samplers of classes", "ptb_peer": "one model twice",
+    "fidelity": "attention in a language model"}
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 
 

@@ -69,7 +69,8 @@ def running_blocks(paths: str | Path | Sequence[str | Path], tokenizer, length: 
 
 def cut(files: Sequence[Path], tokenizer, length: int) -> np.ndarray:
     texts = running(files, tokenizer.unk_token or UNKNOWN)
-    tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(ids, np.int32) for ids in token_lists(texts, tokenizer))])
+    arrays = (np.array(ids, np.int32) for ids in token_lists(texts, tokenizer))
+    tokens = np.concatenate([np.zeros(0, np.int32), *arrays])
     if len(tokens) < length:
         raise DataError(f"The text has {len(tokens)} tokens, and one block needs {length}. Give more text, or a "
                         "shorter length.")

@@ -19,11 +19,12 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, Whole, checked
 from crt_exp.studies import fidelity_files
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
-from crt_exp.studies.subject import Subject, load
+from crt_exp.studies.subject import Subject, learns, load
 from crt_exp.studies.uci import interval
+from crt_exp.swap.swap import fill_statistics
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is told
-WARM = 32                                    # tokens of the call before memory is measured
+WARM = 128                                   # tokens of the call before memory is measured
 
 
 class Arm(NamedTuple):
@@ -48,8 +49,8 @@ def parsed(text: str, m: int | None = None, seed: int = 0) -> Mechanism:
     """A name of conf/attention, followed by options of its file. Raises ConfigError."""
     name, *words = text.split()
     if bad := [word for word in words if "=" not in word]:
-        raise ConfigError(f"task.attentions: {text!r}: {bad[0]} is no option; write a name and key=value after it, such "
-                          "as 'window block=32 first=16'")
+        raise ConfigError(f"task.attentions: {text!r}: {bad[0]} is no option; write a name and key=value after it, "
+                          "such as 'window block=32 first=16'")
     options = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
     return Mechanism.of(name, m=m, seed=seed, **options)
 
@@ -70,8 +71,8 @@ def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
 class Fidelity:
     """task=fidelity; see conf/task/fidelity.yaml for the options.
 
-    Records of four kinds: `heads`, one a layer: mean |x + y|^2 of its heads; `swap`, one an attention, m and draw of its
-    noise: errors, cosine and loss of each text; `cost`, one a length: milliseconds and MiB of each attention; and a
+    Records of four kinds: `heads`, one a layer: mean |x + y|^2 of its heads; `swap`, one an attention, m and draw of
+    its noise: errors, cosine and loss of each text; `cost`, one a length: milliseconds and MiB of each attention; and a
     final one with the means, in which `hidden_error` is the least of those that are no controls.
     """
 
@@ -79,11 +80,12 @@ class Fidelity:
     uses: frozenset[str] = frozenset()  # attention is named by task.attentions and task.ms
 
     def __init__(self, model: str | None, text: str | Sequence[str] | None, calibration: str | Sequence[str] | None,
-                 tokenizer: str | None, attentions: Several[str], ms: Several[Count], draws: Count, length: Count | None,
-                 texts: Count, calibration_texts: Count, lengths: Sequence[Count] | None, rounds: Whole):
+                 tokenizer: str | None, attentions: Several[str], ms: Several[Count], draws: Count,
+                 length: Count | None, texts: Count, calibration_texts: Count,
+                 lengths: Sequence[Count] | None, rounds: Whole):
         if model is None or text is None:
-            raise ValueError("task=fidelity needs task.model (a folder, a run or a hub name) and task.text (a text that "
-                             "the model was not trained on)")
+            raise ValueError("task=fidelity needs task.model (a folder, a run or a hub name) and task.text (a text "
+                             "that the model was not trained on)")
         if texts < 2:
             raise ValueError(f"task.texts = {texts}: an interval over texts needs at least 2")
         self.model, self.draws, self.lengths, self.rounds = model, draws, lengths, rounds
@@ -97,7 +99,8 @@ class Fidelity:
         subject, rows = Subject(self.model, seed=seed, **self.given), list(done)
         self.check(subject)
         plan = [("heads", of_heads, (subject, i)) for i in range(len(subject.calls[0]))]
-        plan += [("swap", of_swap, (subject, arm, draw, seed)) for arm in self.arms for draw in range(self.draws_of(arm))]
+        plan += [("swap", of_swap, (subject, arm, draw, seed)) for arm in self.arms
+                 for draw in range(self.draws_of(arm))]
         plan += [("cost", self.of_length, (subject, L)) for L in self.lengths_of(subject)]
         plan += [("test", self.of_all, (subject, rows))]
         for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
@@ -141,8 +144,8 @@ class Fidelity:
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         return (f"{fidelity_files.table(last['attentions']).to_string(index=False, na_rep='')}\n"
-                f"fidelity: {last['texts']} texts of {last['length']} tokens; nearest to the exact model: {last['best']}, "
-                f"hidden error {last['hidden_error']:.3g}")
+                f"fidelity: {last['texts']} texts of {last['length']} tokens; nearest to the exact model: "
+                f"{last['best']}, hidden error {last['hidden_error']:.3g}")
 
     def keep(self, records: list[dict], directory: Path) -> None:
         """fidelity.csv and fidelity.png in the run directory."""
@@ -162,7 +165,8 @@ def of_heads(subject: Subject, i: int) -> dict[str, Any]:
 def of_swap(subject: Subject, arm: Arm, draw: int, seed: int) -> dict[str, Any]:
     """Means over texts for each layer; `_texts`: of the last layer, for each text."""
     found = subject.measured(arm.mechanism(1000 * seed + draw))
-    record = {"attention": arm.text, "m": arm.m, "draw": draw, "attention_error_layers": found["attention"].mean(0).tolist(),
+    record = {"attention": arm.text, "m": arm.m, "draw": draw,
+              "attention_error_layers": found["attention"].mean(0).tolist(),
               "hidden_error_layers": found["hidden"].mean(0).tolist(),
               "attention_error_texts": found["attention"].mean(1).tolist(),
               "hidden_error_texts": found["hidden"][:, -1].tolist(), "cosine_texts": found["cosine"].tolist()}
@@ -203,6 +207,8 @@ def memory(model: str, text: str, m: int | None, length: int) -> float:
     loaded, predicts = load(model)
     parsed(text, m).swap(loaded, saved=False)
     call = {"use_cache": False} if predicts == "next" else {}
+    if learns(loaded):
+        fill_statistics(loaded, [ids_of(loaded, min(length, WARM))])
     body = loaded.base_model                                 # logits of all tokens would hide the rest
     body(input_ids=ids_of(loaded, min(length, WARM)), **call)
     before = reset_peak()

@@ -4,7 +4,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
-NAMES = {"hidden_error": "hidden states", "attention_error": "attention", "cosine": "cosine", "above": "nats above exact"}
+NAMES = {"hidden_error": "hidden states", "attention_error": "attention", "cosine": "cosine",
+         "above": "nats above exact"}
 
 
 def table(attentions: list[dict[str, Any]]):

@@ -1,5 +1,5 @@
-"""A pretrained model and the texts that it reads, for `fidelity`: what it makes of them with its own attention, and what
-it makes of them with another one in its place.
+"""A pretrained model and the texts that it reads, for `fidelity`: what it makes of them with its own attention, and
+what it makes of them with another one in its place.
 
 Legend: L tokens of a text, H query heads, d their dimension, D the width of the model. One text is read at a time.
 """
@@ -181,17 +181,21 @@ class Swapped:
     def __enter__(self) -> dict[str, nn.Module]:
         model, training = self.subject.model, self.subject.training
         self.mechanism.swap(model, saved=False)
-        states = swapped_states(model)
-        if any(getattr(state, "learns", False) for state in states):
+        if learns(model):
             if training is None:
                 unswap_attention(model)
                 raise ValueError(f"attention {self.mechanism.name} of this model is fitted to training text: give "
                                  "task.calibration=<file>, another than task.text")
             fill_statistics(model, list(training.split(1)))
-        return {state.path: state for state in states}
+        return {state.path: state for state in swapped_states(model)}
 
     def __exit__(self, *_) -> None:
         unswap_attention(self.subject.model)
+
+
+def learns(model: nn.Module) -> bool:
+    """Whether attention that was swapped in is fitted to what earlier calls saw."""
+    return any(getattr(state, "learns", False) for state in swapped_states(model))
 
 
 def load(name: str) -> tuple[nn.Module, str | None]:
@@ -209,8 +213,8 @@ def load(name: str) -> tuple[nn.Module, str | None]:
     if model.main_input_name != "input_ids":
         raise ValueError(f"task.model = {name}: {type(model).__name__} reads {model.main_input_name}, not text")
     if config.is_encoder_decoder:
-        raise ValueError(f"task.model = {name}: {type(model).__name__} has an encoder and a decoder: give an encoder or "
-                         "a decoder alone")
+        raise ValueError(f"task.model = {name}: {type(model).__name__} has an encoder and a decoder: give an encoder "
+                         "or a decoder alone")
     return model, predicts
 
 

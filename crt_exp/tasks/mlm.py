@@ -24,6 +24,7 @@ from crt_exp.data import text as data
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.schema import Count, NotNegative, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
+from crt_exp.swap.swap import fill_statistics
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.objectives import objective_of
 
@@ -89,6 +90,7 @@ class MLM(Task):
     whole_words: bool
     cache_dir: str | None
     causal: bool = False
+    calibration: Whole = 4
 
     metric, lower_is_better = "perplexity", True
 
@@ -220,7 +222,17 @@ class MLM(Task):
     def build(self, mechanism: Mechanism) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)
         model = encoders.load_model(self.objective.kind, self.config, origin, mechanism)
+        if origin.weights and not origin.noise:
+            self.calibrate(model)
         return MaskedModel(model, self.objective.call)
+
+    def calibrate(self, model: nn.Module) -> None:
+        """Fills the statistics that causal features are fitted to: the weights come from another attention."""
+        if any(getattr(part, "learns", False) for part in model.modules()):
+            read = [{"input_ids": batch["input_ids"], **self.objective.call}
+                    for batch in islice(self.batches("train", Plan(8)), self.calibration)]
+            if read:
+                fill_statistics(model, read)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)
