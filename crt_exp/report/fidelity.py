@@ -36,10 +36,10 @@ LARGE = (*sizes(512, 8, 16), "task.vocabulary_size=8192", "trainer.precision=bf1
 SETTINGS = {
     # a masked model leaves its unigram only after thousands of steps, and short blocks make these cheap
     "small": Setting(models=(
-        Model(BERT, (*SMALL, *ENCODER), (stage(32, 64, 6000, "2e-3"), stage(128, 16, 1500, "1e-3"),
+        Model(BERT, (*SMALL, *ENCODER), (stage(32, 64, 5500, "2e-3"), stage(128, 16, 1500, "1e-3"),
                                          stage(512, 4, 600, "5e-4"))),
-        Model(CAUSAL, (*SMALL, *DECODER), (stage(64, 32, 3000, "2e-3"), stage(256, 8, 900, "1e-3"),
-                                           stage(512, 4, 600, "5e-4"))))),
+        Model(CAUSAL, (*SMALL, *DECODER), (stage(64, 32, 3000, "2e-3"), stage(256, 8, 800, "1e-3"),
+                                           stage(512, 4, 500, "5e-4"))))),
     "gpu": Setting(workers=1, uptrained=(CAUSAL, BERT), texts=48, models=(
         Model(BERT, (*LARGE, *ENCODER), (stage(64, 256, 8000, "1e-3"), stage(512, 32, 2000, "5e-4"))),
         Model(CAUSAL, (*LARGE, *DECODER), (stage(128, 128, 4000, "1e-3"), stage(512, 32, 1500, "5e-4"))))),
