@@ -35,7 +35,7 @@ MODELS = {
         vocab_size=len(VOCABULARY), encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64))}
 OPTIONS = {"calibration": None, "tokenizer": None, "length": 24, "texts": 3, "calibration_texts": 2, "seed": 0}
 STUDY = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorpp"], "ms": [8], "draws": 2,
-         "length": 24, "texts": 3, "calibration_texts": 2, "lengths": [], "rounds": 1}
+         "length": 24, "texts": 3, "calibration_texts": 2, "lengths": [], "rounds": 1, "cache_dir": None}
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,8 @@ def test_means_are_paired_over_texts():
 
 def test_a_run_and_its_files(folder, typed, tmp_path):
     args = ["task=fidelity", f"task.model={folder / 'gpt2'}", f"task.text={folder / 'text.txt'}", "task.length=24",
-            f"task.calibration={folder / 'other.txt'}", "task.texts=3", "task.attentions=[exact,uniform,favorpp]",
+            f"task.calibration={folder / 'other.txt'}", "task.texts=3", "task.cache_dir=null",
+            "task.attentions=[exact,uniform,favorpp]",
             "task.ms=[8]", "task.draws=2", "task.lengths=[]", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"]
     code, out, err = typed(*args)
     assert code == 0 and "nearest to the exact model: favorpp, m = 8" in out, err

@@ -143,7 +143,7 @@ def test_matched_heads_have_the_moments_of_the_model():
 
 @pytest.mark.slow
 def test_a_whole_report(tmp_path, monkeypatch, capsys):
-    """Tiny models of a tiny text: trained in two stages, swapped, uptrained, timed; the second call computes nothing."""
+    """Tiny models of a tiny text: trained in two stages, swapped, uptrained, timed; the second call computes none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(writing, "REPORT", tmp_path / "report")

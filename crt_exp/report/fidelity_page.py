@@ -62,8 +62,8 @@ def facts(size: str, found: Found) -> str:
             f"split, spread over it; attention that keeps statistics is fitted to {setting.calibration_texts} pieces "
             f"of the training split. m = {', '.join(map(str, setting.ms))}. Uptraining: "
             f"`{' '.join(setting.uptraining)}`, m = {setting.m}, {setting.seeds} seeds of noise, order and "
-            f"masks, the same for all attentions; loss on every {EVERY}th line of the validation split. Matched heads: q, "
-            "k and v drawn from normal laws with the moments of the BERT model's. Time: attention of 8 heads of 64, "
+            f"masks, the same for all attentions; loss on every {EVERY}th line of the validation split. Matched heads: "
+            "q, k and v drawn from normal laws with the moments of the BERT model's. Time: attention of 8 heads of 64, "
             f"forward, median of {setting.rounds} rounds in turn; memory: a process for each. Intervals: 95%, Student; "
             f"p-values with Holm's correction.{left}")
 

@@ -139,7 +139,7 @@ def train(stages: list[list[str]]) -> dict[str, Any]:
 def subject_of(start: str, texts: int, calibration_texts: int, length: int) -> Subject:
     """The model of a run, on the test text; fitted, where there is something to fit, to the training text."""
     return Subject(start, str(official_file("wikitext2", "test")), str(official_file("wikitext2", "train")), None,
-                   length, texts, calibration_texts, seed=0)
+                   length, texts, calibration_texts, seed=0, cache_dir=HOME / "tokens")
 
 
 def look(start: str, texts: int, calibration_texts: int, length: int) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Fidelity:
     def __init__(self, model: str | None, text: str | Sequence[str] | None, calibration: str | Sequence[str] | None,
                  tokenizer: str | None, attentions: Several[str], ms: Several[Count], draws: Count,
                  length: Count | None, texts: Count, calibration_texts: Count,
-                 lengths: Sequence[Count] | None, rounds: Whole):
+                 lengths: Sequence[Count] | None, rounds: Whole, cache_dir: str | None):
         if model is None or text is None:
             raise ValueError("task=fidelity needs task.model (a folder, a run or a hub name) and task.text (a text "
                              "that the model was not trained on)")
@@ -91,7 +91,7 @@ class Fidelity:
         self.model, self.draws, self.lengths, self.rounds = model, draws, lengths, rounds
         self.arms = arms_of(attentions, list(ms))
         self.given = {"text": text, "calibration": calibration, "tokenizer": tokenizer, "length": length,
-                      "texts": texts, "calibration_texts": calibration_texts}
+                      "texts": texts, "calibration_texts": calibration_texts, "cache_dir": cache_dir}
 
     # ---- records
 
@@ -109,7 +109,7 @@ class Fidelity:
 
     def check(self, subject: Subject) -> None:
         """Raises ValueError, before the first record, for lengths and attention that do not go with the model."""
-        if long := [L for L in self.lengths or () if L > subject.most]:
+        if long := [L for L in self.lengths or () if subject.most < L]:
             raise ValueError(f"task.lengths holds {long[0]}: the model has {subject.most} positions")
         for arm in self.arms:
             with subject.swapped(arm.mechanism()):
@@ -123,7 +123,7 @@ class Fidelity:
         """By default 128, 256, ... as far as the model has positions, and no further than 2048."""
         if self.lengths is not None:
             return list(self.lengths)
-        return [L for L in (128, 256, 512, 1024, 2048) if L <= subject.most]
+        return [L for L in (128, 256, 512, 1024, 2048) if subject.most >= L]
 
     def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
         """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""

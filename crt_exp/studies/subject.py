@@ -68,15 +68,17 @@ class Subject:
 
     model: a hub name, a folder or a run of task=mlm. text: files or folders, which the model was not trained on;
     calibration: others, to which causal layers with fitted parameters are fitted, as `calibrate_attention` does.
-    Pieces are spread over the text; the places of masks are those of `seed`, the same for every attention.
+    Pieces are spread over the text, whose tokens are kept in `cache_dir`; the places of masks are those of `seed`, the
+    same for every attention.
 
     Raises DataError where model, tokenizer or text cannot be had, ValueError for a model that was not trained with
     exact attention or reads no text, for texts of too few tokens, and where text and calibration share a file.
     """
 
     def __init__(self, model: str, text: str | Sequence[str], calibration: str | Sequence[str] | None,
-                 tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int):
-        self.name = model
+                 tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
+                 cache_dir: str | Path | None = None):
+        self.name, self.cache_dir = model, cache_dir
         self.model, self.predicts = load(model)
         self.tokenizer, self.seed = load_tokenizer(model, tokenizer), seed
         data.check_vocabulary(self.tokenizer, self.model.config.vocab_size)
@@ -101,7 +103,7 @@ class Subject:
     def pieces(self, text: str | Sequence[str], count: int, option: str) -> Tensor:
         """(count, length) token ids."""
         framed = self.predicts != NEXT and self.tokenizer.cls_token_id is not None
-        blocks = (data.local_blocks if framed else running_blocks)(text, self.tokenizer, self.length)
+        blocks = (data.local_blocks if framed else running_blocks)(text, self.tokenizer, self.length, self.cache_dir)
         if len(blocks) < count:
             raise ValueError(f"{option} = {count}: {text} has {len(blocks)} pieces of {self.length} tokens; give more "
                              "text, fewer pieces or a smaller task.length")
