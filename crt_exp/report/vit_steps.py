@@ -3,7 +3,6 @@
 Legend: L patches of an image of 16 sqrt(L) pixels a side; the model reads them and a class token.
 """
 
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
