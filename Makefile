@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling hrf-pointwise hrf-qmc hrf-clusters hrf-flops hrf-speech report
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling hrf-pointwise hrf-qmc hrf-clusters hrf-flops hrf-speech report fidelity
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -122,6 +122,9 @@ hrf-flops: $(STAMP)  ## HRF Appendix L: columns for a FLOP, and the error at equ
 
 hrf-speech: $(STAMP)  ## HRF Table 2: speech recognition with hybrids, by the exact model of fig3 (needs CRT_DATA)
 	@$(PY) -m crt_exp.report hrf_speech --size $(SIZE)
+
+fidelity: $(STAMP)  ## language models whose attention is swapped without training, and after a little of it (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)

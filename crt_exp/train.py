@@ -69,7 +69,7 @@ def measured(cfg) -> float | None:
     task = instantiate(cfg.task)
     mechanism = mechanism_of(cfg)
     if is_study(task):
-        check_study(cfg, mechanism)
+        check_study(cfg, task, mechanism)
         records, directory = study(cfg, task, mechanism)
     else:
         check_training(cfg, task, mechanism)
@@ -93,6 +93,8 @@ def study(cfg, task, mechanism) -> tuple[list[dict], Path]:
             for record in task.records(mechanism, cfg.seed, done=list(current.records)):
                 ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
                 current.log(**record, **ending)
+            if hasattr(task, "keep"):
+                task.keep(current.records, current.directory)
     return current.records, current.directory
 
 

@@ -9,7 +9,6 @@ resident memory beyond inputs, incoming gradient, output and gradients, in MiB.
 import argparse
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from crt_exp.studies.memory import peak, reset_peak
 from crt_exp.studies.speed import Method, forward, forward_backward, inputs, methods
 
 LENGTHS, TURNS = (1024, 4096, 16384), 11
@@ -77,21 +77,6 @@ def print_peak_of(method: Method, length: int) -> None:
     out = method(*tensors[:3])
     out.backward(tensors[3])
     print(f"{(peak() - before - theirs) / 2**20:.0f} MiB")
-
-
-def reset_peak() -> int:
-    """Sets the process's peak to what it holds now (Linux) and returns that, in bytes."""
-    with open("/proc/self/clear_refs", "w") as f:
-        f.write("5")
-    return peak()
-
-
-def peak() -> int:
-    with open("/proc/self/status") as f:
-        lines = dict(line.split(":", 1) for line in f)
-    if "VmHWM" in lines:
-        return int(lines["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(size: str) -> None:

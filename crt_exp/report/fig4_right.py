@@ -9,6 +9,7 @@ from crt_exp.report import palette, vit_steps
 from crt_exp.report.evidence import Claim, independent, judged
 from crt_exp.report.vit_steps import FORMED
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
+from crt_exp.studies.memory import in_new_process
 
 TOKENS = (64, 196, 784, 1024, 3136, 4096, 12544, 16384)
 MEMORY_TOKENS = (784, 1024, 3136, 4096, 16384)
@@ -34,11 +35,11 @@ def rounds(tokens: int) -> int:
 
 
 def times(tokens: int, rounds: int) -> dict[str, list[float]]:
-    return vit_steps.in_new_process(vit_steps.times, tokens=tokens, rounds=rounds)
+    return in_new_process(vit_steps.times, tokens=tokens, rounds=rounds)
 
 
 def memory_of(tokens: int, name: str) -> float:
-    return vit_steps.in_new_process(vit_steps.memory, tokens=tokens, name=name)
+    return in_new_process(vit_steps.memory, tokens=tokens, name=name)
 
 
 # ---- what it says

@@ -12,8 +12,8 @@ from crt_exp.models.language import sizes_of
 from crt_exp.report import protein_steps, proteins_long_page, runs
 from crt_exp.report.protein_steps import FORMED, LAYER, MODEL, WIDE, rows
 from crt_exp.report.proteins_long_page import Found
-from crt_exp.report.vit_steps import in_new_process
 from crt_exp.report.writing import Cells
+from crt_exp.studies.memory import in_new_process
 
 TRAINED = ("exact", "favorp", "favorpp", "relu", "uniform")
 TIMED = ("exact", "favorpp", "uniform")

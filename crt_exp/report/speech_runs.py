@@ -20,7 +20,7 @@ from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
 from crt_exp.report import encoder_steps, runs
 from crt_exp.report.predicted import predicted_errors
-from crt_exp.report.vit_steps import in_new_process
+from crt_exp.studies.memory import in_new_process
 from crt_exp.swap.swap import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 

@@ -3,17 +3,13 @@
 Legend: L patches of an image of 16 sqrt(L) pixels a side; the model reads them and a class token.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
-from crt_exp.report.bench_attention import peak, reset_peak, timed
+from crt_exp.report.bench_attention import timed
+from crt_exp.studies.memory import peak, reset_peak
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
@@ -76,9 +72,3 @@ def memory(tokens: int, name: str) -> float:
     before = reset_peak()
     step(given)
     return (peak() - before) / 2**20
-
-
-def in_new_process(call: Callable[..., Any], **arguments: Any) -> Any:
-    """In a process that has done nothing else: an allocator keeps what earlier calls freed."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(call, **arguments).result()

@@ -64,10 +64,12 @@ def check_sweeper(cfg) -> None:
         check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
 
 
-def check_study(cfg, mechanism) -> None:
+def check_study(cfg, task, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} does not train: start it on one process")
+    if hasattr(task, "uses"):
+        check_used(task)
     if not mechanism.estimates and mechanism.name != "exact":
         raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} "
                           "estimates none: choose features=..., a preset such as attention=favorpp, or attention=exact")

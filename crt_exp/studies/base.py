@@ -7,7 +7,11 @@ from crt_exp.mechanism import Mechanism
 
 
 class Study(Protocol):
-    """A task without training: it measures, and yields records for metrics.jsonl."""
+    """A task without training: it measures, and yields records for metrics.jsonl.
+
+    It may have `uses`, as tasks that train do, and `keep(records, directory)`, which leaves tables and pictures in the
+    run directory at the end.
+    """
 
     metric: str  # the key of the final record that a sweep optimises
     lower_is_better: bool = False

@@ -1,7 +1,8 @@
-"""Masked-language-model pretraining and uptraining of encoders, with any attention, on any text.
+"""Pretraining and uptraining of language models, with any attention, on any text: encoders that predict masked tokens,
+or (task.causal) decoders that predict the next one.
 
 Local text is packed into blocks once, and its masks are drawn anew each epoch; sets of the hub are streamed. Legend: B
-rows of a batch, L tokens of a block, n masked tokens, V entries of the vocabulary.
+rows of a batch, L tokens of a block, n predicted tokens, V entries of the vocabulary.
 """
 
 import math
@@ -20,29 +21,30 @@ from torch.nn import functional as F
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data import text as data
-from crt_exp.data.vocabulary import wordpieces
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.schema import Count, NotNegative, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
+from crt_exp.swap.swap import fill_statistics
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.tasks.objectives import objective_of
 
 HELD_OUT = 0.02  # of the blocks, at the end of the text, where there is no text for validation
 
 
 class MaskedModel(nn.Module):
-    """A masked language model that computes logits of masked tokens alone:
-    the head over V costs more than a small encoder."""
+    """A language model that computes logits of the tokens to predict alone: the head over V costs more than a small
+    encoder. call: further arguments of the model."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, call: dict[str, Any] | None = None):
         super().__init__()
-        self.model, self.chosen = model, None
+        self.model, self.chosen, self.call = model, None, call or {}
         model.base_model.register_forward_hook(self._choose)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """input_ids, labels (B, L), labels -100 where nothing is to be predicted -> logits (n, V), labels (n,)."""
         self.chosen = labels != data.IGNORED
         try:
-            return self.model(input_ids=input_ids).logits[0], labels[self.chosen]
+            return self.model(input_ids=input_ids, **self.call).logits[0], labels[self.chosen]
         finally:
             self.chosen = None
 
@@ -83,14 +85,17 @@ class MLM(Task):
     vocabulary: str | None
     vocabulary_size: Count
     lowercase: bool
-    block: Annotated[int, at_least(3)]  # [CLS], a token, [SEP]
+    block: Annotated[int, at_least(2)]
     share: Annotated[float, above(0), below(1)]
     whole_words: bool
     cache_dir: str | None
+    causal: bool = False
+    calibration: Whole = 4
 
     metric, lower_is_better = "perplexity", True
 
     def __post_init__(self):
+        self.objective = objective_of(self.causal, self.share, self.whole_words, self.lowercase)
         self.check_options()
         self.streamed = self.hub["name"] is not None
         self.files = {} if self.streamed else self.local_files()
@@ -101,9 +106,16 @@ class MLM(Task):
         self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
-        self.masking = data.Masking.of(self.tokenizer, self.share, self.whole_words)
+        self.masking = self.objective.masking(self.tokenizer)
 
     def check_options(self) -> None:
+        if self.block < self.objective.least:
+            raise ConfigError(f"task.block = {self.block}: it takes a whole number of at least {self.objective.least}")
+        if self.causal and self.hub["name"] is not None:
+            raise ConfigError("task.causal=true reads files: give task.text in place of task.hub.name")
+        if self.causal and self.vocabulary is not None:
+            raise ConfigError("task.vocabulary is a WordPiece vocabulary, and task.causal=true makes byte pairs: leave "
+                              "it out, or name a model with a tokenizer of its own, task.model=...")
         if self.hub["name"] is not None and self.text is not None:
             raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
         if self.hub["name"] is not None and not (self.validation_text or self.hub["validation"]):
@@ -140,7 +152,7 @@ class MLM(Task):
         return found
 
     def packed(self, files: Any) -> np.ndarray:
-        return data.local_blocks(files, self.tokenizer, self.block, self.cache_dir)
+        return self.objective.blocks(files, self.tokenizer, self.block, self.cache_dir)
 
     def streamed_validation(self) -> np.ndarray:
         if self.validation_text:
@@ -167,7 +179,7 @@ class MLM(Task):
             return
         blocks = self.blocks[split]
         for rows in plan.rows(len(blocks), split):
-            yield data.masked_blocks(blocks, rows, self.masking, plan.rng)
+            yield self.objective.batch(blocks, rows, self.masking, plan.rng)
 
     def stream(self, plan: Plan) -> data.Stream:
         """From where the plan starts: a continued run reads, but does not mask, what came before."""
@@ -186,19 +198,20 @@ class MLM(Task):
         if self.streamed:
             raise ConfigError("a new model on a streamed text needs a vocabulary: task.vocabulary=vocab.txt, or the "
                               "tokenizer of task.model")
-        from transformers import BertTokenizerFast
-
-        words = wordpieces(self.files["train"], self.vocabulary_size, self.lowercase, self.cache_dir)
-        return BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}, do_lower_case=self.lowercase)
+        return self.objective.tokenizer(self.files["train"], self.vocabulary_size, self.cache_dir)
 
     def new_config(self):
-        from transformers import AutoModel, BertConfig
+        import transformers
+        from transformers import AutoModel
 
-        wanted = {key: self.size(key, hint) for key, (hint, _) in parameters(BertConfig).items()}
-        check_keys("task.sizes.", self.sizes, wanted)
+        kind, names = getattr(transformers, self.objective.config_class), self.objective.names
+        wanted = {key: size(kind, key, hint) for key, (hint, _) in parameters(kind).items()}
+        check_keys("task.sizes.", self.sizes, wanted | {ours: wanted[theirs] for ours, theirs in names.items()})
+        given = {"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer), **self.sizes}
+        marks = {f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id") for mark in ("pad", "bos", "eos")}
+        known = {mark: number for mark, number in marks.items() if number is not None}
         with encoders.buildable(f"task.sizes = {dict(self.sizes)}"):
-            config = BertConfig(**{"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer),
-                                   "pad_token_id": self.tokenizer.pad_token_id, **self.sizes})
+            config = kind(**known | {names.get(key, key): value for key, value in given.items()})
             if config.hidden_size % config.num_attention_heads:
                 raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of "
                                   f"num_attention_heads = {config.num_attention_heads}")
@@ -206,17 +219,20 @@ class MLM(Task):
                 AutoModel.from_config(config)
         return config
 
-    def size(self, key: str, hint: Any) -> Parameter:
-        """What a key of BertConfig takes: its own annotation, but no counts below 1 and no numbers below 0."""
-        from transformers import BertConfig
-
-        default = getattr(BertConfig(), key, None)
-        bounded = {int: Count if default else Whole, float: NotNegative}
-        return Parameter(bounded.get(type(default), hint), False)
-
     def build(self, mechanism: Mechanism) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)
-        return MaskedModel(encoders.load_model("AutoModelForMaskedLM", self.config, origin, mechanism))
+        model = encoders.load_model(self.objective.kind, self.config, origin, mechanism)
+        if origin.weights and not origin.noise:
+            self.calibrate(model)
+        return MaskedModel(model, self.objective.call)
+
+    def calibrate(self, model: nn.Module) -> None:
+        """Fills the statistics that causal features are fitted to: the weights come from another attention."""
+        if any(getattr(part, "learns", False) for part in model.modules()):
+            read = [{"input_ids": batch["input_ids"], **self.objective.call}
+                    for batch in islice(self.batches("train", Plan(8)), self.calibration)]
+            if read:
+                fill_statistics(model, read)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)
@@ -226,7 +242,7 @@ class MLM(Task):
         return (batch["labels"] != data.IGNORED).sum()
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Over the masked tokens: loss in nats, its exponential, and how many are guessed right."""
+        """Over the tokens to predict: loss in nats, its exponential, and how many are guessed right."""
         loss = right = count = 0
         for batch in reader.batches(split):
             logits, labels = model(**batch)
@@ -235,7 +251,7 @@ class MLM(Task):
             count += len(labels)
         loss, right, count = reader.sum(loss, right, count)
         return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count,
-                "masked_tokens": count}
+                "predicted_tokens" if self.causal else "masked_tokens": count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -243,8 +259,16 @@ class MLM(Task):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the masked tokens right "
+        which = "next" if self.causal else "masked"
+        return (f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the {which} tokens right "
                 f"({last['split']}, step {last['step']})")
+
+
+def size(kind: type, key: str, hint: Any) -> Parameter:
+    """What a key of a configuration takes: its own annotation, but no counts below 1 and no numbers below 0."""
+    default = getattr(kind(), key, None)
+    bounded = {int: Count if default else Whole, float: NotNegative}
+    return Parameter(bounded.get(type(default), hint), False)
 
 
 def exp(loss: float) -> float:

@@ -1,0 +1,222 @@
+"""How true a pretrained model stays when its attention is swapped and nothing is trained.
+
+Legend: L tokens of a text, m projections, "above" a loss above that of the exact model, nats. Errors are relative, in
+the Frobenius norm.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+
+from crt_exp.config import ConfigError
+from crt_exp.mechanism import Mechanism
+from crt_exp.schema import Count, Several, Whole, checked
+from crt_exp.studies import fidelity_files
+from crt_exp.studies.memory import in_new_process, peak, reset_peak
+from crt_exp.studies.subject import Subject, learns, load
+from crt_exp.studies.uci import interval
+from crt_exp.swap.swap import fill_statistics
+
+CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is told
+WARM = 128                                   # tokens of the call before memory is measured
+
+
+class Arm(NamedTuple):
+    """An attention as it is written, "window block=32 first=16", and its projections; None where it has none."""
+
+    text: str
+    m: int | None
+
+    @property
+    def name(self) -> str:
+        return self.text.split()[0]
+
+    @property
+    def label(self) -> str:
+        return self.text + (f", m = {self.m}" if self.m else "")
+
+    def mechanism(self, seed: int = 0) -> Mechanism:
+        return parsed(self.text, self.m, seed)
+
+
+def parsed(text: str, m: int | None = None, seed: int = 0) -> Mechanism:
+    """A name of conf/attention, followed by options of its file. Raises ConfigError."""
+    name, *words = text.split()
+    if bad := [word for word in words if "=" not in word]:
+        raise ConfigError(f"task.attentions: {text!r}: {bad[0]} is no option; write a name and key=value after it, "
+                          "such as 'window block=32 first=16'")
+    options = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
+    return Mechanism.of(name, m=m, seed=seed, **options)
+
+
+def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
+    """Each attention with each m, once where it has none. Raises ConfigError for empty and unknown ones, and twice the
+    same."""
+    if empty := [text for text in attentions if not text.split()]:
+        raise ConfigError(f"task.attentions holds {empty[0]!r}: it takes names of conf/attention")
+    found = [Arm(" ".join(text.split()), m) for text in attentions
+             for m in (ms if parsed(text).m is not None else [None])]
+    if len(set(found)) < len(found):
+        raise ConfigError(f"task.attentions or task.ms names something twice: {[arm.label for arm in found]}")
+    return found
+
+
+@checked("task")
+class Fidelity:
+    """task=fidelity; see conf/task/fidelity.yaml for the options.
+
+    Records of four kinds: `heads`, one a layer: mean |x + y|^2 of its heads; `swap`, one an attention, m and draw of
+    its noise: errors, cosine and loss of each text; `cost`, one a length: milliseconds and MiB of each attention; and a
+    final one with the means, in which `hidden_error` is the least of those that are no controls.
+    """
+
+    metric, lower_is_better = "hidden_error", True
+    uses: frozenset[str] = frozenset()  # attention is named by task.attentions and task.ms
+
+    def __init__(self, model: str | None, text: str | Sequence[str] | None, calibration: str | Sequence[str] | None,
+                 tokenizer: str | None, attentions: Several[str], ms: Several[Count], draws: Count,
+                 length: Count | None, texts: Count, calibration_texts: Count,
+                 lengths: Sequence[Count] | None, rounds: Whole, cache_dir: str | None):
+        if model is None or text is None:
+            raise ValueError("task=fidelity needs task.model (a folder, a run or a hub name) and task.text (a text "
+                             "that the model was not trained on)")
+        if texts < 2:
+            raise ValueError(f"task.texts = {texts}: an interval over texts needs at least 2")
+        self.model, self.draws, self.lengths, self.rounds = model, draws, lengths, rounds
+        self.arms = arms_of(attentions, list(ms))
+        self.given = {"text": text, "calibration": calibration, "tokenizer": tokenizer, "length": length,
+                      "texts": texts, "calibration_texts": calibration_texts, "cache_dir": cache_dir}
+
+    # ---- records
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        subject, rows = Subject(self.model, seed=seed, **self.given), list(done)
+        self.check(subject)
+        plan = [("heads", of_heads, (subject, i)) for i in range(len(subject.calls[0]))]
+        plan += [("swap", of_swap, (subject, arm, draw, seed)) for arm in self.arms
+                 for draw in range(self.draws_of(arm))]
+        plan += [("cost", self.of_length, (subject, L)) for L in self.lengths_of(subject)]
+        plan += [("test", self.of_all, (subject, rows))]
+        for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
+            rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
+            yield rows[-1]
+
+    def check(self, subject: Subject) -> None:
+        """Raises ValueError, before the first record, for lengths and attention that do not go with the model."""
+        if long := [L for L in self.lengths or () if subject.most < L]:
+            raise ValueError(f"task.lengths holds {long[0]}: the model has {subject.most} positions")
+        for arm in self.arms:
+            with subject.swapped(arm.mechanism()):
+                pass
+
+    def draws_of(self, arm: Arm) -> int:
+        """One where nothing is drawn."""
+        return self.draws if arm.mechanism().rows is not None else 1
+
+    def lengths_of(self, subject: Subject) -> list[int]:
+        """By default 128, 256, ... as far as the model has positions, and no further than 2048."""
+        if self.lengths is not None:
+            return list(self.lengths)
+        return [L for L in (128, 256, 512, 1024, 2048) if subject.most >= L]
+
+    def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
+        """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
+        return {"length": length, "ms": times(subject, self.arms, length, self.rounds),
+                "mib": {arm.label: in_new_process(memory, model=self.model, text=arm.text, m=arm.m, length=length)
+                        for arm in self.arms}}
+
+    def of_all(self, subject: Subject, rows: list[dict]) -> dict[str, Any]:
+        found = [mean_of(arm, [r for r in rows if r["split"] == "swap" and (r["attention"], r["m"]) == arm])
+                 for arm in self.arms]
+        others = [each for each, arm in zip(found, self.arms) if arm.name not in CONTROLS] or found
+        best = min(others, key=lambda each: each["hidden_error"])
+        return {"predicts": subject.predicts, "texts": len(subject.texts), "length": subject.length,
+                "hidden_error": best["hidden_error"], "best": best["label"], "attentions": found, "final": True}
+
+    # ---- what is told
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (f"{fidelity_files.table(last['attentions']).to_string(index=False, na_rep='')}\n"
+                f"fidelity: {last['texts']} texts of {last['length']} tokens; nearest to the exact model: "
+                f"{last['best']}, hidden error {last['hidden_error']:.3g}")
+
+    def keep(self, records: list[dict], directory: Path) -> None:
+        """fidelity.csv and fidelity.png in the run directory."""
+        fidelity_files.write(records, directory)
+
+
+# ---- one record each
+
+
+def of_heads(subject: Subject, i: int) -> dict[str, Any]:
+    """Of one call of an attention layer: mean |x + y|^2 of each head, over texts."""
+    calls = [each[i] for each in subject.calls]
+    sums = torch.stack([call.sums() for call in calls]).mean(0).tolist()
+    return {"layer": i, "path": calls[0].path, "heads": len(sums), "mean_sq_sum": sums}
+
+
+def of_swap(subject: Subject, arm: Arm, draw: int, seed: int) -> dict[str, Any]:
+    """Means over texts for each layer; `_texts`: of the last layer, for each text."""
+    found = subject.measured(arm.mechanism(1000 * seed + draw))
+    record = {"attention": arm.text, "m": arm.m, "draw": draw,
+              "attention_error_layers": found["attention"].mean(0).tolist(),
+              "hidden_error_layers": found["hidden"].mean(0).tolist(),
+              "attention_error_texts": found["attention"].mean(1).tolist(),
+              "hidden_error_texts": found["hidden"][:, -1].tolist(), "cosine_texts": found["cosine"].tolist()}
+    return record | ({"above_texts": found["above"].tolist()} if "above" in found else {})
+
+
+def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
+    """Over texts, each text's mean over draws; `_ci95`: half-widths over texts."""
+    found = {"label": arm.label, "attention": arm.text, "m": arm.m, "draws": len(rows)}
+    for key, name in (("attention_error_texts", "attention_error"), ("hidden_error_texts", "hidden_error"),
+                      ("cosine_texts", "cosine"), ("above_texts", "above")):
+        if key in rows[0]:
+            of_texts = interval(np.mean([row[key] for row in rows], 0), name)
+            found |= {name: of_texts[name], f"{name}_ci95": of_texts[f"{name}_ci95"]}
+    return found
+
+
+# ---- cost
+
+
+@torch.no_grad()
+def times(subject: Subject, arms: Sequence[Arm], length: int, rounds: int) -> dict[str, float | None]:
+    """Medians over rounds, in which every attention takes its turn; None for no rounds."""
+    ids, found = ids_of(subject.model, length), {arm.label: [] for arm in arms}
+    for _ in range(rounds):
+        for arm in arms:
+            with subject.swapped(arm.mechanism()):
+                subject.run(ids)  # buffers and libraries
+                start = time.perf_counter()
+                subject.run(ids)
+                found[arm.label].append(1e3 * (time.perf_counter() - start))
+    return {label: statistics.median(each) if each else None for label, each in found.items()}
+
+
+@torch.no_grad()
+def memory(model: str, text: str, m: int | None, length: int) -> float:
+    """MiB at the peak of a pass beyond the weights, the model swapped as it is: for a new process."""
+    loaded, predicts = load(model)
+    parsed(text, m).swap(loaded, saved=False)
+    call = {"use_cache": False} if predicts == "next" else {}
+    if learns(loaded):
+        fill_statistics(loaded, [ids_of(loaded, min(length, WARM))])
+    body = loaded.base_model                                 # logits of all tokens would hide the rest
+    body(input_ids=ids_of(loaded, min(length, WARM)), **call)
+    before = reset_peak()
+    body(input_ids=ids_of(loaded, length), **call)
+    return (peak() - before) / 2**20
+
+
+def ids_of(model: torch.nn.Module, length: int) -> torch.Tensor:
+    """(1, length): time does not depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (1, length), generator=generator)
