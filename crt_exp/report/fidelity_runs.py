@@ -189,10 +189,10 @@ def uptrain(overrides: list[str], start: str, evaluated: list[int]) -> dict[str,
     validation()
     given, found = [*overrides, f"task.model={start}"], {}
     steps = next(o for o in overrides if o.startswith("trainer.steps="))
-    at_once = runs.passing(HOME, [*(o for o in given if o != steps), "trainer.steps=0"])
+    at_once = HOME.passing([*(o for o in given if o != steps), "trainer.steps=0"])
     found["0"] = at_once[-1]["loss"]
     following = [f"trainer.eval_every={evaluated[0]}", "trainer.keep=1", "trainer.select=last"]
-    for record in runs.passing(HOME, [*given, *following]):
+    for record in HOME.passing([*given, *following]):
         if record["split"] == "validation" and record["step"] in evaluated and "loss" in record:
             found[str(record["step"])] = record["loss"]
     return found
