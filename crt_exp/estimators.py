@@ -16,8 +16,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.features import (GERF, SDERF, FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics,
-                              TrigRF)
+from crt_exp.features import GERF, FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics, TrigRF
+from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import check_kernel
 from crt_exp.mechanism import Mechanism
@@ -194,7 +194,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
     def _affine(self) -> tuple[np.ndarray, np.ndarray]:
         """Weights and offsets of the columns, in the dtype of the data."""
         phi = getattr(self, "map_", None)
-        if not isinstance(phi, (TrigRF, PositiveExponential)) or isinstance(phi, SDERF):
+        if not isinstance(phi, (TrigRF, PositiveExponential)) or isinstance(phi, Dense):
             raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and "
                                  "oprf")
         n, m = self._n_features_out, self.noise_.m

@@ -29,7 +29,7 @@ from crt_exp.attention import (
 )
 from crt_exp.attention.engines import closed_form, flash, native, operators
 from crt_exp.attention.engines import generic as chunked
-from crt_exp.features import OPRF, SDERF, SMREG, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
+from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, PoisRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import leaves, mapped, shared
 from crt_exp.samplers.noise import precise
@@ -894,7 +894,7 @@ def test_bad_input(message):
 
 
 def test_every_closed_form_map_is_covered():
-    assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF, SDERF}
+    assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF, SDERF, AutoRF}
 
 
 @pytest.mark.parametrize("sampler", [samplers.orthogonal, samplers.hadamard], ids=lambda s: s.__name__)

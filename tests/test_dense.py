@@ -1,17 +1,19 @@
-"""Dense-exponential features: their parameters are the best ones, and what leaves softmax unchanged leaves them so."""
+"""Dense-exponential features: their parameters are the best ones, and what leaves softmax unchanged leaves them so.
+And the choice of a map for each head by the closed forms."""
 
 import math
 
 import pytest
 import torch
 
-from crt_exp import Mechanism, samplers
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
-from crt_exp.attention.baselines import exact_attention
-from crt_exp.features import OPRF, SDERF, Moments, PosRF, Statistics
+from crt_exp import Mechanism, calibrate_attention, describe_attention, samplers, swap_attention
+from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, exact_attention
+from crt_exp.features import OPRF, SDERF, AutoRF, Moments, PosRF, Statistics
 from crt_exp.features.dense import SDERFParams, balance
 from crt_exp.features.statistics import Mirrored
+from crt_exp.nested import mapped
 from crt_exp.nonfinite import NotFinite
+from crt_exp.samplers import DenseNoise
 
 DENSE = [SDERF(), SDERF(diagonal=True), SDERF(antithetic=True), SDERF("gaussian"), SDERF(balance=False),
          SDERF(diagonal=True, centred=False), SDERF(centred=False)]
@@ -40,7 +42,8 @@ def test_every_freedom_that_is_fitted_lowers_the_mean_log_second_moment(seed):
     order = [SDERF(), SDERF(balance=False), SDERF(**plain), SDERF(diagonal=True, **plain), OPRF(), PosRF()]
     found = [moment(phi, x, y) for phi in order]
     assert found == sorted(found) and found[-1] > found[0] + 1
-    assert moment(SDERF(), x, y) < moment(SDERF(diagonal=True), x, y) < moment(SDERF(diagonal=True, balance=False), x, y)
+    diagonal = [moment(SDERF(diagonal=True, balance=balanced), x, y) for balanced in (None, False)]
+    assert found[0] < diagonal[0] < diagonal[1]
 
 
 @pytest.mark.parametrize("phi", [SDERF(balance=False), SDERF(balance=False, centred=False), SDERF(diagonal=True),
@@ -67,7 +70,7 @@ def test_balance_gives_both_sides_the_same_second_moments(diagonal):
     of_x, of_y = (x * G, y / G) if diagonal else (x @ G.mT, y @ torch.linalg.inv(G))
     a, b = torch.cov(of_x.mT), torch.cov(of_y.mT)
     a, b = (a.diagonal(), b.diagonal()) if diagonal else (a, b)
-    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(a.abs().max()))
+    torch.testing.assert_close(a, b, rtol=0.05, atol=0.01 * float(a.abs().max()))  # up to the ridge
     torch.testing.assert_close(G, G.mT if not diagonal else G)
 
 
@@ -130,7 +133,7 @@ def test_linear_maps_that_leave_products_change_no_error():
     g = torch.Generator().manual_seed(3)
     M = torch.randn(5, 5, generator=g, dtype=torch.float64) + 2 * torch.eye(5, dtype=torch.float64)
     before, after = moment(SDERF(), x, y), moment(SDERF(), x @ M.mT, y @ torch.linalg.inv(M))
-    assert after == pytest.approx(before, rel=1e-3)
+    assert after == pytest.approx(before, rel=0.02)  # the ridge alone knows the axes
     assert abs(moment(OPRF(), x @ M.mT, y @ torch.linalg.inv(M)) - moment(OPRF(), x, y)) > 0.1
 
 
@@ -230,6 +233,83 @@ def test_favorsharp_is_dense_centred_balanced_and_antithetic():
     assert out.shape == (B, H, L, D) and out.isfinite().all()
 
 
+# ---- the choice of a map for each head
+
+def three_kinds(seed=0):
+    """Heads (B, 3, L, D) that vary alike in all directions, by coordinates, and in other directions."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, 3, L, D, generator=g) for _ in range(3))
+    by_coordinates = torch.linspace(0.02, 2, D).diag()
+    turn = torch.linalg.qr(torch.randn(D, D, generator=torch.Generator().manual_seed(9)))[0]
+    maps = torch.stack([0.7 * torch.eye(D), by_coordinates, by_coordinates @ turn])
+    return q @ maps, k @ maps, v
+
+
+KINDS = ["oprf", "diagonal sderf", "sderf"]
+
+
+def test_auto_takes_for_each_head_what_is_best_on_vectors_that_it_was_not_fitted_to():
+    x, y = (t.transpose(0, 1).flatten(1, 2).double() for t in three_kinds()[:2])
+    phi = AutoRF()
+    params = phi.fit(Statistics.of(x, y))
+    assert phi.names(params) == KINDS
+    for h in range(3):
+        moments = {name: moment(part, x[h, 1::2], y[h, 1::2], part.fit(Statistics.of(x[h, ::2], y[h, ::2])))
+                   for name, part in phi.candidates(D).items()}
+        assert min(moments, key=moments.get) == KINDS[h]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_head_of_auto_is_its_own_map(causal):
+    q, k, v = three_kinds()
+    phi, noise = AutoRF(), samplers.orthogonal(8, D, torch.Generator().manual_seed(0), (3,))
+    stats = Statistics.of(*(t.transpose(0, 1).flatten(1, 2) for t in (q, k)))
+    out = attention(q, k, v, phi, noise, phi.fit(stats), causal=causal)
+    for h, (name, own) in enumerate(phi.candidates(D).items()):
+        assert name == KINDS[h]
+        alone = mapped(lambda t, h=h: t[h:h + 1], own.fit(stats))
+        of_head = (t[:, h:h + 1] for t in (q, k, v))
+        expected = attention(*of_head, own, DenseNoise(noise.rows()[h:h + 1], True), alone, causal=causal)
+        torch.testing.assert_close(out[:, h:h + 1], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_chooses_once_and_keeps_its_choice(causal):
+    options = {"causal": causal, "fit_steps": 2, "scaling": 1.0}
+    make = lambda phi: RandomFeatureAttention(phi, samplers.orthogonal, 16, 3, D, **options)
+    module, inputs = make(AutoRF()), three_kinds()
+    with pytest.warns(UserWarning, match="no choice of maps yet.*calibrate_attention"):
+        first = module.eval()(*inputs)
+    torch.testing.assert_close(first, make(PosRF(antithetic=True)).eval()(*inputs))
+    module.train()
+    for seed in range(3):
+        module(*three_kinds(seed))
+    assert module.phi.names(module.clusters.params()) == KINDS
+    for seed in range(3, 6):
+        module(*three_kinds(seed))
+    assert int(module.clusters.fits) == 1
+    other = make(AutoRF())
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(other.eval()(*inputs), module.eval()(*inputs), rtol=0, atol=0)
+
+
+def test_auto_beyond_full_matrices_and_for_the_gaussian_kernel():
+    wide = torch.randn(9, 300)
+    assert AutoRF().fit(Statistics.of(wide, wide)).root.shape == (1, 300)
+    params = AutoRF("gaussian").fit(Statistics.of(wide[:, :4], wide[:, 4:8]))
+    torch.testing.assert_close(params.balance, torch.eye(4, dtype=torch.float64))
+
+
+def test_describe_attention_says_what_each_layer_chose():
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2,
+                                          enable_nested_tensor=False).eval()
+    swap_attention(encoder, "favorpp", features="auto", m=8)
+    assert describe_attention(encoder)["chosen"].isna().all()
+    calibrate_attention(encoder, [torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(0))])
+    for chosen in describe_attention(encoder)["chosen"]:
+        assert sum(int(part.rsplit(" ", 1)[1]) for part in chosen.split(", ")) == 4
+
+
 # ---- the order of errors
 
 def matched_heads(length, heads, seed, d=16, turn=0.3, least=8.0, most=20.0):
@@ -276,18 +356,20 @@ def test_on_matched_heads_dense_features_beat_favor_plus_plus_which_beats_favor_
     print({name: round(e.mean().item(), 4) for name, e in errors.items()})
     for better, worse in (("sderf", "oprf"), ("oprf", "pos"), ("favorsharp", "oprf")):
         mean, half = gain(errors[better], errors[worse])
-        print(f"{better} / {worse}: {math.exp(mean):.3f} ({math.exp(mean - half):.3f} to {math.exp(mean + half):.3f})")
+        low, high = math.exp(mean - half), math.exp(mean + half)
+        print(f"{better} / {worse}: {math.exp(mean):.3f} ({low:.3f} to {high:.3f})")
         assert mean + half < 0
 
 
 # ---- what is refused
 
+WITHOUT_SECOND = Moments.known(mean=torch.zeros(3), mean_sq=torch.ones(3))
 BAD = {
     "at most 256 dimensions, not 257: choose diagonal=True": lambda: SDERF().fit(
         Statistics.of(torch.zeros(2, 257), torch.zeros(2, 257))),
     "balance=True with kernel='gaussian'": lambda: SDERF("gaussian", balance=True),
     "unknown kernel": lambda: SDERF("laplace"),
-    "do not hold": lambda: SDERF().fit(Statistics(*2 * (Moments.known(mean=torch.zeros(3), mean_sq=torch.ones(3)),))),
+    "do not hold 'covariance'": lambda: SDERF().fit(Statistics(WITHOUT_SECOND, WITHOUT_SECOND)),
 }
 
 

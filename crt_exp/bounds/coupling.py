@@ -8,8 +8,9 @@ import torch
 from scipy.special import hyp1f1
 from torch import Tensor
 
-from crt_exp.features import GERF, SDERF, SMREG, FeatureMap, TrigRF
+from crt_exp.features import GERF, SMREG, FeatureMap, TrigRF
 from crt_exp.features.base import align, log_expm1
+from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import Kernel, check_kernel, log_0f1
 
@@ -35,7 +36,7 @@ def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: i
 
 def couples(phi: FeatureMap) -> bool:
     """Whether the covariance of coupled rows is known: of the exponential maps, with one A for all directions."""
-    return isinstance(phi, (TrigRF, PositiveExponential, GERF)) and not isinstance(phi, SDERF)
+    return isinstance(phi, (TrigRF, PositiveExponential, GERF)) and not isinstance(phi, Dense)
 
 
 def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str) -> tuple[Tensor, Tensor]:

@@ -1,48 +1,50 @@
-"""The map of least error for each head, chosen among several by their closed forms.
+"""Positive features whose form is chosen for each head by the closed forms.
 
-Legend as in base.py. Positive features are best where x + y is small, trigonometric ones where x - y is, and dense ones
-where s = x + y varies in few directions: which it is differs from head to head of one layer.
+Legend as in base.py. OPRF is SDERF with one A, and SDERF with a diagonal A one with full matrices, so that each is a
+value of the same parameters: heads that choose differently are still one map, with the engines of SDERF. Trigonometric
+features are no candidate: the mean of |x - y|^2 over all pairs, |mean of x - mean of y|^2 more than the spreads of both
+sides, is never below that of |s - h|^2, which is these spreads alone.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align
-from crt_exp.features.dense import LARGEST_D, SDERF
-from crt_exp.features.exponential import GERF, OPRF
-from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.nested import leaves, mapped
-from crt_exp.samplers.noise import Noise, precise, transforming
+from crt_exp.features.base import FeatureMap
+from crt_exp.features.dense import LARGEST_D, SDERF, Dense, SDERFParams, sizes_of_a
+from crt_exp.features.exponential import OPRF, OPRFParams
+from crt_exp.features.statistics import Statistics
 
-VECTORS = 96  # of each side, all pairs of which the closed forms are averaged over
+VECTORS = 96  # of each side, over all pairs of which a candidate is judged
 
 
 class AutoParams(NamedTuple):
-    choice: Tensor          # (..., 1, 1), the number of the map that is taken
-    parts: tuple[Any, ...]  # the parameters of each map
+    """Those of SDERF, all of them there, and the number of the candidate that they are of."""
+
+    root: Tensor
+    shift: Tensor
+    balance: Tensor
+    choice: Tensor  # (..., 1, 1)
+
+    @property
+    def A(self) -> Tensor:
+        return sizes_of_a(self.root)
 
 
 @dataclass(frozen=True)
-class AutoRF(FeatureMap):
-    """For each batch entry, which in attention is a head, the map with the least mean log second moment.
+class AutoRF(Dense):
+    """For each batch entry, in attention for each head, the best of OPRF, SDERF(diagonal=True) and SDERF (d <= 256).
 
-    The mean is that of the closed form over pairs of the vectors that it is fitted to; each map has its own best
-    parameters. It chooses among OPRF and SDERF (diagonal, and full up to d = 256) in antithetic pairs, and GERF with
-    s = -1 (trigonometric features, reweighted); `positive`: without the last, which has negative features. All make
-    M = 2m features of one noise, so a choice costs no columns; where heads of a layer differ, each map that some head
-    chose is computed for all. Unbiased for every choice that the noise has no part in. Raises ValueError in `fit` for
+    The best has the least mean log second moment, in closed form over pairs of vectors. Each is judged on one half of
+    the vectors with the parameters of the other half, which tells what full matrices make of too few vectors; what is
+    taken is fitted to all. Unbiased for every choice that the noise has no part in. Raises ValueError in `fit` for
     statistics that hold no vectors.
     """
 
-    positive: bool = False
-    until_fitted = "no choice of maps yet, so all its heads have antithetic positive features (A = 0)"
-
-    @property
-    def fitted(self) -> bool:
-        return True
+    antithetic: bool = True
+    until_fitted = "no choice of maps yet, so it takes A = 0 (the features of FAVOR+, in pairs where it is antithetic)"
 
     @property
     def on_vectors(self) -> bool:
@@ -50,86 +52,54 @@ class AutoRF(FeatureMap):
 
     @property
     def one_map(self) -> bool:
-        return False
+        return self.kernel != "softmax"
 
-    def width(self, m: int) -> int:
-        return 2 * m
-
-    def parts(self, d: int) -> dict[str, FeatureMap]:
-        """What there is to choose from for d dimensions, by name; the first is that of before a fit."""
-        found = {"oprf": OPRF(self.kernel, antithetic=True),
-                 "diagonal sderf": SDERF(self.kernel, antithetic=True, diagonal=True)}
-        if d <= LARGEST_D:
-            found["sderf"] = SDERF(self.kernel, antithetic=True)
-        return found if self.positive else found | {"gerf": GERF(self.kernel, s=-1)}
-
-    # ---- the choice
+    def candidates(self, d: int) -> dict[str, FeatureMap]:
+        """By name, for d dimensions."""
+        options = {"kernel": self.kernel, "antithetic": self.antithetic}
+        found = {"oprf": OPRF(**options), "diagonal sderf": SDERF(**options, diagonal=True)}
+        return found | {"sderf": SDERF(**options)} if d <= LARGEST_D else found
 
     def unfitted(self, d: int) -> AutoParams:
-        zeros = torch.zeros(d, dtype=torch.float64)
-        moments = Moments.known(mean=zeros, mean_sq=zeros, second=zeros.diag())
-        parts = tuple(phi.fit(Statistics(moments, moments)) for phi in self.parts(d).values())
-        return AutoParams(torch.zeros(1, 1, dtype=torch.float64), parts)
+        one = OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
+        return AutoParams(*as_dense(one, d), torch.zeros(1, 1, dtype=torch.float64))
 
     def fit(self, stats: Statistics) -> AutoParams:
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
         found = [self._chosen(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-        columns = zip(*map(leaves, found), strict=True)
-        stacked = iter([torch.stack(t).reshape(*batch, *t[0].shape) for t in columns])
-        return mapped(lambda _: next(stacked), found[0])
+        return AutoParams(*(torch.stack(t).reshape(*batch, *t[0].shape) for t in zip(*found)))
 
     def _chosen(self, x: Tensor, y: Tensor) -> AutoParams:
         """Of one set of queries (L, d) and one of keys (S, d)."""
-        maps, stats = self.parts(x.shape[-1]).values(), Statistics.of(x, y)
-        params = tuple(phi.fit(stats) for phi in maps)
-        x, y = _spread(x)[:, None], _spread(y)[None]
-        moments = [phi.log_relative_second_moment(x, y, p).mean() for phi, p in zip(maps, params)]
-        return AutoParams(torch.stack(moments).argmin().double().view(1, 1), params)
+        candidates = list(self.candidates(x.shape[-1]).values())
+        half, (others, other_keys) = Statistics.of(x[::2], y[::2]), (_judges(t) for t in (x, y))
+        moments = [phi.log_relative_second_moment(others[:, None], other_keys[None], phi.fit(half)).mean()
+                   for phi in candidates]
+        choice = torch.stack(moments).argmin()
+        params = candidates[int(choice)].fit(Statistics.of(x, y))
+        return AutoParams(*as_dense(params, x.shape[-1]), choice.double().view(1, 1))
 
     def names(self, params: AutoParams) -> list[str]:
         """What each batch entry chose, in order."""
-        d = params.parts[1].root.shape[-1]
-        known = list(self.parts(d))
+        known = list(self.candidates(params.root.shape[-1]))
         return [known[int(i)] for i in params.choice.flatten()]
 
-    # ---- features
 
-    def phi_q(self, x, noise, params) -> Features:
-        return self.bind(precise(noise, x.dtype), params).phi_q(x)
-
-    def phi_k(self, y, noise, params) -> Features:
-        return self.bind(precise(noise, y.dtype), params).phi_k(y)
-
-    def bind(self, noise: Noise, params: AutoParams) -> Bound:
-        parts = list(self.parts(noise.d).values())
-        bound = {i: parts[i].bind(noise, params.parts[i]) for i in _used(params.choice, len(parts))}
-        return Bound(lambda x: _selected({i: b.phi_q(x) for i, b in bound.items()}, params.choice),
-                     lambda y: _selected({i: b.phi_k(y) for i, b in bound.items()}, params.choice))
-
-    def log_relative_second_moment(self, x, y, params) -> Tensor:
-        choice, parts = align(params.choice, x, y)[..., 0], self.parts(x.shape[-1]).values()
-        moments = [phi.log_relative_second_moment(x, y, p) for phi, p in zip(parts, params.parts)]
-        return sum(torch.where(choice == i, moment, 0.0) for i, moment in enumerate(moments))
+def as_dense(params: OPRFParams | SDERFParams, d: int) -> SDERFParams:
+    """The same features with every parameter there: full matrices (d, d) where d allows them, else diagonals (1, d)."""
+    if isinstance(params, OPRFParams):
+        params = SDERFParams(torch.sqrt(1 - 4 * params.A).expand(1, d), None, None)
+    shift = params.root.new_zeros(1, d) if params.shift is None else params.shift
+    G = params.root.new_ones(1, d) if params.balance is None else params.balance
+    return SDERFParams(_full(params.root), shift, _full(G))
 
 
-def _used(choice: Tensor, count: int) -> list[int]:
-    """The maps that some entry chose; all of them where numbers are not to be looked at."""
-    if torch.compiler.is_compiling() or transforming():
-        return list(range(count))
-    return choice.long().unique().tolist()
+def _full(M: Tensor) -> Tensor:
+    return M if M.shape[-2] > 1 or M.shape[-1] > LARGEST_D else M[0].diag()
 
 
-def _selected(features: dict[int, Features], choice: Tensor) -> Features:
-    """Of each batch entry those of its map, all of one width."""
-    if len(features) == 1:
-        return next(iter(features.values()))
-    log = sum(torch.where(choice == i, f.log_scale, 0.0) for i, f in features.items())
-    if all(f.value is ONE for f in features.values()):
-        return Features(ONE, log)
-    return Features(sum(torch.where(choice == i, f.value.to(log), 0.0) for i, f in features.items()), log)
-
-
-def _spread(x: Tensor) -> Tensor:
-    """At most VECTORS rows, evenly spread."""
+def _judges(x: Tensor) -> Tensor:
+    """Every second row, at most VECTORS of them, evenly spread; of one row, itself."""
+    x = x[1::2] if len(x) > 1 else x
     count = len(x)
     return x if count <= VECTORS else x[torch.arange(VECTORS, device=x.device) * count // VECTORS]

@@ -20,12 +20,16 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import Bound, FeatureMap, Features, check_finite, log_cosh
-from crt_exp.features.complex_exponential import RIDGE, inverse_transposed
+from crt_exp.features.complex_exponential import inverse_transposed
 from crt_exp.features.exponential import PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 
 LARGEST_D = 256  # of full matrices: beyond, their decomposition takes longer than the features
+# Of the mean square, added to each direction of both sides. In sample it costs some hundredths of a nat. Where few
+# vectors say little of a direction it is worth nats (10 vectors, d = 64: 4.1 on others, 7.7 with 1e-6), and half
+# precision, whose rounding G magnifies, gains a digit.
+RIDGE = 1e-3
 
 
 class SDERFParams(NamedTuple):
@@ -37,75 +41,17 @@ class SDERFParams(NamedTuple):
 
     @property
     def A(self) -> Tensor:
-        """The eigenvalues of A, (..., 1, d)."""
-        size = self.root if self.root.shape[-2] == 1 else torch.linalg.eigvalsh(self.root).unsqueeze(-2)
-        return (1 - size.square()) / 4
+        """Its eigenvalues, (..., 1, d)."""
+        return sizes_of_a(self.root)
 
 
 @dataclass(frozen=True)
-class SDERF(PositiveExponential):
-    """Positive features of least mean log second moment for a full A or a diagonal one, after a shift and a balance.
-
-    A is fitted to the mean of (s - h)(s - h)^T over all pairs: OPRF's A, once for each principal direction (diagonal:
-    for each coordinate). Features are bounded where s varies in all directions. Unbiased for every A < 1/8, h and
-    invertible G that do not depend on omega. `centred`: h is the mean of s; False: 0. `balance`: G gives x' and y' the
-    same second moments, which has the least mean |s - h|^2; False: G = I; None: as the kernel allows, since the
-    Gaussian kernel changes under it. `antithetic` adds omega -> -omega pairs. Full matrices are O(d^3) for each fit.
-
-    Raises ValueError for a balance with the Gaussian kernel and, in `fit`, for full matrices beyond d = 256.
-    """
-
-    diagonal: bool = False
-    centred: bool = True
-    balance: bool | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.balance and self.kernel != "softmax":
-            raise ValueError(f"balance=True with kernel={self.kernel!r}: x -> G x, y -> G^-T y leaves x.y as it is, "
-                             "but not x - y: choose balance=False, or kernel='softmax'")
-
-    @property
-    def balanced(self) -> bool:
-        return self.kernel == "softmax" if self.balance is None else self.balance
+class Dense(PositiveExponential):
+    """The features and their errors, whatever the parameters were fitted by."""
 
     @property
     def fitted(self) -> bool:
         return True
-
-    @property
-    def second_moments(self) -> bool:
-        return not self.diagonal
-
-    @property
-    def one_map(self) -> bool:
-        return not self.balanced
-
-    def fit(self, stats: Statistics) -> SDERFParams:
-        if not self.diagonal and stats.d > LARGEST_D:
-            raise ValueError(f"SDERF with full matrices takes vectors of at most {LARGEST_D} dimensions, not "
-                             f"{stats.d}: choose diagonal=True (features.diagonal=true)")
-        x_mean, y_mean = (side.mean.double().unsqueeze(-2) for side in (stats.x, stats.y))
-        x, y = (check_finite(self._spread(side), "A") for side in (stats.x, stats.y))
-        G = None
-        if self.balanced:
-            G = balance(x, y) if self.centred else balance(x + self._square(x_mean), y + self._square(y_mean))
-            inverse = inverse_transposed(G)
-            x, y, x_mean, y_mean = turned(x, G), turned(y, inverse), times(x_mean, G), times(y_mean, inverse)
-        h = x_mean + y_mean
-        spread = x + y if self.centred else x + y + self._square(h)
-        return SDERFParams(optimal_root(spread), h if self.centred else None, G)
-
-    def _spread(self, side: Moments) -> Tensor:
-        """Variances (..., 1, d), or the covariance (..., d, d)."""
-        if not self.diagonal:
-            return side.covariance
-        return (side.mean_sq.double() - side.mean.double().square()).clamp(min=0).unsqueeze(-2)
-
-    def _square(self, mean: Tensor) -> Tensor:
-        return mean.square() if self.diagonal else mean.mT @ mean
-
-    # ---- features
 
     def phi_k(self, y, noise, params):
         return self.bind(precise(noise, y.dtype), params).phi_k(y)
@@ -179,6 +125,66 @@ class SDERF(PositiveExponential):
         return paired(s, Q.mT, s.ndim), placed(size.unsqueeze(-2), s.ndim)[..., 0, :]
 
 
+@dataclass(frozen=True)
+class SDERF(Dense):
+    """Positive features of least mean log second moment for a full A or a diagonal one, after a shift and a balance.
+
+    A is fitted to the mean of (s - h)(s - h)^T over all pairs: OPRF's A, once for each principal direction (diagonal:
+    for each coordinate). Features are bounded where s varies in all directions. Unbiased for every A < 1/8, h and
+    invertible G that do not depend on omega. `centred`: h is the mean of s; False: 0. `balance`: G gives x' and y' the
+    same second moments, which has the least mean |s - h|^2; False: G = I; None: as the kernel allows, since the
+    Gaussian kernel changes under it. `antithetic` adds omega -> -omega pairs. Full matrices are O(d^3) for each fit.
+
+    Raises ValueError for a balance with the Gaussian kernel and, in `fit`, for full matrices beyond d = 256.
+    """
+
+    diagonal: bool = False
+    centred: bool = True
+    balance: bool | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.balance and self.kernel != "softmax":
+            raise ValueError(f"balance=True with kernel={self.kernel!r}: x -> G x, y -> G^-T y leaves x.y as it is, "
+                             "but not x - y: choose balance=False, or kernel='softmax'")
+
+    @property
+    def balanced(self) -> bool:
+        return self.kernel == "softmax" if self.balance is None else self.balance
+
+    @property
+    def second_moments(self) -> bool:
+        return not self.diagonal
+
+    @property
+    def one_map(self) -> bool:
+        return not self.balanced
+
+    def fit(self, stats: Statistics) -> SDERFParams:
+        if not self.diagonal and stats.d > LARGEST_D:
+            raise ValueError(f"SDERF with full matrices takes vectors of at most {LARGEST_D} dimensions, not "
+                             f"{stats.d}: choose diagonal=True (features.diagonal=true)")
+        x_mean, y_mean = (side.mean.double().unsqueeze(-2) for side in (stats.x, stats.y))
+        x, y = (check_finite(self._spread(side), "A") for side in (stats.x, stats.y))
+        G = None
+        if self.balanced:
+            G = balance(x, y) if self.centred else balance(x + self._square(x_mean), y + self._square(y_mean))
+            inverse = inverse_transposed(G)
+            x, y, x_mean, y_mean = turned(x, G), turned(y, inverse), times(x_mean, G), times(y_mean, inverse)
+        h = x_mean + y_mean
+        spread = x + y if self.centred else x + y + self._square(h)
+        return SDERFParams(optimal_root(spread), h if self.centred else None, G)
+
+    def _spread(self, side: Moments) -> Tensor:
+        """Variances (..., 1, d), or the covariance (..., d, d)."""
+        if not self.diagonal:
+            return side.covariance
+        return (side.mean_sq.double() - side.mean.double().square()).clamp(min=0).unsqueeze(-2)
+
+    def _square(self, mean: Tensor) -> Tensor:
+        return mean.square() if self.diagonal else mean.mT @ mean
+
+
 # ---- matrices, diagonal (..., 1, d) or full (..., d, d)
 
 def times(x: Tensor, M: Tensor) -> Tensor:
@@ -201,6 +207,12 @@ def paired(x: Tensor, M: Tensor, ndim: int) -> Tensor:
     """M x for vectors x (..., d) that meet others, of which the larger have so many dimensions."""
     M = placed(M, ndim)
     return x * M[..., 0, :] if M.shape[-2] == 1 else (M @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def sizes_of_a(root: Tensor) -> Tensor:
+    """The eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
+    sizes = root if root.shape[-2] == 1 else torch.linalg.eigvalsh(root).unsqueeze(-2)
+    return (1 - sizes.square()) / 4
 
 
 def of_eigenvalues(M: Tensor, function) -> Tensor:
@@ -228,7 +240,7 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
     middle = of_eigenvalues(factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt())
     left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
     P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
-    return of_eigenvalues((P + P.mT) / 2, lambda v: v.clamp(min=RIDGE).sqrt())
+    return of_eigenvalues((P + P.mT) / 2, lambda v: v.clamp(min=1e-12).sqrt())
 
 
 def _mean_size(M: Tensor) -> Tensor:
