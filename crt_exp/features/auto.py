@@ -37,9 +37,9 @@ class AutoParams(NamedTuple):
 class AutoRF(Dense):
     """For each batch entry, in attention for each head, the best of OPRF, SDERF(diagonal=True) and SDERF (d <= 256).
 
-    The best has the least mean log second moment, in closed form over pairs of vectors. Each is judged on one half of
-    the vectors with the parameters of the other half, which tells what full matrices make of too few vectors; what is
-    taken is fitted to all. Unbiased for every choice that the noise has no part in. Raises ValueError in `fit` for
+    The best has the least mean log second moment, in closed form over pairs of vectors. Each is judged on the second
+    half of the vectors with the parameters of the first, which tells what full matrices make of too few vectors; what
+    is taken is fitted to all. Unbiased for every choice that the noise has no part in. Raises ValueError in `fit` for
     statistics that hold no vectors.
     """
 
@@ -72,8 +72,9 @@ class AutoRF(Dense):
     def _chosen(self, x: Tensor, y: Tensor) -> AutoParams:
         """Of one set of queries (L, d) and one of keys (S, d)."""
         candidates = list(self.candidates(x.shape[-1]).values())
-        half, (others, other_keys) = Statistics.of(x[::2], y[::2]), (_judges(t) for t in (x, y))
-        moments = [phi.log_relative_second_moment(others[:, None], other_keys[None], phi.fit(half)).mean()
+        (x_half, x_judges), (y_half, y_judges) = _halves(x), _halves(y)
+        half = Statistics.of(x_half, y_half)
+        moments = [phi.log_relative_second_moment(x_judges[:, None], y_judges[None], phi.fit(half)).mean()
                    for phi in candidates]
         choice = torch.stack(moments).argmin()
         params = candidates[int(choice)].fit(Statistics.of(x, y))
@@ -98,8 +99,12 @@ def _full(M: Tensor) -> Tensor:
     return M if M.shape[-2] > 1 or M.shape[-1] > LARGEST_D else M[0].diag()
 
 
-def _judges(x: Tensor) -> Tensor:
-    """Every second row, at most VECTORS of them, evenly spread; of one row, itself."""
-    x = x[1::2] if len(x) > 1 else x
-    count = len(x)
-    return x if count <= VECTORS else x[torch.arange(VECTORS, device=x.device) * count // VECTORS]
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first half of the rows, and of the second at most VECTORS, evenly spread; of one row, itself twice.
+
+    Rows side by side may be the same one: a layer that saw few vectors samples some of them twice.
+    """
+    middle = -(-len(x) // 2)
+    first, second = x[:middle], x[middle:] if len(x) > 1 else x
+    places = torch.arange(min(len(second), VECTORS), device=x.device) * len(second) // min(len(second), VECTORS)
+    return first, second[places]

@@ -66,7 +66,7 @@ class Dense(PositiveExponential):
         return self._phi(self._moved(x, G, h), noise, weight)
 
     def writer(self, noise, params):
-        return FeatureMap.writer(self, noise, params)
+        return FeatureMap.writer(self, noise, params)  # the one of its kind takes what has entered
 
     def enter(self, x, params, key=False, factor=1.0):
         G = params.balance
@@ -77,9 +77,8 @@ class Dense(PositiveExponential):
     def _moved(self, x: Tensor, G: Tensor | None, h: Tensor | None, factor: float = 1.0) -> Tensor:
         """factor G x - h; of the Gaussian kernel factor x - h/2, since |x|^2 counts for twice as much there."""
         x = at_least_float32(x)
-        with torch.autocast(x.device.type, enabled=False):
-            x = x * factor if G is None else times(x, (factor * G).to(x))
-            return x if h is None else x - self._step * h.to(x)
+        x = x * factor if G is None else _precise_times(x, factor * G)
+        return x if h is None else x - self._step * h.to(x)
 
     @property
     def _step(self) -> float:
@@ -87,15 +86,14 @@ class Dense(PositiveExponential):
 
     def exponent(self, noise, params):
         """The same of what enters: the rows omega R, no scale, and a bias that holds the rest."""
-        root = params.root.to(noise.sq_norm)
-        rows = times(noise.rows(), root)
+        rows = _precise_times(noise.rows(), params.root)
         bias = (noise.sq_norm - sq_norm(rows).mT) / 4 + self._constant(noise, params)  # omega.A omega
         if self.antithetic:
             rows, bias = torch.cat([rows, -rows], -2), torch.cat([bias, bias], -1)
         if params.shift is None or self.kernel != "softmax":
             return rows, None, bias
         h = params.shift.to(rows)
-        return rows, None, bias + (rows @ h.mT).mT / 2 + sq_norm(h) / 4
+        return rows, None, bias + (rows * h).sum(-1).unsqueeze(-2) / 2 + sq_norm(h) / 4
 
     def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
         R = params.root.double()
@@ -190,6 +188,12 @@ class SDERF(Dense):
 def times(x: Tensor, M: Tensor) -> Tensor:
     """M x for the rows of x (..., L, d)."""
     return x * M if M.shape[-2] == 1 else x @ M.mT
+
+
+def _precise_times(x: Tensor, M: Tensor) -> Tensor:
+    """The same in the precision of x, whatever autocast says."""
+    with torch.autocast(x.device.type, enabled=False):
+        return times(x, M.to(x))
 
 
 def turned(spread: Tensor, G: Tensor) -> Tensor:
