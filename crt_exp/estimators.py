@@ -17,6 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.features import GERF, FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics, TrigRF
+from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import check_kernel
 from crt_exp.mechanism import Mechanism
@@ -81,12 +82,15 @@ class _RandomFeatureEstimator(BaseEstimator):
             x = self._scaled(X[chosen].astype(np.float64, copy=False))
             return Statistics.of(x, x)
         sums, low = torch.zeros(3, X.shape[1], dtype=torch.float64), torch.tensor(torch.inf)
+        products = torch.zeros(X.shape[1] if self.map_.second_moments else 0, X.shape[1], dtype=torch.float64)
         for rows in _rows_of(X):
             x = self._scaled(X[rows].astype(np.float64, copy=False))
             sums += torch.stack([x.sum(0), x.square().sum(0), x.abs().sum(0)])
+            products += x[:, :len(products)].mT @ x
             low = torch.minimum(x.amin(0), low)
         mean, mean_sq, mean_abs = sums / X.shape[0]
-        moments = Moments.known(mean=mean, mean_sq=mean_sq, mean_abs=mean_abs, minimum=low)
+        second = {"second": products / X.shape[0]} if self.map_.second_moments else {}
+        moments = Moments.known(mean=mean, mean_sq=mean_sq, mean_abs=mean_abs, minimum=low, **second)
         return Statistics(moments, moments)
 
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +111,7 @@ class _RandomFeatureEstimator(BaseEstimator):
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomFeatureEstimator):
     """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
 
-    mechanism: a name of `conf/features` (trig pos hyp smreg oprf pois geom pois_plus geom_plus pois_coord) or a
+    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf pois geom pois_plus geom_plus pois_coord) or a
     FeatureMap. sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig and hyp make two of a
     projection, and one of the last where the number is odd, which leaves the estimate unbiased. gamma: as in
     RBFSampler, sigma^2 / 2 or 'scale'. gerf and the hybrids have different maps for the two sides and raise in
@@ -147,7 +151,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         """X (n, d) -> Z (n, n_components), of X's dtype."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
-        if type(self.map_).phi_k is not FeatureMap.phi_k:
+        if not self.map_.one_map:
             raise ValueError(f"{type(self.map_).__name__} has different features for the two sides of the kernel, "
                              "which one transform cannot give: use KernelRegressionClassifier or "
                              "KernelRegressionRegressor, or map_.phi_q and map_.phi_k")
@@ -189,7 +193,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
 
     def _affine(self) -> tuple[np.ndarray, np.ndarray]:
         """Weights and offsets of the columns, in the dtype of the data."""
-        if not isinstance(getattr(self, "map_", None), (TrigRF, PositiveExponential)):
+        phi = getattr(self, "map_", None)
+        if not isinstance(phi, (TrigRF, PositiveExponential)) or isinstance(phi, Dense):
             raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and "
                                  "oprf")
         n, m = self._n_features_out, self.noise_.m

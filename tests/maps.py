@@ -1,20 +1,20 @@
 """The one list of feature maps that the laws run over: all of conf/features, and variants of them."""
 
-from crt_exp.features import (CERF, GERF, OPRF, SMREG, AngularCoefficient, AngularHybrid, ClusteredHybrid,
-                              GaussianCoefficient, GaussianHybrid, GaussianMixtureHybrid, GeomRF, Hybrid, HypRF, PoisRF,
-                              PosRF, Product, Sum, TrigRF)
+from crt_exp.features import (CERF, GERF, OPRF, SDERF, SMREG, AngularCoefficient, AngularHybrid, AutoRF,
+                              ClusteredHybrid, GaussianCoefficient, GaussianHybrid, GaussianMixtureHybrid, GeomRF,
+                              Hybrid, HypRF, PoisRF, PosRF, Product, Sum, TrigRF)
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
 
 KERNELS = ("softmax", "gaussian")
-HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "noise and parameters of several parts")
+HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered", "auto"), "noise or parameters of several parts")
 SIMPLE = [Mechanism.of(features=name).map(kernel) for name in palette.maps(HYBRIDS) for kernel in KERNELS] + [
     GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"),
     GERF(A=0.02, s=-1), OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7),
-    GeomRF(p=0.6), SMREG(antithetic=True)]
+    GeomRF(p=0.6), SMREG(antithetic=True), SDERF(), SDERF(diagonal=True), SDERF(centred=False, balance=False)]
 COMPOSITE = [Sum(TrigRF(), PosRF(), weights=(0.3, 0.7)), Sum(OPRF(), OPRF(), weights=(1.5, -0.5)),
              Product(TrigRF("gaussian"), OPRF()), Sum(Product(TrigRF("gaussian"), PosRF()), GERF())]
-EXPONENTIAL = [CERF(), CERF("gaussian", M=0.9 + 0.4j, antithetic=True)]
+EXPONENTIAL = [CERF(), CERF("gaussian", M=0.9 + 0.4j, antithetic=True), AutoRF()]
 HYBRID = [AngularHybrid(), GaussianHybrid("gaussian", base="pos", shared=False), ClusteredHybrid(),
           ClusteredHybrid("gaussian", queries=1, field="complex"), GaussianMixtureHybrid(default=None, tau=1.5),
           GaussianMixtureHybrid("gaussian", queries=1, field="complex", default="hyp"),

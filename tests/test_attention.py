@@ -29,15 +29,16 @@ from crt_exp.attention import (
 )
 from crt_exp.attention.engines import closed_form, flash, native, operators
 from crt_exp.attention.engines import generic as chunked
-from crt_exp.features import (OPRF, SMREG, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PoisRF, PosRF, Statistics,
-                              Sum, TrigRF)
+from crt_exp.features import (OPRF, SDERF, SMREG, AngularHybrid, AutoRF, ClusteredHybrid, GeomRF, HypRF, PoisRF, PosRF,
+                              Statistics, Sum, TrigRF)
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import leaves, mapped, shared
 from crt_exp.samplers.noise import precise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 CLOSED = [m for m in MAPS if isinstance(m, PositiveExponential)]
-FEW = [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF(), GeomRF(), Sum(TrigRF(), PosRF(), weights=(0.3, 0.7))]
+FEW = [OPRF(), PosRF(), SMREG(), SDERF(antithetic=True), OPRF(antithetic=True), TrigRF(), GeomRF(),
+       Sum(TrigRF(), PosRF(), weights=(0.3, 0.7))]
 BLOCKED = [AngularHybrid(n=2), ClusteredHybrid()]
 OTHER = [Generalized(f="relu"), Generalized(f="elu+1", projection=False), Generalized(f="exp"), Generalized(f="cos")]
 OUTLIER = 40.0
@@ -896,7 +897,7 @@ def test_bad_input(message):
 
 
 def test_every_closed_form_map_is_covered():
-    assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF}
+    assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF, SDERF, AutoRF}
 
 
 @pytest.mark.parametrize("sampler", [samplers.orthogonal, samplers.hadamard], ids=lambda s: s.__name__)

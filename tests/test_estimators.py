@@ -26,8 +26,8 @@ from crt_exp.report import palette
 TWO_SIDES = {"gerf": "its maps for the two sides of the kernel differ"} | HYBRIDS
 OTHER_KERNEL = {"smreg": "estimates another kernel"} | HYBRIDS
 NO_ROOM = dict.fromkeys(("pois_plus", "geom_plus"), "refuses rows below those that it was fitted to")
-NO_WEIGHTS = TWO_SIDES | dict.fromkeys(("pois", "geom", "pois_plus", "geom_plus", "pois_coord"),
-                                       "powers of the data in place of exponentials")
+NO_WEIGHTS = TWO_SIDES | {"sderf": "it moves the data first"} | dict.fromkeys(
+    ("pois", "geom", "pois_plus", "geom_plus", "pois_coord"), "powers of the data in place of exponentials")
 TOO_SHARP = NO_ROOM | dict.fromkeys(("pois", "pois_coord"), "a mean error above 0.01 at gamma = 10")
 MAPS, ONE_MAP, WITH_WEIGHTS = palette.maps(HYBRIDS), palette.maps(TWO_SIDES), palette.maps(NO_WEIGHTS)
 GAUSSIAN = {name: Mechanism.of(features=name).map("gaussian") for name in ONE_MAP}

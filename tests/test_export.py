@@ -10,7 +10,8 @@ from crt_exp import samplers
 from crt_exp.attention import Generalized, RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.engines import at_once
 from crt_exp.attention.engines import generic as chunked
-from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PosRF, Statistics, Sum, TrigRF
+from crt_exp.features import (OPRF, SDERF, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PosRF, Statistics, Sum,
+                              TrigRF)
 from crt_exp.samplers.noise import precise
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),
@@ -64,7 +65,7 @@ def test_attention_exports_with_any_length(phi, causal):
 
 @both_ways
 @pytest.mark.parametrize("phi", [OPRF(), *(pytest.param(phi, marks=pytest.mark.slow) for phi in (
-    TrigRF(), AngularHybrid(n=2), ClusteredHybrid()))], ids=repr)
+    TrigRF(), SDERF(), AngularHybrid(n=2), ClusteredHybrid()))], ids=repr)
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layer_exports_with_any_length(phi, causal, strict):
     layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4, causal=causal, fit_steps=1)
@@ -78,8 +79,8 @@ def test_layer_exports_with_any_length(phi, causal, strict):
 
 @pytest.mark.parametrize("queries", [5, 11])
 @both_ways
-@pytest.mark.parametrize("phi", [OPRF(), HypRF(), TrigRF(), GeomRF(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7)),
-                                 Generalized()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), SDERF(), HypRF(), TrigRF(), GeomRF(), Generalized(),
+                                 Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))], ids=repr)
 def test_at_once_equals_reference(phi, causal, queries, monkeypatch):
     """The computation that is exported, in float64, with ragged chunks, padding and fewer queries than keys."""
     monkeypatch.setattr(at_once, "CHUNK", 4)

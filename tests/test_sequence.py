@@ -16,7 +16,8 @@ from maps import independent
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, RandomFeatureAttention, attention
-from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, GeomRF, PosRF, Statistics, TrigRF
+from crt_exp.features import (OPRF, SDERF, AngularHybrid, AutoRF, ClusteredHybrid, GeomRF, PosRF, Statistics,
+                              TrigRF)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 CUTS = {2: (0, 5, 14), 3: (0, 6, 7, 14)}  # parts of different length
@@ -32,7 +33,7 @@ def tensors(dtype, Hkv=2):
 
 def cases():
     """(map, options of attention, dtype, tolerance)"""
-    for phi in (OPRF(), TrigRF(), GeomRF(), Generalized(f="relu")):
+    for phi in (OPRF(), SDERF(antithetic=True), TrigRF(), GeomRF(), Generalized(f="relu")):
         for causal, masked in itertools.product((False, True), (False, True)):
             yield phi, {"causal": causal}, masked, torch.float64, 1e-9
     for phi in (AngularHybrid(), ClusteredHybrid()):
@@ -80,7 +81,7 @@ def attention_in_parts(part):
 
 def layers_in_parts(part):
     """The parameters are those of the whole sequence."""
-    for phi in (OPRF(), PosRF(), GeomRF()):
+    for phi in (OPRF(), SDERF(), PosRF(), GeomRF()):
         for options in ({}, {"causal": True}, {"kv_heads": 1}):
             layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, **options).double().eval()
             if layer.running:
@@ -97,7 +98,12 @@ def layers_in_parts(part):
 
 def clusters_of_all_processes(part):
     """They are fitted to the vectors of all, and the same on each, also where one has none but padding."""
-    layer = RandomFeatureAttention(ClusteredHybrid(), samplers.orthogonal, 6, 2, 4, fit_steps=1)
+    for phi in (ClusteredHybrid(), AutoRF()):
+        parameters_of_all_processes(phi, part)
+
+
+def parameters_of_all_processes(phi, part):
+    layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, fit_steps=1)
     x, y, v, mask, _ = tensors(torch.float32)
     for _ in range(2):
         keep = mask[:, part] if part.start else torch.zeros_like(mask[:, part])

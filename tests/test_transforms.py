@@ -10,9 +10,9 @@ from crt_exp import samplers
 from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.engines import generic as chunked
 from crt_exp.attention.engines import native
-from crt_exp.features import OPRF, GeomRF, HypRF, PoisRF, PoisRFPlus, Statistics, Sum, TrigRF
+from crt_exp.features import OPRF, SDERF, GeomRF, HypRF, PoisRF, PoisRFPlus, Statistics, Sum, TrigRF
 
-MAPS = [OPRF(), HypRF(), TrigRF(), GeomRF(), PoisRFPlus(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))]
+MAPS = [OPRF(), SDERF(), HypRF(), TrigRF(), GeomRF(), PoisRFPlus(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))]
 every_map = pytest.mark.parametrize("phi", MAPS, ids=repr)
 both_ways = pytest.mark.parametrize("causal", [False, True])
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")

@@ -1,4 +1,5 @@
-"""Parameters that are fitted to the vectors themselves once, and then kept: the clusters of an attention layer.
+"""Parameters that are fitted to the vectors themselves once, and then kept: the clusters of an attention layer, or
+the map that each of its heads chose.
 
 Legend: B batch, H query heads, Hkv key heads, P vectors of a sample, d. Each of the first passes in training leaves a
 sample of its queries and keys here; when there are enough of them the map is fitted to all, between two passes.

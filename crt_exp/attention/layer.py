@@ -52,16 +52,16 @@ class RandomFeatureAttention(nn.Module):
       pass or calibration to zero vectors (A = 0);
     - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the
       running averages of queries; where there are none, queries are taken to be as large as the keys, of either sign;
-    - a map that looks at the vectors themselves (clusters), whatever the attention: to a sample of those of the first
-      `fit_steps` training passes, or of a calibration, once; until then it has its unfitted parameters.
+    - a map that looks at the vectors themselves (clusters, AutoRF), whatever the attention: to a sample of those of
+      the first `fit_steps` training passes, or of a calibration, once; until then it has its unfitted parameters.
 
     `group`, an attribute, is None or a process group: each of its processes holds a part of the sequence, as in
     `attention(group=...)`, and the map is fitted to all parts. It can be neither copied nor pickled: set it afterwards.
 
     Buffers: omega (H, m, d), or one for each of several noises, named after the part that it is of: omega_0, omega_1_0
     (see `FeatureMap.projections`); steps and draws; running and pending statistics where the map is fitted and causal
-    or cross; those of `FittedOnce` in `clusters`. Saved and restored exactly; the same on every rank, being drawn from
-    (seed, layer, draw, name).
+    or cross, with second moments (key heads, d, d) where it looks at these; those of `FittedOnce` in `clusters`. Saved
+    and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
     """
 
     can_be_causal = True
@@ -130,6 +130,11 @@ class RandomFeatureAttention(nn.Module):
     def width(self) -> int:
         """M, the number of features."""
         return self.phi.width(mapped(lambda p: p.m, self.projections, empty=self.d))
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Those that running statistics are averages of."""
+        return (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
 
     @property
     def keeps_statistics(self) -> bool:
@@ -232,8 +237,9 @@ class RandomFeatureAttention(nn.Module):
     def _register_statistics(self) -> None:
         for stage in ("running", "pending"):
             for side in "xy":
-                for name in MOMENTS:
-                    self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d))
+                for name in self.moments:
+                    square = (self.d,) if name == "second" else ()
+                    self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square))
                 self.register_buffer(f"{stage}_{side}_minimum", torch.full((self.kv_heads, self.d), torch.inf))
             self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: 0 or 1
         for side in "xy":  # tokens that the pending ones are the means of; a checkpoint lies between steps
@@ -274,7 +280,7 @@ class RandomFeatureAttention(nn.Module):
     def _running_moments(self, side: str) -> Moments:
         seen = self.running_weight > 0
         weight = torch.where(seen, self.running_weight, 1.0)
-        moments = {name: getattr(self, f"running_{side}_{name}") / weight for name in MOMENTS}
+        moments = {name: getattr(self, f"running_{side}_{name}") / weight for name in self.moments}
         return Moments.known(**moments, minimum=torch.where(seen, getattr(self, f"running_{side}_minimum"), 0.0))
 
     def _say_uncalibrated(self) -> None:
@@ -283,9 +289,8 @@ class RandomFeatureAttention(nn.Module):
         self._said = True
         if self.clusters is not None:
             if not self.clusters.done:
-                warnings.warn(f"{type(self.phi).__name__} attention has no clusters yet, so it takes all vectors for "
-                              "one (M = 1, the features of FAVOR+): train it for fit_steps passes, or call "
-                              "calibrate_attention(model, batches)", stacklevel=4)
+                warnings.warn(f"{type(self.phi).__name__} attention has {self.phi.until_fitted}: train it for "
+                              "fit_steps passes, or call calibrate_attention(model, batches)", stacklevel=4)
         elif not float(self.running_weight) > 0:
             warnings.warn(f"causal {type(self.phi).__name__} attention has no statistics yet, so it uses those of zero "
                           "vectors (A = 0): train it, or call calibrate_attention(model, batches)", stacklevel=4)
@@ -304,14 +309,14 @@ class RandomFeatureAttention(nn.Module):
         stats = self._statistics(q, k, key_mask)
         for side, moments in (("x", stats.x), ("y", stats.y)):
             count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
-            totals = [(getattr(moments, name) * count).sum(0) for name in MOMENTS]
-            sums = torch.stack([*totals, count.sum(0).expand(-1, self.d)])
+            pending = [getattr(self, f"pending_{side}_{name}") for name in self.moments]
+            totals = [(getattr(moments, name).flatten(2) * count).sum(0) for name in self.moments]
+            sums = torch.cat([*totals, count.sum(0)], -1)
             sums, low = _over_ranks(sums, moments.minimum.amin(0))
-            kept, count = getattr(self, f"pending_{side}_count"), sums[-1, 0, 0]
+            kept, count = getattr(self, f"pending_{side}_count"), sums[0, -1]
             total = kept + count
-            for i, name in enumerate(MOMENTS):
-                pending = getattr(self, f"pending_{side}_{name}")
-                pending.copy_(torch.lerp(pending.to(sums), sums[i] / count, (count / total).to(sums)))
+            for t, new in zip(pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)):
+                t.copy_(torch.lerp(t.to(sums), (new / count).view_as(t), (count / total).to(sums)))
             minimum = getattr(self, f"pending_{side}_minimum")
             minimum.copy_(torch.minimum(minimum, low))
             kept.copy_(total)
@@ -324,7 +329,7 @@ class RandomFeatureAttention(nn.Module):
     def _fold(self, rate: Tensor) -> None:
         """running <- (1 - rate) running + rate pending; the weight tells how much of running is data."""
         for side in "xy":
-            for name in MOMENTS:
+            for name in self.moments:
                 getattr(self, f"running_{side}_{name}").lerp_(getattr(self, f"pending_{side}_{name}"), rate)
             low = getattr(self, f"running_{side}_minimum")
             low.copy_(torch.minimum(low, getattr(self, f"pending_{side}_minimum")))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, finite, transformed
 from crt_exp.attention.engines.generic import Call, Rows, chunked_partial, keys_state, read_state
-from crt_exp.attention.engines.operators import form_of, part_of, positive_partial
+from crt_exp.attention.engines.operators import entered, form_partial, part_of
 from crt_exp.attention.partials import Partial, merge
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.features.statistics import Moments
+from crt_exp.features.statistics import Moments, centred
 from crt_exp.samplers.noise import cached
 
 
@@ -25,7 +25,8 @@ def sequence_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, pa
     _check(x, y, v, causal, group)
     positive = isinstance(phi, PositiveExponential) and not modulus
     if positive:
-        part = part_of(form_of(x, y, v, phi, noise, params, keep, factor), causal)
+        x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
+        part = part_of(form, causal)
     else:
         x, y = x * factor, y * factor
         part = Call(phi, noise, params, causal, keep, Rows(modulus)).whole()
@@ -33,8 +34,7 @@ def sequence_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, pa
     if not causal:
         return read_state(x, total(states), part)
     past = read_state(x, total(_hidden_from(states, dist.get_rank(group))), part)
-    return merge(past, positive_partial(x, y, v, phi, noise, params, True, keep, factor) if positive
-                 else chunked_partial(x, y, v, part.call))
+    return merge(past, form_partial(x, y, form, v, True) if positive else chunked_partial(x, y, v, part.call))
 
 
 def _check(x: Tensor, y: Tensor, v: Tensor, causal: bool, group) -> None:
@@ -120,6 +120,8 @@ class Pooled:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "covariance":  # no mean over parts: each has its own centre
+            return centred(self.second, self.mean)
         value = getattr(self._of, name)
         if name in ("minimum", "largest"):
             empty = torch.inf if name == "minimum" else 0.0
@@ -127,7 +129,7 @@ class Pooled:
             found = self._reduced(value, dist.ReduceOp.MIN if name == "minimum" else dist.ReduceOp.MAX)
             found = torch.where(found.isinf(), 0.0, found)  # nothing but masked positions
         else:
-            weight, count = (t.squeeze(-1) if name == "mean_norm" else t for t in (self._weight, self.count))
+            weight, count = (_as_moment(t, name) for t in (self._weight, self.count))
             found = self._reduced(value * weight) / count
         self.__dict__[name] = found
         return found
@@ -136,3 +138,8 @@ class Pooled:
         t = t.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(t, op, group=self._group)
         return t
+
+
+def _as_moment(count: Tensor, name: str) -> Tensor:
+    """(..., 1) with the dimensions of a moment: a number, a vector or a matrix."""
+    return count.squeeze(-1) if name == "mean_norm" else count.unsqueeze(-1) if name == "second" else count

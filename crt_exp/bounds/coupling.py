@@ -10,6 +10,7 @@ from torch import Tensor
 
 from crt_exp.features import GERF, SMREG, FeatureMap, TrigRF
 from crt_exp.features.base import align, log_expm1
+from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import Kernel, check_kernel, log_0f1
 
@@ -33,6 +34,11 @@ def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: i
     return 2 * phi.log_kernel(x, y) + total.clamp(min=0).log() + top - math.log(m)
 
 
+def couples(phi: FeatureMap) -> bool:
+    """Whether the covariance of coupled rows is known: of the exponential maps, with one A for all directions."""
+    return isinstance(phi, (TrigRF, PositiveExponential, GERF)) and not isinstance(phi, Dense)
+
+
 def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str) -> tuple[Tensor, Tensor]:
     """Cov(Z_1, Z_2) / K^2 of two rows of one block, as (value, log unit): value * exp(log unit)."""
     if ensemble not in ENSEMBLES:
@@ -41,9 +47,9 @@ def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble:
     zero, d = torch.zeros_like(s_plus), x.shape[-1]
     if ensemble == "iid":
         return zero, zero
-    if not isinstance(phi, (TrigRF, PositiveExponential, GERF)):
+    if not couples(phi):
         raise ValueError(f"no exact covariance of coupled rows is known for {type(phi).__name__}, "
-                         "only for exponential maps")
+                         "only for exponential maps with one A for all directions")
     if isinstance(phi, PositiveExponential):
         covariance = smreg_covariance if isinstance(phi, SMREG) else positive_covariance
         cosines = [c * _cosine(ensemble, d) for c in ((1, -1) if phi.antithetic else (1,))]

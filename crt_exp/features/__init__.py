@@ -1,16 +1,18 @@
 """Random-feature maps: each gives phi_q, phi_k with E <phi_q(x), phi_k(y)> = kernel(x, y)."""
 
 from crt_exp.features.algebra import Product, Sum
+from crt_exp.features.auto import AutoRF
 from crt_exp.features.base import FeatureMap, Features, Projections
 from crt_exp.features.clustered import ClusteredHybrid, GaussianMixtureHybrid
 from crt_exp.features.coefficients import AngularCoefficient, BipolarGaussianCoefficient, GaussianCoefficient
 from crt_exp.features.complex_exponential import CERF
+from crt_exp.features.dense import SDERF
 from crt_exp.features.discrete import GeomRF, GeomRFPlus, PoisCoordRF, PoisRF, PoisRFPlus
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF
 from crt_exp.features.hybrid import AngularHybrid, GaussianHybrid, Hybrid
 from crt_exp.features.statistics import Moments, Statistics
 
-__all__ = ["AngularCoefficient", "AngularHybrid", "BipolarGaussianCoefficient", "CERF", "ClusteredHybrid",
+__all__ = ["AngularCoefficient", "AngularHybrid", "AutoRF", "BipolarGaussianCoefficient", "CERF", "ClusteredHybrid",
            "FeatureMap", "Features", "GERF", "GaussianCoefficient", "GaussianHybrid", "GaussianMixtureHybrid",
            "GeomRF", "GeomRFPlus", "Hybrid", "HypRF", "Moments", "OPRF", "PoisCoordRF", "PoisRF", "PoisRFPlus",
-           "PosRF", "Product", "Projections", "SMREG", "Statistics", "Sum", "TrigRF"]
+           "PosRF", "Product", "Projections", "SDERF", "SMREG", "Statistics", "Sum", "TrigRF"]

@@ -34,6 +34,10 @@ class Composite(FeatureMap):
     def fitted(self) -> bool:
         return any(p.fitted for p in self.parts)
 
+    @property
+    def second_moments(self) -> bool:
+        return any(p.second_moments for p in self.parts)
+
     def projections(self, m) -> Nested:
         needed = zip(self.parts, _spread(m, self.parts))
         return tuple(mapped(lambda p, i=i: p.of_part(i), part.projections(k)) for i, (part, k) in enumerate(needed))

@@ -23,7 +23,7 @@ from crt_exp.samplers.noise import Noise, precise, transforming
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
 
-Params = Any  # tensors (..., 1, 1) or (..., 1, d), nested (see crt_exp/nested.py); () for maps without any
+Params = Any  # tensors (..., 1, 1), (..., 1, d) or (..., d, d), nested (see crt_exp/nested.py); () for maps without any
 
 
 class Features(NamedTuple):
@@ -91,8 +91,18 @@ class FeatureMap(ABC):
     def on_vectors(self) -> bool:
         """Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps what it found.
 
-        Such a map also has `unfitted(d)`, the parameters before that. """
+        Such a map also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean. """
         return False
+
+    @property
+    def second_moments(self) -> bool:
+        """Whether `fit` looks at covariances too: O(L d^2) to take, d^2 numbers for an attention layer to keep."""
+        return False
+
+    @property
+    def one_map(self) -> bool:
+        """Whether phi_k is phi_q."""
+        return type(self).phi_k is FeatureMap.phi_k
 
     def width(self, m: int) -> int:
         """M, the number of features made of m projections."""

@@ -50,6 +50,7 @@ class ClusteredMap(InBlocks):
     keys: int = 2
     field: Field = "real"
     by: Literal["moments", "centres"] = "moments"
+    until_fitted = "no clusters yet, so it takes all vectors for one (M = 1, the features of FAVOR+)"
 
     def __post_init__(self):
         super().__post_init__()

@@ -87,6 +87,10 @@ class PositiveExponential(FeatureMap):
     def directions(self, noise: Noise) -> Noise:
         return noise
 
+    def enter(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
+        """What of factor x (..., L, d), a query or a key, enters the formula, and the factor that is left to it."""
+        return x, factor
+
     def phi_q(self, x, noise, params=()) -> Features:
         return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
@@ -131,7 +135,7 @@ class PositiveExponential(FeatureMap):
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """rows (..., M, d), scale (..., 1, 1) or None and bias (..., 1, M):
-        log phi = scale rows.x + bias - norm_weight |x|^2.
+        log phi = scale rows.x + bias - norm_weight |x|^2 of what `enter` gives.
 
         What an engine needs to make the M features by itself: antithetic maps have both signs of each row.
         """

@@ -55,6 +55,10 @@ class HybridMap(InBlocks):
     def fitted(self) -> bool:
         return any(part.fitted for parts in self.made_of() for part in parts)
 
+    @property
+    def second_moments(self) -> bool:
+        return any(part.second_moments for parts in self.made_of() for part in parts)
+
     def projections(self, m: Nested) -> Nested:
         coefficients, bases = self.made_of()
         n, m = self._counts(m)

@@ -12,7 +12,8 @@ from crt_exp.samplers.noise import at_least_float32, cached
 
 
 class Moments:
-    """Moments of one set of vectors, each computed when first asked for, in O(L d), without gradient.
+    """Moments of one set of vectors, each computed when first asked for, in O(L d), without gradient; those of second
+    order between coordinates, in float64, in O(L d^2).
 
     `Moments.of(x, mask)` for a set x (..., L, d) with mask (..., L), True = keep; `Moments.known(mean=..., ...)` for
     moments kept from elsewhere, such as running averages. Masked positions may hold anything, NaN included.
@@ -73,6 +74,22 @@ class Moments:
         return self._average(self._x.abs()) * self._scale
 
     @cached
+    def second(self) -> Tensor:
+        """Mean of x x^T, (..., d, d)."""
+        x = self._x.double() * self._scale
+        return x.mT @ x / self.count.double().unsqueeze(-1)
+
+    @cached
+    def covariance(self) -> Tensor:
+        """Mean of (x - mean)(x - mean)^T, (..., d, d); of known moments what `second` leaves of it."""
+        if "_x" not in self.__dict__:
+            return centred(self.second, self.mean)
+        x, count = self._x.double() * self._scale, self.count.double().unsqueeze(-1)
+        x = x - x.sum(-2, keepdim=True) / count
+        x = x if self._mask is None else x.masked_fill(~self._mask[..., None], 0)
+        return x.mT @ x / count
+
+    @cached
     def minimum(self) -> Tensor:
         if self._mask is None:
             return self._x.amin(-2) * self._scale
@@ -100,6 +117,12 @@ class Moments:
         return values.sum(-2) / self.count
 
 
+def centred(second: Tensor, mean: Tensor) -> Tensor:
+    """The covariance (..., d, d), float64, of the mean of x x^T and that of x (..., d)."""
+    mean = mean.double().unsqueeze(-2)
+    return second.double() - mean.mT @ mean
+
+
 class Mirrored:
     """Moments of a set and its negatives together: what to expect of vectors of which no more is known than their size.
 
@@ -112,6 +135,8 @@ class Mirrored:
     def __getattr__(self, name):  # the squares and absolute values are those of the set
         if name == "mean":
             return torch.zeros_like(self._of.mean_sq)
+        if name == "covariance":
+            return self._of.second
         return -1.5 * self._of.largest if name == "minimum" else getattr(self._of, name)
 
 

@@ -8,7 +8,7 @@ from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.uci import UCI, interval
 
 DATASETS = ("wine", "breast_cancer", "digits", "iris")
-WITHOUT = palette.HYBRIDS
+WITHOUT = palette.APART
 MAPS = palette.maps(WITHOUT)
 M, REPEATS, SEED = 128, 5, 0
 SIGMAS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0)

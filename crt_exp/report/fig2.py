@@ -11,7 +11,7 @@ from crt_exp.report import palette
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.variance import REGIMES, log_variances
 
-WITHOUT = {"smreg": "it estimates a kernel of its own, and its bias is no part of its variance", **palette.HYBRIDS}
+WITHOUT = {"smreg": "it estimates a kernel of its own, and its bias is no part of its variance", **palette.APART}
 MAPS = palette.maps(WITHOUT)
 INDEFINITE = tuple(name for name in MAPS if not palette.is_positive(name))
 POSITIVE = tuple(name for name in MAPS if palette.is_positive(name))

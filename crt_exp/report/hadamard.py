@@ -18,7 +18,7 @@ from crt_exp.studies.projections import Projections
 
 DISCRETE = ("pois", "geom", "pois_coord", "pois_plus", "geom_plus")
 WITHOUT = {**dict.fromkeys(("gerf", "hyp", "smreg"), "trig, pos and oprf stand for the exponential maps"),
-           **palette.HYBRIDS,
+           **palette.APART,
            **dict.fromkeys(DISCRETE, "discrete maps need exactly Gaussian rows")}
 WITHOUT_SAMPLERS = dict.fromkeys(("sobol", "halton", "stratified"), "they place points, the report compares matrices")
 STYLES = {1: ":", 2: "--", 3: "-"}  # of lines, by the number of Hadamard blocks

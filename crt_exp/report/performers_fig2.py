@@ -13,7 +13,7 @@ from crt_exp.studies.variance import log_variances
 ANGLES = torch.linspace(-math.pi, math.pi, 181, dtype=torch.float64)
 LENGTHS = torch.linspace(-2, 2, 161, dtype=torch.float64)
 WITHOUT = {"trig": "the map that the others are measured against", "smreg": "it estimates a kernel of its own",
-           **palette.HYBRIDS,
+           **palette.APART,
            **dict.fromkeys(("gerf", "pois", "geom", "pois_coord"), "the figure is about positive features"),
            **dict.fromkeys(("pois_plus", "geom_plus"), "they depend on the axes, the figure on angle and length alone")}
 MAPS = palette.maps(WITHOUT)

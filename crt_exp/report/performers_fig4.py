@@ -14,7 +14,7 @@ L, D, SAMPLES, ROWS, SEED = 4096, 16, 15, 128, 0
 MS = (8, 16, 32, 64, 128, 256)
 # standard deviation of queries and keys: the paper says "appropriately normalized" and no more
 SCALES = (0.5, 0.75, 1.0)
-WITHOUT = palette.NONE
+WITHOUT = {"auto": palette.APART["auto"]}
 WITHOUT_SAMPLERS = palette.NONE
 MAPS, SAMPLERS = palette.maps(WITHOUT), palette.samplers(WITHOUT_SAMPLERS)
 HYBRID_SAMPLERS = ("iid", "orthogonal")  # hybrids have so many columns that eight samplers would take most of the time

@@ -23,7 +23,7 @@ PAPER = {  # CRT Table 1, test accuracy in percent
     "wifi": (15.2, 88.8, 93.3, 95.3, 95.8, 93.3, 77.2, 82.9), "chess": (16.5, 20.2, 20.4, 19.1, 19.5, 20.2, 19.2, 22.5)}
 PAPER_COLUMNS = ("trig", "pos", "gerf", "pois", "geom", "oprf", "pois_plus", "geom_plus")
 WITHOUT = {"smreg": "it estimates a kernel of its own, not the one that is tuned here and that `exact` stands for",
-           **palette.HYBRIDS}
+           **palette.APART}
 MAPS = palette.maps(WITHOUT)
 PEERS = {"RBFSampler": RBFSampler, "Nystroem": Nystroem}
 CODED = ("abalone", "car", "cmc", "nursery", "chess")  # sets with categorical columns: the others have one coding

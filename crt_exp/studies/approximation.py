@@ -17,9 +17,9 @@ from torch import Tensor
 from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.bounds import ensemble_log_variance
+from crt_exp.bounds.coupling import couples
 from crt_exp.config import choices
-from crt_exp.features import GERF, FeatureMap, Statistics, TrigRF
-from crt_exp.features.exponential import PositiveExponential
+from crt_exp.features import FeatureMap, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.nested import Nested
 from crt_exp.samplers import bias_record, bias_sentence
@@ -233,8 +233,7 @@ def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tenso
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
-    known = isinstance(phi, (TrigRF, PositiveExponential, GERF))
-    return mechanism.rows.name in ("orthogonal", "simplex") and exact and known
+    return mechanism.rows.name in ("orthogonal", "simplex") and exact and couples(phi)
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float | None]:

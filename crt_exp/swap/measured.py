@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
-from crt_exp.attention.layer import MOMENTS, RandomFeatureAttention
+from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features.statistics import Moments, Statistics
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
@@ -54,7 +54,7 @@ class Watcher:
             self._see(state, state._statistics(state._normalized(q), state._normalized(k), key_mask))
 
     def _see(self, state: RandomFeatureAttention, stats: Statistics) -> None:
-        new = {side: _pooled(getattr(stats, side)) for side in "xy"}
+        new = {side: _pooled(getattr(stats, side), state.moments) for side in "xy"}
         self.count += 1
         if state.seen is not None:
             new = {side: _mix(getattr(state.seen, side), new[side], 1 / self.count) for side in "xy"}
@@ -108,14 +108,14 @@ def _given(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> t
     return q, k, v, key_mask
 
 
-def _pooled(moments: Moments) -> dict[str, Tensor]:
-    """(B, heads, d) -> (heads, d)."""
-    return {name: getattr(moments, name).mean(0) for name in MOMENTS} | {"minimum": moments.minimum.amin(0)}
+def _pooled(moments: Moments, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """(B, heads, ...) -> (heads, ...)."""
+    return {name: getattr(moments, name).mean(0) for name in names} | {"minimum": moments.minimum.amin(0)}
 
 
 def _mix(old: Moments, new: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
-    return {name: torch.lerp(getattr(old, name), new[name], rate) for name in MOMENTS} | {
-        "minimum": torch.minimum(old.minimum, new["minimum"])}
+    mixed = {name: torch.lerp(getattr(old, name), value, rate) for name, value in new.items() if name != "minimum"}
+    return mixed | {"minimum": torch.minimum(old.minimum, new["minimum"])}
 
 
 def _ratio(part: float, whole: float) -> float:

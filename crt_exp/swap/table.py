@@ -1,17 +1,21 @@
 """What `describe_attention` tells of each layer, from the statistics that it is fitted to or last saw."""
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
 
 from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Statistics
 
 # the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
 # values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before
 ERRORS = ("error on calibration", "uniform's error")
+# chosen: how many heads have which map, where each takes its own
 # reached: whether the first forward pass of the model after the swap came to this module; empty before
-COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "parameters", *ERRORS)
+COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "chosen",
+           "parameters", *ERRORS)
 
 
 def table(found: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = ()):
@@ -27,13 +31,14 @@ def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
     kind = module.__dict__.get("unswapped_class", type(module)).__name__
     parameters = sum(p.numel() for p in module.parameters())
     state = module._modules.get("swapped")
-    head, empty = (i, path, kind), (None,) * 5
+    head, empty = (i, path, kind), (None,) * 6
     if not isinstance(state, RandomFeatureAttention):
         own = "unchanged" if i is not None else "cannot be swapped"
         return *head, own if state is None else state.mechanism, _reached(state), *empty, parameters, *_errors(state)
     params = _params(state)
     m = state.m if state.gaussian else None  # a map without projections has none
-    return (*head, state.mechanism, _reached(state), m, state.width, *_a_range(params), parameters, *_errors(state))
+    fitted = *_a_range(params), _chosen(state, params)
+    return (*head, state.mechanism, _reached(state), m, state.width, *fitted, parameters, *_errors(state))
 
 
 def _reached(state: nn.Module | None) -> str:
@@ -62,6 +67,12 @@ def _a_range(params) -> tuple[float | None, ...]:
         return None, None, None
     A = (A.real if A.is_complex() else A).double()
     return float(A.mean()), float(A.min()), float(A.max())
+
+
+def _chosen(state: RandomFeatureAttention, params) -> str | None:
+    if params is None or not isinstance(state.phi, AutoRF):
+        return None
+    return ", ".join(f"{name} {heads}" for name, heads in Counter(state.phi.names(params)).most_common())
 
 
 def _errors(state: nn.Module | None) -> tuple[float | None, float | None]:

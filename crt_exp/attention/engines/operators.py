@@ -19,7 +19,7 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
 
     The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2
     norm_weight) |x|^2. """
-    form = form_of(x, y, v, phi, noise, params, keep, factor)
+    x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return finish(_in_plain_operations(x, y, v, form, causal)).to(v.dtype)
     return _operator(causal)(x, y, v, *form, causal)[0]
@@ -28,20 +28,33 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
 def positive_partial(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
                      keep: Tensor | None, factor: float) -> Partial:
     """The same as a partial: the outputs with their log-sums."""
-    form = form_of(x, y, v, phi, noise, params, keep, factor)
+    return form_partial(*entered(x, y, v, phi, noise, params, keep, factor), v, causal)
+
+
+def form_partial(x: Tensor, y: Tensor, form: Form, v: Tensor, causal: bool) -> Partial:
+    """That of vectors which have entered a form."""
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return _in_plain_operations(x, y, v, form, causal)
     out, logsum, *_ = _operator(causal)(x, y, v, *form, causal)
     logsum = _engine(x, y, v, form.rows, causal).unit * logsum + form.shared_logs(x)
-    if keep is not None:
+    if (keep := form.keep) is not None:
         seen = keep.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] > 0 if causal else keep.any(-1)[:, None, None]
         logsum = torch.where(seen, logsum, -torch.inf)
     return normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
 
 
+def entered(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
+            factor: float = 1.0) -> tuple[Tensor, Tensor, Form]:
+    """Queries and keys as they enter the formula of the map, and that formula."""
+    fused = flash.applies(x, y, v)  # in half precision, for which these must come in half precision
+    (to_x, left), (to_y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
+    x, y = (to_x.to(x.dtype), to_y.to(y.dtype)) if fused else (to_x, to_y)
+    return x, y, form_of(x, y, v, phi, noise, params, keep, left)
+
+
 def form_of(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
             factor: float = 1.0) -> Form:
-    """Rows (.,.,M,d), scale (.,.,1,1) and bias (.,.,M) of the log features of factor x."""
+    """Rows (.,.,M,d), scale (.,.,1,1) and bias (.,.,M) of the log features of factor x, for what has entered."""
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
     cast = lambda t: t.detach().to(x.device, compute_dtype(x, y, v))[(None,) * (4 - t.ndim)]
@@ -72,6 +85,7 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
 
     The bidirectional engine computes it for its queries; one of zeros asks for no more.
     """
+    y, _ = phi.enter(y, params, key=True)
     form = form_of(y, y, v, phi, noise, params, keep)
     engine = native.bidirectional if native.applies(y, v, form.rows) else closed_form.bidirectional
     kept = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)

@@ -1,0 +1,253 @@
+"""Dense-exponential random features: positive features with an A of its own in every direction.
+
+Legend as in base.py; A (d, d) is symmetric, R = (I - 4A)^(1/2), h is the mean of x' + y'. Vectors enter as x' = G x and
+y' = G^-T y, which leaves x.y as it is (the balance), and
+    log phi(x) = log det(R) / 2 + omega.A omega + omega.R (x' - h/2) - |x'|^2 / 2 + h.x' - |h|^2 / 4,
+the same of y'. So <phi_q, phi_k> estimates E exp(2 omega.A omega + omega.R (s - h)) det R = exp(|s - h|^2 / 2) at
+s = x' + y', times what makes exp(x.y) of it. A shift by h is the centring of both sides: keys y' - c with the weights
+exp(b.y'), queries x' - b, for any b + c = h; what else it brings to a query, attention divides out again.
+
+Sources: Likhosherstov et al. 2023 (FAVOR#: SDERF, ADERF), re-derived; the shift, the closed form of G and the
+variance of antithetic pairs are our own.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.features.base import Bound, FeatureMap, Features, check_finite, log_cosh
+from crt_exp.features.complex_exponential import inverse_transposed
+from crt_exp.features.exponential import PositiveExponential, log_mean_exp2, optimal_a, sq_norm
+from crt_exp.features.statistics import Moments, Statistics
+from crt_exp.samplers.noise import Noise, at_least_float32, precise
+
+LARGEST_D = 256  # of full matrices: beyond, their decomposition takes longer than the features
+# Of the mean square, added to each direction of both sides. In sample it costs some hundredths of a nat. Where few
+# vectors say little of a direction it is worth nats (10 vectors, d = 64: 4.1 on others, 7.7 with 1e-6), and half
+# precision, whose rounding G magnifies, gains a digit.
+RIDGE = 1e-3
+
+
+class SDERFParams(NamedTuple):
+    """R, h and G; matrices are diagonals (..., 1, d) or full, symmetric ones (..., d, d). None: h = 0, G = I."""
+
+    root: Tensor
+    shift: Tensor | None    # (..., 1, d)
+    balance: Tensor | None
+
+    @property
+    def A(self) -> Tensor:
+        """Its eigenvalues, (..., 1, d)."""
+        return sizes_of_a(self.root)
+
+
+@dataclass(frozen=True)
+class Dense(PositiveExponential):
+    """The features and their errors, whatever the parameters were fitted by."""
+
+    @property
+    def fitted(self) -> bool:
+        return True
+
+    def phi_k(self, y, noise, params):
+        return self.bind(precise(noise, y.dtype), params).phi_k(y)
+
+    def bind(self, noise: Noise, params: SDERFParams) -> Bound:
+        weight, G = self._weight(noise, params), params.balance
+        side = partial(self._of_side, noise=noise, weight=weight, h=params.shift)
+        of_queries = partial(side, G=G)
+        return Bound(of_queries, of_queries if G is None else partial(side, G=inverse_transposed(G)))
+
+    def _of_side(self, x: Tensor, noise: Noise, weight: Tensor, h: Tensor | None, G: Tensor | None) -> Features:
+        return self._phi(self._moved(x, G, h), noise, weight)
+
+    def writer(self, noise, params):
+        return FeatureMap.writer(self, noise, params)  # the one of its kind takes what has entered
+
+    def enter(self, x, params, key=False, factor=1.0):
+        G = params.balance
+        if G is None and params.shift is None:
+            return x, factor
+        return self._moved(x, inverse_transposed(G) if key and G is not None else G, params.shift, factor), 1.0
+
+    def _moved(self, x: Tensor, G: Tensor | None, h: Tensor | None, factor: float = 1.0) -> Tensor:
+        """factor G x - h; of the Gaussian kernel factor x - h/2, since |x|^2 counts for twice as much there."""
+        x = at_least_float32(x)
+        x = x * factor if G is None else _precise_times(x, factor * G)
+        return x if h is None else x - self._step * h.to(x)
+
+    @property
+    def _step(self) -> float:
+        return 0.5 / self.norm_weight
+
+    def exponent(self, noise, params):
+        """The same of what enters: the rows omega R, no scale, and a bias that holds the rest."""
+        rows = _precise_times(noise.rows(), params.root)
+        bias = (noise.sq_norm - sq_norm(rows).mT) / 4 + self._constant(noise, params)  # omega.A omega
+        if self.antithetic:
+            rows, bias = torch.cat([rows, -rows], -2), torch.cat([bias, bias], -1)
+        if params.shift is None or self.kernel != "softmax":
+            return rows, None, bias
+        h = params.shift.to(rows)
+        return rows, None, bias + (rows * h).sum(-1).unsqueeze(-2) / 2 + sq_norm(h) / 4
+
+    def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
+        R = params.root.double()
+        log_det = R.log().sum(-1, keepdim=True) if R.shape[-2] == 1 else torch.linalg.slogdet(R)[1][..., None, None]
+        return (log_det / 2 - math.log(self.width(noise.m)) / 2).to(noise.sq_norm)
+
+    # ---- exact errors
+
+    def log_relative_second_moment(self, x, y, params) -> Tensor:
+        s, size = self._principal(x.double(), y.double(), params)
+        log_rho = -torch.log1p(2 * (size - 1) * (size + 1))  # 1 - 8a = 2 size^2 - 1
+        log_alpha = log_cosh(log_rho / 2).sum(-1)
+        high = log_alpha + (log_rho.exp() * s.square()).sum(-1)
+        return log_mean_exp2(high, log_alpha - s.square().sum(-1)) if self.antithetic else high
+
+    def _principal(self, x: Tensor, y: Tensor, params: SDERFParams) -> tuple[Tensor, Tensor]:
+        """s - h in principal directions, and the eigenvalues of R there: (..., d) each, pair by pair."""
+        G, R = (None if t is None else t.double() for t in (params.balance, params.root))
+        if G is not None:
+            x, y = paired(x, G, max(x.ndim, y.ndim)), paired(y, inverse_transposed(G), max(x.ndim, y.ndim))
+        s = x + y
+        if params.shift is not None:
+            s = s - placed(params.shift.double(), s.ndim)[..., 0, :]
+        if R.shape[-2] == 1:
+            return s, placed(R, s.ndim)[..., 0, :]
+        size, Q = torch.linalg.eigh(R)
+        return paired(s, Q.mT, s.ndim), placed(size.unsqueeze(-2), s.ndim)[..., 0, :]
+
+
+@dataclass(frozen=True)
+class SDERF(Dense):
+    """Positive features of least mean log second moment for a full A or a diagonal one, after a shift and a balance.
+
+    A is fitted to the mean of (s - h)(s - h)^T over all pairs: OPRF's A, once for each principal direction (diagonal:
+    for each coordinate). Features are bounded where s varies in all directions. Unbiased for every A < 1/8, h and
+    invertible G that do not depend on omega. `centred`: h is the mean of s; False: 0. `balance`: G gives x' and y' the
+    same second moments, which has the least mean |s - h|^2; False: G = I; None: as the kernel allows, since the
+    Gaussian kernel changes under it. `antithetic` adds omega -> -omega pairs. Full matrices are O(d^3) for each fit.
+
+    Raises ValueError for a balance with the Gaussian kernel and, in `fit`, for full matrices beyond d = 256.
+    """
+
+    diagonal: bool = False
+    centred: bool = True
+    balance: bool | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.balance and self.kernel != "softmax":
+            raise ValueError(f"balance=True with kernel={self.kernel!r}: x -> G x, y -> G^-T y leaves x.y as it is, "
+                             "but not x - y: choose balance=False, or kernel='softmax'")
+
+    @property
+    def balanced(self) -> bool:
+        return self.kernel == "softmax" if self.balance is None else self.balance
+
+    @property
+    def second_moments(self) -> bool:
+        return not self.diagonal
+
+    @property
+    def one_map(self) -> bool:
+        return not self.balanced
+
+    def fit(self, stats: Statistics) -> SDERFParams:
+        if not self.diagonal and stats.d > LARGEST_D:
+            raise ValueError(f"SDERF with full matrices takes vectors of at most {LARGEST_D} dimensions, not "
+                             f"{stats.d}: choose diagonal=True (features.diagonal=true)")
+        x_mean, y_mean = (side.mean.double().unsqueeze(-2) for side in (stats.x, stats.y))
+        x, y = (check_finite(self._spread(side), "A") for side in (stats.x, stats.y))
+        G = None
+        if self.balanced:
+            G = balance(x, y) if self.centred else balance(x + self._square(x_mean), y + self._square(y_mean))
+            inverse = inverse_transposed(G)
+            x, y, x_mean, y_mean = turned(x, G), turned(y, inverse), times(x_mean, G), times(y_mean, inverse)
+        h = x_mean + y_mean
+        spread = x + y if self.centred else x + y + self._square(h)
+        return SDERFParams(optimal_root(spread), h if self.centred else None, G)
+
+    def _spread(self, side: Moments) -> Tensor:
+        """Variances (..., 1, d), or the covariance (..., d, d)."""
+        if not self.diagonal:
+            return side.covariance
+        return (side.mean_sq.double() - side.mean.double().square()).clamp(min=0).unsqueeze(-2)
+
+    def _square(self, mean: Tensor) -> Tensor:
+        return mean.square() if self.diagonal else mean.mT @ mean
+
+
+# ---- matrices, diagonal (..., 1, d) or full (..., d, d)
+
+def times(x: Tensor, M: Tensor) -> Tensor:
+    """M x for the rows of x (..., L, d)."""
+    return x * M if M.shape[-2] == 1 else x @ M.mT
+
+
+def _precise_times(x: Tensor, M: Tensor) -> Tensor:
+    """The same in the precision of x, whatever autocast says."""
+    with torch.autocast(x.device.type, enabled=False):
+        return times(x, M.to(x))
+
+
+def turned(spread: Tensor, G: Tensor) -> Tensor:
+    """G spread G^T."""
+    return spread * G.square() if G.shape[-2] == 1 else G @ spread @ G.mT
+
+
+def placed(M: Tensor, ndim: int) -> Tensor:
+    """A matrix (*batch, k, d) for vectors of so many dimensions, batch dimensions first."""
+    batch = M.shape[:-2]
+    return M.reshape(*batch, *[1] * (ndim - 1 - len(batch)), *M.shape[-2:])
+
+
+def paired(x: Tensor, M: Tensor, ndim: int) -> Tensor:
+    """M x for vectors x (..., d) that meet others, of which the larger have so many dimensions."""
+    M = placed(M, ndim)
+    return x * M[..., 0, :] if M.shape[-2] == 1 else (M @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def sizes_of_a(root: Tensor) -> Tensor:
+    """The eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
+    sizes = root if root.shape[-2] == 1 else torch.linalg.eigvalsh(root).unsqueeze(-2)
+    return (1 - sizes.square()) / 4
+
+
+def of_eigenvalues(M: Tensor, function) -> Tensor:
+    """The function of a symmetric matrix."""
+    if M.shape[-2] == 1:
+        return function(M)
+    values, Q = torch.linalg.eigh(M)
+    return (Q * function(values).unsqueeze(-2)) @ Q.mT
+
+
+def optimal_root(spread: Tensor) -> Tensor:
+    """R of the A of least mean log second moment for the mean of (s - h)(s - h)^T: formula 7 of CRT in each principal
+    direction."""
+    return of_eigenvalues(spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0))))
+
+
+def balance(x: Tensor, y: Tensor) -> Tensor:
+    """The symmetric, positive G of least trace(G x G + G^-1 y G^-1): G x G = G^-1 y G^-1, so that P = G^2 is the
+    geometric mean of x^-1 and y. A ridge keeps it away from directions that one side does not have."""
+    ridge = RIDGE * (_mean_size(x) + _mean_size(y)) / 2 + 1e-300
+    if x.shape[-2] == 1:
+        return ((y + ridge) / (x + ridge)) ** 0.25
+    unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    factor = torch.linalg.cholesky((x + ridge * unit) / ridge)  # with entries that are far from underflow
+    middle = of_eigenvalues(factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt())
+    left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
+    P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
+    return of_eigenvalues((P + P.mT) / 2, lambda v: v.clamp(min=1e-12).sqrt())
+
+
+def _mean_size(M: Tensor) -> Tensor:
+    """The mean over directions, (..., 1, 1)."""
+    sizes = M if M.shape[-2] == 1 else M.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    return sizes.mean(-1, keepdim=True)
