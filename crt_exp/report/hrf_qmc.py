@@ -11,7 +11,7 @@ import numpy as np
 from crt_exp.data import DataError
 from crt_exp.data.tabular import load
 from crt_exp.report import palette
-from crt_exp.report.evidence import Verdict, judged
+from crt_exp.report.evidence import Verdict, independent, judged
 from crt_exp.report.kernel_arms import NAMES, Arm, below, distinct, mechanism_of, of_columns, over, resolution, spread
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.qmc import QMC
@@ -180,8 +180,8 @@ def draw(ax, found: Found, table: str, r: float) -> None:
     for place, (name, (features, _)) in enumerate(ARMS.items()):
         for (basis, what), shift, marker in zip(BASES.items(), (-0.14, 0.14), "os"):
             groups = np.array(found[table, r, basis, name]["mse_of_groups"])
-            half = 2.262 * groups.std(ddof=1) / len(groups) ** 0.5
-            ax.errorbar(groups.mean(), place + shift, xerr=min(half, 0.95 * groups.mean()), marker=marker, ms=4, ls="",
+            half = min(independent(groups).half, 0.95 * groups.mean())  # the axis is logarithmic
+            ax.errorbar(groups.mean(), place + shift, xerr=half, marker=marker, ms=4, ls="",
                         color=palette.colour(features), mfc=None if basis == "columns" else "white", capsize=2,
                         label=what if not place else None)
     for place, (key, _) in enumerate(CONTROLS, len(ARMS)):
