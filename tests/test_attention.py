@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:
 CLOSED = [m for m in MAPS if isinstance(m, PositiveExponential)]
 FEW = [OPRF(), PosRF(), SMREG(), SDERF(antithetic=True), OPRF(antithetic=True), TrigRF(), GeomRF(),
        Sum(TrigRF(), PosRF(), weights=(0.3, 0.7))]
-BLOCKED = [AngularHybrid(n=2), ClusteredHybrid()]
+BLOCKED = [AngularHybrid(n=2), pytest.param(ClusteredHybrid(), marks=pytest.mark.slow)]
 OTHER = [Generalized(f="relu"), Generalized(f="elu+1", projection=False), Generalized(f="exp"), Generalized(f="cos")]
 OUTLIER = 40.0
 
@@ -197,7 +197,8 @@ def test_causal_is_bidirectional_on_each_prefix(phi, small_chunks):
 
 @pytest.mark.parametrize("early, late", [(1.0, OUTLIER), (12.0, 0.05)])  # trigonometric and positive features have
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])          # large logs for long and for short keys
-@pytest.mark.parametrize("phi", FEW + BLOCKED, ids=repr)
+@pytest.mark.parametrize("phi", [*FEW, *(pytest.param(phi, marks=pytest.mark.slow) for phi in (HYBRID[0], HYBRID[2]))],
+                         ids=repr)
 def test_future_never_changes_the_past(phi, dtype, early, late, small_chunks):
     """Nor does a stabiliser that sees a later outlier: outputs and gradients of the first rows stay as they were."""
     case = Case(phi, dtype=dtype)

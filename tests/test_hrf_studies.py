@@ -179,7 +179,7 @@ def test_constants_that_win_are_told_first():
     record = {"largest_error": 1.2}
     found = {(basis, name, 1.0): record | {"largest_error": 0.5 + (name == "pos")} for basis in hrf_pointwise.BASES
              for name in hrf_pointwise.MAPS}
-    assert "An estimate of zero has a smaller largest error than**: FAVOR+" in hrf_pointwise.controls_that_win(
+    assert "An estimate of zero has a smaller largest error than**: length 1, 16 " in hrf_pointwise.controls_that_win(
         found, setting)
     assert hrf_pointwise.controls_that_win({k: {"largest_error": 0.5} for k in found}, setting).startswith("No arm")
 

@@ -4,7 +4,6 @@ FLOPs of a token are counted by torch.utils.flop_counter: of its features alone,
 where every column is also multiplied by the values.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,8 +102,12 @@ def flops_ratio(found: Found, counted: str, r: float, hybrid: str, other: str) -
 
 
 def controls_that_win(found: Found) -> str:
-    told = [f"{name} ({counted}, length {r:g}, up to {max(lost):g} FLOPs)" for (counted, r, name), each in found.items()
-            if (lost := [one["budget"] for one in each if one["m"] and one["closed_form"] > 1])]
+    told = []
+    for counted, r in dict.fromkeys((counted, r) for counted, r, _ in found):
+        most = {name: [one["budget"] for one in found[counted, r, name] if one["m"] and one["closed_form"] > 1]
+                for name in KINDS}
+        worse = ", ".join(f"{name} up to {max(lost)}" for name, lost in most.items() if lost)
+        told += [f"{WHAT[counted]}, length {r:g}: {worse} FLOPs"] if worse else []
     return f"**An estimate of zero, whose relative error is 1, is better than**: {'; '.join(told)}." if told else (
         "No arm is worse than an estimate of zero, whose relative error is 1.")
 
@@ -182,5 +185,5 @@ def draw(ax, found: Found, counted: str, r: float) -> None:
     ends.append(("zero", high, 1.0, palette.CONTROL))
     ax.set_xlim(low, high)
     bottom, top = ax.get_ylim()
-    ax.set_ylim(10 ** math.floor(math.log10(bottom)), min(top, 1e3))
+    ax.set_ylim(bottom, min(top, 1e3))
     label_ends(ax, ends)

@@ -86,10 +86,27 @@ def claims(found: Found, setting: Setting) -> list:
 
 def controls_that_win(found: Found, setting: Setting) -> str:
     """Lengths at which an estimate of zero, whose relative error is 1, has a smaller largest error than an arm."""
-    told = [f"{NAMES[name]} at length {r:g} ({what})" for basis, what in BASES.items() for name in MAPS
-            for r in setting.lengths if found[basis, name, r]["largest_error"] > 1]
+    told = []
+    for basis, what in BASES.items():
+        for r in setting.lengths:
+            worse = [NAMES[name] for name in MAPS if found[basis, name, r]["largest_error"] > 1]
+            names = "every arm" if len(worse) == len(MAPS) else ", ".join(worse)
+            told += [f"length {r:g}, {what}: {names}"] if worse else []
     return f"**An estimate of zero has a smaller largest error than**: {'; '.join(told)}." if told else (
         "No arm has a larger largest error than an estimate of zero.")
+
+
+def in_closed_form(found: Found, setting: Setting) -> str:
+    """The arm with the least largest error at each length, which no draw disturbs."""
+    told = []
+    for basis, what in BASES.items():
+        each = []
+        for r in setting.lengths:
+            of = {name: found[basis, name, r]["largest_closed_form"] for name in MAPS}
+            best = min(of, key=of.get)
+            each.append(f"{NAMES[best]} at length {r:g} ({of[best]:.3g}; the angular hybrid {of['angular']:.3g})")
+        told.append(f"{what}: {', '.join(each)}")
+    return f"The least largest error by the closed forms. {'. '.join(told)}."
 
 
 def agreement(found: Found) -> str:
@@ -114,7 +131,7 @@ def write(size: str, setting: Setting, found: Found, verdicts: list[Verdict], se
     said = "\n".join([controls_that_win(found, setting), "", *map(str, verdicts)])
     of = {name: over_lengths(found, setting, "columns", name) for name in ("angular", "pos")}
     apart = resolution(f"the largest errors of {NAMES['angular']} and {NAMES['pos']}", of["angular"], of["pos"])
-    parts = [said, "", apart, "", agreement(found)]
+    parts = [said, "", in_closed_form(found, setting), "", apart, "", agreement(found)]
     parts += [f"\n## The largest relative error over angles, {what}\n\n{table(found, setting, basis)}"
               for basis, what in BASES.items()]
     rows = [{"basis": basis, "features": name, "length": r, "theta": t, "error": e, "closed_form": c}
