@@ -1,0 +1,200 @@
+"""Near-far attention: near and heavy keys exactly, all others by cells, in one softmax, in linear time.
+
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v of dimension dv;
+N blocks of b tokens, n heavy keys, K cells. A query of block t sees
+
+- the keys of blocks t - 1, t and t + 1 (causal: those of t - 1, and of its own up to itself) exactly: near;
+- the heavy keys, whose score is largest, exactly: causal, those among the blocks up to t - 2;
+- a cell's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
+
+Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
+by (crt_exp/attention/cells.py), carry no gradient, all sums do. Derived here. """
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.cells import (
+    Choice,
+    Metric,
+    Sizes,
+    blocks,
+    far_sums,
+    grouped,
+    levels,
+    mean_spread,
+    membership,
+    moments,
+    slopes,
+    summed,
+    ungrouped,
+    weights,
+    without,
+)
+from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
+from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather
+from crt_exp.attention.nearfar_causal import Causal, Codebook
+
+AT_ONCE = 2**17  # keys of all heads that a call takes at once; of more, so many heads at a time that they are half of it
+QUERIES = 256    # of a block, where there is no window
+
+
+class Result(NamedTuple):
+    out: Tensor          # (B, H, L, dv)
+    predicted: Tensor    # (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1
+
+
+def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes = Sizes(), *, causal: bool = False,
+                       cross: bool = False, codebook: Codebook | None = None,
+                       key_mask: Tensor | None = None) -> Result:
+    """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated.
+
+    In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
+    so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
+    queries were as large as the keys. causal: needs `codebook`, of earlier sequences; query i stands at place i + S - L.
+    key_mask (B, S), True = keep; a query that sees no key gets 0. No more heavy keys and cells than keys are taken, and
+    a length that the block does not divide is padded. Exact where block >= S, heavy >= S, or every key is the only one of
+    its cell. Differentiable in x, y and v for constant sets and measure.
+
+    Time O(L (b + n + K) (d + dv)), memory O(L (d + dv) + L / b K dv) of a part of the heads at a time: nothing of size
+    L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU). """
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    _check(x, y, causal, cross, codebook)
+    B, H, Hkv = x.shape[0], x.shape[1], y.shape[1]
+    tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
+    keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
+    call = Causal(sizes, codebook) if causal else Both(sizes, cross, codebook)
+    with torch.autocast(x.device.type, enabled=False):
+        out, predicted = _computed(call, *tensors, keep)
+    out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
+    if key_mask is not None:  # of a query without keys what was gathered means nothing
+        seen = key_mask.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
+        out = torch.where((seen > 0).unsqueeze(-1), out, 0.0)
+    return Result(out, predicted.view(B, Hkv))
+
+
+def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook | None) -> None:
+    if causal and codebook is None:
+        raise ValueError("causal near-far attention needs a codebook: one of this sequence would tell of the future")
+    if not causal and not cross and x.shape[2] != y.shape[2]:
+        raise ValueError(f"near-far attention of {x.shape[2]} queries to {y.shape[2]} keys: one sequence needs as many of "
+                         "both; give cross=True where queries and keys are of different ones")
+
+
+# ---- parts of the heads ----------------------------------------------------------------------------------------------
+
+
+def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """At once, where that keeps little for the backward pass, else a part of the heads at a time, of which nothing is
+    kept but the sets."""
+    Z, S = y.shape[:2]
+    if Z * S <= AT_ONCE or torch.compiler.is_compiling() or transformed(x, y, v):
+        out, predicted = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(0, Z)))
+        return out.to(v.dtype), predicted
+    return _InParts.apply(call, keep, max(1, AT_ONCE // (2 * S)), x, y, v)
+
+
+class _InParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, keep, size, x, y, v):
+        out, predicted, ctx.parts = v.new_empty(*x.shape[:3], v.shape[-1]), [], []
+        for start in range(0, len(y), size):
+            rows = slice(start, min(start + size, len(y)))
+            here = None if keep is None else keep[rows]
+            chosen = call.choose(x[rows], y[rows], here, rows)
+            out[rows], found = call.attend(x[rows], y[rows], v[rows], here, chosen)
+            predicted.append(found)
+            ctx.parts.append((rows, here, chosen))
+        ctx.call, predicted = call, torch.cat(predicted)
+        ctx.save_for_backward(x, y, v)
+        ctx.mark_non_differentiable(predicted)
+        return out, predicted
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        check_gradient(grad)
+        inputs = ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in inputs]
+        for rows, keep, chosen in ctx.parts:
+            with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+                part = [t[rows].detach().requires_grad_() for t in inputs]
+                out, _ = ctx.call.attend(*part, keep, chosen)
+                found = torch.autograd.grad(out, part, grad[rows].to(out.dtype))
+            for total, g in zip(grads, found):
+                total[rows] = g
+        return None, None, None, *grads
+
+
+# ---- in both directions ----------------------------------------------------------------------------------------------
+
+
+class Chosen(NamedTuple):
+    metric: Metric
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Both:
+    """Attention of a sequence to itself in both directions, or to another one."""
+
+    sizes: Sizes
+    cross: bool
+    codebook: Codebook | None
+
+    @torch.no_grad()
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
+        """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
+        dtype = compute_dtype(x, y)
+        y = y.to(dtype)
+        if self.cross:
+            metric = Metric.of(None, y, None, keep)
+            if self.codebook is not None:
+                metric = self.codebook.metric.at(rows)._replace(shift=metric.shift)
+        else:
+            queries = None if keep is None else keep.repeat(1, x.shape[1])
+            metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
+        return Chosen(metric, Choice.of(without(y - metric.shift, keep), metric, self.sizes.heavy, self.sizes.cells, keep))
+
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
+        """(Z, G, L, dv) and the predicted error (Z,)."""
+        (metric, choice), dtype = chosen, compute_dtype(x, y, v)
+        x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
+        level = levels(y.detach(), metric, choice)
+        u = weights(y, metric, choice.pool, choice.cell, level)
+        members = membership(choice.cell, choice.centres.shape[1], dtype)
+        sums = torch.bmm(members.mT, moments(y, u, metric, choice.cell, choice.centres)).unsqueeze(1)
+        cells = summed(sums, metric, choice.centres, level)
+        if self.cross:
+            b, window = min(QUERIES, x.shape[2]), None
+            far = torch.bmm(members.mT, torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)).unsqueeze(1)
+        else:
+            b = min(self.sizes.block, x.shape[2])
+            window = Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
+            far = far_sums(blocks(v, b), blocks(u, b), blocks(choice.cell, b), members.shape[-1])
+        found = gather(grouped(x, b), window, (*_heavy(y, v, choice), Weighted(cells.mu, far, cells.bias)))
+        out, share = (ungrouped(t, *x.shape[1:3]) for t in (found.out, found.share))
+        if self.sizes.first_order:
+            g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
+            slope = slopes(y, v, g, members, cells.mu.squeeze(1)).unsqueeze(1)
+            out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
+        spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
+        return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
+
+
+def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:
+    """HIDDEN for keys that are masked, heavy or beyond the last, (Z, N, b)."""
+    near = torch.ones_like(choice.pool) if keep is None else keep
+    near = near.scatter(1, choice.heavy, False)
+    return torch.where(blocks(near, b), 0.0, HIDDEN)
+
+
+def _heavy(y: Tensor, v: Tensor, choice: Choice) -> tuple[Weighted, ...]:
+    if not choice.heavy.shape[1]:
+        return ()
+    keys, values = (t.gather(1, choice.heavy.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (y, v))
+    there = choice.there.unsqueeze(-1).to(v.dtype)
+    return Weighted(keys.unsqueeze(1), torch.cat([values * there, there], -1).unsqueeze(1),
+                    y.new_zeros(len(y), 1, keys.shape[1])),
