@@ -70,11 +70,10 @@ class Chosen(NamedTuple):
     places: Left
 
 
-def displaced(held: Tensor, score: Tensor, new: Tensor, new_score: Tensor, heavy: int) -> tuple[Tensor, Tensor]:
-    """Of places held (Z, n) and new (Z, b) with their scores the order (Z, n + b) in which the first `heavy` are heavy,
-    and these scores; of equal ones those that came first."""
-    scores = torch.cat([score, new_score], 1)
-    order = scores.sort(1, descending=True, stable=True)
+def displaced(held: Tensor, score: Tensor, new: Tensor, new_score: Tensor) -> tuple[Tensor, Tensor]:
+    """Places held (Z, n) and new (Z, b), from the largest of their scores to the lowest, and these; of equal ones those
+    that came first. The first n stay or become heavy."""
+    order = torch.cat([score, new_score], 1).sort(dim=1, descending=True, stable=True)
     return torch.cat([held, new], 1).gather(1, order.indices), order.values
 
 
@@ -87,7 +86,7 @@ def kept_and_left(score: Tensor, b: int, heavy: int) -> Left:
     places = [held.new_zeros(Z, N, heavy + b), score.new_full((Z, N, heavy + b), -torch.inf)]
     for t in range(2, N):
         new = torch.arange((t - 2) * b, (t - 1) * b, device=score.device)
-        order, found = displaced(held, values, new.expand(Z, -1), padded[:, (t - 2) * b:(t - 1) * b], heavy)
+        order, found = displaced(held, values, new.expand(Z, -1), padded[:, (t - 2) * b:(t - 1) * b])
         places[0][:, t], places[1][:, t] = order, found
         held, values = order[:, :heavy], found[:, :heavy]
     there = places[1] > -torch.inf

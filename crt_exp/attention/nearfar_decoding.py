@@ -116,7 +116,7 @@ class NearFarState:
         """The first block leaves the window: its keys and the heavy ones of the lowest scores go to their cells."""
         n, b, Z = self.sizes.heavy, self.sizes.block, len(kept.keys)
         places = torch.arange(n + b, device=kept.keys.device).expand(Z, -1)
-        order, score = displaced(places[:, :n], kept.score[:, :n], places[:, n:], kept.score[:, n:n + b], n)
+        order, score = displaced(places[:, :n], kept.score[:, :n], places[:, n:], kept.score[:, n:n + b])
         keys, values = (t.gather(1, order.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (kept.keys, kept.values))
         rest = (torch.cat([new[:, :n], old[:, n + b:]], 1) for new, old in
                 ((keys, kept.keys), (values, kept.values), (score, kept.score)))

@@ -7,9 +7,10 @@ from torch import nn
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features.statistics import Statistics
 
-# the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
+# the first two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
 # values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before
-ERRORS = ("error on calibration", "uniform's error")
+# "predicted error": of near-far attention, the mean far weight of a query times (sum_k N_k tau_k)^(1/2)
+ERRORS = ("error on calibration", "uniform's error", "predicted error")
 # reached: whether the first forward pass of the model after the swap came to this module; empty before
 COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "parameters", *ERRORS)
 
@@ -64,6 +65,7 @@ def _a_range(params) -> tuple[float | None, ...]:
     return float(A.mean()), float(A.min()), float(A.max())
 
 
-def _errors(state: nn.Module | None) -> tuple[float | None, float | None]:
-    measured = getattr(state, "measured", None)
-    return (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)
+def _errors(state: nn.Module | None) -> tuple[float | None, ...]:
+    measured, predicted = getattr(state, "measured", None), getattr(state, "predicted", None)
+    found = (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)
+    return *found, predicted
