@@ -6,9 +6,23 @@ import torch
 import near_far_reference as reference
 from crt_exp import calibrate_attention, describe_attention, swap_attention
 from crt_exp.attention import NearFar, near_far_attention, nearfar, softmax_attention, uniform_attention
-from crt_exp.attention.cells import Choice, Metric, Sizes, far_sums, levels, membership, moments, summed, weights
+from crt_exp.attention.cells import (
+    Choice,
+    Metric,
+    Sizes,
+    far_sums,
+    levels,
+    membership,
+    moments,
+    scores,
+    summed,
+    weights,
+)
 from crt_exp.attention.nearfar_causal import Codebook, kept_and_left
+from crt_exp.attention.nearfar_features import FarFeatures
+from crt_exp.features import PosRF
 from crt_exp.mechanism import Mechanism
+from crt_exp.samplers import iid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,15 +206,21 @@ def test_a_cell_of_equal_keys_is_exact():
 
 
 @torch.no_grad()
-def test_shifts_of_all_keys_or_all_queries_change_nothing():
+def test_a_shift_of_all_keys_changes_nothing():
     x, y, v, _ = tensors(L=40)
     out = near_far_attention(x, y, v, Sizes(3, 4, 5, True)).out
-    moved = near_far_attention(x, y + 7 * torch.randn(4).double(), v, Sizes(3, 4, 5, True)).out
-    torch.testing.assert_close(moved, out)
-    step = torch.randn(4).double()
-    exact = lambda x, y: softmax_attention(x + step, y, v)                            # a shift of queries tilts the keys,
-    tilted = near_far_attention(x + step, y, v, Sizes(64, 4, 5, True)).out            # which exact attention sees too
-    torch.testing.assert_close(tilted, exact(x, y))
+    torch.testing.assert_close(near_far_attention(x, y + 7 * torch.randn(4).double(), v, Sizes(3, 4, 5, True)).out, out)
+
+
+@torch.no_grad()
+def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
+    """Queries x + s see keys y as queries x do whose keys have the log weights s.y: here as one more coordinate, which is
+    1 in all queries and adds nothing to their moments."""
+    x, y, v, _ = tensors(L=40, d=4)
+    s = torch.randn(4).double()
+    shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5)).out
+    more = torch.cat([x, torch.ones_like(x[..., :1])], -1), torch.cat([y, (y * s).sum(-1, keepdim=True)], -1)
+    torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)).out, shifted, rtol=1e-6, atol=1e-8)
 
 
 @torch.no_grad()
@@ -282,9 +302,8 @@ def test_more_of_anything_is_nearer(causal):
     exact = softmax_attention(x, y, v, causal=causal)
 
     def error(**changes):
-        layer = NearFar(16, 8, causal=causal, scaling=1.0, block=8, heavy=4, cells=8, first_order=False, **changes).eval() \
-            if not changes else NearFar(16, 8, causal=causal, scaling=1.0, **{"block": 8, "heavy": 4, "cells": 8,
-                                                                          "first_order": False} | changes).eval()
+        sizes = {"block": 8, "heavy": 4, "cells": 8, "first_order": False} | changes
+        layer = NearFar(16, 8, causal=causal, scaling=1.0, **sizes).eval()
         if causal:
             with layer.calibration():
                 layer(x, y, v)
@@ -332,6 +351,33 @@ def test_no_matrix_of_pairs():
     assert x.grad.isfinite().all()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_for_the_far_keys(causal):
+    """Estimates of the kernel where a key is far, the kernel itself where it is near or heavy."""
+    x, y, v, _ = tensors(B=1, L=22)
+    x, y, v, parts = x[0], y[0] / 2, v[0], book(2, 1)
+    phi, noise = PosRF(), iid(5, 4, torch.Generator().manual_seed(0), (2,), torch.float64)
+    sizes, here = Sizes(3, 4, 1), codebook(parts, 1) if causal else None
+    metric = here.metric if causal else Metric.of(x, y, None, None)
+    out = near_far_attention(x[None], y[None], v[None], sizes, causal=causal, codebook=here,
+                             far=FarFeatures(phi, noise, (), 2)).out[0]
+    shifted = y - metric.shift
+    estimate = phi.phi_q(x - metric.tilt, noise).exp() @ phi.phi_k(shifted, noise).exp().mT
+    estimate = estimate * torch.exp(metric.log_weights(shifted)).unsqueeze(-2)
+    score = scores(shifted @ metric.root, metric.log_weights(shifted), None)
+    at = torch.arange(22) // 3
+    for h in range(2):
+        kernel = torch.exp(x[h] @ shifted[h].T)
+        for i in range(22):
+            past = int(at[i] - 1) * 3 if causal else 22
+            heavy = sorted(range(max(past, 0)), key=lambda j: -score[h, j])[:4]
+            far = [j for j in range(22) if j not in heavy and (at[i] - at[j] > 1 or (at[j] - at[i] > 1 and not causal))]
+            kernel[i, far] = estimate[h, i, far]
+            kernel[i, (torch.arange(22) > i) & torch.tensor(causal)] = 0
+        torch.testing.assert_close(out[h], kernel / kernel.sum(-1, keepdim=True) @ v[h])
+
+
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +402,20 @@ def test_what_is_refused():
         near_far_attention(x * torch.nan, y, v)
     with pytest.raises(ValueError, match="cannot split a sequence"):
         layer_of().group = object()
+
+
+def test_features_by_name():
+    make = lambda features, **sizes: Mechanism.of("nearfar", far="features", features=features, m=16).layer(2, 4, **sizes)
+    x, y, v, keep = tensors(L=40, dtype=torch.float32)
+    for causal in (False, True):
+        layer = make("oprf", causal=causal)
+        for _ in range(2):
+            out = layer(x, y, v, keep)
+            out.square().sum().backward()
+        assert out.isfinite().all() and x.grad.isfinite().all()
+    for signed in ("trig", "geom"):
+        with pytest.raises(ValueError, match="far = features takes positive features, and those of (Trig|Geom)RF"):
+            make(signed)
 
 
 def test_a_causal_layer_says_once_that_it_has_no_codebook():

@@ -34,8 +34,9 @@ from crt_exp.attention.cells import (
     without,
 )
 from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
-from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather
+from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather, nothing
 from crt_exp.attention.nearfar_causal import Causal, Codebook
+from crt_exp.attention.nearfar_features import FarFeatures
 
 AT_ONCE = 2**17  # keys of all heads that a call takes at once; of more, so many heads at a time that they are half of it
 QUERIES = 256    # of a block, where there is no window
@@ -43,18 +44,18 @@ QUERIES = 256    # of a block, where there is no window
 
 class Result(NamedTuple):
     out: Tensor          # (B, H, L, dv)
-    predicted: Tensor    # (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1
+    predicted: Tensor    # NaN with features; (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1
 
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes = Sizes(), *, causal: bool = False,
-                       cross: bool = False, codebook: Codebook | None = None,
+                       cross: bool = False, codebook: Codebook | None = None, far: FarFeatures | None = None,
                        key_mask: Tensor | None = None) -> Result:
     """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated.
 
     In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
     so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
     queries were as large as the keys. causal: needs `codebook`, of earlier sequences; query i stands at place i + S - L.
-    key_mask (B, S), True = keep; a query that sees no key gets 0. No more heavy keys and cells than keys are taken, and
+    far: random features, in place of the cells. key_mask (B, S), True = keep; a query that sees no key gets 0. No more heavy keys and cells than keys are taken, and
     a length that the block does not divide is padded. Exact where block >= S, heavy >= S, or every key is the only one of
     its cell. Differentiable in x, y and v for constant sets and measure.
 
@@ -65,7 +66,7 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes = Sizes(), 
     B, H, Hkv = x.shape[0], x.shape[1], y.shape[1]
     tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
-    call = Causal(sizes, codebook) if causal else Both(sizes, cross, codebook)
+    call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
     with torch.autocast(x.device.type, enabled=False):
         out, predicted = _computed(call, *tensors, keep)
     out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
@@ -90,7 +91,7 @@ def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tens
     """At once, where that keeps little for the backward pass, else a part of the heads at a time, of which nothing is
     kept but the sets."""
     Z, S = y.shape[:2]
-    if Z * S <= AT_ONCE or torch.compiler.is_compiling() or transformed(x, y, v):
+    if Z * S <= AT_ONCE or call.far is not None or torch.compiler.is_compiling() or transformed(x, y, v):
         out, predicted = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(0, Z)))
         return out.to(v.dtype), predicted
     return _InParts.apply(call, keep, max(1, AT_ONCE // (2 * S)), x, y, v)
@@ -143,6 +144,7 @@ class Both:
     sizes: Sizes
     cross: bool
     codebook: Codebook | None
+    far: FarFeatures | None = None
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
@@ -162,19 +164,21 @@ class Both:
         """(Z, G, L, dv) and the predicted error (Z,)."""
         (metric, choice), dtype = chosen, compute_dtype(x, y, v)
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
+        b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
+        window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
+        heavy = heavy_set(y, v, choice)
+        if self.far is not None:
+            return self._with_features(x, y, v, metric, choice, window, heavy, b), x.new_full((len(y),), torch.nan)
         level = levels(y.detach(), metric, choice)
         u = weights(y, metric, choice.pool, choice.cell, level)
         members = membership(choice.cell, choice.centres.shape[1], dtype)
         sums = torch.bmm(members.mT, moments(y, u, metric, choice.cell, choice.centres)).unsqueeze(1)
         cells = summed(sums, metric, choice.centres, level)
         if self.cross:
-            b, window = min(QUERIES, x.shape[2]), None
             far = torch.bmm(members.mT, torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)).unsqueeze(1)
         else:
-            b = min(self.sizes.block, x.shape[2])
-            window = Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
             far = far_sums(blocks(v, b), blocks(u, b), blocks(choice.cell, b), members.shape[-1])
-        found = gather(grouped(x, b), window, (*_heavy(y, v, choice), Weighted(cells.mu, far, cells.bias)))
+        found = gather(grouped(x, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)))
         out, share = (ungrouped(t, *x.shape[1:3]) for t in (found.out, found.share))
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
@@ -184,6 +188,16 @@ class Both:
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
 
+    def _with_features(self, x: Tensor, y: Tensor, v: Tensor, metric: Metric, choice: Choice, window: Window | None,
+                       heavy: tuple[Weighted, ...], b: int) -> Tensor:
+        near = gather(grouped(x, b), window, heavy or (nothing(y, v),), logsum=True)
+        size = y.shape[1] if self.cross else b
+        far = (blocks(t, size) for t in (y, v, metric.log_weights(y), choice.pool))
+        keys = self.far.keys(*far, self.far.kv_heads * x.shape[1])
+        queries = grouped(x - metric.tilt.unsqueeze(1), b)
+        return ungrouped(self.far.merged(near, queries, keys, None if self.cross else 2, True), *x.shape[1:3])
+
+
 def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:
     """HIDDEN for keys that are masked, heavy or beyond the last, (Z, N, b)."""
     near = torch.ones_like(choice.pool) if keep is None else keep
@@ -191,7 +205,7 @@ def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:
     return torch.where(blocks(near, b), 0.0, HIDDEN)
 
 
-def _heavy(y: Tensor, v: Tensor, choice: Choice) -> tuple[Weighted, ...]:
+def heavy_set(y: Tensor, v: Tensor, choice: Choice) -> tuple[Weighted, ...]:
     if not choice.heavy.shape[1]:
         return ()
     keys, values = (t.gather(1, choice.heavy.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (y, v))

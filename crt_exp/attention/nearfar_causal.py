@@ -29,7 +29,8 @@ from crt_exp.attention.cells import (
     without,
 )
 from crt_exp.attention.checks import compute_dtype
-from crt_exp.attention.engines.windows import HIDDEN, LEAST, Weighted, Window, block_sums, gather
+from crt_exp.attention.engines.windows import HIDDEN, LEAST, Weighted, Window, block_sums, gather, nothing
+from crt_exp.attention.nearfar_features import FarFeatures
 
 
 class Codebook(NamedTuple):
@@ -97,6 +98,7 @@ def kept_and_left(score: Tensor, b: int, heavy: int) -> Left:
 class Causal:
     sizes: Sizes
     codebook: Codebook
+    far: FarFeatures | None = None
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
@@ -114,16 +116,23 @@ class Causal:
         start = (S - L) // b                                      # the block of the first query
         lead = S - L - start * b                                  # its place there
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
+        window = Window(blocks(y, b), blocks(v, b), _bias(keep, S, b, x), False, _future(b, x))
+        heavy = _heavy(y, v, places, start)
+        queries = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2) if lead else x
+        if self.far is not None:
+            near = gather(grouped(queries, b), window, heavy or (nothing(y, v),), logsum=True)
+            left = (taken(t, places.left) for t in (y, v))
+            w = metric.log_weights(y).gather(1, places.left.flatten(1)).view(places.left.shape)
+            own = self.far.keys(*left, w, places.joins, self.far.kv_heads * x.shape[1])
+            out = self.far.merged(near, grouped(queries - metric.tilt.unsqueeze(1), b), own, 0, False, start)
+            return ungrouped(out, x.shape[1], lead + L)[:, :, lead:], x.new_full((len(y),), torch.nan)
         u = weights(y, metric, torch.ones_like(cell, dtype=torch.bool), cell, book.level)
         rows = torch.cat([v * u.unsqueeze(-1), moments(y, u, metric, cell, book.measured)], -1)
         rows = taken(rows, places.left) * places.joins.unsqueeze(-1)
         cell = cell.gather(1, places.left.flatten(1)).view(places.left.shape)
         sums = block_sums(rows, cell, book.centres.shape[1], lag=0, both=False)[:, start:]
         far, cells = cells_of(sums, v.shape[-1], book)
-        window = Window(blocks(y, b), blocks(v, b), _bias(keep, S, b, x), False, _future(b, x))
-        sets = (*_heavy(y, v, places, start), Weighted(cells.mu, far, cells.bias))
-        queries = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2) if lead else x
-        found = gather(grouped(queries, b), window, sets)
+        found = gather(grouped(queries, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)))
         out, share = (ungrouped(t, x.shape[1], lead + L)[:, :, lead:] for t in (found.out, found.share))
         if self.sizes.first_order:
             outers = outer(rows[..., :v.shape[-1]], taken(y, places.left), cell, book).cumsum(1)[:, start:]

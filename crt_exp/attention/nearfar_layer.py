@@ -6,7 +6,8 @@ forward pass in training.
 """
 
 import warnings
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,12 +15,16 @@ from torch import Tensor
 
 from crt_exp.attention.cells import Metric, Sizes, centres_of
 from crt_exp.attention.fitted_once import FittedOnce
-from crt_exp.attention.layer import in_backward, in_step
+from crt_exp.attention.layer import RandomFeatureAttention, in_backward, in_step
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.nearfar import Result, near_far_attention
 from crt_exp.attention.nearfar_causal import Codebook
 from crt_exp.attention.nearfar_decoding import NearFarState
+from crt_exp.attention.nearfar_features import FarFeatures, check_positive
+from crt_exp.features.base import FeatureMap
 from crt_exp.features.statistics import Statistics
+from crt_exp.nested import Nested
+from crt_exp.samplers import Noise
 from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Count, Whole
 
@@ -50,12 +55,19 @@ class NearFar(LinearAttention):
     def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality"] = "default",
                  block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
                  first_order: bool | None = None, far: Literal["cells", "features"] = "cells",
+                 phi: FeatureMap | None = None, sampler: Callable[..., Noise] | None = None, m: Nested = None,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
         self.sizes = sizes_of(preset, block, heavy, cells, first_order)
         makes = causal or cross
+        self.features = None
+        if far == "features":
+            check_positive(phi)
+            self.sizes = self.sizes._replace(cells=1, first_order=False)
+            self.features = RandomFeatureAttention(phi, sampler, m, heads, d, kv_heads=kv_heads, causal=causal,
+                                                   cross=cross, scaling=1.0, seed=seed, layer=layer)
         self.clusters = FittedAgain(CodebookMaker(self.sizes.cells), self.kv_heads, d, fit_steps) if makes else None
         self.predicted = None    # sums over calls of a calibration: predicted error and how many
         self._said = False
@@ -89,8 +101,15 @@ class NearFar(LinearAttention):
         sizes = self.sizes
         if self.first_order is None and self.preset != "quality":
             sizes = sizes._replace(first_order=not self.causal and k.shape[2] >= LONG)
-        return near_far_attention(self.scaled(q), self.scaled(k), v, sizes, causal=self.causal, cross=cross,
-                                  codebook=book, key_mask=key_mask)
+        q, k = self.scaled(q), self.scaled(k)
+        far = None if self.features is None else self._far(q, k, key_mask)
+        return near_far_attention(q, k, v, sizes, causal=self.causal, cross=cross, codebook=book, far=far,
+                                  key_mask=key_mask)
+
+    def _far(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> FarFeatures:
+        features = self.features
+        features.causal, features.cross = self.causal, self.cross
+        return FarFeatures(features.phi, features.noise, features._params(x, y, key_mask), self.kv_heads)
 
     # ---- the codebook
 
@@ -100,6 +119,10 @@ class NearFar(LinearAttention):
     @property
     def serves_causal(self) -> bool:
         return self.clusters is not None
+
+    @property
+    def recurrent(self) -> bool:
+        return self.features is None
 
     @property
     def recurrent_heads(self) -> int:
@@ -123,6 +146,8 @@ class NearFar(LinearAttention):
     def decoding(self) -> NearFarState:
         if not self.causal:
             raise ValueError("decoding needs causal attention")
+        if self.features is not None:
+            raise ValueError("near-far attention with far = features has no decoding state: take far = cells")
         return NearFarState(self.sizes, self.codebook(), self.kv_heads, self.version)
 
     def _advance(self) -> None:
@@ -130,10 +155,14 @@ class NearFar(LinearAttention):
             raise ValueError("this layer changes its codebook in training mode, which transforms of torch.func cannot "
                              "follow: call eval() before")
         self.clusters.advance()
+        if self.features is not None:
+            self.features._advance()
 
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
         self.clusters.note(self.scaled(q), self.scaled(k), key_mask if same else None, key_mask)
+        if self.features is not None:
+            self.features._see(self.scaled(q), self.scaled(k), key_mask)
 
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
@@ -149,8 +178,10 @@ class NearFar(LinearAttention):
         self.calibrated, self.predicted = 0, 0.0
         if self.clusters is not None:
             self.clusters.calibrate(True)
+        inner = nullcontext() if self.features is None else self.features.calibration()
         try:
-            yield
+            with inner:
+                yield
         finally:
             self.predicted = self.predicted / self.calibrated if self.calibrated else None
             self.calibrated = None
