@@ -1,6 +1,7 @@
-"""Near-far attention by its definition, one head at a time, with matrices of all pairs: shares no line with the package.
+"""Near-far attention by its definition, one head at a time, with matrices of all pairs: shares no line with the
+package.
 
-Legend: L queries x, S keys y, values v, blocks of b, n heavy keys, K cells. Constants of a head: c, b = `tilt`, Sigma_x.
+Legend: L queries x, S keys y, values v, K cells. Constants of a head: c, b = `tilt`, the root of Sigma_x.
 """
 
 import torch
@@ -33,12 +34,6 @@ def picked(z, w, pool, K):
         if mine.any():
             centres[k] = (u[mine, None] * z[mine]).sum(0) / u[mine].sum()
     return centres
-
-
-def softmax_over(logits, values):
-    """Rows without a finite logit give 0."""
-    none = logits.isinf().all(-1, keepdim=True)
-    return torch.where(none, 0.0, torch.where(none, 0.0, logits).softmax(-1)) @ values
 
 
 def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, codebook=None, mass=True):

@@ -75,7 +75,8 @@ def test_in_both_directions(sizes, options, masked):
     same(out, expected, (x, y, v))
 
 
-@pytest.mark.parametrize("sizes, options, masked", [(Sizes(3, 4, 5), {}, True), (Sizes(3, 4, 9, True), {"H": 4}, False)])
+@pytest.mark.parametrize("sizes, options, masked", [(Sizes(3, 4, 5), {}, True),
+                                                    (Sizes(3, 4, 9, True), {"H": 4}, False)])
 def test_across(sizes, options, masked):
     x, y, v, keep = tensors(L=9, S=23, **options)
     keep = keep if masked else None
@@ -136,7 +137,7 @@ def test_causal_is_exact_where_every_key_has_its_own(sizes):
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_key_is_in_one_set(causal):
-    """For queries that are 0 all keys weigh the same: the output is the mean of all values, each of which counts once."""
+    """For queries that are 0 all keys weigh the same: the output is the mean of all values, each once."""
     g = torch.Generator().manual_seed(0)
     for L, block, heavy, cells in torch.randint(1, 40, (25, 4), generator=g).tolist():
         x, y, v, keep = tensors(B=2, L=L, seed=L)
@@ -199,9 +200,9 @@ def test_a_mean_key_weighs_less_than_its_keys():
 def test_a_cell_of_equal_keys_is_exact():
     x, y, v, _ = tensors(B=1, L=24)
     y = y.detach()[:, :, :4].repeat(1, 1, 6, 1).requires_grad_()
-    out = near_far_attention(x, y, v, Sizes(2, 0, 4)).out
+    out = near_far_attention(x, y, v, Sizes(2, 0, 24)).out      # eight centres at a time may be of equal keys
     same(out, softmax_attention(x, y, v), (x, y, v), rtol=1e-6, atol=1e-8)
-    *_, metric, choice, sums, level = cells_of(y.detach()[:, 0])
+    *_, metric, choice, sums, level = cells_of(y.detach()[:, 0], K=24)
     assert summed(sums, metric, choice.centres, level).spread.max() < 1e-12
 
 
@@ -214,8 +215,8 @@ def test_a_shift_of_all_keys_changes_nothing():
 
 @torch.no_grad()
 def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
-    """Queries x + s see keys y as queries x do whose keys have the log weights s.y: here as one more coordinate, which is
-    1 in all queries and adds nothing to their moments."""
+    """Queries x + s see keys y as queries x do whose keys have the log weights s.y: here as one more coordinate, which
+    is 1 in all queries and adds nothing to their moments."""
     x, y, v, _ = tensors(L=40, d=4)
     s = torch.randn(4).double()
     shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5)).out
@@ -278,7 +279,8 @@ def test_token_by_token_is_the_whole_sequence(options):
     layer = layer_of(**options)
     x, y, v, keep = tensors(H=4, L=31)
     expected, past = layer(x, y, v), layer.past()
-    steps = [past.step(*(t[:, :, at] for t in (x, y, v))) for at in (slice(0, 5), *(slice(i, i + 1) for i in range(5, 31)))]
+    pieces = slice(0, 5), *(slice(i, i + 1) for i in range(5, 31))
+    steps = [past.step(*(t[:, :, at] for t in (x, y, v))) for at in pieces]
     torch.testing.assert_close(torch.cat(steps, 2), expected)
     state = layer.decoding()
     state.take(layer.scaled(y[:, :, :17]), v[:, :, :17], keep[:, :17])
@@ -312,7 +314,8 @@ def test_more_of_anything_is_nearer(causal):
     least = error()
     for more in ({"block": 32}, {"heavy": 64}, {"cells": 48}):
         assert error(**more) < 0.9 * least, more
-    assert error(first_order=True) < least < float((uniform_attention(x, y, v, causal=causal) - exact).norm() / exact.norm())
+    uniform = uniform_attention(x, y, v, causal=causal)
+    assert error(first_order=True) < least < float((uniform - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -405,7 +408,9 @@ def test_what_is_refused():
 
 
 def test_features_by_name():
-    make = lambda features, **sizes: Mechanism.of("nearfar", far="features", features=features, m=16).layer(2, 4, **sizes)
+    def make(features, **sizes):
+        return Mechanism.of("nearfar", far="features", features=features, m=16).layer(2, 4, **sizes)
+
     x, y, v, keep = tensors(L=40, dtype=torch.float32)
     for causal in (False, True):
         layer = make("oprf", causal=causal)
@@ -441,7 +446,8 @@ def bert(**options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     return transformers.BertModel(transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=40, **options)).eval()
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=40,
+        **options)).eval()
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge,
 from crt_exp.attention.reference import attention_reference, softmax_attention
 from crt_exp.attention.reformer import Reformer
 
-__all__ = ["Baseline", "DecodingState", "DenominatorCount", "Exact", "Generalized", "Identity", "LinearAttention", "Linformer", "NearFar", "Partial",
-           "RandomFeatureAttention", "Reformer", "Uniform", "Window", "attention", "attention_reference",
-           "exact_attention", "finish", "identity_attention", "merge", "near_far_attention", "partial_attention", "softmax_attention",
-           "softmax_partial", "uniform_attention", "window_attention"]
+__all__ = ["Baseline", "DecodingState", "DenominatorCount", "Exact", "Generalized", "Identity", "LinearAttention",
+           "Linformer", "NearFar", "Partial", "RandomFeatureAttention", "Reformer", "Uniform", "Window", "attention",
+           "attention_reference", "exact_attention", "finish", "identity_attention", "merge", "near_far_attention",
+           "partial_attention", "softmax_attention", "softmax_partial", "uniform_attention", "window_attention"]

@@ -1,7 +1,7 @@
 """Near-far attention: near and heavy keys exactly, all others by cells, in one softmax, in linear time.
 
-Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v of dimension dv;
-N blocks of b tokens, n heavy keys, K cells. A query of block t sees
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v (., S, dv); N
+blocks of b tokens, n heavy keys, K cells. A query of block t sees
 
 - the keys of blocks t - 1, t and t + 1 (causal: those of t - 1, and of its own up to itself) exactly: near;
 - the heavy keys, whose score is largest, exactly: causal, those among the blocks up to t - 2;
@@ -38,13 +38,14 @@ from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather, 
 from crt_exp.attention.nearfar_causal import Causal, Codebook
 from crt_exp.attention.nearfar_features import FarFeatures
 
-AT_ONCE = 2**17  # keys of all heads that a call takes at once; of more, so many heads at a time that they are half of it
+AT_ONCE = 2**17  # keys of all heads that a call takes at once; of more, heads at a time whose keys are half as many
 QUERIES = 256    # of a block, where there is no window
 
 
 class Result(NamedTuple):
     out: Tensor          # (B, H, L, dv)
-    predicted: Tensor    # NaN with features; (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1
+    # (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1; NaN with random features
+    predicted: Tensor
 
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes = Sizes(), *, causal: bool = False,
@@ -54,10 +55,10 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes = Sizes(), 
 
     In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
     so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
-    queries were as large as the keys. causal: needs `codebook`, of earlier sequences; query i stands at place i + S - L.
-    far: random features, in place of the cells. key_mask (B, S), True = keep; a query that sees no key gets 0. No more heavy keys and cells than keys are taken, and
-    a length that the block does not divide is padded. Exact where block >= S, heavy >= S, or every key is the only one of
-    its cell. Differentiable in x, y and v for constant sets and measure.
+    queries were as large as the keys. causal: needs `codebook`, of earlier sequences; query i stands at i + S - L.
+    far: random features, in place of the cells. key_mask (B, S), True = keep; a query that sees no key gets 0. No more
+    heavy keys and cells than keys are taken, and a length that the block does not divide is padded. Exact where block
+    >= S, heavy >= S, or every key is the only one of its cell. Differentiable in x, y and v, sets and measure constant.
 
     Time O(L (b + n + K) (d + dv)), memory O(L (d + dv) + L / b K dv) of a part of the heads at a time: nothing of size
     L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU). """
@@ -80,8 +81,8 @@ def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook |
     if causal and codebook is None:
         raise ValueError("causal near-far attention needs a codebook: one of this sequence would tell of the future")
     if not causal and not cross and x.shape[2] != y.shape[2]:
-        raise ValueError(f"near-far attention of {x.shape[2]} queries to {y.shape[2]} keys: one sequence needs as many of "
-                         "both; give cross=True where queries and keys are of different ones")
+        raise ValueError(f"near-far attention of {x.shape[2]} queries to {y.shape[2]} keys: one sequence needs as many "
+                         "of both; give cross=True where queries and keys are of different ones")
 
 
 # ---- parts of the heads ----------------------------------------------------------------------------------------------
@@ -158,7 +159,8 @@ class Both:
         else:
             queries = None if keep is None else keep.repeat(1, x.shape[1])
             metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
-        return Chosen(metric, Choice.of(without(y - metric.shift, keep), metric, self.sizes.heavy, self.sizes.cells, keep))
+        y = without(y - metric.shift, keep)
+        return Chosen(metric, Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep))
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,)."""
@@ -186,7 +188,6 @@ class Both:
             out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
         spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
-
 
     def _with_features(self, x: Tensor, y: Tensor, v: Tensor, metric: Metric, choice: Choice, window: Window | None,
                        heavy: tuple[Weighted, ...], b: int) -> Tensor:

@@ -1,10 +1,10 @@
 """Causal near-far attention: what each block of queries sees of the blocks before it, in parallel and token by token.
 
-Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; N blocks of b tokens, n heavy keys, K
-cells. Queries of block t see their own block up to themselves and block t - 1; of the keys up to block t - 2 the n with
-the largest score are heavy, and the others lie in the cells of the nearest centres. Where block t begins, the keys of
-block t - 2 leave the window: of these and the heavy ones so far those of the lowest scores go to their cells. Metric and
-centres are of earlier sequences; counts, values, means and spreads of the cells are sums over the keys that are there. """
+Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; N blocks of b tokens, n heavy keys,
+K cells. Queries of block t see their own block up to themselves and block t - 1; of the keys up to block t - 2 the n
+with the largest score are heavy, and the others lie in the cells of the nearest centres. Where block t begins, the keys
+of block t - 2 leave the window: of these and the heavy ones so far those of the lowest scores go to their cells. Metric
+and centres are of earlier sequences; weights, values, means and spreads of the cells are sums over their keys. """
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from crt_exp.attention.cells import (
     weights,
     without,
 )
-from crt_exp.attention.checks import compute_dtype
+from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.attention.engines.windows import HIDDEN, LEAST, Weighted, Window, block_sums, gather, nothing
 from crt_exp.attention.nearfar_features import FarFeatures
 
@@ -104,6 +104,7 @@ class Causal:
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         book = self.codebook.at(rows).to(compute_dtype(x, y))
         y = without(y.to(book.centres.dtype) - book.metric.shift, keep)
+        check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2)))
         z = y @ book.metric.root
         score = scores(z, book.metric.log_weights(y), keep)
         places = kept_and_left(score, min(self.sizes.block, y.shape[1]), min(self.sizes.heavy, y.shape[1]))

@@ -67,7 +67,7 @@ class FarFeatures:
         return [Partial(*parts) for parts in zip(*(t.unbind(0) for t in found[:3]))]
 
     def read(self, x: Tensor, states: list[Partial]) -> Partial:
-        """What queries x (N, B, H, b, d), less their mean, gather from the state of their block: rows (N, B, H, b, .)."""
+        """What queries x (N, B, H, b, d), less their mean, gather from the state of their block."""
         f = self.phi.phi_q(x, precise(self.noise, x.dtype), self.params).dense()
         return read(f, Partial(*(torch.stack(parts) for parts in zip(*(state[:3] for state in states)))))
 

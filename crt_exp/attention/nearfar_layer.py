@@ -44,8 +44,8 @@ class NearFar(LinearAttention):
     - bidirectional attention of a sequence to itself: its own queries and keys;
     - causal: a codebook of earlier ones, made of those of each `fit_steps` training passes or of a calibration; before
       the first, the first `heavy` keys are the heavy ones and all cells are one, which is said once;
-    - cross-attention (`cross`, and every call that is not causal with other numbers of queries and keys): no key is near;
-      the keys of the call, and the moments of earlier queries where there are some.
+    - cross-attention (`cross`, and every call that is not causal with other numbers of queries and keys): no key is
+      near; the keys of the call, and the moments of earlier queries where there are some.
 
     Buffers: those of `FittedOnce` in `clusters`, where the layer is causal or cross.
     """
@@ -169,9 +169,9 @@ class NearFar(LinearAttention):
             return
         self._said = True
         if not self.clusters.done:
-            warnings.warn("causal near-far attention has no codebook yet, so all far keys are one cell and the first keys "
-                          "are the heavy ones: train it for fit_steps passes, or call calibrate_attention(model, batches)",
-                          stacklevel=5)
+            warnings.warn("causal near-far attention has no codebook yet, so all far keys are one cell and the first "
+                          "keys are the heavy ones: train it for fit_steps passes, or call "
+                          "calibrate_attention(model, batches)", stacklevel=5)
 
     @contextmanager
     def calibration(self):

@@ -68,9 +68,15 @@ def check_study(cfg, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} does not train: start it on one process")
-    if not mechanism.estimates and mechanism.name != "exact":
+    if not mechanism.estimates and mechanism.name != "exact" and not measures_whole(cfg, mechanism):
         raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} "
                           "estimates none: choose features=..., a preset such as attention=favorpp, or attention=exact")
+
+
+def measures_whole(cfg, mechanism) -> bool:
+    """Whether the study also measures this attention, which has no feature map."""
+    measures = getattr(located("task", cfg.task._target_), "measures_whole", None)
+    return measures is not None and measures(mechanism)
 
 
 def check_training(cfg, task, mechanism) -> None:

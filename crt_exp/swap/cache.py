@@ -129,7 +129,8 @@ class RecurrentLayer(DynamicLayer):
     def _begin(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None,
                possible: bool) -> None:
         """After the first call: the state of its keys, or where it cannot stand for them, the keys."""
-        possible = possible and isinstance(swapped, LinearAttention) and swapped.recurrent and query.shape[2] == key.shape[2]
+        possible = possible and isinstance(swapped, LinearAttention) and swapped.recurrent
+        possible = possible and query.shape[2] == key.shape[2]
         changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not possible or changing or swapped.calibrated is not None:
             self._keep_whole(key, value)

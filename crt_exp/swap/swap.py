@@ -356,8 +356,8 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
     states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
               if isinstance(part, LinearAttention)}
     if not states:
-        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate, nor near-far attention: "
-                         "call swap_attention first")
+        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate, nor near-far "
+                         "attention: call swap_attention first")
     return states
 
 

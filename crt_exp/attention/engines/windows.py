@@ -7,8 +7,8 @@ N e^logit and what it adds V e^logit: a plain key has N = 1 and V = v, one that 
 
     out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
 
-Chunk by chunk in products of matrices, in the backward pass anew, with the closed form of a softmax: with G = [g, -g.out]
-for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to [V, N] is e^logit G.
+Chunk by chunk in products of matrices, in the backward pass anew, with the closed form of a softmax: with G = [g,
+-g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to [V, N] e^logit G.
 Windows are overlapping views of the keys, never copies. Derived here. """
 
 from collections.abc import Iterator
@@ -318,8 +318,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def block_sums(rows: Tensor, cell: Tensor, cells: int, lag: int, both: bool) -> Tensor:
-    """For each block t the sums over cells of rows (Z, n, b, k) of the blocks up to t - lag, and, where `both`, of those
-    from t + lag on too: (Z, n, cells, k). cell (Z, n, b) says where each row belongs.
+    """For each block t the sums over cells of rows (Z, n, b, k) of the blocks up to t - lag, and, where `both`, of
+    those from t + lag on too: (Z, n, cells, k). cell (Z, n, b) says where each row belongs.
 
     Sums of what is there, never a total less what is not: positive columns stay exactly 0 where no row is left."""
     if torch.compiler.is_compiling() or transformed(rows):
