@@ -10,14 +10,13 @@ from crt_exp.attention.cells import (
     Choice,
     Metric,
     Sizes,
-    far_sums,
     levels,
-    membership,
     moments,
     scores,
     summed,
     weights,
 )
+from crt_exp.attention.engines.windows import block_sums, one_hot
 from crt_exp.attention.nearfar_causal import Codebook, kept_and_left
 from crt_exp.attention.nearfar_features import FarFeatures
 from crt_exp.features import PosRF
@@ -165,7 +164,7 @@ def test_places_of_causal_keys_are_a_partition():
 @torch.no_grad()
 def test_sums_of_cells_are_those_of_the_far_keys():
     u, v, cell = torch.rand(2, 6, 4), torch.randn(2, 6, 4, 3), torch.randint(5, (2, 6, 4))
-    found = far_sums(v, u, cell, 5)
+    found = block_sums(torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1), cell, 5, lag=2, both=True)
     for t in range(6):
         far = torch.tensor([abs(s - t) > 1 for s in range(6)])
         torch.testing.assert_close(found[:, t, :, -1].sum(-1), u[:, far].sum((1, 2)))
@@ -180,7 +179,7 @@ def cells_of(y, keep=None, K=4):
     choice = Choice.of(y, metric, 0, K, keep)
     level = levels(y, metric, choice)
     u = weights(y, metric, choice.pool, choice.cell, level)
-    members = membership(choice.cell, choice.centres.shape[1], y.dtype)
+    members = one_hot(choice.cell, choice.centres.shape[1], y.dtype)
     sums = (members.mT @ moments(y, u, metric, choice.cell, choice.centres)).unsqueeze(1)
     return y, metric, choice, sums, level
 
@@ -474,3 +473,11 @@ def test_swapped_decoders_generate_what_they_do_without_a_cache():
     ids, calls = torch.randint(40, (2, 13)), {"do_sample": False, "max_new_tokens": 14}
     with_cache = model.generate(ids, **calls)
     assert torch.equal(with_cache, model.generate(ids, use_cache=False, **calls))
+
+
+def test_the_study_of_approximation_takes_it(typed):
+    code, out, err = typed("task=approximation", "attention=nearfar", "attention.block=4", "attention.heavy=4",
+                           "attention.cells=8", "task.length=64", "task.samples=2", "task.depth=2", "task.heads=2",
+                           "task.d=8", "logger=none")
+    assert code == 0, err
+    assert "relative error of the output" in out and "of the last hidden states" in out

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_result
-from crt_exp.attention.engines.windows import LEAST, block_sums
+from crt_exp.attention.checks import check_result, transformed
+from crt_exp.attention.engines.cell_sums import CellSums, Constants, cell_sums, weighted
+from crt_exp.attention.engines.windows import LEAST, one_hot
 
 PICKS = 8       # centres that are chosen at a time
 RIDGE = 1e-6    # of the mean square of queries, added to Sigma_x
-STEEPEST = 60.0 # nats by which the weight of a key may exceed that of its cell's centre, where the centre is older
+STEEPEST = 60.0  # nats by which the weight of a key may exceed that of its cell's centre, where the centre is older
 
 
 class Sizes(NamedTuple):
@@ -75,7 +76,7 @@ def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
 
 def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
     """|z|^2 / 2 + w (Z, S), the log of the mean of e^(x.y) under Gaussian queries; -inf for masked keys."""
-    found = z.square().sum(-1) / 2 + w
+    found = torch.linalg.vector_norm(z, dim=-1).square_().div_(2).add_(w)
     return found if keep is None else found.masked_fill(~keep, -torch.inf)
 
 
@@ -92,8 +93,9 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
         picks.append(z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1])))
         D = torch.minimum(D, _distances(z, squares, picks[-1]).amin(-1)).scatter_(1, chosen, 0.0)
     centres = torch.cat(picks, 1)
-    sums = torch.bmm(membership(nearest(z, centres), cells, z.dtype).mT, torch.cat([u * z, u], -1))
-    return torch.where(sums[..., -1:] > LEAST, sums[..., :-1] / sums[..., -1:].clamp(min=LEAST), centres)
+    members = weighted(u.squeeze(-1), nearest(z, centres), cells)
+    N = members.sum(1).unsqueeze(-1)
+    return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)
 
 
 def nearest(z: Tensor, centres: Tensor) -> Tensor:
@@ -105,11 +107,6 @@ def _distances(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
     """Squared, (Z, S, k)."""
     cross = z @ centres.mT
     return cross.mul_(-2).add_(squares.unsqueeze(-1)).add_(centres.square().sum(-1).unsqueeze(-2)).clamp_(min=0)
-
-
-def membership(cell: Tensor, cells: int, dtype: torch.dtype) -> Tensor:
-    """(Z, S, K): 1 where a key belongs to a cell."""
-    return (cell.unsqueeze(-1) == torch.arange(cells, device=cell.device)).to(dtype)
 
 
 class Choice(NamedTuple):
@@ -181,10 +178,15 @@ def summed(sums: Tensor, metric: Metric, centres: Tensor, level: Tensor, mass: b
     return Cells(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
 
 
-def far_sums(v: Tensor, u: Tensor, cell: Tensor, cells: int) -> Tensor:
-    """[V, N] of the keys of each cell that are not in blocks t - 1, t, t + 1: (Z, n, K, dv + 1). v (Z, n, b, dv),
-    u and cell (Z, n, b)."""
-    return block_sums(torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1), cell, cells, lag=2, both=True)
+def sums_of_cells(y: Tensor, v: Tensor, metric: Metric, choice: Choice, level: Tensor) -> CellSums:
+    """[u v, u] of each key (Z, S, dv + 1), and sums (Z, K, d + 2) of `moments` over the keys of each cell."""
+    if not torch.compiler.is_compiling() and not transformed(y, v):
+        constants = Constants(metric.tilt, metric.root, choice.centres, choice.cell, level, choice.pool)
+        return cell_sums(y, v, constants, STEEPEST)
+    u = weights(y, metric, choice.pool, choice.cell, level)
+    members = one_hot(choice.cell, choice.centres.shape[1], y.dtype)
+    sums = members.mT @ moments(y, u, metric, choice.cell, choice.centres)
+    return CellSums(torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1), sums)
 
 
 def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tensor:

@@ -21,20 +21,17 @@ from crt_exp.attention.cells import (
     Metric,
     Sizes,
     blocks,
-    far_sums,
     grouped,
     levels,
     mean_spread,
-    membership,
-    moments,
     slopes,
     summed,
+    sums_of_cells,
     ungrouped,
-    weights,
     without,
 )
 from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
-from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather, nothing
+from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, block_sums, gather, nothing, one_hot
 from crt_exp.attention.nearfar_causal import Causal, Codebook
 from crt_exp.attention.nearfar_features import FarFeatures
 
@@ -172,19 +169,19 @@ class Both:
         if self.far is not None:
             return self._with_features(x, y, v, metric, choice, window, heavy, b), x.new_full((len(y),), torch.nan)
         level = levels(y.detach(), metric, choice)
-        u = weights(y, metric, choice.pool, choice.cell, level)
-        members = membership(choice.cell, choice.centres.shape[1], dtype)
-        sums = torch.bmm(members.mT, moments(y, u, metric, choice.cell, choice.centres)).unsqueeze(1)
+        K = choice.centres.shape[1]
+        rows, sums = sums_of_cells(y, v, metric, choice, level)
+        sums = sums.unsqueeze(1)
         cells = summed(sums, metric, choice.centres, level)
         if self.cross:
-            far = torch.bmm(members.mT, torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)).unsqueeze(1)
+            far = (one_hot(choice.cell, K, dtype).mT @ rows).unsqueeze(1)
         else:
-            far = far_sums(blocks(v, b), blocks(u, b), blocks(choice.cell, b), members.shape[-1])
+            far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
         found = gather(grouped(x, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)))
         out, share = (ungrouped(t, *x.shape[1:3]) for t in (found.out, found.share))
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
-            slope = slopes(y, v, g, members, cells.mu.squeeze(1)).unsqueeze(1)
+            slope = slopes(y, v, g, one_hot(choice.cell, K, dtype), cells.mu.squeeze(1)).unsqueeze(1)
             out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
         spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.cells import Sizes, membership, moments, nearest, scores, weights
+from crt_exp.attention.cells import Sizes, moments, nearest, scores, weights
 from crt_exp.attention.checks import check_inputs, compute_dtype
-from crt_exp.attention.engines.windows import HIDDEN, Weighted, plain_gather
+from crt_exp.attention.engines.windows import HIDDEN, Weighted, one_hot, plain_gather
 from crt_exp.attention.nearfar_causal import Codebook, cells_of, displaced, outer, slope
 
 
@@ -124,7 +124,7 @@ class NearFarState:
         outers = kept.outers
         if self.sizes.first_order:
             outers = outers + outer(rows[:, None, :, :values.shape[-1]], keys[:, None, n:], cell[:, None], book)[:, 0]
-        return Kept(kept.sums + membership(cell, book.centres.shape[1], rows.dtype).mT @ rows, *rest, outers)
+        return Kept(kept.sums + one_hot(cell, book.centres.shape[1], rows.dtype).mT @ rows, *rest, outers)
 
     def _read(self, x: Tensor) -> Tensor:
         """Outputs (B, H, dv) of the queries x (B, H, d) of the last token."""

@@ -37,8 +37,9 @@ class NearFar(LinearAttention):
     """Exact attention to near and heavy keys and cells for the rest, for any pretrained model.
 
     preset: sizes; block (tokens), heavy (keys), cells and first_order (values of a cell to first order in the query; by
-    default from 1000 keys on, with preset quality always) take the place of its own. A query sees the keys of its own
-    block and of those before and, if not causal, after it exactly, and as many heavy keys; all others by cells.
+    default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
+    the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
+    others by cells. far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;
@@ -69,7 +70,7 @@ class NearFar(LinearAttention):
             self.features = RandomFeatureAttention(phi, sampler, m, heads, d, kv_heads=kv_heads, causal=causal,
                                                    cross=cross, scaling=1.0, seed=seed, layer=layer)
         self.clusters = FittedAgain(CodebookMaker(self.sizes.cells), self.kv_heads, d, fit_steps) if makes else None
-        self.predicted = None    # sums over calls of a calibration: predicted error and how many
+        self.predicted = None    # mean predicted error of the calls of the last calibration, of cells
         self._said = False
 
     def __setattr__(self, name, value):
@@ -87,7 +88,7 @@ class NearFar(LinearAttention):
         if changing or (self.calibrated is not None and self.uses_codebook(q, k)):
             self._note(q, k, key_mask)
         if self.calibrated is not None:
-            self.predicted = (self.predicted or 0) + float(result.predicted.mean())
+            self.predicted += float(result.predicted.mean())
             self.calibrated += 1
         return result.out
 
@@ -183,7 +184,8 @@ class NearFar(LinearAttention):
             with inner:
                 yield
         finally:
-            self.predicted = self.predicted / self.calibrated if self.calibrated else None
+            known = self.calibrated and self.features is None
+            self.predicted = self.predicted / self.calibrated if known else None
             self.calibrated = None
             if self.clusters is not None:
                 self.clusters.calibrate(False)

@@ -1,5 +1,5 @@
-"""How well attention without a feature map approximates softmax attention: near-far attention, which has sets of keys
-in place of projections.
+"""How well attention that is more than a feature map approximates softmax attention: near-far attention, with its sets
+of keys.
 
 Legend: H heads. An error is relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
 """
@@ -16,8 +16,8 @@ from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_erro
 
 
 def is_measured_whole(mechanism: Mechanism) -> bool:
-    """Whether its layers approximate softmax attention without a map of which a study could say more."""
-    return isinstance(mechanism.kind, type) and issubclass(mechanism.kind, NearFar) and not mechanism.estimates
+    """Whether what its layers give is more than a feature map of which a study could tell."""
+    return isinstance(mechanism.kind, type) and issubclass(mechanism.kind, NearFar)
 
 
 def records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, depth: bool, seed: int,

@@ -209,8 +209,9 @@ class _Gather(torch.autograd.Function):
             delta -= grad_logsum
         near, sets = ctx.near, _sets(flat)
         grads = _Grads(q, near, sets)
-        for at in _chunks(*q.shape[:3], near is None or near.start == 0):
-            _backward(q, near, sets, at, grad, delta, grad_share, grads)
+        with torch.autocast(q.device.type, enabled=False):
+            for at in _chunks(*q.shape[:3], near is None or near.start == 0):
+                _backward(q, near, sets, at, grad, delta, grad_share, grads)
         windows = (None, None) if near is None else (near.unflat(grads.keys), near.unflat(grads.values))
         return None, None, grads.q, *windows, *(t for part in grads.sets for t in part)
 
@@ -311,7 +312,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.shape[1] == 1:
         total[:, 0].baddbmm_(a.flatten(1, 2).mT, b.flatten(1, 2))
     else:
-        total.add_(torch.bmm(a.flatten(0, 1).mT, b.flatten(0, 1)).view(total.shape))
+        total.flatten(0, 1).baddbmm_(a.flatten(0, 1).mT, b.flatten(0, 1))
 
 
 # ---- sums over blocks ------------------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ def block_sums(rows: Tensor, cell: Tensor, cells: int, lag: int, both: bool) -> 
 
     Sums of what is there, never a total less what is not: positive columns stay exactly 0 where no row is left."""
     if torch.compiler.is_compiling() or transformed(rows):
-        return _at_lag(_one_hot(cell, cells, rows.dtype).mT @ rows, lag, True, both, torch.cumsum)
+        return _at_lag(one_hot(cell, cells, rows.dtype).mT @ rows, lag, True, both)
     return _BlockSums.apply(rows, cell, cells, lag, both)
 
 
@@ -332,41 +333,53 @@ class _BlockSums(torch.autograd.Function):
     def forward(ctx, rows, cell, cells, lag, both):
         ctx.save_for_backward(cell)
         ctx.cells, ctx.lag, ctx.both = cells, lag, both
-        own = torch.bmm(_one_hot(cell, cells, rows.dtype).flatten(0, 1).mT, rows.flatten(0, 1))
-        return _at_lag(own.view(*rows.shape[:2], cells, -1), lag, True, both, _running)
+        own = torch.bmm(one_hot(cell, cells, rows.dtype).flatten(0, 1).mT, rows.flatten(0, 1))
+        return _summed(own.device)(own.view(*rows.shape[:2], cells, -1), lag, True, both)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         cell, = ctx.saved_tensors
-        later = _at_lag(grad, ctx.lag, ctx.both, True, _running)
-        rows = torch.bmm(_one_hot(cell, ctx.cells, grad.dtype).flatten(0, 1), later.flatten(0, 1))
+        with torch.autocast(grad.device.type, enabled=False):
+            later = _summed(grad.device)(grad, ctx.lag, ctx.both, True)
+            rows = torch.bmm(one_hot(cell, ctx.cells, grad.dtype).flatten(0, 1), later.flatten(0, 1))
         return rows.view(*cell.shape, -1), None, None, None, None
 
 
-def _one_hot(cell: Tensor, cells: int, dtype: torch.dtype) -> Tensor:
-    return (cell.unsqueeze(-1) == torch.arange(cells, device=cell.device, dtype=cell.dtype)).to(dtype)
+def _summed(device: torch.device):
+    return _step_by_step if device.type == "cpu" else _at_lag
 
 
-def _at_lag(own: Tensor, lag: int, before: bool, after: bool, running) -> Tensor:
+def one_hot(cell: Tensor, cells: int, dtype: torch.dtype) -> Tensor:
+    """(..., cells): 1 at the cell of each row."""
+    out = torch.zeros(*cell.shape, cells, dtype=dtype, device=cell.device)
+    return out.scatter_(-1, cell.unsqueeze(-1), 1.0)
+
+
+def _at_lag(own: Tensor, lag: int, before: bool, after: bool) -> Tensor:
     """Of sums (Z, n, ...) of each block those of the blocks up to t - lag and from t + lag on."""
     n = own.shape[1]
     total = torch.zeros_like(own)
-    if n <= lag:
-        return total
-    if before:
-        total[:, lag:] = running(own[:, :n - lag], 1)
-    if after:
-        total[:, :n - lag] += running(own.flip(1)[:, :n - lag], 1).flip(1)
+    if n > lag and before:
+        total[:, lag:] = own[:, :n - lag].cumsum(1)
+    if n > lag and after:
+        total[:, :n - lag] += own[:, lag:].flip(1).cumsum(1).flip(1)
     return total
 
 
-def _running(t: Tensor, dim: int) -> Tensor:
-    """cumsum over the second dimension. On a CPU torch's own walks through memory in large steps."""
-    if t.device.type != "cpu":
-        return t.cumsum(dim)
-    out = torch.empty_like(t, memory_format=torch.contiguous_format)
-    out[:, 0] = t[:, 0]
-    for i in range(1, t.shape[1]):
-        torch.add(out[:, i - 1], t[:, i], out=out[:, i])
-    return out
+def _step_by_step(own: Tensor, lag: int, before: bool, after: bool) -> Tensor:
+    """The same on a CPU, where torch's cumsum walks through memory in large steps."""
+    n, total = own.shape[1], torch.empty_like(own)
+    if before:
+        running = torch.zeros_like(own[:, 0])
+        for t in range(n):
+            if t >= lag:
+                running.add_(own[:, t - lag])
+            total[:, t] = running
+    else:
+        total.zero_()
+    if after:
+        running = torch.zeros_like(own[:, 0])
+        for t in range(n - lag - 1, -1, -1):
+            total[:, t].add_(running.add_(own[:, t + lag]))
+    return total
