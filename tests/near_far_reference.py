@@ -139,7 +139,7 @@ def causal_head(x, y, v, keep, book, *, block, heavy, first_order=False, mass=Tr
     y, v = torch.where(keep[:, None], y - c, 0.0), torch.where(keep[:, None], v, 0.0)
     z, places = (y @ root).detach(), (centres - c) @ root
     score = z.square().sum(-1) / 2 + (y @ tilt).detach()
-    cell, level = torch.cdist(z, places).argmin(-1), (centres - c) @ tilt
+    cell = torch.cdist(z, places).argmin(-1)
     out = []
     for i in range(L):
         at = i + S - L

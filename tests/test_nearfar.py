@@ -200,7 +200,7 @@ def test_a_cell_of_equal_keys_is_exact():
     x, y, v, _ = tensors(B=1, L=24)
     y = y.detach()[:, :, :4].repeat(1, 1, 6, 1).requires_grad_()
     out = near_far_attention(x, y, v, Sizes(2, 0, 24)).out      # eight centres at a time may be of equal keys
-    same(out, softmax_attention(x, y, v), (x, y, v), rtol=1e-6, atol=1e-8)
+    same(out, softmax_attention(x, y, v), (x, v), rtol=1e-6, atol=1e-8)      # a mean key moves with all its keys alike
     *_, metric, choice, sums, level = cells_of(y.detach()[:, 0], K=24)
     assert summed(sums, metric, choice.centres, level).spread.max() < 1e-12
 
@@ -220,7 +220,7 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     s = torch.randn(4).double()
     shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5)).out
     more = torch.cat([x, torch.ones_like(x[..., :1])], -1), torch.cat([y, (y * s).sum(-1, keepdim=True)], -1)
-    torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)).out, shifted, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)).out, shifted, rtol=1e-4, atol=1e-5)  # the ridge
 
 
 @torch.no_grad()
@@ -313,8 +313,22 @@ def test_more_of_anything_is_nearer(causal):
     least = error()
     for more in ({"block": 32}, {"heavy": 64}, {"cells": 48}):
         assert error(**more) < 0.9 * least, more
-    uniform = uniform_attention(x, y, v, causal=causal)
-    assert error(first_order=True) < least < float((uniform - exact).norm() / exact.norm())
+    assert least < float((uniform_attention(x, y, v, causal=causal) - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_to_first_order(causal):
+    """Where keys of a cell differ little and values are linear in them, what is left is of second order."""
+    x, y, _, _ = tensors(B=1, L=120, d=4)
+    y = 0.1 * y.detach()
+    v = y @ torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shift, tilt, root, _ = book(2, 1)
+    parts = Codebook(Metric(0 * shift, 0 * tilt, root), torch.zeros(2, 1, 4).double()) if causal else None
+    exact = softmax_attention(x, y, v, causal=causal)
+    error = lambda first: float((near_far_attention(x, y, v, Sizes(2, 0, 1, first), causal=causal, codebook=parts).out
+                                 - exact).norm())
+    assert error(True) < 0.3 * error(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -397,11 +411,11 @@ def test_names_and_sizes():
 def test_what_is_refused():
     x, y, v, _ = tensors()
     with pytest.raises(ValueError, match="needs a codebook"):
-        near_far_attention(x, y, v, causal=True)
+        near_far_attention(x, y, v, Sizes(), causal=True)
     with pytest.raises(ValueError, match="cross=True"):
-        near_far_attention(x[:, :, :5], y, v)
+        near_far_attention(x[:, :, :5], y, v, Sizes())
     with pytest.raises(ValueError, match="NaN or infinite"):
-        near_far_attention(x * torch.nan, y, v)
+        near_far_attention(x * torch.nan, y, v, Sizes())
     with pytest.raises(ValueError, match="cannot split a sequence"):
         layer_of().group = object()
 

@@ -45,7 +45,7 @@ class Result(NamedTuple):
     predicted: Tensor
 
 
-def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes = Sizes(), *, causal: bool = False,
+def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
                        cross: bool = False, codebook: Codebook | None = None, far: FarFeatures | None = None,
                        key_mask: Tensor | None = None) -> Result:
     """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated.
@@ -61,7 +61,7 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes = Sizes(), 
     L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU). """
     check_inputs(x, y, v, None, (), causal, key_mask)
     _check(x, y, causal, cross, codebook)
-    B, H, Hkv = x.shape[0], x.shape[1], y.shape[1]
+    B, Hkv = y.shape[:2]
     tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.cells import Sizes, moments, nearest, scores, weights
+from crt_exp.attention.cells import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.checks import check_inputs, compute_dtype
 from crt_exp.attention.engines.windows import HIDDEN, Weighted, one_hot, plain_gather
 from crt_exp.attention.nearfar_causal import Codebook, cells_of, displaced, outer, slope
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
 
 
 class NearFarState:
-    """What causal near-far attention remembers of the tokens so far, for a fixed codebook.
+    """What causal near-far attention remembers of the tokens so far, for a fixed codebook of (Hkv, ...).
 
     `version` tags the codebook for a caller that counts refits: a `step` with another version is refused. A copy, which
     costs nothing, is a point to come back to.
@@ -88,6 +88,12 @@ class NearFarState:
         if self.kept is not None and len(self.kept.sums) != len(y):
             raise ValueError(f"the decoding state holds {len(self.kept.sums)} sequences but {len(y)} came")
 
+    def _book(self, batch: int, dtype: torch.dtype) -> Codebook:
+        """Of all key heads of a batch."""
+        (shift, tilt, root), centres = self.codebook.to(dtype)
+        shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in (shift, tilt, root, centres))
+        return Codebook(Metric(shift, tilt, root), centres)
+
     def _add(self, y: Tensor, v: Tensor, keep: Tensor | None) -> None:
         """New tokens within one block."""
         B, Hkv = y.shape[:2]
@@ -95,7 +101,7 @@ class NearFarState:
         y, v = y.flatten(0, 1).to(dtype), v.flatten(0, 1).to(dtype)
         if keep is not None:  # padding may hold NaN
             y, v = (torch.where(keep.unsqueeze(-1), t, 0.0) for t in (y, v))
-        book = self.codebook.to(dtype)
+        book = self._book(B, dtype)
         kept = (self._empty(y, v, book) if self.kept is None else self.kept).flat()
         n, b = self.sizes.heavy, self.sizes.block
         if self.length % b == 0 and kept.keys.shape[1] == n + 2 * b:
@@ -130,7 +136,7 @@ class NearFarState:
         """Outputs (B, H, dv) of the queries x (B, H, d) of the last token."""
         B, Hkv = self.kept.sums.shape[:2]
         kept, dv = self.kept.flat(), self.kept.values.shape[-1]
-        book = self.codebook.to(kept.keys.dtype)
+        book = self._book(B, kept.keys.dtype)
         q = x.to(kept.keys.dtype).unflatten(1, (Hkv, -1)).flatten(0, 1).unsqueeze(1)                  # (Z, 1, G, d)
         there = (kept.score > -torch.inf).unsqueeze(-1).to(kept.keys.dtype)
         own = Weighted(kept.keys.unsqueeze(1), torch.cat([kept.values, there], -1).unsqueeze(1),

@@ -1,8 +1,8 @@
 """What the keys of a sequence leave in their cells, in few passes over them.
 
-Legend: Z = batch x key heads, S keys y less their shift, values v, d, dv, K cells; z = y root, w = y.tilt. With the matrix
-W (S, K) that holds the weight u_j of a key at its cell, the sums over cells are W^T [y, |z - centre|^2, 1], and with G the
-gradient to them, R = [A, a] that to the rows [u v, u]:
+Legend: Z = batch x key heads, S keys y less their shift, values v, d, dv, K cells; z = y root, w = y.tilt. With the
+matrix W (S, K) that holds the weight u_j of a key at its cell, the sums over cells are W^T [y, |z - centre|^2, 1], and
+with G the gradient to them, R = [A, a] that to the rows [u v, u]:
 
     T = W G;  s = u a + u (A.v) + T_y.y + T_q |z - centre|^2 + T_1       (u times the gradient to u)
     dv = u A;  dy = T_y + 2 T_q (z - centre) root^T + s tilt.
