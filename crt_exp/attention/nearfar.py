@@ -57,8 +57,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     heavy keys and cells than keys are taken, and a length that the block does not divide is padded. Exact where block
     >= S, heavy >= S, or every key is the only one of its cell. Differentiable in x, y and v, sets and measure constant.
 
-    Time O(L (b + n + K) (d + dv)), memory O(L (d + dv) + L / b K dv) of a part of the heads at a time: nothing of size
-    L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU). """
+    Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
+    nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU). """
     check_inputs(x, y, v, None, (), causal, key_mask)
     _check(x, y, causal, cross, codebook)
     B, Hkv = y.shape[:2]

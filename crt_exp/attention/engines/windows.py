@@ -7,7 +7,7 @@ N e^logit and what it adds V e^logit: a plain key has N = 1 and V = v, one that 
 
     out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
 
-Chunk by chunk in products of matrices, in the backward pass anew, with the closed form of a softmax: with G = [g,
+Chunk by chunk in products of matrices, with the closed form of a softmax in the backward pass: with G = [g,
 -g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to [V, N] e^logit G.
 Windows are overlapping views of the keys, never copies. Derived here. """
 
@@ -185,9 +185,10 @@ class _Gather(torch.autograd.Function):
         near = None if window is None else _Near(window, n)
         dv = sets[0].sums.shape[-1] - 1
         found = Gathered(q.new_empty(Z, n, r, dv), q.new_empty(Z, n, r, 1), q.new_empty(Z, n, r, 1) if logsum else None)
+        ctx.near, ctx.shares = near, []
         for at in _chunks(Z, n, r, near is None or near.start == 0):
-            _forward(q, near, sets, at, Gathered(*(None if t is None else at.of(t) for t in found)))
-        ctx.near = near
+            shares = _forward(q, near, sets, at, Gathered(*(None if t is None else at.of(t) for t in found)))
+            ctx.shares.append(shares if any(ctx.needs_input_grad) else None)
         ctx.save_for_backward(q, *flat, found.out, found.share)
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -210,8 +211,8 @@ class _Gather(torch.autograd.Function):
         near, sets = ctx.near, _sets(flat)
         grads = _Grads(q, near, sets)
         with torch.autocast(q.device.type, enabled=False):
-            for at in _chunks(*q.shape[:3], near is None or near.start == 0):
-                _backward(q, near, sets, at, grad, delta, grad_share, grads)
+            for at, shares in zip(_chunks(*q.shape[:3], near is None or near.start == 0), ctx.shares):
+                _backward(q, near, sets, at, shares, grad, delta, grad_share, grads)
         windows = (None, None) if near is None else (near.unflat(grads.keys), near.unflat(grads.values))
         return None, None, grads.q, *windows, *(t for part in grads.sets for t in part)
 
@@ -258,33 +259,35 @@ def _split(shares: Tensor, near: _Near | None, sets: list[Weighted]) -> tuple[Te
     return shares.split(widths, -1)
 
 
-def _forward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, found: Gathered) -> None:
+def _forward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, found: Gathered) -> Tensor:
+    """Writes what is found; returns the shares."""
     logits, shares = _shares(at.of(q), near, sets, at)
     if found.logsum is not None:
         found.logsum.copy_(logits.logsumexp(-1, keepdim=True))
     parts = _split(shares, near, sets)
     found.share.copy_(parts[-1].sum(-1, keepdim=True))
-    out = None
-    if near is not None:
+    if near is None:
+        out = torch.zeros_like(found.out)
+    else:
         out = torch.bmm(parts[0].flatten(0, 1), near.windows(near.values, at)).view(found.out.shape)
     for part, share in zip(sets, parts[-len(sets):]):
         sums = at.of(part.sums)
-        gained = _times(share * _over(sums[..., -1]).unsqueeze(-2), sums[..., :-1])
-        out = gained if out is None else out.add_(gained)
+        _add_times(out, share * _over(sums[..., -1]).unsqueeze(-2), sums[..., :-1])
     found.out.copy_(out)
+    return shares
 
 
-def _backward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, grad: Tensor, delta: Tensor,
-              grad_share: Tensor | None, grads: _Grads) -> None:
+def _backward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, shares: Tensor, grad: Tensor,
+              delta: Tensor, grad_share: Tensor | None, grads: _Grads) -> None:
     q, grad, delta = at.of(q), at.of(grad).contiguous(), at.of(delta)
-    parts = _split(_shares(q, near, sets, at)[1], near, sets)
+    parts = _split(shares, near, sets)
     dq = torch.zeros_like(q) if near is None else _window_backward(q, near, at, grad, delta, parts[0], grads)
     column = -delta
     for i, (part, share) in enumerate(zip(sets, parts[-len(sets):])):
         if i == len(sets) - 1 and grad_share is not None:
             column = column + at.of(grad_share)
         G = torch.cat([grad, column], -1)                                             # (z, t, r, dv + 1)
-        dq.add_(_set_backward(q, Weighted(*map(at.of, part)), G, share, Weighted(*map(at.of, grads.sets[i]))))
+        _set_backward(q, Weighted(*map(at.of, part)), G, share, Weighted(*map(at.of, grads.sets[i])), dq)
     at.of(grads.q).copy_(dq)
 
 
@@ -298,13 +301,21 @@ def _window_backward(q: Tensor, near: _Near, at: _Chunk, grad: Tensor, delta: Te
     return torch.bmm(slope, keys).view(q.shape)
 
 
-def _set_backward(q: Tensor, part: Weighted, G: Tensor, share: Tensor, grads: Weighted) -> Tensor:
+def _set_backward(q: Tensor, part: Weighted, G: Tensor, share: Tensor, grads: Weighted, dq: Tensor) -> None:
     weights = share * _over(part.sums[..., -1]).unsqueeze(-2)                         # e^logit / denominator
     slope = _times(G, part.sums.mT).mul_(weights)                                     # (z, t, r, m)
     _add_product(grads.keys, slope, q)
     _add_product(grads.sums, weights, G)
     grads.bias.add_(slope.sum((1, 2)).unsqueeze(1) if part.bias.shape[1] == 1 else slope.sum(2))
-    return _times(slope, part.keys)
+    _add_times(dq, slope, part.keys)
+
+
+def _add_times(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a (z, t, r, k) times b (z, t or 1, k, l) to (z, t, r, l)."""
+    if b.shape[1] == 1:
+        total.flatten(1, 2).baddbmm_(a.flatten(1, 2), b[:, 0])
+    else:
+        total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
