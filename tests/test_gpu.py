@@ -51,7 +51,7 @@ def test_near_far_attention_is_that_of_the_cpu(causal):
     for ours, theirs in zip((out, *(t.grad for t in tensors)), (expected, *(t.grad for t in cpu))):
         torch.testing.assert_close(ours.cpu(), theirs)
     low = layer(*(t.detach().bfloat16() for t in tensors))
-    assert low.dtype == torch.bfloat16 and (low.double() - out).norm() < 0.02 * out.norm()
+    assert low.dtype == torch.bfloat16 and (low.double() - out).norm() < 0.1 * out.norm()
 
 
 def peak_memory(m):

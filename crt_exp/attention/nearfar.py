@@ -35,7 +35,8 @@ from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, block_su
 from crt_exp.attention.nearfar_causal import Causal, Codebook
 from crt_exp.attention.nearfar_features import FarFeatures
 
-AT_ONCE = 2**17  # keys of all heads that a call takes at once; of more, heads at a time whose keys are half as many
+PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
+KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
 QUERIES = 256    # of a block, where there is no window
 
 
@@ -58,7 +59,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     >= S, heavy >= S, or every key is the only one of its cell. Differentiable in x, y and v, sets and measure constant.
 
     Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
-    nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU). """
+    nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
+    (CPU). """
     check_inputs(x, y, v, None, (), causal, key_mask)
     _check(x, y, causal, cross, codebook)
     B, Hkv = y.shape[:2]
@@ -86,16 +88,24 @@ def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook |
 
 
 def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """At once, where that keeps little for the backward pass, else a part of the heads at a time, of which nothing is
-    kept but the sets."""
-    Z, S = y.shape[:2]
-    if Z * S <= AT_ONCE or call.far is not None or torch.compiler.is_compiling() or transformed(x, y, v):
-        out, predicted = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(0, Z)))
-        return out.to(v.dtype), predicted
-    return _InParts.apply(call, keep, max(1, AT_ONCE // (2 * S)), x, y, v)
+    """A part of the heads at a time."""
+    (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
+    if call.far is not None or torch.compiler.is_compiling() or transformed(x, y, v):
+        size = Z
+    elif Z > size and Z * S > KEPT:
+        return _InParts.apply(call, keep, size, x, y, v)
+    found = []
+    for i, part in enumerate(zip(*(t.split(size) for t in (x, y, v)))):
+        rows = slice(i * size, min(i * size + size, Z))
+        here = None if keep is None else keep[rows]
+        found.append(call.attend(*part, here, call.choose(*part[:2], here, rows)))
+    out, predicted = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
+    return out.to(v.dtype), predicted
 
 
 class _InParts(torch.autograd.Function):
+    """Keeps the sets alone, and computes a part anew in the backward pass."""
+
     @staticmethod
     def forward(ctx, call, keep, size, x, y, v):
         out, predicted, ctx.parts = v.new_empty(*x.shape[:3], v.shape[-1]), [], []

@@ -63,7 +63,7 @@ class Approximation:
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         if layers.is_measured_whole(mechanism):
-            yield from layers.records(self.source, mechanism, self.samples, self.depth, seed, len(done))
+            yield from layers.records(self.source, mechanism, self.samples, self.depth, seed, done)
             return
         if not mechanism.estimates:
             raise ValueError("attention=exact has no error: choose features=...")
@@ -173,7 +173,7 @@ class Approximation:
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        if "predicted_error" in last:
+        if "m" not in last:
             return layers.summary(self.source, records)
         errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
                   "the last hidden states": "hidden_error"}

@@ -14,6 +14,8 @@ from crt_exp.attention import NearFar
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
 
+ERRORS = ("output_error", "uniform_error", "predicted_error")
+
 
 def is_measured_whole(mechanism: Mechanism) -> bool:
     """Whether what its layers give is more than a feature map of which a study could tell."""
@@ -21,16 +23,16 @@ def is_measured_whole(mechanism: Mechanism) -> bool:
 
 
 def records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, depth: bool, seed: int,
-            done: int) -> Iterator[dict[str, Any]]:
+            done: list[dict]) -> Iterator[dict[str, Any]]:
     """`layer`, one a layer: the error of its output, that of uniform attention, and the one predicted from far weights
     and spreads of cells; `depth`: the error of the hidden states behind each layer; a final one with the means."""
-    numbers = range(len(source.layers(0, seed)))
+    rows, numbers = list(done), range(len(source.layers(0, seed)))
     plan = [("layer", of_layer, (source, mechanism, samples, i, seed)) for i in numbers]
     plan += [("depth", of_depth, (source, mechanism, samples, seed))] if depth else []
-    found = [{"split": split, **compute(*arguments)} for split, compute, arguments in plan]
-    found.append({"split": "test", **of_all(found), "final": True})
-    for step, row in list(enumerate(found))[done:]:
-        yield {"step": step, "epoch": 0, **row}
+    plan += [("test", of_all, (rows,))]
+    for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
+        rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
+        yield rows[-1]
 
 
 def of_layer(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, i: int, seed: int) -> dict[str, Any]:
@@ -48,9 +50,10 @@ def of_head(layer: Layer, mechanism: Mechanism) -> dict[str, Tensor]:
     with state.calibration():
         state(layer.x, layer.y, layer.v)
     output = state(layer.x, layer.y, layer.v)
-    return {"output_error": relative_error(output, layer.output, (-2, -1))[0],
-            "uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0],
-            "predicted_error": torch.full((layer.heads,), state.predicted)}
+    found = {"output_error": relative_error(output, layer.output, (-2, -1))[0],
+             "uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
+    known = state.predicted is not None  # not of random features
+    return found | ({"predicted_error": torch.full((layer.heads,), state.predicted)} if known else {})
 
 
 def of_depth(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, seed: int) -> dict[str, Any]:
@@ -58,20 +61,19 @@ def of_depth(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int,
     return {"hidden_error": float(errors[-1]), "hidden_error_by_layer": errors.tolist()}
 
 
-def of_all(rows: list[dict]) -> dict[str, float]:
+def of_all(rows: list[dict]) -> dict[str, Any]:
     layers = [row for row in rows if row["split"] == "layer"]
     mean = lambda name: sum(row[name] for row in layers) / len(layers)
-    found = {name: mean(name) for name in ("output_error", "uniform_error", "predicted_error")}
-    return found | next(({"hidden_error": row["hidden_error"]} for row in rows if row["split"] == "depth"), {})
+    found = {name: mean(name) for name in ERRORS if name in layers[0]}
+    depth = next(({"hidden_error": row["hidden_error"]} for row in rows if row["split"] == "depth"), {})
+    return found | depth | {"final": True}
 
 
 def summary(source: Synthetic | Pretrained, rows: list[dict]) -> str:
     import pandas as pd
 
-    names = {"layer": "layer", "path": "path", "output_error": "output", "uniform_error": "uniform",
-             "predicted_error": "predicted"}
     found = [row for row in rows if row["split"] == "layer"]
-    table = pd.DataFrame([{short: row[name] for name, short in names.items()} for row in found])
+    table = pd.DataFrame([{name: row[name] for name in ("layer", "path", *ERRORS) if name in row} for row in found])
     last = rows[-1]
     hidden = f", of the last hidden states {last['hidden_error']:.3g}" if "hidden_error" in last else ""
     shown = table.to_string(index=False, float_format=lambda value: f"{value:.3g}")

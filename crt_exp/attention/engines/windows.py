@@ -282,11 +282,10 @@ def _backward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, s
     q, grad, delta = at.of(q), at.of(grad).contiguous(), at.of(delta)
     parts = _split(shares, near, sets)
     dq = torch.zeros_like(q) if near is None else _window_backward(q, near, at, grad, delta, parts[0], grads)
-    column = -delta
+    G = torch.cat([grad, -delta], -1)                                                 # (z, t, r, dv + 1)
     for i, (part, share) in enumerate(zip(sets, parts[-len(sets):])):
         if i == len(sets) - 1 and grad_share is not None:
-            column = column + at.of(grad_share)
-        G = torch.cat([grad, column], -1)                                             # (z, t, r, dv + 1)
+            G[..., -1:] += at.of(grad_share)
         _set_backward(q, Weighted(*map(at.of, part)), G, share, Weighted(*map(at.of, grads.sets[i])), dq)
     at.of(grads.q).copy_(dq)
 
