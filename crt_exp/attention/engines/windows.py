@@ -225,7 +225,12 @@ class _Grads:
         self.keys = self.values = None
         if near is not None:
             self.keys, self.values = torch.zeros_like(near.keys), torch.zeros_like(near.values)
-        self.sets = [Weighted(*map(torch.zeros_like, part)) for part in sets]
+        self.sets = [Weighted(*map(_to_add_up, part)) for part in sets]
+
+
+def _to_add_up(t: Tensor) -> Tensor:
+    """(Z, n or 1, ...): chunks add to what all blocks share, and write the rest."""
+    return torch.zeros_like(t) if t.shape[1] == 1 else torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _sets(flat) -> list[Weighted]:
@@ -286,7 +291,7 @@ def _backward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, s
     for i, (part, share) in enumerate(zip(sets, parts[-len(sets):])):
         if i == len(sets) - 1 and grad_share is not None:
             G[..., -1:] += at.of(grad_share)
-        _set_backward(q, Weighted(*map(at.of, part)), G, share, Weighted(*map(at.of, grads.sets[i])), dq)
+        _set_backward(q, Weighted(*map(at.of, part)), G, share, grads.sets[i], at, dq)
     at.of(grads.q).copy_(dq)
 
 
@@ -300,12 +305,16 @@ def _window_backward(q: Tensor, near: _Near, at: _Chunk, grad: Tensor, delta: Te
     return torch.bmm(slope, keys).view(q.shape)
 
 
-def _set_backward(q: Tensor, part: Weighted, G: Tensor, share: Tensor, grads: Weighted, dq: Tensor) -> None:
+def _set_backward(q: Tensor, part: Weighted, G: Tensor, share: Tensor, grads: Weighted, at: _Chunk,
+                  dq: Tensor) -> None:
     weights = share * _over(part.sums[..., -1]).unsqueeze(-2)                         # e^logit / denominator
     slope = _times(G, part.sums.mT).mul_(weights)                                     # (z, t, r, m)
-    _add_product(grads.keys, slope, q)
-    _add_product(grads.sums, weights, G)
-    grads.bias.add_(slope.sum((1, 2)).unsqueeze(1) if part.bias.shape[1] == 1 else slope.sum(2))
+    _add_product(grads.keys, at, slope, q)
+    _add_product(grads.sums, at, weights, G)
+    if grads.bias.shape[1] == 1:
+        at.of(grads.bias).add_(slope.sum((1, 2)).unsqueeze(1))
+    else:
+        at.of(grads.bias).copy_(slope.sum(2))
     _add_times(dq, slope, part.keys)
 
 
@@ -317,12 +326,12 @@ def _add_times(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a^T b of a (z, t, r, m), b (z, t, r, k) to (z, t or 1, m, k), over the blocks where there is one of it."""
+def _add_product(total: Tensor, at: _Chunk, a: Tensor, b: Tensor) -> None:
+    """Adds a^T b of a (z, t, r, m), b (z, t, r, k), to total (Z, 1, m, k), or writes it to (Z, n, .)."""
     if total.shape[1] == 1:
-        total[:, 0].baddbmm_(a.flatten(1, 2).mT, b.flatten(1, 2))
+        at.of(total)[:, 0].baddbmm_(a.flatten(1, 2).mT, b.flatten(1, 2))
     else:
-        total.flatten(0, 1).baddbmm_(a.flatten(0, 1).mT, b.flatten(0, 1))
+        at.of(total).flatten(0, 1).baddbmm_(a.flatten(0, 1).mT, b.flatten(0, 1), beta=0)
 
 
 # ---- sums over blocks ------------------------------------------------------------------------------------------------
