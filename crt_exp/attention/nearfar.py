@@ -128,13 +128,19 @@ class _InParts(torch.autograd.Function):
         inputs = ctx.saved_tensors
         grads = [torch.empty_like(t) for t in inputs]
         for rows, keep, chosen in ctx.parts:
-            with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-                part = [t[rows].detach().requires_grad_() for t in inputs]
-                out, _ = ctx.call.attend(*part, keep, chosen)
-                found = torch.autograd.grad(out, part, grad[rows].to(out.dtype))
-            for total, g in zip(grads, found):
-                total[rows] = g
+            part = [t[rows].detach().requires_grad_() for t in inputs]
+            _write_gradients(ctx.call, part, keep, chosen, grad[rows], [total[rows] for total in grads])
         return None, None, None, *grads
+
+
+def _write_gradients(call: "Both | Causal", inputs: list[Tensor], keep: Tensor | None, chosen, grad: Tensor,
+                     totals: list[Tensor]) -> None:
+    """Those of one part; what they need is gone before the next one."""
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+        out, _ = call.attend(*inputs, keep, chosen)
+        found = torch.autograd.grad(out, inputs, grad.to(out.dtype))
+    for total, g in zip(totals, found):
+        total.copy_(g)
 
 
 # ---- in both directions ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ Chunk by chunk in products of matrices, with the closed form of a softmax in the
 -g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to [V, N] e^logit G.
 Windows are overlapping views of the keys, never copies. Derived here. """
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -148,6 +149,17 @@ class _Near:
         self.keys, self.values = _flat(window.keys), _flat(window.values)
         self.bias, self.hidden = _near_bias(window, n), window.hidden
 
+    def given_up(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Its tensors, for the graph to keep no longer than it needs them."""
+        tensors = self.keys, self.values, self.bias
+        self.keys = self.values = self.bias = None
+        return tensors
+
+    def with_tensors(self, keys: Tensor, values: Tensor, bias: Tensor) -> "_Near":
+        other = copy.copy(self)
+        other.keys, other.values, other.bias = keys, values, bias
+        return other
+
     def first(self, at: _Chunk) -> int:
         return at.heads.start * self.N + self.start + at.blocks.start
 
@@ -185,17 +197,21 @@ class _Gather(torch.autograd.Function):
         near = None if window is None else _Near(window, n)
         dv = sets[0].sums.shape[-1] - 1
         found = Gathered(q.new_empty(Z, n, r, dv), q.new_empty(Z, n, r, 1), q.new_empty(Z, n, r, 1) if logsum else None)
-        ctx.near, ctx.shares = near, []
+        kept = []
         for at in _chunks(Z, n, r, near is None or near.start == 0):
             shares = _forward(q, near, sets, at, Gathered(*(None if t is None else at.of(t) for t in found)))
-            ctx.shares.append(shares if any(ctx.needs_input_grad) else None)
-        ctx.save_for_backward(q, *flat, found.out, found.share)
+            kept += [shares] if any(ctx.needs_input_grad) else []
+        ctx.near, ctx.sizes = near, (len(flat), len(kept))
+        windows = () if near is None else near.given_up()
+        ctx.save_for_backward(q, found.out, found.share, *flat, *kept, *windows)
         ctx.set_materialize_grads(False)
         return tuple(found)
 
     @staticmethod
     def backward(ctx, grad, grad_share, grad_logsum):
-        q, *flat, out, share = ctx.saved_tensors
+        q, out, share, *rest = ctx.saved_tensors
+        flat, kept = rest[:ctx.sizes[0]], rest[ctx.sizes[0]:sum(ctx.sizes)]
+        near = None if ctx.near is None else ctx.near.with_tensors(*rest[sum(ctx.sizes):])
         for given in (grad, grad_share, grad_logsum):
             if given is not None:
                 check_gradient(given)
@@ -208,10 +224,10 @@ class _Gather(torch.autograd.Function):
             delta += grad_share * share
         if grad_logsum is not None:
             delta -= grad_logsum
-        near, sets = ctx.near, _sets(flat)
+        sets = _sets(flat)
         grads = _Grads(q, near, sets)
         with torch.autocast(q.device.type, enabled=False):
-            for at, shares in zip(_chunks(*q.shape[:3], near is None or near.start == 0), ctx.shares):
+            for at, shares in zip(_chunks(*q.shape[:3], near is None or near.start == 0), kept):
                 _backward(q, near, sets, at, shares, grad, delta, grad_share, grads)
         windows = (None, None) if near is None else (near.unflat(grads.keys), near.unflat(grads.values))
         return None, None, grads.q, *windows, *(t for part in grads.sets for t in part)
