@@ -460,6 +460,17 @@ def test_a_codebook_comes_from_training_passes():
     assert torch.equal(other.eval()(q, k, v), layer.eval()(q, k, v))
 
 
+def test_across_a_query_depends_on_no_other_but_earlier_ones():
+    layer, (q, k, v, keep) = NearFar(2, 4, cross=True, heavy=2, cells=3, fit_steps=1), tensors(L=9, S=23)
+    q, k, v = (t.detach().float() for t in (q, k, v))
+    before = layer.eval()(q, k, v, keep)
+    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), before[:, :, 4:5])
+    layer.train()(q, k, v, keep), layer(q, k, v, keep)
+    after = layer.eval()(q, k, v, keep)
+    assert layer.version == 1 and not torch.allclose(after, before, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), after[:, :, 4:5])
+
+
 def bert(**options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -168,7 +168,7 @@ class Both:
         if self.cross:
             metric = Metric.of(None, y, None, keep)
             if self.codebook is not None:
-                metric = self.codebook.metric.at(rows)._replace(shift=metric.shift)
+                metric = self.codebook.at(rows).to(dtype).metric._replace(shift=metric.shift)
         else:
             queries = None if keep is None else keep.repeat(1, x.shape[1])
             metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
