@@ -85,13 +85,13 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
     count; cells <= S. PICKS at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
     far or at first to the mean; and one pass of Lloyd's algorithm."""
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
-    squares = z.square().sum(-1)
+    squares = torch.linalg.vector_norm(z, dim=-1).square_()
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
-    D, picks = _distances(z, squares, mean).squeeze(-1), []
+    D, picks = _to_nearest(z, squares, mean), []
     while (left := cells - PICKS * len(picks)) > 0:
         chosen = (log_u + D.log()).topk(min(PICKS, left)).indices                              # (Z, PICKS)
         picks.append(z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1])))
-        D = torch.minimum(D, _distances(z, squares, picks[-1]).amin(-1)).scatter_(1, chosen, 0.0)
+        D = torch.minimum(D, _to_nearest(z, squares, picks[-1])).scatter_(1, chosen, 0.0)
     centres = torch.cat(picks, 1)
     members = weighted(u.squeeze(-1), nearest(z, centres), cells)
     N = members.sum(1).unsqueeze(-1)
@@ -103,10 +103,10 @@ def nearest(z: Tensor, centres: Tensor) -> Tensor:
     return (z @ centres.mT).sub_(centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1)
 
 
-def _distances(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
-    """Squared, (Z, S, k)."""
-    cross = z @ centres.mT
-    return cross.mul_(-2).add_(squares.unsqueeze(-1)).add_(centres.square().sum(-1).unsqueeze(-2)).clamp_(min=0)
+def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
+    """Squared distances (Z, S) to the nearest of the centres (Z, k, d); squares |z|^2."""
+    offsets = centres.square().sum(-1).unsqueeze(-2)
+    return torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add_(squares).clamp_(min=0)
 
 
 class Choice(NamedTuple):

@@ -92,7 +92,7 @@ def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tens
     (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
     if call.far is not None or torch.compiler.is_compiling() or transformed(x, y, v):
         size = Z
-    elif Z > size and Z * S > KEPT:
+    elif size < Z and Z * S > KEPT:
         return _InParts.apply(call, keep, size, x, y, v)
     found = []
     for i, part in enumerate(zip(*(t.split(size) for t in (x, y, v)))):
