@@ -16,7 +16,7 @@ from crt_exp.attention.cells import (
     summed,
     weights,
 )
-from crt_exp.attention.engines.windows import block_sums, one_hot
+from crt_exp.attention.engines.block_sums import block_sums, one_hot
 from crt_exp.attention.nearfar_causal import Codebook, kept_and_left
 from crt_exp.attention.nearfar_features import FarFeatures
 from crt_exp.features import PosRF

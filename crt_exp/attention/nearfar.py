@@ -31,7 +31,8 @@ from crt_exp.attention.cells import (
     without,
 )
 from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
-from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, block_sums, gather, nothing, one_hot
+from crt_exp.attention.engines.block_sums import block_sums, one_hot
+from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather, nothing
 from crt_exp.attention.nearfar_causal import Causal, Codebook
 from crt_exp.attention.nearfar_features import FarFeatures
 

@@ -29,7 +29,8 @@ from crt_exp.attention.cells import (
     without,
 )
 from crt_exp.attention.checks import check_result, compute_dtype
-from crt_exp.attention.engines.windows import HIDDEN, LEAST, Weighted, Window, block_sums, gather, nothing
+from crt_exp.attention.engines.block_sums import block_sums
+from crt_exp.attention.engines.windows import HIDDEN, LEAST, Weighted, Window, gather, nothing
 from crt_exp.attention.nearfar_features import FarFeatures
 
 
