@@ -144,6 +144,9 @@ class Mechanism:
         make = instantiate(options)
         if self.m is None and "phi" not in self.options:
             return make(heads, d, seed=self.seed, layer=layer, **sizes)
+        if "far" in self.options:
+            return make(heads, d, phi=self.map("softmax"), sampler=self.sampler, m=self.m, seed=self.seed, layer=layer,
+                        **sizes)
         return make(self.map("softmax"), self.sampler, self.m or 1, heads, d, seed=self.seed, layer=layer, **sizes)
 
     def swap(self, model: nn.Module, layers: Iterable[int] | int | None = None, *, causal: bool | None = None,
@@ -266,7 +269,7 @@ def uses(options: dict[str, Any] | DictConfig) -> frozenset[str]:
     from crt_exp.attention.baselines import Baseline
 
     kind = located("attention", options["_target_"])
-    if isinstance(kind, type) and issubclass(kind, Baseline):
+    if isinstance(kind, type) and issubclass(kind, Baseline) or options.get("far") == "cells":
         return frozenset()
     if "phi" not in options:
         return frozenset({"features", "sampler", "m"})

@@ -7,6 +7,7 @@ from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.engines import flash
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
+from crt_exp.mechanism import Mechanism
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 B, H, L, D, M = 2, 4, 300, 64, 128
@@ -33,6 +34,24 @@ def test_equals_reference(phi, dtype, tolerance, causal):
         results.append((out, *torch.autograd.grad(out, tensors, grad)))
     for ours, expected in zip(*results):
         assert (ours.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_near_far_attention_is_that_of_the_cpu(causal):
+    """In float64, in which no two scores of keys are so close that the sets depend on rounding."""
+    layer = Mechanism.of("nearfar", block=16, heavy=8, cells=16, first_order=True).layer(H, D, causal=causal).eval()
+    tensors, grad = inputs(torch.float64)
+    cpu = [t.detach().cpu().requires_grad_() for t in tensors]
+    with layer.calibration(), torch.no_grad():
+        layer(*cpu)
+    expected = layer(*cpu)
+    expected.backward(grad.cpu())
+    out = layer.cuda()(*tensors)
+    out.backward(grad)
+    for ours, theirs in zip((out, *(t.grad for t in tensors)), (expected, *(t.grad for t in cpu))):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    low = layer(*(t.detach().bfloat16() for t in tensors))
+    assert low.dtype == torch.bfloat16 and (low.double() - out).norm() < 0.1 * out.norm()
 
 
 def peak_memory(m):

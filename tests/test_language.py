@@ -14,13 +14,15 @@ from crt_exp.models.transformer import Rotary, turned
 from crt_exp.swap.swap import fill_statistics
 
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
-NAMES = ["exact", "identity", "uniform", "window", "favor", "favorp", "favorpp", "smreg", "relu", "elu", "reformer"]
+NAMES = ["exact", "identity", "uniform", "window", "favor", "favorp", "favorpp", "smreg", "relu", "elu", "reformer",
+         "nearfar"]
 POSITIONS = ["learned", "rotary", "none"]
 
 
 def mechanism(name, **options):
-    features = name not in ("exact", "identity", "uniform", "window", "linformer", "elu", "reformer")
-    own = {"window": {"block": 4}, "reformer": {"buckets": 2, "chunk": 8}, "linformer": {"length": 32, "rank": 8}}
+    features = name not in ("exact", "identity", "uniform", "window", "linformer", "elu", "reformer", "nearfar")
+    own = {"window": {"block": 4}, "reformer": {"buckets": 2, "chunk": 8}, "linformer": {"length": 32, "rank": 8},
+           "nearfar": {"block": 3, "heavy": 2, "cells": 4}}
     return Mechanism.of(name, **({"m": 16} if features else {}), **own.get(name, {}), **options)
 
 
@@ -38,7 +40,7 @@ def tokens(batch=2, length=20):
 def calibrated(name, **options):
     """In float64, so that differences are errors and not rounding, with statistics where the features are fitted."""
     model = model_of(name, **options).double().eval()
-    if name == "favorpp":
+    if name in ("favorpp", "nearfar"):
         fill_statistics(model, [tokens(4)])
     return model
 
@@ -84,7 +86,7 @@ def test_symbol_by_symbol_is_the_parallel_pass(name, positions):
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
-@pytest.mark.parametrize("name", ["exact", "favorpp", "reformer"])
+@pytest.mark.parametrize("name", ["exact", "favorpp", "reformer", "nearfar"])
 def test_checkpointing_changes_no_output_and_no_gradient(name):
     """Dropout and running statistics included."""
     found = []

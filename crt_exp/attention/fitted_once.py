@@ -25,6 +25,8 @@ class FittedOnce(nn.Module):
     fitted; passes: how many left a sample in queries and keys (Hkv, P, d), which are one row of zeros where none did.
     """
 
+    vectors = SAMPLE
+
     def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int):
         super().__init__()
         self.phi, self.heads, self.d, self.steps = phi, heads, d, steps
@@ -56,13 +58,13 @@ class FittedOnce(nn.Module):
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         """Takes a sample of the scaled queries x (B,H,L,d) and keys y (B,Hkv,S,d) of a pass; masks (B,L) and (B,S)."""
-        many = SAMPLE if self.seen is not None else -(-SAMPLE // self.steps)
+        many = self.vectors if self.seen is not None else -(-self.vectors // self.steps)
         found = {side: _of_all_ranks(sample(t, mask, self.heads, many))
                  for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))}
         if self.seen is not None:
             for side, rows in found.items():
                 self.seen[side].append(rows)
-            self._fit({side: _thinned(torch.cat(rows, 1)) for side, rows in self.seen.items()})
+            self._fit({side: _thinned(torch.cat(rows, 1), self.vectors) for side, rows in self.seen.items()})
             return
         for side, rows in found.items():
             setattr(self, side, torch.cat([getattr(self, side), rows], 1) if int(self.passes) else rows)
@@ -117,10 +119,10 @@ def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
     return pooled[:, there[torch.arange(many, device=x.device) * len(there) // many]]
 
 
-def _thinned(rows: Tensor) -> Tensor:
-    """At most SAMPLE of them, evenly spread."""
+def _thinned(rows: Tensor, most: int) -> Tensor:
+    """At most so many of them, evenly spread."""
     count = rows.shape[1]
-    return rows if count <= SAMPLE else rows[:, torch.arange(SAMPLE, device=rows.device) * count // SAMPLE]
+    return rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]
 
 
 def _several_ranks() -> bool:

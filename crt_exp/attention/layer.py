@@ -16,12 +16,12 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from crt_exp.attention.call import attention
-from crt_exp.attention.decoding import DecodingState, RecurrentPast
+from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
+from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.sequence import Pooled
 from crt_exp.attention.statistics import for_query_heads, grouped_statistics
@@ -36,7 +36,7 @@ MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is ke
 _IN_STEP = False                           # see `same_step`
 
 
-class RandomFeatureAttention(nn.Module):
+class RandomFeatureAttention(LinearAttention):
     """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
     phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
@@ -64,25 +64,19 @@ class RandomFeatureAttention(nn.Module):
     and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
     """
 
-    can_be_causal = True
-
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  redraw_every: Whole = 0, normalize_qk: bool = False, normalize: bool = True, denominator: str = "none",
                  decay: float = 0.99, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
-        super().__init__()
+        super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         if redraw_every < 0:
             raise ValueError(f"redraw_every = {redraw_every}: 0 (never) or a number of training passes")
         if phi.kernel != "softmax":
             raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
-        self.phi, self.sampler, self.m, self.heads, self.d = phi, sampler, m, heads, d
-        self.kv_heads, self.causal, self.cross = kv_heads or heads, causal, cross
-        self.scaling = d**-0.5 if scaling is None else scaling
-        self.redraw_every, self.normalize_qk = redraw_every, normalize_qk
+        self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every
         self.normalize, self.denominator, self.decay = normalize, denominator, decay
-        self.seed, self.layer, self.denominators, self.calibrated = seed, layer, DenominatorCount(), None
+        self.seed, self.layer, self.denominators = seed, layer, DenominatorCount()
         self.group = None  # the processes that hold the parts of one sequence: see `attention`
-        self.columns = None  # of the values proper, where a caller has put others behind them
         self.projections = phi.projections(m)
         noises = self._draw(0)
         self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # for every buffer of noise
@@ -102,7 +96,7 @@ class RandomFeatureAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
-        q, k = self._normalized(q), self._normalized(k)
+        q, k = self.normalized(q), self.normalized(k)
         changing = self.training and not in_backward()
         if changing and not _IN_STEP:
             self._advance()
@@ -113,7 +107,7 @@ class RandomFeatureAttention(nn.Module):
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """What `forward` would give as the layer now stands: nothing is drawn, noted or counted."""
-        return self._attend(self._normalized(q), self._normalized(k), v, key_mask, DenominatorCount())
+        return self._attend(self.normalized(q), self.normalized(k), v, key_mask, DenominatorCount())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
         return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal,
@@ -147,6 +141,14 @@ class RandomFeatureAttention(nn.Module):
         return self.keeps_statistics and (self.causal or self.cross)
 
     @property
+    def serves_causal(self) -> bool:
+        return not self.phi.fitted or self.keeps_statistics or self.clusters is not None
+
+    @property
+    def recurrent_heads(self) -> int:
+        return self.heads
+
+    @property
     def learns(self) -> bool:
         """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
         return self.running or self.clusters is not None
@@ -164,10 +166,6 @@ class RandomFeatureAttention(nn.Module):
             raise ValueError("decoding needs causal attention")
         return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
                              normalize=self.normalize, counter=self.denominators, version=self.version)
-
-    def past(self) -> RecurrentPast:
-        """The same for q, k and v as `forward` takes them."""
-        return RecurrentPast(self)
 
     def redraw(self) -> None:
         """Draws the next noise now: the one after `draws` draws of (seed, layer)."""
@@ -189,18 +187,6 @@ class RandomFeatureAttention(nn.Module):
             generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
             drawn[_buffer_of(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
-
-    @property
-    def scale(self) -> float:
-        """What queries and keys are multiplied by: x = scale q."""
-        return self.d**0.25 if self.normalize_qk else self.scaling**0.5
-
-    def _normalized(self, q: Tensor) -> Tensor:
-        return F.normalize(q.float(), dim=-1).to(q.dtype) if self.normalize_qk else q
-
-    def scaled(self, q: Tensor) -> Tensor:
-        """What a decoding state takes for queries or keys q."""
-        return self._normalized(q) * self.scale
 
     def _params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
         if not self.phi.fitted:
@@ -382,6 +368,10 @@ def same_step(going_on: bool = True):
         yield
     finally:
         _IN_STEP = before
+
+
+def in_step() -> bool:
+    return _IN_STEP
 
 
 def _buffer_of(p: Projections) -> str:

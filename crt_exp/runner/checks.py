@@ -70,9 +70,15 @@ def check_study(cfg, task, mechanism) -> None:
         raise ConfigError(f"task={choice('task')} does not train: start it on one process")
     if hasattr(task, "uses"):
         check_used(task)
-    if not mechanism.estimates and mechanism.name != "exact":
+    if not mechanism.estimates and mechanism.name != "exact" and not measures_whole(cfg, mechanism):
         raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} "
                           "estimates none: choose features=..., a preset such as attention=favorpp, or attention=exact")
+
+
+def measures_whole(cfg, mechanism) -> bool:
+    """Whether the study also measures this attention, which has no feature map."""
+    measures = getattr(located("task", cfg.task._target_), "measures_whole", None)
+    return measures is not None and measures(mechanism)
 
 
 def check_training(cfg, task, mechanism) -> None:

@@ -24,6 +24,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.nested import Nested
 from crt_exp.samplers import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
+from crt_exp.studies import layers
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
 from crt_exp.studies.pairs import drawn, drawn_ratios, generator, log_relative_mse
 
@@ -41,10 +42,11 @@ class Approximation:
 
     Records of four kinds: `heads`, one a layer: mean |x + y|^2, and each mechanism's log relative MSE by the closed
     forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error behind each layer; and a final
-    one at the largest m.
+    one at the largest m. Of near-far attention, which has no projections: see studies/layers.py.
     """
 
     metric, lower_is_better = "output_error", True
+    measures_whole = staticmethod(layers.is_measured_whole)
 
     def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count,
                  scale: Positive, depth: Whole, model: str | None = None, text: str | None = None,
@@ -59,6 +61,9 @@ class Approximation:
         self.depth = model is not None or depth > 0
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        if layers.is_measured_whole(mechanism):
+            yield from layers.records(self.source, mechanism, self.samples, self.depth, seed, done)
+            return
         if not mechanism.estimates:
             raise ValueError("attention=exact has no error: choose features=...")
         phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
@@ -167,6 +172,8 @@ class Approximation:
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
+        if "m" not in last:
+            return layers.summary(self.source, records)
         errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
                   "the last hidden states": "hidden_error"}
         shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)

@@ -195,7 +195,8 @@ class Pretrained:
         errors = []
         for sample in range(samples):
             for state in states if sample else ():
-                state.redraw()
+                if hasattr(state, "redraw"):  # near-far attention with cells draws nothing
+                    state.redraw()
             if any(state.learns for state in states):
                 fill_statistics(self.model, [dict(self.inputs)])
             errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(self._run(), self.states)]))

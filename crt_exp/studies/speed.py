@@ -135,7 +135,16 @@ def methods(length: int) -> dict[str, Method]:
     if length <= LONGEST_EXACT:
         found["sdpa"] = exact_attention
         found["sdpa causal"] = lambda q, k, v: exact_attention(q, k, v, causal=True)
-    return found | peers(length)
+    return found | near_far() | peers(length)
+
+
+def near_far() -> dict[str, Method]:
+    """Near-far attention with its preset `default`; the codebook of the causal one is of other queries and keys."""
+    make = Mechanism.of("nearfar").layer
+    both, causal = (make(HEADS, D, scaling=1.0, causal=causal).eval() for causal in (False, True))
+    with torch.no_grad(), causal.calibration():
+        causal(*inputs(2048)[:3])
+    return {"near-far": both, "near-far causal": causal}
 
 
 def hybrid(phi: FeatureMap, m: int, length: int) -> Method:

@@ -23,7 +23,7 @@ from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, Enc
 from transformers.generation import GenerationMixin
 
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.attention.linear import LinearAttention
 from crt_exp.swap.call import attend, read_mask
 
 WHOLE = "give past_key_values=DynamicCache(), which keeps all keys"
@@ -129,7 +129,8 @@ class RecurrentLayer(DynamicLayer):
     def _begin(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None,
                possible: bool) -> None:
         """After the first call: the state of its keys, or where it cannot stand for them, the keys."""
-        possible = possible and isinstance(swapped, RandomFeatureAttention) and query.shape[2] == key.shape[2]
+        possible = possible and isinstance(swapped, LinearAttention) and swapped.recurrent
+        possible = possible and query.shape[2] == key.shape[2]
         changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not possible or changing or swapped.calibrated is not None:
             self._keep_whole(key, value)
@@ -145,7 +146,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _take(self, state, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
         swapped = self.owner()
-        key, value = repeat_heads(key, swapped.heads), repeat_heads(value, swapped.heads)
+        key, value = (repeat_heads(t, swapped.recurrent_heads) for t in (key, value))
         state.take(swapped.scaled(key), value, keep)
 
     def _note(self, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
@@ -341,8 +342,8 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _recurrent_layers(model: nn.Module) -> set[int]:
-    """Indices in the cache of the layers that are causal and have random features."""
-    found = [part for part in model.modules() if isinstance(part._modules.get("swapped"), RandomFeatureAttention)
+    """Indices in the cache of the layers that are causal and have a recurrent state."""
+    found = [part for part in model.modules() if isinstance(part._modules.get("swapped"), LinearAttention)
              and getattr(part, "is_causal", True) and not getattr(part, "is_cross_attention", False)]
     return {part.layer_idx for part in found if isinstance(getattr(part, "layer_idx", None), int)
             and "cross" not in type(part).__name__.lower()}

@@ -9,7 +9,7 @@ class of the module.
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.attention.linear import LinearAttention
 
 REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually the lowest number) for removed ones
 
@@ -122,7 +122,7 @@ def _note_reached(state: nn.Module) -> None:
 
 
 def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
-    if not isinstance(state, RandomFeatureAttention):
+    if not isinstance(state, LinearAttention):
         return
     came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
     if came != made:
@@ -132,8 +132,8 @@ def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
 
 def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:
     """Some modules are causal, or attend to another sequence, in one call and not in the next."""
-    if isinstance(state, RandomFeatureAttention):
-        if causal and state.phi.fitted and not state.keeps_statistics and state.clusters is None:
+    if isinstance(state, LinearAttention):
+        if causal and not state.serves_causal:
             raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
                              "swap_attention(..., causal=True)")
         state.cross = state.cross if cross is None else cross

@@ -15,6 +15,7 @@ from torch import Tensor
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.attention.linear import LinearAttention
 from crt_exp.features.statistics import Moments, Statistics
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
@@ -44,14 +45,14 @@ class Watcher:
     """A forward hook that keeps `state.seen`, the mean statistics of what a layer fits to its own sequences, and
     `state.measured`."""
 
-    def __init__(self, state: RandomFeatureAttention):
+    def __init__(self, state: LinearAttention):
         self.count, state.seen, state.measured = 0, None, Measured()
 
-    def __call__(self, state: RandomFeatureAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
+    def __call__(self, state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
         q, k, v, key_mask = _given(*args, **kwargs)
         measure(state, q, k, v[..., :state.columns], key_mask)
-        if not state.running:
-            self._see(state, state._statistics(state._normalized(q), state._normalized(k), key_mask))
+        if isinstance(state, RandomFeatureAttention) and not state.running:
+            self._see(state, state._statistics(state.normalized(q), state.normalized(k), key_mask))
 
     def _see(self, state: RandomFeatureAttention, stats: Statistics) -> None:
         new = {side: _pooled(getattr(stats, side), state.moments) for side in "xy"}
@@ -62,7 +63,7 @@ class Watcher:
 
 
 @torch.no_grad()
-def measure(state: RandomFeatureAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     """Adds to `state.measured` what a call of the layer as it now stands gives:
     q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv).
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention import Baseline, RandomFeatureAttention
+from crt_exp.attention import Baseline, LinearAttention
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def attention_matrices(model: nn.Module, *inputs: Tensor,
     where there are none: `swap_attention(model, "exact")` makes exact attention visible too.
     """
     found, states = [], [part.swapped for part in model.modules() if "swapped" in part._modules]
-    states = states or [part for part in model.modules() if isinstance(part, (RandomFeatureAttention, Baseline))]
+    states = states or [part for part in model.modules() if isinstance(part, (LinearAttention, Baseline))]
     if not states:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped: swap_attention(model, 'exact') "
                          "comes first")

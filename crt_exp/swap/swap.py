@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.attention.linear import LinearAttention
 from crt_exp.swap import families
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.refusals import places, refusal
@@ -351,13 +351,13 @@ def _eval_mode(model: nn.Module):
             part.training = True
 
 
-def _states(model: nn.Module) -> dict[str, RandomFeatureAttention]:
-    """The layers with random features, by path."""
+def _states(model: nn.Module) -> dict[str, LinearAttention]:
+    """The layers that a calibration concerns, by path."""
     states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
-              if isinstance(part, RandomFeatureAttention)}
+              if isinstance(part, LinearAttention)}
     if not states:
-        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate: "
-                         "call swap_attention first")
+        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate, nor near-far "
+                         "attention: call swap_attention first")
     return states
 
 
@@ -367,7 +367,7 @@ def _warn_of_errors(model: nn.Module) -> None:
              for path, state in states.items() if state.measured.error > state.measured.uniform]
     if worse:
         shown = ", ".join(worse[:3]) + (f" and {len(worse) - 3} more" if len(worse) > 3 else "")
-        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of random-feature attention is further from "
+        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of linear attention is further from "
                       f"exact attention than the mean of the values is (uniform attention): {shown}. Take more "
                       "features (m), another mechanism, or leave these layers as they are with layers=[...]",
                       stacklevel=3)

@@ -9,9 +9,10 @@ from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Statistics
 
-# the last two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
-# values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before
-ERRORS = ("error on calibration", "uniform's error")
+# the first two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
+# values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before.
+# "predicted error": of near-far attention, the mean far weight of a query times (sum_k N_k tau_k)^(1/2)
+ERRORS = ("error on calibration", "uniform's error", "predicted error")
 # chosen: how many heads have which map, where each takes its own
 # reached: whether the first forward pass of the model after the swap came to this module; empty before
 COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "chosen",
@@ -75,6 +76,7 @@ def _chosen(state: RandomFeatureAttention, params) -> str | None:
     return ", ".join(f"{name} {heads}" for name, heads in Counter(state.phi.names(params)).most_common())
 
 
-def _errors(state: nn.Module | None) -> tuple[float | None, float | None]:
-    measured = getattr(state, "measured", None)
-    return (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)
+def _errors(state: nn.Module | None) -> tuple[float | None, ...]:
+    measured, predicted = getattr(state, "measured", None), getattr(state, "predicted", None)
+    found = (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)
+    return *found, predicted

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.attention import RandomFeatureAttention
+from crt_exp.attention import LinearAttention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.families import Families, Options
@@ -172,7 +172,7 @@ class TrEMBL(Task):
 
     def calibrate(self, model: nn.Module) -> None:
         """Fills the statistics that causal features are fitted to: the weights come from another attention."""
-        if any(part.learns for part in model.modules() if isinstance(part, RandomFeatureAttention)):
+        if any(part.learns for part in model.modules() if isinstance(part, LinearAttention)):
             batches = zip(range(self.calibration), self.batches("train", Plan(8)))
             read = [{key: batch[key] for key in batch if key != "labels"} for _, batch in batches]
             if read:

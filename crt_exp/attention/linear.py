@@ -1,0 +1,61 @@
+"""What the layers have in common that stand for softmax attention in linear time and learn from what they see: what
+swaps, caches of decoding and tables ask of them."""
+
+from contextlib import AbstractContextManager
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.attention.decoding import RecurrentPast
+
+
+class LinearAttention(nn.Module):
+    """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled, and key_mask (B,S), True = keep: (B,H,L,dv).
+
+    scaling: the logit is scaling q.k, by default d^(-1/2). normalize_qk: puts queries and keys on the sphere of radius
+    d^(1/4), the mean length of x for entries of unit variance.
+    """
+
+    can_be_causal = True
+    recurrent = True         # whether `decoding` gives a state
+    recurrent_heads: int     # of keys and values, as a decoding state takes them
+    learns: bool             # whether calls as the layer now stands use what earlier calls or a calibration left here
+    serves_causal: bool      # whether calls may be causal: some layers are so in one call and not in the next
+    version: object          # changes with all that a decoding state depends on
+
+    def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, cross: bool, scaling: float | None,
+                 normalize_qk: bool):
+        super().__init__()
+        self.heads, self.d, self.kv_heads = heads, d, kv_heads or heads
+        self.causal, self.cross, self.normalize_qk = causal, cross, normalize_qk
+        self.scaling = d**-0.5 if scaling is None else scaling
+        self.calibrated = None   # within a calibration: how many passes it has seen
+        self.columns = None      # of the values proper, where a caller has put others behind them
+
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """What `forward` would give as the layer now stands: nothing is drawn, noted or counted."""
+        raise NotImplementedError
+
+    def calibration(self) -> AbstractContextManager:
+        """Within it, passes in eval mode replace what the layer has learned."""
+        raise NotImplementedError
+
+    def decoding(self):
+        """A fresh state for token-by-token use of x = `scaled(q)`; causal attention only."""
+        raise NotImplementedError
+
+    def past(self) -> RecurrentPast:
+        """The same for q, k and v as `forward` takes them."""
+        return RecurrentPast(self)
+
+    @property
+    def scale(self) -> float:
+        """What queries and keys are multiplied by: x = scale q."""
+        return self.d**0.25 if self.normalize_qk else self.scaling**0.5
+
+    def normalized(self, q: Tensor) -> Tensor:
+        return F.normalize(q.float(), dim=-1).to(q.dtype) if self.normalize_qk else q
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """What a decoding state takes for queries or keys q."""
+        return self.normalized(q) * self.scale

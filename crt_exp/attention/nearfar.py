@@ -1,0 +1,229 @@
+"""Near-far attention: near and heavy keys exactly, all others by cells, in one softmax, in linear time.
+
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v (., S, dv); N
+blocks of b tokens, n heavy keys, K cells. A query of block t sees
+
+- the keys of blocks t - 1, t and t + 1 (causal: those of t - 1, and of its own up to itself) exactly: near;
+- the heavy keys, whose score is largest, exactly: causal, those among the blocks up to t - 2;
+- a cell's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
+
+Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
+by (crt_exp/attention/cells.py), carry no gradient, all sums do. Derived here. """
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.cells import (
+    Choice,
+    Metric,
+    Sizes,
+    blocks,
+    grouped,
+    levels,
+    mean_spread,
+    slopes,
+    summed,
+    sums_of_cells,
+    ungrouped,
+    without,
+)
+from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
+from crt_exp.attention.engines.block_sums import block_sums, one_hot
+from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather, nothing
+from crt_exp.attention.nearfar_causal import Causal, Codebook
+from crt_exp.attention.nearfar_features import FarFeatures
+
+PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
+KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
+QUERIES = 256    # of a block, where there is no window
+
+
+class Result(NamedTuple):
+    out: Tensor          # (B, H, L, dv)
+    # (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1; NaN with random features
+    predicted: Tensor
+
+
+def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
+                       cross: bool = False, codebook: Codebook | None = None, far: FarFeatures | None = None,
+                       key_mask: Tensor | None = None) -> Result:
+    """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated.
+
+    In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
+    so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
+    queries were as large as the keys. causal: needs `codebook`, of earlier sequences; query i stands at i + S - L.
+    far: random features, in place of the cells. key_mask (B, S), True = keep; a query that sees no key gets 0. No more
+    heavy keys and cells than keys are taken, and a length that the block does not divide is padded. Exact where block
+    >= S, heavy >= S, or every key is the only one of its cell. Differentiable in x, y and v, sets and measure constant.
+
+    Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
+    nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
+    (CPU). """
+    check_inputs(x, y, v, None, (), causal, key_mask)
+    _check(x, y, causal, cross, codebook)
+    B, Hkv = y.shape[:2]
+    tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
+    keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
+    call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
+    with torch.autocast(x.device.type, enabled=False):
+        out, predicted = _computed(call, *tensors, keep)
+    out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
+    if key_mask is not None:  # of a query without keys what was gathered means nothing
+        seen = key_mask.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
+        out = torch.where((seen > 0).unsqueeze(-1), out, 0.0)
+    return Result(out, predicted.view(B, Hkv))
+
+
+def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook | None) -> None:
+    if causal and codebook is None:
+        raise ValueError("causal near-far attention needs a codebook: one of this sequence would tell of the future")
+    if not causal and not cross and x.shape[2] != y.shape[2]:
+        raise ValueError(f"near-far attention of {x.shape[2]} queries to {y.shape[2]} keys: one sequence needs as many "
+                         "of both; give cross=True where queries and keys are of different ones")
+
+
+# ---- parts of the heads ----------------------------------------------------------------------------------------------
+
+
+def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A part of the heads at a time."""
+    (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
+    if call.far is not None or torch.compiler.is_compiling() or transformed(x, y, v):
+        size = Z
+    elif size < Z and Z * S > KEPT:
+        return _InParts.apply(call, keep, size, x, y, v)
+    found = []
+    for i, part in enumerate(zip(*(t.split(size) for t in (x, y, v)))):
+        rows = slice(i * size, min(i * size + size, Z))
+        here = None if keep is None else keep[rows]
+        found.append(call.attend(*part, here, call.choose(*part[:2], here, rows)))
+    out, predicted = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
+    return out.to(v.dtype), predicted
+
+
+class _InParts(torch.autograd.Function):
+    """Keeps the sets alone, and computes a part anew in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, call, keep, size, x, y, v):
+        out, predicted, ctx.parts = v.new_empty(*x.shape[:3], v.shape[-1]), [], []
+        for start in range(0, len(y), size):
+            rows = slice(start, min(start + size, len(y)))
+            here = None if keep is None else keep[rows]
+            chosen = call.choose(x[rows], y[rows], here, rows)
+            out[rows], found = call.attend(x[rows], y[rows], v[rows], here, chosen)
+            predicted.append(found)
+            ctx.parts.append((rows, here, chosen))
+        ctx.call, predicted = call, torch.cat(predicted)
+        ctx.save_for_backward(x, y, v)
+        ctx.mark_non_differentiable(predicted)
+        return out, predicted
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        check_gradient(grad)
+        inputs = ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in inputs]
+        for rows, keep, chosen in ctx.parts:
+            part = [t[rows].detach().requires_grad_() for t in inputs]
+            _write_gradients(ctx.call, part, keep, chosen, grad[rows], [total[rows] for total in grads])
+        return None, None, None, *grads
+
+
+def _write_gradients(call: "Both | Causal", inputs: list[Tensor], keep: Tensor | None, chosen, grad: Tensor,
+                     totals: list[Tensor]) -> None:
+    """Those of one part; what they need is gone before the next one."""
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+        out, _ = call.attend(*inputs, keep, chosen)
+        found = torch.autograd.grad(out, inputs, grad.to(out.dtype))
+    for total, g in zip(totals, found):
+        total.copy_(g)
+
+
+# ---- in both directions ----------------------------------------------------------------------------------------------
+
+
+class Chosen(NamedTuple):
+    metric: Metric
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Both:
+    """Attention of a sequence to itself in both directions, or to another one."""
+
+    sizes: Sizes
+    cross: bool
+    codebook: Codebook | None
+    far: FarFeatures | None = None
+
+    @torch.no_grad()
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
+        """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
+        dtype = compute_dtype(x, y)
+        y = y.to(dtype)
+        if self.cross:
+            metric = Metric.of(None, y, None, keep)
+            if self.codebook is not None:
+                metric = self.codebook.at(rows).to(dtype).metric._replace(shift=metric.shift)
+        else:
+            queries = None if keep is None else keep.repeat(1, x.shape[1])
+            metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
+        y = without(y - metric.shift, keep)
+        return Chosen(metric, Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep))
+
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
+        """(Z, G, L, dv) and the predicted error (Z,)."""
+        (metric, choice), dtype = chosen, compute_dtype(x, y, v)
+        x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
+        b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
+        window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
+        heavy = heavy_set(y, v, choice)
+        if self.far is not None:
+            return self._with_features(x, y, v, metric, choice, window, heavy, b), x.new_full((len(y),), torch.nan)
+        level = levels(y.detach(), metric, choice)
+        K = choice.centres.shape[1]
+        rows, sums = sums_of_cells(y, v, metric, choice, level)
+        sums = sums.unsqueeze(1)
+        cells = summed(sums, metric, choice.centres, level)
+        if self.cross:
+            far = (one_hot(choice.cell, K, dtype).mT @ rows).unsqueeze(1)
+        else:
+            far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
+        found = gather(grouped(x, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)))
+        out, share = (ungrouped(t, *x.shape[1:3]) for t in (found.out, found.share))
+        if self.sizes.first_order:
+            g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
+            slope = slopes(y, v, g, one_hot(choice.cell, K, dtype), cells.mu.squeeze(1)).unsqueeze(1)
+            out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
+        spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
+        return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
+
+    def _with_features(self, x: Tensor, y: Tensor, v: Tensor, metric: Metric, choice: Choice, window: Window | None,
+                       heavy: tuple[Weighted, ...], b: int) -> Tensor:
+        near = gather(grouped(x, b), window, heavy or (nothing(y, v),), logsum=True)
+        size = y.shape[1] if self.cross else b
+        far = (blocks(t, size) for t in (y, v, metric.log_weights(y), choice.pool))
+        keys = self.far.keys(*far, self.far.kv_heads * x.shape[1])
+        queries = grouped(x - metric.tilt.unsqueeze(1), b)
+        return ungrouped(self.far.merged(near, queries, keys, None if self.cross else 2, True), *x.shape[1:3])
+
+
+def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:
+    """HIDDEN for keys that are masked, heavy or beyond the last, (Z, N, b)."""
+    near = torch.ones_like(choice.pool) if keep is None else keep
+    near = near.scatter(1, choice.heavy, False)
+    return torch.where(blocks(near, b), 0.0, HIDDEN)
+
+
+def heavy_set(y: Tensor, v: Tensor, choice: Choice) -> tuple[Weighted, ...]:
+    if not choice.heavy.shape[1]:
+        return ()
+    keys, values = (t.gather(1, choice.heavy.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (y, v))
+    there = choice.there.unsqueeze(-1).to(v.dtype)
+    return Weighted(keys.unsqueeze(1), torch.cat([values * there, there], -1).unsqueeze(1),
+                    y.new_zeros(len(y), 1, keys.shape[1])),

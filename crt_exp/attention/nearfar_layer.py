@@ -1,0 +1,252 @@
+"""`NearFar`: near-far attention with its state, as a module.
+
+Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, K cells. q, k, v are unscaled; x = scale q and
+y = scale k. The state changes in one place and at one moment, as that of `RandomFeatureAttention`: at the start of a
+forward pass in training.
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.cells import Metric, Sizes, centres_of
+from crt_exp.attention.fitted_once import FittedOnce
+from crt_exp.attention.layer import RandomFeatureAttention, in_backward, in_step
+from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.nearfar import Result, near_far_attention
+from crt_exp.attention.nearfar_causal import Codebook
+from crt_exp.attention.nearfar_decoding import NearFarState
+from crt_exp.attention.nearfar_features import FarFeatures, check_positive
+from crt_exp.features.base import FeatureMap
+from crt_exp.features.statistics import Statistics
+from crt_exp.nested import Nested
+from crt_exp.samplers import Noise
+from crt_exp.samplers.noise import transforming
+from crt_exp.schema import Count, Whole
+
+PRESETS = {"cheap": Sizes(16, 16, 16), "default": Sizes(32, 16, 64), "quality": Sizes(32, 64, 128, True)}
+SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
+LONG = 1000          # keys from which on values are taken to first order, where it is not said
+
+
+class NearFar(LinearAttention):
+    """Exact attention to near and heavy keys and cells for the rest, for any pretrained model.
+
+    preset: sizes; block (tokens), heavy (keys), cells and first_order (values of a cell to first order in the query; by
+    default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
+    the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
+    others by cells. far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
+
+    What the sets are chosen by, so that a query never sees a later one:
+    - bidirectional attention of a sequence to itself: its own queries and keys;
+    - causal: a codebook of earlier ones, made of those of each `fit_steps` training passes or of a calibration; before
+      the first, the first `heavy` keys are the heavy ones and all cells are one, which is said once;
+    - cross-attention (`cross`, and every call that is not causal with other numbers of queries and keys): no key is
+      near; the keys of the call, and the moments of earlier queries where there are some.
+
+    Buffers: those of `FittedOnce` in `clusters`, where the layer is causal or cross.
+    """
+
+    group = None
+
+    def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality"] = "default",
+                 block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
+                 first_order: bool | None = None, far: Literal["cells", "features"] = "cells",
+                 phi: FeatureMap | None = None, sampler: Callable[..., Noise] | None = None, m: Nested = None,
+                 kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
+                 normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
+        super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
+        self.preset, self.first_order = preset, first_order
+        self.sizes = sizes_of(preset, block, heavy, cells, first_order)
+        makes = causal or cross
+        self.features = None
+        if far == "features":
+            check_positive(phi)
+            self.sizes = self.sizes._replace(cells=1, first_order=False)
+            self.features = RandomFeatureAttention(phi, sampler, m, heads, d, kv_heads=kv_heads, causal=causal,
+                                                   cross=cross, scaling=1.0, seed=seed, layer=layer)
+        self.clusters = FittedAgain(CodebookMaker(self.sizes.cells), self.kv_heads, d, fit_steps) if makes else None
+        self.predicted = None    # mean predicted error of the calls of the last calibration, of cells
+        self._said = False
+
+    def __setattr__(self, name, value):
+        if name == "group" and value is not None:
+            raise ValueError("near-far attention cannot split a sequence over processes (group=...): its near keys and "
+                             "heavy keys may lie on any of them. Take favorpp")
+        super().__setattr__(name, value)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
+        changing = self.training and not in_backward() and self.uses_codebook(q, k)
+        if changing and not in_step():
+            self._advance()
+        result = self._attend(q, k, v, key_mask)
+        if changing or (self.calibrated is not None and self.uses_codebook(q, k)):
+            self._note(q, k, key_mask)
+        if self.calibrated is not None:
+            self.predicted += float(result.predicted.mean())
+            self.calibrated += 1
+        return result.out
+
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return self._attend(q, k, v, key_mask).out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
+        book, cross = None, self.cross or q.shape[2] != k.shape[2]
+        if self.causal or (cross and self.clusters is not None and self.clusters.done):
+            book = self.codebook(len(q))
+        sizes = self.sizes
+        if self.first_order is None and self.preset != "quality":
+            sizes = sizes._replace(first_order=not self.causal and k.shape[2] >= LONG)
+        q, k = self.scaled(q), self.scaled(k)
+        far = None if self.features is None else self._far(q, k, key_mask)
+        return near_far_attention(q, k, v, sizes, causal=self.causal, cross=cross, codebook=book, far=far,
+                                  key_mask=key_mask)
+
+    def _far(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> FarFeatures:
+        features = self.features
+        features.causal, features.cross = self.causal, self.cross
+        return FarFeatures(features.phi, features.noise, features._params(x, y, key_mask), self.kv_heads)
+
+    # ---- the codebook
+
+    def uses_codebook(self, q: Tensor, k: Tensor) -> bool:
+        return self.clusters is not None and (self.causal or self.cross or q.shape[2] != k.shape[2])
+
+    @property
+    def serves_causal(self) -> bool:
+        return self.clusters is not None
+
+    @property
+    def recurrent(self) -> bool:
+        return self.features is None
+
+    @property
+    def recurrent_heads(self) -> int:
+        return self.kv_heads
+
+    @property
+    def learns(self) -> bool:
+        return self.clusters is not None and (self.causal or self.cross)
+
+    @property
+    def version(self) -> int:
+        """Changes with every refit: a decoding state is valid for one version."""
+        return 0 if self.clusters is None else int(self.clusters.fits)
+
+    def codebook(self, batch: int = 1) -> Codebook:
+        """Of (batch Hkv, ...)."""
+        self._say_uncalibrated()
+        shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in self.clusters.params())
+        return Codebook(Metric(shift, tilt, root), centres)
+
+    def decoding(self) -> NearFarState:
+        if not self.causal:
+            raise ValueError("decoding needs causal attention")
+        if self.features is not None:
+            raise ValueError("near-far attention with far = features has no decoding state: take far = cells")
+        return NearFarState(self.sizes, self.codebook(), self.kv_heads, self.version)
+
+    def _advance(self) -> None:
+        if transforming():
+            raise ValueError("this layer changes its codebook in training mode, which transforms of torch.func cannot "
+                             "follow: call eval() before")
+        self.clusters.advance()
+        if self.features is not None:
+            self.features._advance()
+
+    def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
+        same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
+        self.clusters.note(self.scaled(q), self.scaled(k), key_mask if same else None, key_mask)
+        if self.features is not None:
+            self.features._see(self.scaled(q), self.scaled(k), key_mask)
+
+    def _say_uncalibrated(self) -> None:
+        if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
+            return
+        self._said = True
+        if not self.clusters.done:
+            warnings.warn("causal near-far attention has no codebook yet, so all far keys are one cell and the first "
+                          "keys are the heavy ones: train it for fit_steps passes, or call "
+                          "calibrate_attention(model, batches)", stacklevel=5)
+
+    @contextmanager
+    def calibration(self):
+        self.calibrated, self.predicted = 0, 0.0
+        if self.clusters is not None:
+            self.clusters.calibrate(True)
+        inner = nullcontext() if self.features is None else self.features.calibration()
+        try:
+            with inner:
+                yield
+        finally:
+            known = self.calibrated and self.features is None
+            self.predicted = self.predicted / self.calibrated if known else None
+            self.calibrated = None
+            if self.clusters is not None:
+                self.clusters.calibrate(False)
+
+    def extra_repr(self) -> str:
+        return (f"block={self.sizes.block}, heavy={self.sizes.heavy}, cells={self.sizes.cells}, heads={self.heads}, "
+                f"d={self.d}, causal={self.causal}, cross={self.cross}")
+
+
+def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None) -> Sizes:
+    """Those of the preset, but for those that are given. Raises ValueError for a name or number that cannot be."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset = {preset!r}: choose one of {', '.join(PRESETS)}")
+    given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order}
+    sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
+    for name, least in (("block", 1), ("heavy", 0), ("cells", 1)):
+        if getattr(sizes, name) < least:
+            raise ValueError(f"{name} = {getattr(sizes, name)}: it must be at least {least}")
+    return sizes
+
+
+class Fitted(NamedTuple):
+    """What a codebook is made of, (Hkv, ., d): see `Metric` and `Codebook`."""
+
+    shift: Tensor
+    tilt: Tensor
+    root: Tensor
+    centres: Tensor
+
+
+class CodebookMaker:
+    """Makes codebooks of samples, as `FittedOnce` asks for it."""
+
+    def __init__(self, cells: int):
+        self.cells = cells
+
+    def unfitted(self, d: int) -> Fitted:
+        """All keys score alike, and all are nearest to the first of centres that are all 0."""
+        zero = torch.zeros(1, d)
+        return Fitted(zero, zero.clone(), torch.zeros(d, d), torch.zeros(self.cells, d))
+
+    def fit(self, stats: Statistics) -> Fitted:
+        """Of each head's vectors that are there."""
+        (_, queries), (_, keys) = stats.x.sets(), stats.y.sets()
+        x, y = torch.stack(queries), torch.stack(keys)      # as many of each head
+        if not x.shape[1] or not y.shape[1]:
+            return Fitted(*(t.expand(len(x), -1, -1).to(x) for t in self.unfitted(x.shape[-1])))
+        metric = Metric.of(x, y, None, None)
+        few = min(self.cells, y.shape[1])
+        places = centres_of((y - metric.shift) @ metric.root, metric.log_weights(y - metric.shift), few)
+        centres = torch.linalg.solve_triangular(metric.root, places, upper=False, left=False) + metric.shift
+        return Fitted(*metric, torch.cat([centres, centres[:, -1:].expand(-1, self.cells - few, -1)], 1))
+
+
+class FittedAgain(FittedOnce):
+    """Fitted to each `steps` training passes anew."""
+
+    vectors = SAMPLE
+
+    @torch.compiler.disable
+    def advance(self) -> None:
+        if int(self.passes) >= self.steps:
+            self._fit({side: getattr(self, side) for side in ("queries", "keys")})
+            self._forget()
