@@ -237,6 +237,8 @@ def calibrate(task: Task, model: nn.Module, batches: Iterable[Any]) -> None:
 
 
 def predicted(state: nn.Module) -> list[float] | None:
+    if state.phi.on_vectors:  # clusters: they depend on more than a typical pair
+        return None
     try:
         return predicted_errors(state.phi, state.seen, state.m).tolist()
     except NotImplementedError:  # parts that share their projections
