@@ -13,7 +13,7 @@ from crt_exp.report.writing import markdown, write_report
 
 ROWS, COLUMNS, WIDTH, ROUNDS = 100_000, 64, 256, 11
 REST = 0.2  # seconds between timings, in which the threads of the library before stop spinning
-WITHOUT = palette.APART | dict.fromkeys(("gerf", *palette.HYBRIDS), "its features differ for the two sides of the "
+WITHOUT = palette.DENSE | dict.fromkeys(("gerf", *palette.HYBRIDS), "its features differ for the two sides of the "
                                         "kernel, which one transform cannot give")
 MAPS = palette.maps(WITHOUT)
 

@@ -13,7 +13,8 @@ from crt_exp.report.kernel_arms import Arm, below, line, mechanism_of, over, res
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 from crt_exp.studies.clusters import Clusters
 
-WITHOUT = {**dict.fromkeys(("hyp", "gerf", "smreg", "angular", "gaussian"), "the paper's figure has clusters, FAVOR+ "
+WITHOUT = {**palette.DENSE,
+           **dict.fromkeys(("hyp", "gerf", "smreg", "angular", "gaussian"), "the paper's figure has clusters, FAVOR+ "
                            "and trigonometric features"),
            **dict.fromkeys(("pois", "geom", "pois_coord", "pois_plus", "geom_plus"), "discrete maps see coordinates")}
 MAPS = palette.maps(WITHOUT)

@@ -14,7 +14,7 @@ from crt_exp.report.kernel_arms import NAMES, Arm, below, line, mechanism_of, re
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 from crt_exp.studies.flops import Flops
 
-WITHOUT = {"smreg": "it estimates another kernel", "gerf": "trig and oprf stand for it",
+WITHOUT = {**palette.DENSE, "smreg": "it estimates another kernel", "gerf": "trig and oprf stand for it",
            "clustered": "these vectors have no clusters; see hrf-clusters",
            **dict.fromkeys(("pois", "geom", "pois_coord", "pois_plus", "geom_plus"),
                            "the error of discrete maps depends on coordinates")}

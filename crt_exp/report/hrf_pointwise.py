@@ -15,7 +15,7 @@ from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, writ
 from crt_exp.studies.pairs import angles_of
 from crt_exp.studies.pointwise import Pointwise
 
-WITHOUT = {"smreg": "it estimates another kernel", "clustered": "one angle at a time has no clusters",
+WITHOUT = {**palette.DENSE, "smreg": "it estimates another kernel", "clustered": "one angle at a time has no clusters",
            **dict.fromkeys(("pois", "geom", "pois_coord", "pois_plus", "geom_plus"),
                            "the error of discrete maps depends on coordinates, not on angles alone")}
 MAPS = palette.maps(WITHOUT)

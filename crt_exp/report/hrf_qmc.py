@@ -16,7 +16,8 @@ from crt_exp.report.kernel_arms import NAMES, Arm, below, distinct, mechanism_of
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.qmc import QMC
 
-WITHOUT = {"smreg": "it estimates another kernel", "hyp": "the hybrid's positive base; see hrf-pointwise",
+WITHOUT = {**palette.DENSE, "smreg": "it estimates another kernel",
+           "hyp": "the hybrid's positive base; see hrf-pointwise",
            "gaussian": "the paper's table has the angular hybrid", "clustered": "see hrf-clusters",
            **dict.fromkeys(("pois", "geom", "pois_coord", "pois_plus", "geom_plus"), "the paper compares samplers")}
 WITHOUT_SAMPLERS = {"givens": "Hadamard rows stand for the approximate ones",

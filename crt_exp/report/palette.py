@@ -30,8 +30,9 @@ LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu
 NONE: Mapping[str, str] = {}  # left out
 HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "a hybrid has many times the features of the others at "
                         "equal projections; these have reports of their own")
-APART = {**HYBRIDS, "auto": "it is one of the others, for each head its own",
-         "sderf": "the laws of dense features depend on more than lengths and angles"}  # of most reports
+DENSE = {"auto": "it is one of the others, for each head its own",
+         "sderf": "the laws of dense features depend on more than lengths and angles"}
+APART = {**HYBRIDS, **DENSE}  # of most reports
 POSITIVE = (PositiveExponential, PoisRFPlus, GeomRFPlus)
 
 
