@@ -46,20 +46,34 @@ def square(x):
     return x * x
 
 
+def cube(x):
+    return x**3
+
+
 def test_cells_resume(tmp_path, monkeypatch):
     """What is known is not computed again, also after a crash that cut the last line off."""
     monkeypatch.chdir(tmp_path)
     keys = [{"x": x} for x in range(3)]
-    cells = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
+    cells = writing.Cells("demo").fill(keys, square, "test", workers=1)
     assert [cells[k] for k in keys] == [0, 1, 4]
     text = cells.path.read_text()
     cells.path.write_text(text[:-10])
-    again = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
+    again = writing.Cells("demo").fill(keys, square, "test", workers=1)
     assert [again[k] for k in keys] == [0, 1, 4] and len((tmp_path / "calls").read_text().split()) == 4
-    assert all(record["commit"] and record["date"] for record in again.known.values())
-    with pytest.raises(ValueError, match="filled by square, not by abs: their keys must differ"):
-        again.fill(keys, abs, "test", workers=1)
-    assert not writing.Cells("demo", ("runner/run.py",)).known  # other code: all anew
+    assert all(record["commit"] and record["date"] and record["versions"] for record in again.known.values())
+    with pytest.raises(ValueError, match="filled by .*square, not by .*cube: their keys must differ"):
+        again.fill(keys, cube, "test", workers=1)
+    other = writing.Cells("demo", ("kernels.py",)).fill(keys[:1], square, "test", workers=1)  # other code: anew
+    assert len((tmp_path / "calls").read_text().split()) == 5 and list(other.known) == ['{"x": 0}']
+
+
+def test_caption_says_when_the_cells_were_made():
+    made = [{"commit": "a" * 40, "date": day, "versions": writing.versions()} for day in ("2026-01-02", "2026-01-01")]
+    old = {"commit": "b" * 40 + "+changes", "date": "2025-01-01", "versions": "torch 1.0"}
+    assert writing.origins([*made, old]) == (
+        f"Computed: 2 cells of 2026-01-01 to 2026-01-02, commit {'a' * 12}, tree unchanged, these versions; "
+        f"1 cell of 2025-01-01, commit {'b' * 12}, tree changed, torch 1.0. ")
+    assert writing.origins([]) == ""
 
 
 def test_a_cell_depends_on_what_code_does_and_not_on_how_it_is_written():
