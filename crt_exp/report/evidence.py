@@ -4,7 +4,7 @@ Legend: n independent draws (seeds, data sets drawn anew); all intervals are two
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,6 +109,15 @@ class Verdict:
         unit = f" {self.claim.unit}" if self.claim.unit else ""
         found = self.claim.difference
         return f"- **{self.word}**: {self.claim.text}: {found:+.3g}{unit} (n = {found.n}, p = {self.p:.2g})"
+
+
+def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
+    """The first line of a report: which of so many arms a control beats, by where (where -> arms)."""
+    count = sum(map(len, beaten.values()))
+    if not count:
+        return f"None of {of} arms is worse than {control}, a control."
+    told = "; ".join(f"{where}: {', '.join(arms)}" for where, arms in beaten.items() if arms)
+    return f"**{control[0].upper()}{control[1:]}, a control, beats {count} of {of} arms.** {told}."
 
 
 def judged(claims: Sequence[Claim], level: float = LEVEL) -> list[Verdict]:
