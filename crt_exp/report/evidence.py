@@ -40,6 +40,11 @@ def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
     return _student(values, 1 / len(values) if len(values) else 1, level)
 
 
+def exactly(value: float) -> Interval:
+    """Of what a closed form tells without any draw: an interval of no width."""
+    return Interval(value, 0.0, float(value == 0), 1)
+
+
 def overlapping(values: Sequence[float], test_share: float, level: float = LEVEL) -> Interval:
     """Nadeau and Bengio's interval for random splits of one data set, which overlap and so are not independent.
 
