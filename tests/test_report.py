@@ -244,7 +244,7 @@ def test_variance_task_resumes():
 
 
 def test_projections_error_falls_with_m():
-    records = list(Projections(64, 8, [16, 256], 6).records(OPRF_64, 0))
+    records = list(Projections(64, 8, [16, 256], 6, scale=0.5).records(OPRF_64, 0))
     assert records[1]["mse"] < records[0]["mse"] / 4 and records[1]["final"]
 
 

@@ -6,6 +6,7 @@ do. Errors are relative to that of uniform attention, the mean of V: where that 
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,7 @@ def ms_of(features: str) -> tuple[int, ...]:
     return (of_columns(features),) if features in palette.HYBRIDS else MS
 
 
+@cache
 def of_columns(features: str) -> int:
     """Projections that make at most COLUMNS columns."""
     return COLUMNS // palette.feature_map(features).width(1)
@@ -123,13 +125,14 @@ def controls_that_win(found: Found) -> str:
 
 def least_of_all(found: Found, heads: str) -> str:
     """With as many projections, and with as many columns; of all arms, and of those that estimate softmax itself."""
-    told = []
+    told, unbiased = [], {f for f in MAPS if estimates_softmax(palette.feature_map(f))}
     for basis, m_of, names in (("projections", lambda features: COLUMNS, set(MAPS) - set(palette.HYBRIDS)),
                                ("columns", of_columns, set(MAPS))):
-        arms = {named(f, s): at(found, (h, S, f, s), m_of(f)) for h, S, f, s in found
+        arms = {(f, s): at(found, (h, S, f, s), m_of(f)) for h, S, f, s in found
                 if (h, S) == (heads, EVERY) and f in names}
-        fair = {arm: v for arm, v in arms.items() if estimates_softmax(palette.feature_map(arm.split(" x ")[0]))}
-        told += [f"- {COLUMNS} {basis} each: {least(arms)}.", f"- of these, unbiased ones: {least(fair)}."]
+        fair = {named(*arm): values for arm, values in arms.items() if arm[0] in unbiased}
+        told += [f"- {COLUMNS} {basis} each: {least({named(*arm): values for arm, values in arms.items()})}.",
+                 f"- of these, unbiased ones: {least(fair)}."]
     return "\n".join(told)
 
 

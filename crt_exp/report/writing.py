@@ -127,9 +127,9 @@ def write_report(name: str, title: str, body: str, rows: Sequence[dict[str, Any]
 
 def caption(facts: str, seconds: float) -> str:
     """Below every report: what was done, with which code, where, when, how long it took, and by which command."""
-    return (f"{facts} Versions: {versions()}; {source()}. {origins(list(Cells.asked.values()))}Machine: {machine()}. "
-            f"{date.today()}, {seconds:.0f} s of computing, the last call {time.perf_counter() - STARTED:.0f} s. "
-            f"Command: `{command()}`.")
+    return (f"{facts} Versions: {versions()}; {source()}. Machine: {machine()}. "
+            f"{origins(list(Cells.asked.values()))}Written: {date.today()}, {seconds:.0f} s of computing, the "
+            f"last call {time.perf_counter() - STARTED:.0f} s. Command: `{command()}`.")
 
 
 def versions() -> str:
