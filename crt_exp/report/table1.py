@@ -8,12 +8,11 @@ columns each; for both codings of categories.
 from typing import Any
 
 import numpy as np
-from sklearn.dummy import DummyClassifier
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
-from crt_exp.report.demo import mechanism
+from crt_exp.report.demo import MAJORITY, MajorityUCI, mechanism
 from crt_exp.report.evidence import Claim, Interval, judged, overlapping, won_by
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.uci import UCI
@@ -31,7 +30,6 @@ WITHOUT = {"smreg": "it estimates a kernel of its own, not the one that is tuned
 MAPS = palette.maps(WITHOUT)
 PEERS = {"RBFSampler": RBFSampler, "Nystroem": Nystroem}
 PEER_COLOURS = {"RBFSampler": "#666666", "Nystroem": palette.CONTROL}
-MAJORITY = "majority"
 CODED = ("car", "cmc", "nursery", "chess")  # sets with categorical columns: the others have one coding
 M, DRAWS, SEED = 128, 3, 0
 SPLIT = (0.9, 0.05, 0.05)
@@ -62,13 +60,6 @@ class PeerClassifier:
     def score(self, X, y) -> float:
         best = (self.transformer.transform(X) @ self.state).argmax(1)
         return float((self.classes[best] == y).mean())
-
-
-class MajorityUCI(UCI):
-    """The same task for who always says the most frequent class: the control."""
-
-    def estimator(self, mechanism, sigma, seed):
-        return DummyClassifier(strategy="most_frequent")
 
 
 KINDS = {**dict.fromkeys(PEERS, PeerUCI), MAJORITY: MajorityUCI}
