@@ -156,7 +156,7 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
 def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
     from crt_exp.report import bench_estimators
 
-    for name, value in {"ROWS": 20, "ROUNDS": 1, "REST": 0}.items():
+    for name, value in {"ROWS": 20, "ROUNDS": 2, "REST": 0}.items():
         monkeypatch.setattr(bench_estimators, name, value)
     monkeypatch.setattr(writing, "REPORT", tmp_path)
     bench_estimators.main("small")
