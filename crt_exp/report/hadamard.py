@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from crt_exp import samplers
-from crt_exp.attention import attention, exact_attention
+from crt_exp.attention import DenominatorCount, attention, exact_attention
 from crt_exp.features import PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
@@ -84,7 +84,7 @@ def bias(kind: str, d: int) -> list[float]:
 def attention_times(length: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of attention, forward, of each map and kind, "trig, orthogonal", and "exact", in interleaved rounds.
 
-    A new draw in each round, itself not counted.
+    A new draw in each round, itself not counted. Denominators of trig that are not positive are no matter of time.
     """
     x, y, v = Projections(length, D, [TIMED_M], 1).tensors(SEED, 0)
     g = torch.Generator().manual_seed(SEED)
@@ -93,7 +93,7 @@ def attention_times(length: int, rounds: int) -> dict[str, list[float]]:
     for turn in range(rounds + 1):
         for name, (phi, sampler) in arms.items():
             noise, params = sampler(TIMED_M, D, g), phi.fit(Statistics.of(x[0, 0], y[0, 0]))
-            took = elapsed(partial(attention, x, y, v, phi, noise, params))
+            took = elapsed(partial(attention, x, y, v, phi, noise, params, counter=DenominatorCount()))
             seconds[name] += [took] if turn else []  # the first round warms up
         if "exact" in seconds:
             took = elapsed(partial(exact_attention, x, y, v))
