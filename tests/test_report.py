@@ -67,6 +67,11 @@ def test_cells_resume(tmp_path, monkeypatch):
     assert len((tmp_path / "calls").read_text().split()) == 5 and list(other.known) == ['{"x": 0}']
 
 
+def test_names_of_lines_stand_apart_and_below_the_top():
+    assert writing.apart([0, 1, 50], 10, 100) == [0, 10, 50]
+    assert writing.apart([80, 81, 82], 10, 90) == [70, 80, 90]
+
+
 def test_caption_says_when_the_cells_were_made():
     made = [{"commit": "a" * 40, "date": day, "versions": writing.versions()} for day in ("2026-01-02", "2026-01-01")]
     old = {"commit": "b" * 40 + "+changes", "date": "2025-01-01", "versions": "torch 1.0"}

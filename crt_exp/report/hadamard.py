@@ -253,7 +253,8 @@ def draw_errors(ax, found: Found, beside: dict[float, dict[str, list[float]]], f
     for control in CONTROLS:
         ax.axhline(middle(beside[scale][control]), color=palette.CONTROL, lw=1.5, ls="--" if control == "zero" else "-")
         ends.append((control, MS[-1], middle(beside[scale][control]), palette.CONTROL))
-    ax.set(xscale="log", yscale="log", title=f"{f}, scale {scale:g}: MSE of attention", xlabel="m")
+    ax.set(xscale="log", yscale="log", xlim=(MS[0], MS[-1]), xlabel="m",
+           title=f"{f}, scale {scale:g}: MSE of attention")
     ax.set_xticks(MS, MS)
     ax.xaxis.minorticks_off()
     label_ends(ax, ends)

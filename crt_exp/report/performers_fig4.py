@@ -218,7 +218,7 @@ def figure(found: Found):
 
 def curves(ax, x: Sequence[int], of: dict[tuple[str, str], list[list[float]]]) -> None:
     """Geometric means over samples; the interval as bars."""
-    ax.set(xscale="log", yscale="log")
+    ax.set(xscale="log", yscale="log", xlim=(x[0], x[-1]))
     ax.set_xticks(x, x)
     ax.xaxis.minorticks_off()
     ax.axhline(1, color=palette.CONTROL, lw=1.5)

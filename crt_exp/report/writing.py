@@ -202,16 +202,29 @@ def new_figure(*args, **kwargs):
 
 
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
-    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high.
+    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and no
+    higher than the axes where there is room below.
 
     The scales and limits of the axes must be set.
     """
     from matplotlib.transforms import offset_copy
 
     ax.figure.canvas.draw()  # fixes the scales
-    height, last = 1.25 * size * ax.figure.dpi / 72, -float("inf")
-    places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
-    for right, up, name, colour in sorted(places, key=lambda place: place[1]):
-        last = max(up, last + height)
-        ax.text(*ax.transData.inverted().transform((right, last)), name, color=colour, fontsize=size, va="center",
+    height = 1.25 * size * ax.figure.dpi / 72
+    places = sorted(((*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends),
+                    key=lambda place: place[1])
+    heights = apart([up for _, up, _, _ in places], height, ax.bbox.y1)
+    for up, (right, _, name, colour) in zip(heights, places):
+        ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
                 clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
+
+
+def apart(ascending: Sequence[float], least: float, top: float) -> list[float]:
+    """The same heights, pushed up until they are `least` apart, and down again where that led above the top."""
+    found = list(ascending)
+    for i in range(1, len(found)):
+        found[i] = max(found[i], found[i - 1] + least)
+    for i in reversed(range(len(found))):
+        found[i] = min(found[i], top)
+        top = found[i] - least
+    return found
