@@ -5,6 +5,7 @@ import json
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from crt_exp.data import DataError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import performers_fig4, performers_fig14
+from crt_exp.report import performers_fig4
 from crt_exp.samplers import orthogonal
 from crt_exp.studies import approximation
 from crt_exp.studies.approximation import Approximation
@@ -277,16 +278,30 @@ def test_tokenizer_from_a_vocabulary(folder):
 
 # ---- the reports
 
-def test_reports_hold_every_mechanism_and_judge_by_the_interval(monkeypatch):
-    monkeypatch.setattr(performers_fig4, "L", 64)
+def test_performers_fig4_measures_against_uniform_attention(monkeypatch):
+    """With few features the mean of V is nearer; with many, and where attention matters, the map is."""
     monkeypatch.setattr(performers_fig4, "SAMPLES", 3)
-    monkeypatch.setattr(performers_fig4, "MS", (8, 16))
-    monkeypatch.setattr(performers_fig4, "SCALES", (1.0,))
-    found = {(*p, 1.0): {k: torch.tensor(v) for k, v in performers_fig4.errors(*p).items()}
-             for p in performers_fig4.PAPER}
-    assert all(v.shape == (2, 3) for kinds in found.values() for v in kinds.values())
-    better = {k: v / 10 for k, v in found["pos", "iid", 1.0].items()}
-    told = performers_fig4.statements(found | {("pos", "orthogonal", 1.0): better}).splitlines()
-    assert [line for line in told if line.endswith("0.1 (0.1 to 0.1) met |")]
-    monkeypatch.setattr(performers_fig14, "L", 16)
-    assert len(performers_fig14.errors("oprf", "orthogonal", 8, 1)[0]) == performers_fig14.DEPTH
+    found = performers_fig4.errors("matched", 16, "oprf", "orthogonal", [2, 4096])
+    assert np.min(found["mse"][0]) > np.max(found["mse"][1]) and np.max(found["mse"][1]) < 1
+    assert len(found["uniform"][0]) == 3
+
+
+def test_matched_queries_lie_near_the_keys_at_their_positions():
+    cos = {}
+    for turn in (None, 0.3):
+        layer = Synthetic(512, 2, 16, 1.0, 0, turn).layers(0, 0)[0]
+        x, y = layer.x[0], layer.y[0]
+        cos[turn] = torch.cosine_similarity(x, y, -1).mean().item()
+        assert x.square().sum(-1).mean().item() == pytest.approx(4.0, rel=0.1)   # the same lengths
+    assert cos[None] == pytest.approx(0, abs=0.05) and cos[0.3] == pytest.approx(math.cos(0.3), abs=0.03)
+
+
+def test_errors_of_the_attention_branch():
+    """One mechanism in the first layer alone, and in all: both begin alike, and what comes anew in each layer adds."""
+    source, make = Synthetic(32, 2, 8, 1.0, 4), partial(RandomFeatureAttention, OPRF(), orthogonal, 64)
+    found = source.branch_errors(make, 0, 0)
+    assert found["accumulated"][0] == found["propagated"][0] > 0.01
+    assert all(a > p > 0 for a, p in zip(found["accumulated"][1:], found["propagated"][1:]))
+    assert source.branch_errors(make, 0, 0) == found and source.branch_errors(make, 1, 0) != found
+    exact = source.branch_errors(Mechanism.of("exact").layer, 0, 0)
+    assert max(exact["accumulated"] + exact["propagated"]) < 1e-5

@@ -46,20 +46,39 @@ def square(x):
     return x * x
 
 
+def cube(x):
+    return x**3
+
+
 def test_cells_resume(tmp_path, monkeypatch):
     """What is known is not computed again, also after a crash that cut the last line off."""
     monkeypatch.chdir(tmp_path)
     keys = [{"x": x} for x in range(3)]
-    cells = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
+    cells = writing.Cells("demo").fill(keys, square, "test", workers=1)
     assert [cells[k] for k in keys] == [0, 1, 4]
     text = cells.path.read_text()
     cells.path.write_text(text[:-10])
-    again = writing.Cells("demo", ("kernels.py",)).fill(keys, square, "test", workers=1)
+    again = writing.Cells("demo").fill(keys, square, "test", workers=1)
     assert [again[k] for k in keys] == [0, 1, 4] and len((tmp_path / "calls").read_text().split()) == 4
-    assert all(record["commit"] and record["date"] for record in again.known.values())
-    with pytest.raises(ValueError, match="filled by square, not by abs: their keys must differ"):
-        again.fill(keys, abs, "test", workers=1)
-    assert not writing.Cells("demo", ("runner/run.py",)).known  # other code: all anew
+    assert all(record["commit"] and record["date"] and record["versions"] for record in again.known.values())
+    with pytest.raises(ValueError, match="filled by .*square, not by .*cube: their keys must differ"):
+        again.fill(keys, cube, "test", workers=1)
+    other = writing.Cells("demo", ("kernels.py",)).fill(keys[:1], square, "test", workers=1)  # other code: anew
+    assert len((tmp_path / "calls").read_text().split()) == 5 and list(other.known) == ['{"x": 0}']
+
+
+def test_names_of_lines_stand_apart_and_below_the_top():
+    assert writing.apart([0, 1, 50], 10, 100) == [0, 10, 50]
+    assert writing.apart([80, 81, 82], 10, 90) == [70, 80, 90]
+
+
+def test_caption_says_when_the_cells_were_made():
+    made = [{"commit": "a" * 40, "date": day, "versions": writing.versions()} for day in ("2026-01-02", "2026-01-01")]
+    old = {"commit": "b" * 40 + "+changes", "date": "2025-01-01", "versions": "torch 1.0"}
+    assert writing.origins([*made, old]) == (
+        f"Computed: 2 cells of 2026-01-01 to 2026-01-02, commit {'a' * 12}, tree unchanged, these versions; "
+        f"1 cell of 2025-01-01, commit {'b' * 12}, tree changed, torch 1.0. ")
+    assert writing.origins([]) == ""
 
 
 def test_a_cell_depends_on_what_code_does_and_not_on_how_it_is_written():
@@ -142,7 +161,7 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
 def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
     from crt_exp.report import bench_estimators
 
-    for name, value in {"ROWS": 20, "ROUNDS": 1, "REST": 0}.items():
+    for name, value in {"ROWS": 20, "ROUNDS": 2, "REST": 0}.items():
         monkeypatch.setattr(bench_estimators, name, value)
     monkeypatch.setattr(writing, "REPORT", tmp_path)
     bench_estimators.main("small")
@@ -230,7 +249,7 @@ def test_variance_task_resumes():
 
 
 def test_projections_error_falls_with_m():
-    records = list(Projections(64, 8, [16, 256], 6).records(OPRF_64, 0))
+    records = list(Projections(64, 8, [16, 256], 6, scale=0.5).records(OPRF_64, 0))
     assert records[1]["mse"] < records[0]["mse"] / 4 and records[1]["final"]
 
 

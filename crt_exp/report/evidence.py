@@ -4,7 +4,7 @@ Legend: n independent draws (seeds, data sets drawn anew); all intervals are two
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +38,11 @@ class Interval:
 def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
     """Student's interval of the mean of independent draws. ValueError: below two draws, or one is not finite."""
     return _student(values, 1 / len(values) if len(values) else 1, level)
+
+
+def exactly(value: float) -> Interval:
+    """Of what a closed form tells without any draw: an interval of no width."""
+    return Interval(value, 0.0, float(value == 0), 1)
 
 
 def overlapping(values: Sequence[float], test_share: float, level: float = LEVEL) -> Interval:
@@ -109,6 +114,15 @@ class Verdict:
         unit = f" {self.claim.unit}" if self.claim.unit else ""
         found = self.claim.difference
         return f"- **{self.word}**: {self.claim.text}: {found:+.3g}{unit} (n = {found.n}, p = {self.p:.2g})"
+
+
+def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
+    """The first line of a report: which of so many arms a control beats, by where (where -> arms)."""
+    count = sum(map(len, beaten.values()))
+    if not count:
+        return f"None of {of} arms is worse than {control}, a control."
+    told = "; ".join(f"{where}: {', '.join(arms)}" for where, arms in beaten.items() if arms)
+    return f"**{control[0].upper()}{control[1:]}, a control, beats {count} of {of} arms.** {told}."
 
 
 def judged(claims: Sequence[Claim], level: float = LEVEL) -> list[Verdict]:

@@ -12,11 +12,12 @@ import numpy as np
 
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, detectable, independent, paired
+from crt_exp.report.evidence import LEVEL, Claim, detectable, holm, independent, paired
 
 NAMES = {"trig": "trigonometric", "pos": "FAVOR+ (pos)", "hyp": "hyperbolic", "oprf": "OPRF", "gerf": "GERF",
          "angular": "angular hybrid", "gaussian": "Gaussian hybrid", "clustered": "clustered hybrid"}
 UNIT = "in the logarithm"
+SHOWN = 6     # of arms that cannot be told apart from the least, so many by name
 FLOOR = 1e-6  # an error below it is that of rounding, and none is drawn
 
 
@@ -58,6 +59,19 @@ def over(first: Sequence[float], second: Sequence[float]) -> str:
     """The ratio of two arms' errors, geometric mean over groups, with its interval."""
     found = paired(np.log(first), np.log(second))
     return f"{math.exp(found.mean):.2f} ({math.exp(found.low):.2f} to {math.exp(found.high):.2f})"
+
+
+def least(errors: Mapping[str, Sequence[float]]) -> str:
+    """The arm with the least geometric mean, and which others are not shown to be above it: of each a number for every
+    draw, the draws the same for all; paired differences, p by Holm over the arms. The least is chosen by these same
+    draws, so that some of what is not told apart from it may be below it."""
+    first = min(errors, key=lambda name: np.mean(np.log(errors[name])))
+    others = [name for name in errors if name != first]
+    p = holm([paired(np.log(errors[name]), np.log(errors[first])).p for name in others])
+    near = [f"{name} ({over(errors[name], errors[first])} times)" for name, value in zip(others, p) if value > LEVEL]
+    shown = f"{'; '.join(near[:SHOWN])}{f' and {len(near) - SHOWN} more' if len(near) > SHOWN else ''}"
+    return (f"{first}; not told apart from it: {shown}" if near else
+            f"{first}; each of the {len(others)} others is above it")
 
 
 def resolution(what: str, first: Sequence[float], second: Sequence[float]) -> str:

@@ -21,9 +21,9 @@ CONTROL = "#999999"
 # In the order of the reports. Indefinite maps are cold and positive ones warm (Okabe-Ito, safe for colour blindness).
 MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
         "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
-        "smreg": "#999999", "oprf": "#D55E00", "sderf": "#A30000", "auto": "#B35C5C", "pois_plus": "#CC79A7",
+        "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "auto": "#B35C5C", "pois_plus": "#CC79A7",
         "geom_plus": "#882255"}
-SAMPLERS = {"iid": "#999999", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
+SAMPLERS = {"iid": "#808000", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
             "stratified": "#009E73", "hadamard": "#E69F00", "givens": "#000000"}
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
           "relu": "ReLU"}  # of attention, as papers call it

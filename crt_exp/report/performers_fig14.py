@@ -1,110 +1,189 @@
 """make performers-fig14: Figure 14 of Performers, the error of attention on its way through the
 layers of a Transformer."""
 
-import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
-from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.report.evidence import Claim, Verdict, judged, won_by
+from crt_exp.report.kernel_arms import below, over, resolution
+from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 from crt_exp.studies.captured import Synthetic
-from crt_exp.studies.uci import interval
+
+
+class Arm(NamedTuple):
+    """A map with m projections, or a control of conf/attention, which has neither."""
+
+    name: str
+    sampler: str = ""
+    m: int = 0
+
 
 L, HEADS, D, DEPTH, SEED = 512, 8, 64, 12, 0
-SAMPLES = {"small": 5, "gpu": 15, "full": 15}
+SAMPLES = {"small": 8, "gpu": 15, "full": 15}
 MS, M = (64, 128, 256), 256
-SCALES = (1.0, 0.5)              # standard deviation of queries and keys in the first layer
+SUMS = (16, 4)                   # mean |x + y|^2 in the first layer
 WITHOUT = palette.APART
 MAPS = palette.maps(WITHOUT)
 SWEPT = ("trig", "pos", "oprf")  # over m, and with iid rows too
+UNIFORM = Arm("uniform")
+KINDS = ("accumulated", "propagated")
 SHOWN = (1, 2, 4, 6, 8, 10, 12)
 STYLES = dict(zip(MS, (":", "--", "-")))
+Found = dict[tuple[int, Arm], dict[str, list[list[float]]]]  # mean |x + y|^2, arm -> kind -> (samples, layers)
+
+
+def arms(S: int) -> list[Arm]:
+    every = [*(Arm(f, "orthogonal", M) for f in MAPS), UNIFORM]
+    if S in SUMS[1:]:
+        return every
+    return [*every, *(Arm(f, "orthogonal", m) for f in SWEPT for m in MS if m != M), *(Arm(f, "iid", M) for f in SWEPT)]
 
 
 def main(size: str) -> None:
-    cases = [(f, "orthogonal", M) for f in MAPS] + [(f, "orthogonal", m) for f in SWEPT for m in MS if m != M]
-    cases += [(f, "iid", M) for f in SWEPT]
-    keys = [{"features": f, "sampler": s, "m": m, "samples": SAMPLES[size]} for f, s, m in cases]
-    keys += [{"features": f, "sampler": "orthogonal", "m": M, "samples": SAMPLES[size], "scale": SCALES[1]}
-             for f in MAPS]
-    sources = ("features", "samplers", "attention", "models/transformer.py", "studies/captured.py",
-               "report/performers_fig14.py")
-    cells = Cells("performers-fig14", sources).fill(keys, errors, "Figure 14")
-    found = {(k["features"], k["sampler"], k["m"], k.get("scale", SCALES[0])): torch.tensor(cells[k]) for k in keys}
-    rows = [{"features": f, "sampler": s, "m": m, "scale": scale, "layers": i + 1, "error_mean": e.mean().item(),
-             "error_std": e.std().item(), "log_error_mean": e.log().mean().item(),
-             "log_error_std": e.log().std().item()}
-            for (f, s, m, scale), errors in found.items() for i, e in enumerate(errors.T)]
-    body = "\n".join([statements(found), table(found)])
-    facts = ("Relative error |approximate - exact| / |exact| (Frobenius) of the hidden states behind each layer, all "
-             "attention up to it approximated; geometric mean (shaded: standard deviation of the log) over "
-             f"{SAMPLES[size]} samples of tokens and noise (seed {SEED}; the same tokens for all). A pre-norm "
-             f"Transformer with {HEADS} heads of d = {D}, FFN {4 * HEADS * D}, random weights (torch's, those of "
-             "queries and keys scaled to give them the standard deviation `scale` in the first layer, 1 where none is "
-             f"given), L = {L} tokens ~ N(0, 1), bidirectional; no training, no pretrained weights. Features fitted to "
-             "each head and sequence. The paper's figure is about orthogonal features; it states no sizes."
-             f"{palette.left_out(WITHOUT)}")
-    path = write_report("performers-fig14", "Performers Figure 14: the error of attention behind 1 to 12 layers", body,
-                        rows, figure(found), facts, cells.seconds())
-    print(f"{statements(found)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+    samples = range(SAMPLES[size])  # those of the same weights follow each other
+    keys = {(S, arm, i): {"S": S, **arm._asdict(), "sample": i} for S in SUMS for i in samples for arm in arms(S)}
+    cells = Cells("performers-fig14").fill(list(keys.values()), errors, "Figure 14")
+    found = {(S, arm): {kind: [cells[keys[S, arm, i]][kind] for i in samples] for kind in KINDS}
+             for S in SUMS for arm in arms(S)}
+    write(size, found, judged(claims(found)), cells.seconds())
 
 
-def errors(features: str, sampler: str, m: int, samples: int, scale: float = SCALES[0]) -> list[list[float]]:
-    """(samples, layers)."""
-    make = Mechanism.of(features=features, sampler=sampler, m=m, seed=SEED).layer
-    return Synthetic(L, HEADS, D, scale, DEPTH).hidden_errors(make, samples, SEED).tolist()
+def errors(S: int, name: str, sampler: str, m: int, sample: int) -> dict[str, list[float]]:
+    """Of each kind and layer."""
+    chosen = Mechanism.of(features=name, sampler=sampler, m=m, seed=SEED) if m else Mechanism.of(name)
+    return Synthetic(L, HEADS, D, (S / (2 * D**0.5)) ** 0.5, DEPTH).branch_errors(chosen.layer, sample, SEED)
 
 
-def statements(found) -> str:
-    """Performers D.1: error grows on its way through the layers;
-    met where the whole interval of the ratio is above 1."""
-    lines = []
-    for (f, s, m, scale), e in found.items():
-        if s == "orthogonal" and m == M:
-            log = interval((e[:, -1] / e[:, 0]).log().tolist(), "log")
-            low, mid, high = (math.exp(log["log"] + sign * log["log_ci95"]) for sign in (-1, 0, 1))
-            verdict = "met" if low > 1 else "not met" if high < 1 else "open"
-            ends = (middle(e[:, i - 1]) for i in (1, DEPTH))
-            lines.append([f, scale, *ends, f"{mid:.2f} ({low:.2f} to {high:.2f})", verdict])
-    return ("The paper's finding, small errors grow on their way through the layers: error behind layer "
-            f"{DEPTH} over error behind layer 1, orthogonal, m = {M}, geometric means and 95% interval over samples; "
-            "open where it holds 1. An error of 1 is no approximation at all; beyond, denominators near 0 have blown "
-            "it up.\n\n"
-            + markdown(["mechanism", "scale", "behind layer 1", f"behind layer {DEPTH}", "growth", ""], lines))
+# ---- what it concludes
 
 
-def middle(errors: torch.Tensor) -> str:
-    return f"{errors.log().mean().exp():.3g}"
+def behind(found: Found, S: int, arm: Arm, layer: int, kind: str = "accumulated") -> list[float]:
+    """Of each sample."""
+    return [each[layer - 1] for each in found[S, arm][kind]]
 
 
-def table(found) -> str:
-    lines = [[f"{f} x {s}, m = {m}, scale {scale}", *(middle(e[:, i - 1]) for i in SHOWN)]
-             for (f, s, m, scale), e in found.items()]
-    return "## Relative error of the hidden states\n\n" + markdown(["", *(f"layer {i}" for i in SHOWN)], lines)
+def middle(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
 
 
-def figure(found):
-    fig, axes = new_figure(1, 3, figsize=(13, 3.9))
-    for (f, s, m, scale), e in found.items():
-        if s == "orthogonal" and m == M:
-            style = "--" if f == "gerf" else "-"  # it lies on oprf where it takes s = 1
-            curve(axes[SCALES.index(scale)], e, palette.colour(f), f, style)
-        if s == "orthogonal" and f in SWEPT[1:] and scale == SCALES[0]:
-            curve(axes[2], e, palette.colour(f), f"{f}, m = {m}", STYLES[m])
-        if s == "iid" and f in SWEPT[1:]:
-            curve(axes[2], e, "#999999" if f == "pos" else "#000000", f"{f}, m = {m}, iid", "-.")
-    titles = (f"all mechanisms, orthogonal, m = {M}, scale {s:g}" for s in SCALES)
-    for ax, title in zip(axes, (*titles, "number of projections, scale 1")):
-        ax.set(title=title, xlabel="layers", yscale="log")
-        ax.set_xticks(range(1, DEPTH + 1))
-        ax.legend(fontsize=6.5, ncols=2)
-    axes[0].set_ylabel("relative error of the hidden states")
-    fig.tight_layout()
+def claims(found: Found) -> list[Claim]:
+    """Performers D.1: small errors grow on their way through the layers. Where the error is made anew in each layer,
+    and where only that of the first one travels; and orthogonal rows end below iid ones."""
+    made = []
+    for S in SUMS:
+        for f in MAPS:
+            arm = Arm(f, "orthogonal", M)
+            made.append(below(f"mean |x + y|^2 = {S}: the error of {f} grows from layer 1 to {DEPTH}, all attention "
+                              "approximated", behind(found, S, arm, 1), behind(found, S, arm, DEPTH)))
+            made.append(below(f"mean |x + y|^2 = {S}: the error of {f} in layer 1 alone grows from layer 2 to {DEPTH}",
+                              *(behind(found, S, arm, layer, "propagated") for layer in (2, DEPTH))))
+    made += [below(f"mean |x + y|^2 = {SUMS[0]}: {f} with orthogonal rows ends below {f} with iid rows",
+                   *(behind(found, SUMS[0], Arm(f, rows, M), DEPTH) for rows in ("orthogonal", "iid"))) for f in SWEPT]
+    return made
+
+
+def controls_that_win(found: Found) -> str:
+    beaten: dict[str, list[str]] = {}
+    for S in SUMS:
+        for layer in (1, DEPTH):
+            least = middle(behind(found, S, UNIFORM, layer))
+            beaten[f"mean |x + y|^2 = {S}, layer {layer}"] = [
+                named(arm) for arm in arms(S) if arm != UNIFORM and middle(behind(found, S, arm, layer)) > least]
+    return won_by("uniform attention, the mean of V in every layer,", beaten, 2 * sum(len(arms(S)) - 1 for S in SUMS))
+
+
+def named(arm: Arm) -> str:
+    return f"{arm.name} x {arm.sampler}, m = {arm.m}" if arm.m else f"{arm.name} (control)"
+
+
+# ---- the page
+
+
+def write(size: str, found: Found, verdicts: list[Verdict], seconds: float) -> None:
+    said = f"{controls_that_win(found)}\n\n{statements(found, verdicts)}"
+    parts = [said, power(found), "", *(table(found, S, kind) for S in SUMS for kind in KINDS)]
+    rows = [{"S": S, **arm._asdict(), "kind": kind, "layer": layer, "error": middle(values),
+             "log_std": float(np.std(np.log(values), ddof=1))}
+            for (S, arm), kinds in found.items() for kind in KINDS for layer, values in layers(kinds[kind])]
+    path = write_report("performers-fig14", "Performers Figure 14: the error of attention through 12 layers",
+                        "\n".join(parts), [*rows, *(v.row() for v in verdicts)], figure(found), facts(size), seconds)
+    print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+
+
+def layers(errors: Sequence[Sequence[float]]) -> list[tuple[int, list[float]]]:
+    """(layer, its error in each sample); the first layer's own is the same for both kinds. A layer that an error does
+    not reach is left out: there is none."""
+    return [(i + 1, list(values)) for i, values in enumerate(zip(*errors)) if min(values) > 0]
+
+
+def statements(found: Found, verdicts: list[Verdict]) -> str:
+    judged_as, lines = iter(verdicts), []
+    for S in SUMS:
+        for f in MAPS:
+            arm = Arm(f, "orthogonal", M)
+            grown = over(behind(found, S, arm, DEPTH), behind(found, S, arm, 1))
+            travelled = over(*(behind(found, S, arm, layer, "propagated") for layer in (DEPTH, 2)))
+            lines.append([f, S, f"{middle(behind(found, S, arm, 1)):.3g}", f"{grown}, **{next(judged_as).word}**",
+                          f"{travelled}, **{next(judged_as).word}**"])
+    rest = "\n".join(map(str, judged_as))
+    return ("The paper's finding, small errors grow on their way through the layers, as ratios with their 95% interval "
+            f"(orthogonal, m = {M}), judged with Holm's correction over all. An error of 1 is no approximation at "
+            "all.\n\n"
+            + markdown(["map", "mean \\|x + y\\|^2", "error in layer 1", f"layer {DEPTH} over layer 1, all "
+                        "approximated", f"layer {DEPTH} over layer 2, the first alone"], lines) + f"\n{rest}\n")
+
+
+def power(found: Found) -> str:
+    pair = (behind(found, SUMS[0], Arm("pos", rows, M), DEPTH) for rows in ("orthogonal", "iid"))
+    return resolution(f"the error in layer {DEPTH} of pos with orthogonal and iid rows", *pair)
+
+
+def table(found: Found, S: int, kind: str) -> str:
+    what = "all attention approximated" if kind == "accumulated" else "attention of the first layer alone approximated"
+    lines = [[named(arm), *(f"{middle(behind(found, S, arm, layer, kind)):.3g}" for layer in SHOWN)] for arm in arms(S)]
+    return (f"## Relative error of the attention branch, mean \\|x + y\\|^2 = {S}, {what}\n\n"
+            + markdown(["", *(f"layer {i}" for i in SHOWN)], lines))
+
+
+def facts(size: str) -> str:
+    return ("Relative error |approximate - exact| / |exact| (Frobenius) of what attention adds to the hidden states in "
+            "each layer, its projection included, not of the hidden states, in which the tokens themselves hide the "
+            f"error; geometric means over {SAMPLES[size]} samples of weights, tokens and noise (seed {SEED}; weights "
+            f"and tokens the same for all arms). A pre-norm Transformer with {HEADS} heads of d = {D}, FFN "
+            f"{4 * HEADS * D}, random weights (torch's, those of queries and keys scaled to give the first layer the "
+            f"mean |x + y|^2 named), L = {L} tokens ~ N(0, 1), bidirectional; no training, no pretrained weights. "
+            "Features fitted to each head and sequence. The paper's figure is about orthogonal features; it states no "
+            f"sizes.{palette.left_out(WITHOUT)}")
+
+
+def figure(found: Found):
+    fig, axes = new_figure(2, len(SUMS) + 1, figsize=(16, 8.4))
+    for line, kind in zip(axes, KINDS):
+        what = "all approximated" if kind == "accumulated" else "the first alone"
+        for ax, S in zip(line, SUMS):
+            curves(ax, {(f, "-"): found[S, Arm(f, "orthogonal", M)][kind] for f in MAPS}, found[S, UNIFORM][kind])
+            ax.set_title(f"{what}; m = {M}, mean $|x + y|^2$ = {S}")
+        swept = {(f, STYLES[m]): found[SUMS[0], Arm(f, "orthogonal", m)][kind] for f in SWEPT[1:] for m in MS}
+        curves(line[-1], swept, found[SUMS[0], UNIFORM][kind])
+        line[-1].set_title(f"{what}; m = {', '.join(map(str, MS))} (dotted to solid), {SUMS[0]}")
+        line[0].set_ylabel("relative error of the attention branch")
+    for ax in axes[-1]:
+        ax.set_xlabel("layer")
+    fig.tight_layout(w_pad=4)
     return fig
 
 
-def curve(ax, errors: torch.Tensor, colour: str, label: str, style: str = "-") -> None:
-    layers, mean, std = range(1, DEPTH + 1), errors.log().mean(0), errors.log().std(0)
-    ax.plot(layers, mean.exp(), color=colour, ls=style, label=label, lw=1.5)
-    ax.fill_between(layers, (mean - std).exp(), (mean + std).exp(), color=colour, alpha=0.1, lw=0)
+def curves(ax, of: dict[tuple[str, str], list[list[float]]], uniform: list[list[float]]) -> None:
+    """Geometric means over samples; the control in grey."""
+    ax.set(yscale="log")
+    ax.set_xticks(range(1, DEPTH + 1))
+    ends = []
+    for (name, style), errors in [*of.items(), (("uniform", "-"), uniform)]:
+        x, y = zip(*((layer, middle(values)) for layer, values in layers(errors)))
+        ax.plot(x, y, color=palette.colour(name), ls=style, lw=2.5 if name == "uniform" else 1.4)
+        ends += [(name, x[-1], y[-1], palette.colour(name))] if style == "-" else []
+    label_ends(ax, ends, size=7)

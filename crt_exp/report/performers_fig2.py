@@ -18,6 +18,7 @@ WITHOUT = {"trig": "the map that the others are measured against", "smreg": "it 
            **dict.fromkeys(("pois_plus", "geom_plus"), "they depend on the axes, the figure on angle and length alone")}
 MAPS = palette.maps(WITHOUT)
 LIMIT = 12.0  # nats: beyond, the colour saturates (the ratio has poles at x = y and x = -y)
+LEAST = 1e-12  # |x - y|^2 or |x + y|^2 below which two vectors are equal or opposite, but for rounding
 
 
 def main(size: str) -> None:
@@ -25,10 +26,11 @@ def main(size: str) -> None:
     ratios = {name: log_ratio(palette.feature_map(name), angle, length) for name in MAPS}
     slices = {name: log_ratio(palette.feature_map(name), ANGLES, torch.ones_like(ANGLES)) for name in MAPS}
     rows = [{"map": n, "angle": a.item(), "length": 1.0, "log_mse_ratio": v.item()}
-            for n, s in slices.items() for a, v in zip(ANGLES, s)]
+            for n, s in slices.items() for a, v in zip(ANGLES, s) if v.isfinite()]
     body = ("log of MSE(trig) / MSE(map) at length 1: positive where the positive map is better.\n\n"
-            + markdown(["angle", *MAPS], [[f"{ANGLES[i]:.2f}", *(f"{slices[n][i]:.2f}" for n in MAPS)]
-                                          for i in range(90, 181, 15)]))
+            + markdown(["angle", *MAPS], [[f"{ANGLES[i]:.2f}", *(shown(slices[n][i].item()) for n in MAPS)]
+                                          for i in range(90, 181, 15)])
+            + "\nNo variance: at x = y that of trig is 0, at x = -y that of the positive maps.")
     facts = ("Softmax kernel, equal numbers of projections, closed forms; x and y of equal length; OPRF fitted to each "
              f"pair; no data, no sampling.{palette.left_out(WITHOUT)}")
     path = write_report("performers-fig2", "Performers Figure 2: where positive features beat trigonometric ones", body,
@@ -37,10 +39,18 @@ def main(size: str) -> None:
 
 
 def log_ratio(phi, angle: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """log (MSE trig / MSE phi); infinite where either vanishes."""
+    """log (MSE trig / MSE phi): -inf where that of trig vanishes (x = y), inf where that of a positive map does
+    (x = -y), and no number where both do (x = y = 0)."""
     x = torch.stack([length, torch.zeros_like(length)], -1).flatten(0, -2)
     y = torch.stack([length * angle.cos(), length * angle.sin()], -1).flatten(0, -2)
-    return (log_variances(TrigRF(), x, y) - log_variances(phi, x, y)).view(angle.shape)
+    found = log_variances(TrigRF(), x, y) - log_variances(phi, x, y)
+    same, opposite = ((v.square().sum(-1) < LEAST) for v in (x - y, x + y))
+    found = found.masked_fill(same, -math.inf).masked_fill(opposite, math.inf).masked_fill(same & opposite, math.nan)
+    return found.view(angle.shape)
+
+
+def shown(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "trig: no variance" if value < 0 else "no variance"
 
 
 def figure(ratios, slices):

@@ -1,134 +1,232 @@
-"""make performers-fig4: Figure 4 of Performers, MSE of attention against m, with every mechanism and sampler added."""
+"""make performers-fig4: Figure 4 of Performers, error of attention against m, with every mechanism and sampler added.
+
+On heads of independent Gaussian queries and keys, as the paper's, and on heads that match positions, as trained ones
+do. Errors are relative to that of uniform attention, the mean of V: where that is nearer, a mechanism shows nothing.
+"""
 
 import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
-import torch
+import numpy as np
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
-from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.report.evidence import Claim, Verdict, independent, judged, won_by
+from crt_exp.report.kernel_arms import below, least, over, resolution
+from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 from crt_exp.studies.approximation import Approximation, estimates_softmax
-from crt_exp.studies.uci import interval
 
-L, D, SAMPLES, ROWS, SEED = 4096, 16, 15, 128, 0
+
+class Heads(NamedTuple):
+    """Where queries and keys come from; turn: as in `Synthetic`."""
+
+    length: int
+    turn: float | None
+
+
+D, SAMPLES, SEED = 16, 15, 0
 MS = (8, 16, 32, 64, 128, 256)
-# standard deviation of queries and keys: the paper says "appropriately normalized" and no more
-SCALES = (0.5, 0.75, 1.0)
+COLUMNS = MS[-1]
+HEADS = {"Gaussian": Heads(4096, None), "matched": Heads(256, 0.3)}
+SUMS = (1, 2, 4, 8, 16, 24)  # mean |x + y|^2; the paper says "appropriately normalized" and no more
+EVERY = 8                    # of which all mechanisms and samplers are measured
 WITHOUT = {"auto": palette.APART["auto"]}
 WITHOUT_SAMPLERS = palette.NONE
 MAPS, SAMPLERS = palette.maps(WITHOUT), palette.samplers(WITHOUT_SAMPLERS)
-HYBRID_SAMPLERS = ("iid", "orthogonal")  # hybrids have so many columns that eight samplers would take most of the time
-PAPER = (("trig", "iid"), ("trig", "orthogonal"), ("pos", "iid"), ("pos", "orthogonal"))
-STATEMENTS = (  # (better, baseline), each (mechanism, sampler): Performers Fig. 4
+FEW = ("iid", "orthogonal")  # the samplers of hybrids, which have so many columns that all would take most of the time
+PAPER = tuple((features, sampler) for features in ("trig", "pos") for sampler in FEW)
+FOLLOWED = (*PAPER, ("oprf", "iid"), ("oprf", "orthogonal"))  # at all SUMS
+STATEMENTS = (  # (better, worse): Performers Fig. 4, and of CRT the last one
     (("pos", "orthogonal"), ("pos", "iid")), (("trig", "orthogonal"), ("trig", "iid")),
-    (("pos", "iid"), ("trig", "iid")), (("pos", "orthogonal"), ("trig", "orthogonal")))
-KINDS = {"output_mse": "output", "matrix_mse": "matrix"}
-SOURCES = ("features", "samplers", "attention", "studies/approximation.py", "studies/captured.py",
-           "report/performers_fig4.py")
+    (("pos", "iid"), ("trig", "iid")), (("pos", "orthogonal"), ("trig", "orthogonal")),
+    (("oprf", "orthogonal"), ("pos", "orthogonal")))
+Place = tuple[str, int, str, str]                 # heads, mean |x + y|^2, features, sampler
+Found = dict[Place, dict[str, list[list[float]]]]
 
 
 def main(size: str) -> None:
-    keys = [{"features": f, "sampler": s} for f in MAPS for s in SAMPLERS if goes(f, s)]
-    keys += [{"features": f, "sampler": s, "scale": scale} for scale in SCALES if scale != 1 for f, s in PAPER]
-    cells = Cells("performers-fig4", SOURCES).fill(keys, errors, "Figure 4")
-    found = {(k["features"], k["sampler"], k.get("scale", 1.0)): {kind: torch.tensor(v) for kind, v in cells[k].items()}
-             for k in keys}
-    rows = [{"features": f, "sampler": s, "scale": scale, "m": m, "of": KINDS[kind], "mse_mean": v.mean().item(),
-             "mse_std": v.std().item(), "log_mse_mean": v.log().mean().item(), "log_mse_std": v.log().std().item()}
-            for (f, s, scale), kinds in found.items() for kind, values in kinds.items() for m, v in zip(MS, values)]
-    body = "\n".join([statements(found), paper_table(found), *(all_table(found, kind) for kind in KINDS)])
-    facts = (f"L = {L}, d = {D}, one head, {SAMPLES} samples of data and noise (seed {SEED}; the same data for every "
-             "mechanism and sampler): v ~ N(0, 1), q, k ~ N(0, scale^2), scaled dot products, parameters fitted to "
-             "each sample; scale 1 where none is given. The paper states L, d, the samples and no normalisation. MSE "
-             f"against exact softmax attention over all entries of the output, and over {ROWS} random rows of the "
-             "attention matrix with rows of sum 1. Means are geometric over samples (with few features the arithmetic "
-             "mean of signed features is that of a few denominators near 0; it is in the csv); shaded: standard "
-             "deviation of log MSE. Equal numbers of projections m (trig, hyp and gerf make 2m features of them; "
-             "hybrids have m of their bases and 8 of a coefficient, of which angular makes 36m features, gaussian 68m "
-             "and clustered 4m)."
-             f"{palette.left_out({**WITHOUT, **WITHOUT_SAMPLERS})}")
-    path = write_report("performers-fig4", "Performers Figure 4: MSE of attention against m", body, rows, figure(found),
-                        facts, cells.seconds())
-    print(f"{statements(found)}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+    keys = {place: {"heads": place[0], "S": place[1], "features": place[2], "sampler": place[3],
+                    "ms": list(ms_of(place[2]))} for place in places()}
+    cells = Cells("performers-fig4").fill(list(keys.values()), errors, "Figure 4")
+    found = {place: cells[key] for place, key in keys.items()}
+    write(found, judged(claims(found)), cells.seconds())
+
+
+def places() -> list[Place]:
+    """Those with the same queries and keys follow each other."""
+    every = [(f, s) for f in MAPS for s in SAMPLERS if goes(f, s)]
+    return [(heads, S, *arm) for heads in HEADS for S in SUMS for arm in (every if S == EVERY else FOLLOWED)]
 
 
 def goes(features: str, sampler: str) -> bool:
-    hybrid = features in palette.HYBRIDS
-    return sampler in HYBRID_SAMPLERS if hybrid else palette.go_together(features, sampler)
+    return sampler in FEW if features in palette.HYBRIDS else palette.go_together(features, sampler)
 
 
-def errors(features: str, sampler: str, scale: float = 1.0) -> dict[str, list[list[float]]]:
-    """MSE of output and matrix for each m and sample."""
-    task = Approximation(MS, SAMPLES, ROWS, pairs=0, heads=1, d=D, scale=scale, depth=0, length=L)
+def ms_of(features: str) -> tuple[int, ...]:
+    """A hybrid is measured at equal columns alone: at equal projections it has many times the columns."""
+    return (of_columns(features),) if features in palette.HYBRIDS else MS
+
+
+@cache
+def of_columns(features: str) -> int:
+    """Projections that make at most COLUMNS columns."""
+    return COLUMNS // palette.feature_map(features).width(1)
+
+
+def errors(heads: str, S: int, features: str, sampler: str, ms: list[int]) -> dict[str, list[list[float]]]:
+    """`mse` (m, samples): of the output, over that of uniform attention; `uniform` (1, samples): the error of that
+    relative to the exact output."""
+    scale = (S / (2 * D**0.5)) ** 0.5
+    task = Approximation(ms, SAMPLES, rows=1, pairs=0, heads=1, d=D, scale=scale, depth=0, length=HEADS[heads].length,
+                         turn=HEADS[heads].turn)
     mechanism = Mechanism.of(features=features, sampler=sampler)
-    found = [task.measure(mechanism.map(), mechanism, m, 0, SEED)[0] for m in MS]
-    return {kind: [e[kind][:, 0].tolist() for e in found] for kind in KINDS}
+    measured = [task.measure(mechanism.map(), mechanism, m, 0, SEED)[0] for m in ms]
+    mse = [(e["output_error"] / e["uniform_error"])[:, 0].square().tolist() for e in measured]
+    return {"mse": mse, "uniform": [measured[0]["uniform_error"][:, 0].tolist()]}
 
 
-def verdict(found, better, baseline, scale: float, kind: str) -> str:
-    """Ratio of MSEs, mean over m and samples of its logarithm, with the 95% interval over samples;
-    met where that is below 1."""
-    log = interval((found[*better, scale][kind].log() - found[*baseline, scale][kind].log()).mean(0).tolist(), "log")
-    low, mid, high = (math.exp(log["log"] + sign * log["log_ci95"]) for sign in (-1, 0, 1))
-    return f"{mid:.2g} ({low:.2g} to {high:.2g}) {'met' if high < 1 else 'not met' if low > 1 else 'open'}"
+# ---- what it concludes
 
 
-def statements(found) -> str:
-    """The paper's two findings."""
-    lines = [[f"{' x '.join(better)} below {' x '.join(baseline)}", what,
-              *(verdict(found, better, baseline, s, kind) for s in SCALES)]
-             for better, baseline in STATEMENTS for kind, what in KINDS.items()]
-    return ("The paper's findings, orthogonal below iid and positive below trigonometric: ratio of MSEs, geometric "
-            f"mean over m = {MS[0]} to {MS[-1]} and samples, with its 95% interval over samples; met where the whole "
-            "interval is below 1, open where it holds 1.\n\n"
-            + markdown(["finding", "of the", *(f"scale {s}" for s in SCALES)], lines))
+def at(found: Found, place: Place, m: int) -> list[float]:
+    """Of each sample."""
+    return found[place]["mse"][ms_of(place[2]).index(m)]
 
 
-def paper_table(found) -> str:
-    cell = lambda values: f"{values.log().mean().exp():.2e}"
-    lines = [[f"{f} x {s}, scale {scale}, {what}", *(cell(v) for v in found[f, s, scale][kind])]
-             for kind, what in KINDS.items() for scale in SCALES for f, s in PAPER]
-    return "## MSE of the paper's four\n\n" + markdown(["", *(f"m = {m}" for m in MS)], lines)
+def over_ms(found: Found, place: Place) -> list[float]:
+    """Of each sample, the geometric mean over m."""
+    return np.exp(np.mean(np.log(found[place]["mse"]), 0)).tolist()
 
 
-def all_table(found, kind: str) -> str:
-    last = {(f, s): kinds[kind][-1].log().mean().exp().item() for (f, s, scale), kinds in found.items() if scale == 1}
-    cell = lambda f, s: f"{last[f, s]:.2e}" if (f, s) in last else ""
-    fair = [(f, s) for f, s in last if estimates_softmax(palette.feature_map(f))]
-    best, unbiased = min(last, key=last.get), min(fair, key=last.get)
-    return (f"## MSE of the {KINDS[kind]}, m = {MS[-1]}, scale 1, every mechanism and sampler\n\nThe least: "
-            f"{' x '.join(best)}; of unbiased mechanisms {' x '.join(unbiased)}. Empty: discrete mechanisms need "
-            "exactly Gaussian rows, and hybrids are measured with two samplers alone.\n\n"
-            + markdown(["", *SAMPLERS], [[f, *(cell(f, s) for s in SAMPLERS)] for f in MAPS]))
+def middle(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
 
 
-def figure(found):
-    fig, axes = new_figure(2, 3, figsize=(13, 7.2))
-    panels = [(scale, "output_mse") for scale in SCALES] + [(1.0, "matrix_mse")]
-    for ax, (scale, kind) in zip(axes.flat, panels):
-        for f, s in PAPER:
-            style = "-" if s == "orthogonal" else "--"
-            curve(ax, found[f, s, scale][kind], palette.colour(f), f"{f}, {s}", style, shaded=True)
-        ax.set_title(f"the paper's four, {KINDS[kind]}, scale {scale}")
-    for name in MAPS:
-        curve(axes[1, 1], found[name, "orthogonal", 1.0]["output_mse"], palette.colour(name), name)
-    for s in SAMPLERS:
-        curve(axes[1, 2], found["oprf", s, 1.0]["output_mse"], palette.sampler_colour(s), s)
-    axes[1, 1].set_title("all mechanisms, orthogonal, output, scale 1")
-    axes[1, 2].set_title("all samplers, oprf, output, scale 1")
-    for ax in axes.flat:
-        ax.set(xscale="log", yscale="log", xlabel="m")
-        ax.set_xticks(MS, MS)
-        ax.xaxis.minorticks_off()
-        ax.legend(fontsize=6.5, ncols=2)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("MSE")
-    fig.tight_layout()
+def named(features: str, sampler: str) -> str:
+    return f"{features} x {sampler}"
+
+
+def claims(found: Found) -> list[Claim]:
+    return [below(f"{heads} heads, mean |x + y|^2 = {S}: MSE of {named(*better)} below that of {named(*worse)}",
+                  over_ms(found, (heads, S, *better)), over_ms(found, (heads, S, *worse)))
+            for better, worse in STATEMENTS for heads in HEADS for S in SUMS]
+
+
+def controls_that_win(found: Found) -> str:
+    """By the geometric mean over samples, at the largest m that was measured."""
+    beaten: dict[str, list[str]] = {}
+    for (heads, S, *arm), cell in found.items():
+        if middle(cell["mse"][-1]) > 1:
+            beaten.setdefault(f"{heads} heads, mean |x + y|^2 = {S}", []).append(named(*arm))
+    return won_by("uniform attention, the mean of V", beaten, len(found))
+
+
+def least_of_all(found: Found, heads: str) -> str:
+    """With as many projections, and with as many columns; of all arms, and of those that estimate softmax itself."""
+    told, unbiased = [], {f for f in MAPS if estimates_softmax(palette.feature_map(f))}
+    for basis, m_of, names in (("projections", lambda features: COLUMNS, set(MAPS) - set(palette.HYBRIDS)),
+                               ("columns", of_columns, set(MAPS))):
+        arms = {(f, s): at(found, (h, S, f, s), m_of(f)) for h, S, f, s in found
+                if (h, S) == (heads, EVERY) and f in names}
+        fair = {named(*arm): values for arm, values in arms.items() if arm[0] in unbiased}
+        told += [f"- {COLUMNS} {basis} each: {least({named(*arm): values for arm, values in arms.items()})}.",
+                 f"- of these, unbiased ones: {least(fair)}."]
+    return "\n".join(told)
+
+
+# ---- the page
+
+
+def write(found: Found, verdicts: list[Verdict], seconds: float) -> None:
+    said = f"{controls_that_win(found)}\n\n{statements(found, verdicts)}"
+    parts = [said, "\n", *(section(found, heads) for heads in HEADS)]
+    rows = [{"heads": h, "S": S, "features": f, "sampler": s, "m": m, "mse_over_uniform": middle(values),
+             "log_std": float(np.std(np.log(values), ddof=1))}
+            for (h, S, f, s), cell in found.items() for m, values in zip(ms_of(f), cell["mse"])]
+    path = write_report("performers-fig4", "Performers Figure 4: error of attention against m", "\n".join(parts),
+                        [*rows, *(v.row() for v in verdicts)], figure(found), facts(), seconds)
+    print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+
+
+def statements(found: Found, verdicts: list[Verdict]) -> str:
+    """The orderings of Performers (orthogonal below iid, positive below trigonometric) and of CRT."""
+    judged_as, lines = iter(verdicts), []
+    for better, worse in STATEMENTS:
+        for heads in HEADS:
+            ratios = (over(over_ms(found, (heads, S, *better)), over_ms(found, (heads, S, *worse))) for S in SUMS)
+            lines.append([f"{named(*better)} below {named(*worse)}", f"{heads} heads",
+                          *(f"{ratio}, **{next(judged_as).word}**" for ratio in ratios)])
+    some = [over_ms(found, ("matched", EVERY, *arm)) for arm in STATEMENTS[0]]
+    return ("The papers' orderings: ratio of MSEs, geometric mean over m and samples, with its 95% interval; judged "
+            "with Holm's correction over all of them, by mean |x + y|^2.\n\n"
+            + markdown(["ordering", "", *map(str, SUMS)], lines) + "\n"
+            + resolution(f"the MSE of pos x orthogonal and pos x iid (matched heads, {EVERY})", *some))
+
+
+def section(found: Found, heads: str) -> str:
+    return (f"## {heads} heads, L = {HEADS[heads].length}\n\n{table(found, heads)}\n"
+            f"All mechanisms and samplers, mean |x + y|^2 = {EVERY}, {COLUMNS} projections (hybrids: {COLUMNS} "
+            f"columns):\n\n{every_table(found, heads)}\nThe least:\n\n{least_of_all(found, heads)}\n")
+
+
+def table(found: Found, heads: str) -> str:
+    lines = [[named(*arm), *(interval_of(at(found, (heads, S, *arm), MS[-1])) for S in SUMS)] for arm in FOLLOWED]
+    uniform = [np.array(found[heads, S, *FOLLOWED[0]]["uniform"][0]) for S in SUMS]
+    lines += [["uniform (control)", *("1" for _ in SUMS)],
+              ["zero (control)", *(f"{middle(u**-2):.3g}" for u in uniform)],
+              ["error of uniform over \\|exact\\|", *(f"{independent(u):.3f}" for u in uniform)]]
+    return (f"MSE over that of uniform attention, m = {MS[-1]}, geometric mean over samples with its 95% interval, by "
+            "mean |x + y|^2:\n\n" + markdown(["", *map(str, SUMS)], lines))
+
+
+def interval_of(values: Sequence[float]) -> str:
+    log = independent(np.log(values))
+    return f"{math.exp(log.mean):.2g} ({math.exp(log.low):.2g} to {math.exp(log.high):.2g})"
+
+
+def every_table(found: Found, heads: str) -> str:
+    cell = lambda f, s: f"{middle(found[heads, EVERY, f, s]['mse'][-1]):.2e}" if (heads, EVERY, f, s) in found else ""
+    return markdown(["", *SAMPLERS], [[f, *(cell(f, s) for s in SAMPLERS)] for f in MAPS])
+
+
+def facts() -> str:
+    return (f"One head of d = {D}, {SAMPLES} samples of data and noise (seed {SEED}; the same data for all arms): v ~ "
+            "N(0, 1), k ~ N(0, s^2), scaled dot products, s by the mean |x + y|^2 = 2 sqrt(d) s^2 of scaled queries "
+            "and keys. Gaussian heads: q ~ N(0, s^2) independent of k. Matched heads: the query of a position is its "
+            f"key turned by {HEADS['matched'].turn:g} radians in a random plane. The paper states L = 4096, d and the "
+            "samples, no normalisation. Parameters are fitted to each sample. MSE of the output over that of uniform "
+            "attention, pair by pair. Empty: discrete mechanisms need exactly Gaussian rows, and hybrids are measured "
+            f"with two samplers. Projections m: trig, hyp and gerf make 2m columns of them."
+            f"{palette.left_out({**WITHOUT, **WITHOUT_SAMPLERS})}")
+
+
+def figure(found: Found):
+    shown = (2, EVERY, SUMS[-1])
+    fig, axes = new_figure(len(HEADS), len(shown) + 1, figsize=(17, 7.6))
+    for line, heads in zip(axes, HEADS):
+        for ax, S in zip(line, shown):
+            curves(ax, MS, {arm: found[heads, S, *arm]["mse"] for arm in FOLLOWED})
+            ax.set(title=f"{heads} heads, mean $|x + y|^2$ = {S}", xlabel="m")
+        curves(line[-1], SUMS, {arm: [at(found, (heads, S, *arm), MS[-1]) for S in SUMS] for arm in FOLLOWED})
+        line[-1].set(title=f"{heads} heads, m = {MS[-1]}", xlabel="mean $|x + y|^2$")
+        line[0].set_ylabel("MSE over that of uniform attention")
+    fig.tight_layout(w_pad=5)
     return fig
 
 
-def curve(ax, values: torch.Tensor, colour: str, label: str, style: str = "-", shaded: bool = False) -> None:
-    mean, std = values.log().mean(1), values.log().std(1)
-    ax.plot(MS, mean.exp(), color=colour, ls=style, label=label, lw=1.5)
-    if shaded:
-        ax.fill_between(MS, (mean - std).exp(), (mean + std).exp(), color=colour, alpha=0.12, lw=0)
+def curves(ax, x: Sequence[int], of: dict[tuple[str, str], list[list[float]]]) -> None:
+    """Geometric means over samples; the interval as bars."""
+    ax.set(xscale="log", yscale="log", xlim=(x[0], x[-1]))
+    ax.set_xticks(x, x)
+    ax.xaxis.minorticks_off()
+    ax.axhline(1, color=palette.CONTROL, lw=1.5)
+    ends = [("uniform", x[-1], 1.0, palette.CONTROL)]
+    for (features, sampler), values in of.items():
+        logs = [independent(np.log(each)) for each in values]
+        low, mid, high = (np.exp([getattr(log, end) for log in logs]) for end in ("low", "mean", "high"))
+        ax.errorbar(x, mid, yerr=(mid - low, high - mid), color=palette.colour(features), lw=1.5, elinewidth=0.7,
+                    ls="-" if sampler == "orthogonal" else ":")
+        ends.append((named(features, sampler), x[-1], mid[-1], palette.colour(features)))
+    label_ends(ax, ends, size=7)

@@ -1,7 +1,7 @@
 """Runs that a report starts: command lines of `python -m crt_exp`, in this process, kept in its own folder or not.
 
-What decides a run is its arguments, which are the key of its cell, and the code of its sources: both name the directory
-of a run that is kept.
+What decides a run is its arguments, which are the key of its cell, and the code and configuration that they reach
+(`decided`): all of it names the directory of a run that is kept.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from crt_exp.report.decided import HERE
 from crt_exp.report.writing import fingerprint
 from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import read_records
@@ -36,15 +37,15 @@ class Diverged(Failed):
 
 @dataclass(frozen=True)
 class Home:
-    """The folder of a report's runs. sources: files and folders of the package whose code decides what they give."""
+    """The folder of a report's runs. sources: more files or folders, that no code names."""
 
     path: Path
-    sources: tuple[str, ...]
+    sources: tuple[str, ...] = ()
 
     def place(self, overrides: Sequence[str]) -> Path:
         """The directory of a kept run, named by its attention and a digest of its arguments and its code."""
         name = next((o.removeprefix("attention=") for o in overrides if o.startswith("attention=")), "run")
-        decided = " ".join([*overrides, code(self.sources)])
+        decided = " ".join([*overrides, HERE.of_run(overrides), code(self.sources)])
         return self.path / f"{name}-{hashlib.sha256(decided.encode()).hexdigest()[:10]}"
 
     def kept(self, overrides: Sequence[str]) -> list[dict[str, Any]]:

@@ -13,48 +13,62 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import joblib
 from tqdm import tqdm
 
+from crt_exp.report.decided import HERE, without_docstrings
 from crt_exp.runner.run import commit, machine, read_records, write_atomic
 
 REPORT = Path("outputs/report")
+STARTED = time.perf_counter()  # about when the command did
 
 
 class Cells:
     """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
 
-    `sources` are the files whose code decides the values: when one changes, all cells are computed anew. Comments,
-    docstrings and line breaks decide nothing. Each cell says when and by which commit it was computed.
+    A cell is known where its key is and nothing has changed since that decides it: the function that computed it, the
+    constants, functions and classes that this one reads, and the configuration that they name (`decided`). sources:
+    more files or folders, of the package or elsewhere, that no code names. Each cell says when, by which commit and
+    with which versions it was computed; every caption of this process tells it (`Cells.asked`).
     """
 
-    def __init__(self, name: str, sources: Sequence[str]):
-        self.path = Path("outputs") / name / "cells.jsonl"
+    asked: ClassVar[dict[tuple[str, str], dict[str, Any]]] = {}  # of all Cells of this process, by name and key
+
+    def __init__(self, name: str, sources: Sequence[str] = ()):
+        self.name, self.path = name, Path("outputs") / name / "cells.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.code = fingerprint(sources)
-        self.known = {json.dumps(r["key"]): r for r in read_records(self.path) if r["code"] == self.code}
+        self.sources = fingerprint(sources) if sources else ""
+        self.kept = {(json.dumps(r["key"]), r["code"]): r for r in read_records(self.path)}
+        self.known: dict[str, dict[str, Any]] = {}  # of the keys that were asked for
 
     def __getitem__(self, key: dict[str, Any]) -> Any:
         return self.known[json.dumps(key)]["value"]
 
     def fill(self, keys: Sequence[dict[str, Any]], compute: Callable[..., Any], label: str,
              workers: int | None = None) -> "Cells":
-        """compute(**key) for every key that is not known, one process for each core; kept as soon as each is there."""
-        name = getattr(compute, "__qualname__", repr(compute))
+        """compute(**key) for every key that is not known, one process for each core; kept as soon as each is there.
+
+        Raises ValueError where another function filled one of these keys, or none can be told what decides compute.
+        """
+        name = f"{compute.__module__}.{compute.__qualname__}"
         self._check(keys, name)
+        codes = {json.dumps(key): HERE.of_cell(compute, key) + self.sources for key in keys}
+        for key, code in codes.items():
+            if (key, code) in self.kept:
+                self._know(self.kept[key, code])
         missing = [key for key in keys if json.dumps(key) not in self.known]
         cores = min(workers or os.cpu_count(), max(len(missing), 1))
         jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
             joblib.delayed(_timed)(compute, key) for key in missing)
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
-            self._keep({"key": key, "value": value, "by": name, "seconds": round(seconds, 3), "code": self.code,
-                        "commit": commit(), "date": str(date.today())})
+            self._keep({"key": key, "value": value, "by": name, "seconds": round(seconds, 3),
+                        "code": codes[json.dumps(key)], "commit": commit(), "date": str(date.today()),
+                        "versions": versions()})
         return self
 
     def _check(self, keys: Sequence[dict[str, Any]], name: str) -> None:
-        """Raises ValueError where another function than `name` filled a cell: its key does not say all."""
         for key in keys:
             other = self.known.get(json.dumps(key), {}).get("by", name)
             if other != name:
@@ -66,10 +80,14 @@ class Cells:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.known[json.dumps(record["key"])] = record
+        self._know(record)
+
+    def _know(self, record: dict[str, Any]) -> None:
+        key = json.dumps(record["key"])
+        self.known[key] = Cells.asked[self.name, key] = record
 
     def seconds(self, keys: Sequence[dict[str, Any]] | None = None) -> float:
-        """The time that all known cells, or those of these keys, took, also in earlier calls."""
+        """The time that all cells asked for, or those of these keys, took, also in earlier calls."""
         chosen = self.known if keys is None else dict.fromkeys(map(json.dumps, keys))
         return sum(self.known[key]["seconds"] for key in chosen)
 
@@ -80,7 +98,7 @@ def _timed(compute: Callable[..., Any], key: dict[str, Any]) -> tuple[dict[str, 
 
 
 def fingerprint(sources: Sequence[str]) -> str:
-    """A digest of what the source files or folders of the package do: their statements, without docstrings."""
+    """A digest of what source files or folders of the package, or elsewhere, do: their statements, no docstrings."""
     digest, package = hashlib.sha256(), Path(__file__).parent.parent
     for source in sources:
         path = package / source
@@ -92,11 +110,7 @@ def fingerprint(sources: Sequence[str]) -> str:
 
 def statements(source: str) -> str:
     """Python code as a syntax tree in text, docstrings taken out."""
-    tree, documented = ast.parse(source), (ast.Module, ast.ClassDef, ast.FunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            node.body[0].value.value = ""
-    return ast.dump(tree)
+    return ast.dump(without_docstrings(ast.parse(source)))
 
 
 def write_report(name: str, title: str, body: str, rows: Sequence[dict[str, Any]], figure=None, facts: str = "",
@@ -112,15 +126,35 @@ def write_report(name: str, title: str, body: str, rows: Sequence[dict[str, Any]
 
 
 def caption(facts: str, seconds: float) -> str:
-    """Below every report: what was done, with which code, where, when, and by which command."""
-    found = ", ".join(f"{p} {metadata.version(p)}" for p in ("crt_exp", "torch", "scikit-learn", "numpy"))
-    return (f"{facts} Versions: {found}; {source()}. Machine: {machine()}. {date.today()}, {seconds:.0f} s of "
-            f"computing. Command: `{command()}`.")
+    """Below every report: what was done, with which code, where, when, how long it took, and by which command."""
+    return (f"{facts} Versions: {versions()}; {source()}. Machine: {machine()}. "
+            f"{origins(list(Cells.asked.values()))}Written: {date.today()}, {seconds:.0f} s of computing, the "
+            f"last call {time.perf_counter() - STARTED:.0f} s. Command: `{command()}`.")
+
+
+def versions() -> str:
+    return ", ".join(f"{p} {metadata.version(p)}" for p in ("crt_exp", "torch", "scikit-learn", "numpy"))
+
+
+def origins(records: Sequence[dict[str, Any]]) -> str:
+    """When, by which code and with which versions the cells of a report were computed; empty where it has none."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        alike.setdefault((checkout(record["commit"]), record["versions"]), []).append(record["date"])
+    told = [f"{len(dates)} {'cell' if len(dates) == 1 else 'cells'} of {min(dates)}"
+            f"{f' to {max(dates)}' if max(dates) > min(dates) else ''}, {code}, "
+            f"{'these versions' if made_with == versions() else made_with}"
+            for (code, made_with), dates in alike.items()]
+    return f"Computed: {'; '.join(told)}. " if told else ""
 
 
 def source() -> str:
     """The commit of the code that wrote the report, and whether its tree was changed."""
-    found = commit()
+    return checkout(commit())
+
+
+def checkout(found: str | None) -> str:
+    """What `commit` found, in words."""
     if found is None:
         return "no commit, for the code is no checkout"
     digest, changed, _ = found.partition("+changes")
@@ -168,16 +202,29 @@ def new_figure(*args, **kwargs):
 
 
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
-    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high.
+    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and no
+    higher than the axes where there is room below.
 
     The scales and limits of the axes must be set.
     """
     from matplotlib.transforms import offset_copy
 
     ax.figure.canvas.draw()  # fixes the scales
-    height, last = 1.25 * size * ax.figure.dpi / 72, -float("inf")
-    places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
-    for right, up, name, colour in sorted(places, key=lambda place: place[1]):
-        last = max(up, last + height)
-        ax.text(*ax.transData.inverted().transform((right, last)), name, color=colour, fontsize=size, va="center",
+    height = 1.25 * size * ax.figure.dpi / 72
+    places = sorted(((*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends),
+                    key=lambda place: place[1])
+    heights = apart([up for _, up, _, _ in places], height, ax.bbox.y1)
+    for up, (right, _, name, colour) in zip(heights, places):
+        ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
                 clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
+
+
+def apart(ascending: Sequence[float], least: float, top: float) -> list[float]:
+    """The same heights, pushed up until they are `least` apart, and down again where that led above the top."""
+    found = list(ascending)
+    for i in range(1, len(found)):
+        found[i] = max(found[i], found[i - 1] + least)
+    for i in reversed(range(len(found))):
+        found[i] = min(found[i], top)
+        top = found[i] - least
+    return found

@@ -50,13 +50,16 @@ class Approximation:
 
     def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count,
                  scale: Positive, depth: Whole, model: str | None = None, text: str | None = None,
-                 tokenizer: str | None = None, layers: Sequence[int] | None = None, length: Count | None = None):
+                 tokenizer: str | None = None, layers: Sequence[int] | None = None, length: Count | None = None,
+                 turn: Positive | None = None):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text go together: a model, and the text that it reads")
         if model is None and (layers is not None or tokenizer is not None):
             raise ValueError("task.layers and task.tokenizer need task.model")
+        if model is not None and turn is not None:
+            raise ValueError("task.turn is of synthetic queries: a model has its own")
         self.ms, self.samples, self.rows, self.pairs = list(ms), samples, rows, pairs
-        self.source = (Synthetic(length or LENGTH, heads, d, scale, depth) if model is None
+        self.source = (Synthetic(length or LENGTH, heads, d, scale, depth, turn) if model is None
                        else Pretrained(model, text, tokenizer, length, layers))
         self.depth = model is not None or depth > 0
 

@@ -4,7 +4,8 @@ text, or synthetic ones; and how far the hidden states behind each layer move wh
 Legend: H query heads, Hkv key heads, L queries, S keys, d, dv. x and y are scaled, so that x.y is the logit.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -71,19 +72,22 @@ class Synthetic:
     """q, k ~ N(0, scale^2) and v ~ N(0, 1), anew for each sample;
     hidden states of a plain Transformer of random weights.
 
+    turn: radians by which a query is turned away from the key at its position, in a random plane (q = cos(turn) k +
+    sin(turn) g, g ~ N(0, scale^2)): so heads look that match positions. None: queries are independent of keys.
+
     That one has `depth` pre-norm layers of width heads d with an FFN four times as wide, torch's initial weights but
     for those of queries and keys, which give them standard deviation `scale` too, and reads tokens ~ N(0, 1). All
     bidirectional.
     """
 
-    def __init__(self, length: int, heads: int, d: int, scale: float, depth: int):
-        self.length, self.heads, self.d, self.scale, self.depth = length, heads, d, scale, depth
+    def __init__(self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None):
+        self.length, self.heads, self.d, self.scale, self.depth, self.turn = length, heads, d, scale, depth, turn
 
     def __str__(self):
         return f"N(0, {self.scale}^2), L = {self.length}, {self.heads} heads, d = {self.d}"
 
     def layers(self, sample: int, seed: int) -> list[Layer]:
-        return [_normal(self.length, self.heads, self.d, self.scale, sample, seed)]
+        return [_normal(self.length, self.heads, self.d, self.scale, self.turn, sample, seed)]
 
     def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
         """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth)."""
@@ -103,11 +107,40 @@ class Synthetic:
             errors.append(relative_error(h, expected))
         return torch.stack(errors)
 
+    @torch.no_grad()
+    def branch_errors(self, make: LayerMaker, sample: int, seed: int) -> dict[str, list[float]]:
+        """Relative error of what attention adds to the hidden states in each layer, its projection included: with all
+        attention approximated (`accumulated`), and with that of the first layer alone (`propagated`).
+
+        Weights and tokens of their own for each sample.
+        """
+        size = (self.heads, self.d, self.scale, self.depth, 1000 * seed + sample)
+        model, (tokens, exact) = _random_transformer(*size), _exact_branches(*size, self.length)
+        made = {i: make(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)}
+        arms = {"accumulated": made, "propagated": {0: made[0]}}
+        return {name: [relative_error(found, expected).item()
+                       for found, expected in zip(branches(model, tokens, given), exact)]
+                for name, given in arms.items()}
+
+
+def branches(model: Transformer, h: Tensor, given: Mapping[int, nn.Module]) -> list[Tensor]:
+    """What attention adds in each block, (1, L, heads d), that of some blocks replaced by the modules given."""
+    found: list[Tensor] = []
+    for i, block in enumerate(model.blocks):
+        own, block.attention = block.attention, given.get(i, block.attention)
+        hook = block.proj.register_forward_hook(lambda module, inputs, output: found.append(output))
+        h = block(h)
+        hook.remove()
+        block.attention = own
+    return found
+
 
 @lru_cache(maxsize=64)
-def _normal(length: int, heads: int, d: int, scale: float, sample: int, seed: int) -> Layer:
+def _normal(length: int, heads: int, d: int, scale: float, turn: float | None, sample: int, seed: int) -> Layer:
     g = torch.Generator().manual_seed(1000 * seed + sample)
     q, k, v = torch.randn(3, 1, heads, length, d, generator=g)
+    if turn is not None:
+        q = math.cos(turn) * k + math.sin(turn) * q
     return Layer("synthetic", scale * q / d**0.25, scale * k / d**0.25, v)
 
 
@@ -128,6 +161,14 @@ def _exact_states(heads: int, d: int, scale: float, depth: int, seed: int, lengt
     for block in _random_transformer(heads, d, scale, depth, seed).blocks:
         states.append(block(states[-1]))
     return states
+
+
+@lru_cache(maxsize=1)
+def _exact_branches(heads: int, d: int, scale: float, depth: int, seed: int,
+                    length: int) -> tuple[Tensor, list[Tensor]]:
+    """The tokens and what attention adds in each layer, (1, L, heads d)."""
+    tokens = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(seed))
+    return tokens, branches(_random_transformer(heads, d, scale, depth, seed), tokens, {})
 
 
 def relative_error(found: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:

@@ -63,6 +63,11 @@ def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     return phi.log_variance(x, y, phi.fit(Statistics.of(x, y))).squeeze(-1)
 
 
+def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """The same with parameters fitted to all pairs together, as one has them in use (CRT 3.2.3)."""
+    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
+
+
 @checked("task")
 class Variance:
     """task=variance: mean and standard deviation of the log variance over pairs, for each sigma."""

@@ -1,0 +1,208 @@
+"""Reports on errors and accuracies: verdicts, first lines and pages follow what was measured, given here."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from crt_exp.report import fig2, hadamard, performers_fig2, performers_fig4, performers_fig14, table1, writing
+from crt_exp.report.evidence import judged, won_by
+from crt_exp.report.kernel_arms import least
+
+RNG = np.random.default_rng(0)
+
+
+def errors(level, n=15):
+    return (level * RNG.lognormal(0, 0.05, n)).tolist()
+
+
+def words(claims):
+    return {verdict.claim.text: verdict.word for verdict in judged(claims)}
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The text of a report that was written there, once its picture is."""
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+
+    def read(name):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert "verdict" in (tmp_path / f"{name}.csv").read_text().splitlines()[0]
+        return (tmp_path / f"{name}.md").read_text()
+    return read
+
+
+def test_the_first_line_says_what_a_control_beats():
+    assert won_by("the mean of V", {"scale 1": ["a", "b"], "scale 2": []}, 4) == (
+        "**The mean of V, a control, beats 2 of 4 arms.** scale 1: a, b.")
+    assert won_by("the mean of V", {"scale 1": []}, 4) == "None of 4 arms is worse than the mean of V, a control."
+
+
+def test_the_least_is_told_with_what_cannot_be_told_from_it():
+    base = np.array(errors(1.0))
+    said = least({"a": base, "b": base * RNG.lognormal(0, 0.05, 15), "c": 3 * base})
+    assert said.startswith(("a; not told apart from it: b (", "b; not told apart from it: a ("))
+    assert least({"a": base, "c": 3 * base}) == "a; each of the 1 others is above it"
+
+
+# ---- hadamard
+
+
+def found_hadamard(zero):
+    level = {"iid": 3.0, "hadamard k=1": 1.0, "hadamard k=3": 0.9}
+    found = {(scale, f, k): [errors(level.get(k, 1.0)) for _ in hadamard.MS]
+             for scale in hadamard.SCALES for f in hadamard.MAPS for k in hadamard.KINDS}
+    arms = [f"{f}, {k}" for f in hadamard.TIMED for k in hadamard.KINDS]
+    times = {n: {arm: errors(n / 1000, 9) for arm in [*arms, *(["exact"] if n <= hadamard.EXACT_UP_TO else [])]}
+             for n in hadamard.LENGTHS}
+    return found, {scale: {"zero": errors(zero), "uniform": errors(9.0)} for scale in hadamard.SCALES}, times
+
+
+def test_hadamard_judges_the_headline_and_shows_the_control_that_wins():
+    found, beside, times = found_hadamard(zero=2.0)
+    told = words(hadamard.claims(found, times))
+    assert told["pos, scale 1: orthogonal has less than half the MSE of iid rows"] == "confirmed"
+    assert told["oprf, scale 0.25: Hadamard rows with k=3 have less MSE than with k=1"] == "confirmed"
+    assert told["trig, scale 1: orthogonal Gaussian rows have less MSE than Hadamard rows, k=1"] == "open"
+    first = hadamard.controls_that_win(found, beside).splitlines()[0]
+    count = len(hadamard.SCALES) * len(hadamard.MAPS)
+    assert first.startswith(f"**Zeros, a control, beats {count} of {count * len(hadamard.KINDS)} arms.**")
+    assert "trig x iid" in first and "orthogonal" not in first
+
+
+@pytest.mark.slow
+def test_page_of_hadamard(page):
+    found, beside, times = found_hadamard(zero=2.0)
+    biases = {(k, d): [1.0, 0.01, 1.0, 0.01] for k in hadamard.KINDS for d in hadamard.BIAS_D}
+    hadamard.write("small", found, beside, biases, times, 1.0)
+    assert "{" not in page("hadamard")
+
+
+# ---- Performers
+
+
+def found_fig14():
+    growing = np.geomspace(0.1, 0.4, performers_fig14.DEPTH)
+    return {(S, arm): {kind: [(growing * RNG.lognormal(0, 0.05)).tolist() for _ in range(8)]
+                       for kind in performers_fig14.KINDS}
+            for S in performers_fig14.SUMS for arm in performers_fig14.arms(S)}
+
+
+def test_performers_fig14_judges_growth():
+    told = words(performers_fig14.claims(found_fig14()))
+    assert {word for claim, word in told.items() if "grows" in claim} == {"confirmed"}
+    assert {word for claim, word in told.items() if "ends below" in claim} == {"open"}
+
+
+@pytest.mark.slow
+def test_page_of_performers_fig14(page):
+    found = found_fig14()
+    performers_fig14.write("small", found, judged(performers_fig14.claims(found)), 1.0)
+    assert page("performers-fig14").count("**confirmed**") >= 4 * len(performers_fig14.MAPS)
+
+
+def found_fig4():
+    level = {("pos", "orthogonal"): 0.05, ("trig", "orthogonal"): 2.0}
+    return {place: {"mse": [errors(level.get(place[2:], 0.5)) for _ in performers_fig4.ms_of(place[2])],
+                    "uniform": [errors(0.8)]} for place in performers_fig4.places()}
+
+
+def test_performers_fig4_judges_by_the_interval_and_names_the_control_that_wins():
+    found = found_fig4()
+    told = {claim.partition(": ")[2]: word for claim, word in words(performers_fig4.claims(found)).items()}
+    assert told["MSE of pos x orthogonal below that of pos x iid"] == "confirmed"
+    assert told["MSE of trig x orthogonal below that of trig x iid"] == "refuted"
+    assert told["MSE of pos x iid below that of trig x iid"] == "open"
+    first = performers_fig4.controls_that_win(found)
+    assert first.startswith(f"**Uniform attention, the mean of V, a control, beats 12 of {len(found)} arms.**")
+    assert "trig x orthogonal" in first and "pos x orthogonal" not in first
+    for line in performers_fig4.least_of_all(found, "matched").splitlines():
+        assert ": pos x orthogonal; " in line
+
+
+@pytest.mark.slow
+def test_page_of_performers_fig4(page):
+    found = found_fig4()
+    performers_fig4.write(found, judged(performers_fig4.claims(found)), 1.0)
+    assert "uniform (control)" in page("performers-fig4")
+
+
+def test_poles_of_performers_fig2_are_no_numbers():
+    """trig has no variance at x = y, positive features none at x = -y: neither is the rounding of a closed form."""
+    angles, ones = torch.tensor([0.0, math.pi, 1.0], dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for name in performers_fig2.MAPS:
+        found = performers_fig2.log_ratio(performers_fig2.palette.feature_map(name), angles, ones).tolist()
+        assert found[0] == -math.inf and found[1] == math.inf and math.isfinite(found[2])
+
+
+# ---- Chefs' Random Tables
+
+
+def curves_fig2(images="mnist"):
+    level = {"gerf": -100.0, "oprf": -100.0, "geom_plus": -20.0}
+    return {(fit, r, n): {"mean": [0.0] * 10, "std": [1.0] * 10, "clamped": False,
+                          "pairs": (level.get(n, 0.0) + RNG.normal(size=50)).tolist()}
+            for fit in fig2.FITS for r in ("normal", "sphere", "heterogen", images) for n in fig2.MAPS}
+
+
+def test_fig2_judges_the_statements_for_both_fits():
+    told = words(fig2.claims(curves_fig2(), "mnist"))
+    assert told["normal, fitted to the set: the variance of gerf is more than e^80 below that of trig"] == "confirmed"
+    assert told["heterogen, fitted to each pair, an oracle: the variance of oprf is more than e^125 below that of pos"
+                ] == "refuted"
+    assert len(told) == 2 * len(fig2.STATEMENTS)
+
+
+def test_fig2_knows_what_a_clamp_makes():
+    """Of images, whose pixels are not negative, a rate per coordinate and pair leaves no variance."""
+    x, y = fig2.REGIMES["digits"](50, 64, torch.Generator().manual_seed(0))
+    assert fig2.clamped(palette_map("pois_coord"), x, y) == 1 and fig2.clamped(palette_map("oprf"), x, y) == 0
+    assert fig2.clamped(palette_map("pois"), *fig2.REGIMES["normal"](50, 64, torch.Generator().manual_seed(0))) == 0
+
+
+def palette_map(name):
+    return fig2.Mechanism.of(features=name).map("gaussian")
+
+
+def test_parameters_of_the_set_cost_variance_on_average():
+    """The fit to each pair is an oracle: no fit to the set is below it."""
+    x, y = fig2.REGIMES["heterogen"](200, 64, torch.Generator().manual_seed(0))
+    for name in ("oprf", "gerf", "pois", "geom"):
+        of_set, of_pair = (fit(palette_map(name), x, y) for fit in fig2.FITS.values())
+        assert of_set.mean() >= of_pair.mean()
+
+
+@pytest.mark.slow
+def test_page_of_fig2(page):
+    regimes = ("normal", "sphere", "heterogen", "digits")
+    curves = curves_fig2("digits")
+    margins = {(fit, r, n): [1.0, 2.0, 3.0] for fit in fig2.FITS for r in regimes for n in fig2.SHIFTED}
+    fig2.write(curves, margins, regimes, 1.0)
+    assert "e^80" in page("fig2")
+
+
+def results_table1():
+    level = {"oprf": 0.8, "trig": 0.9, "majority": 0.3, "Nystroem": 0.95}
+    sizes = {d: 5 if d in table1.LARGE else 10 for d in table1.PAPER}
+    return {(d, c, n, m): {"accuracy": (level.get(n, 0.6) + 0.01 * RNG.normal(size=sizes[d])).tolist(),
+                           "validation": (level.get(n, 0.6) + 0.01 * RNG.normal(size=sizes[d])).tolist(),
+                           "sigma": [0.1] * sizes[d]}
+            for d in table1.PAPER for c in table1.codings(d) for n, m in table1.columns_of(table1.M)}
+
+
+def test_table1_says_what_refutes_the_paper():
+    results = results_table1()
+    told = words(table1.claims(results))
+    text = "128 projections: the average of {} over the eight sets is above that of {}"
+    assert told[text.format("oprf", "pos")] == "confirmed" and told[text.format("oprf", "trig")] == "refuted"
+    against = table1.against_the_paper(results)
+    assert "trig on wifi 15.2" in against and "above the best map (trig)" in against
+    assert table1.by_validation(results, "wifi")[0] == "trig, ordinal"
+    assert table1.controls_that_win(results).startswith("None of")
+
+
+@pytest.mark.slow
+def test_page_of_table1(page):
+    table1.write(results_table1(), 10, 3, 1.0)
+    assert "Nystroem" in page("table1")
