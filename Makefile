@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling hrf-pointwise hrf-qmc hrf-clusters hrf-flops hrf-speech report fidelity
+.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling lra pixels books hrf-pointwise hrf-qmc hrf-clusters hrf-flops hrf-speech report fidelity
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -95,6 +95,15 @@ redraw: $(STAMP)  ## Performers Figures 5 and 15: exact weights in random featur
 
 proteins-long: $(STAMP)  ## Performers Figure 7, right: chains of 8192 letters, exact against ours; time and memory (needs CRT_DATA)
 	@$(PY) -m crt_exp.report proteins_long --size $(SIZE)
+
+lra: $(STAMP)  ## Performers Figure 19: the Long Range Arena with every attention (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+pixels: $(STAMP)  ## Performers Figure 7, left: images value by value with every attention (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
+
+books: $(STAMP)  ## Performers Figure 5: exact weights in random features on texts, redraws, texts read on (needs CRT_DATA)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
 attention-maps: $(STAMP)  ## Performers Figures 10 to 13: attention of a protein model, amino acids beside BLOSUM62 (needs CRT_DATA)
 	@$(PY) -m crt_exp.report attention_maps --size $(SIZE) $(OPTIONS)

@@ -1,32 +1,32 @@
 """python -m crt_exp.sample run=<dir> [key=value ...]: sequences drawn from a sequence model that a run has trained.
 
-Keys: temperature, top_k, top_p, seed, n, length, prompt, device, output; `--help` says what each takes.
+Keys: temperature, top_k, top_p, seed, n, length, prompt, known, device, output; `--help` says what each takes.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.schema import Count, NotNegative, above, at_least, at_most, check_keys, describe, parameters
+from crt_exp.schema import Count, NotNegative, above, at_least, at_most, below, check_keys, describe, parameters
 
 SEED = Annotated[int, at_least(0), at_most(2**32 - 1)]
-WORDS = {"run": "directory of the run", "prompt": "what each sequence begins with", "n": "sequences",
+WORDS = {"run": "directory of the run", "prompt": "what each sequence begins with; for pixels an image, to complete",
+         "known": "share of the rows of that image that are given, from the top", "n": "sequences",
          "length": "symbols of a sequence, the prompt's among them; null: what the model was trained for",
          "temperature": "1: the model's own chances; 0: always the most likely symbol",
          "top_k": "of the so many most likely symbols", "top_p": "of the fewest symbols with so much of the chance",
          "seed": "the first sequence's; the others count on from it", "batch": "sequences at once",
-         "device": "such as cpu or cuda", "output": "FASTA file to write; null: print"}
+         "device": "such as cpu or cuda", "output": "file to write, FASTA, text or PNG; null: print"}
 
 
 @dataclass(frozen=True)
 class Options:
     run: str
     prompt: str = ""
+    known: Annotated[float, above(0), below(1)] = 0.5
     n: Count = 1
     length: Count | None = None
     temperature: NotNegative = 1.0
@@ -67,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     try:
-        options = Options.of(arguments)
-        write(options, sampled(options))
+        draw(Options.of(arguments))
     except (ConfigError, DataError, ValueError, OSError) as error:
         print(f"crt_exp: error: {error}", file=sys.stderr)
         return 2
@@ -81,10 +80,11 @@ def usage() -> str:
     return "\n".join(["usage: python -m crt_exp.sample run=<dir> [key=value ...]", *rows])
 
 
-def sampled(options: Options) -> list[str]:
-    """The sequences, prompt included. Raises ConfigError and DataError."""
+def draw(options: Options) -> None:
+    """Draws and writes the sequences. Raises ConfigError and DataError."""
     import torch
 
+    from crt_exp.drawn import kind_of
     from crt_exp.models import language
     from crt_exp.models.generation import Choice, generate
 
@@ -92,50 +92,35 @@ def sampled(options: Options) -> list[str]:
     if not kept.description.causal:
         raise ConfigError(f"run = {options.run} predicts masked symbols (task.direction=bidirectional): sequences are "
                           "drawn from a unidirectional one")
-    if not kept.symbols.keys() >= {"letters", "begin", "end", "size"}:
-        raise ConfigError(f"run = {options.run} has no letters to write: give a run of task=trembl")
-    letters, begin, end = (kept.symbols[key] for key in ("letters", "begin", "end"))
-    prompt = torch.tensor([begin, *encoded(options.prompt, letters)], device=options.device)
-    count = longest(options, kept.description) - len(options.prompt)
+    kind = kind_of(kept.symbols, options.run, options.known, options.output)
+    given = kind.prompt(options.prompt)
+    count = longest(options, kept.description, kind, len(given)) - len(given)
+    prompt = torch.tensor([kind.begin, *given], device=options.device)
     model = kept.build().to(options.device)
     choice = Choice(options.temperature, options.top_k, options.top_p)
-    never = set(range(kept.symbols["size"])) - set(range(len(letters))) - {end}
-    found = []
+    never = set(range(kept.description.symbols)) - set(range(kind.symbols)) - {kind.end}
+    found, seeds = [], range(options.seed, options.seed + options.n)
     for first in range(0, options.n, options.batch):
-        seeds = range(options.seed + first, options.seed + min(first + options.batch, options.n))
-        found += generate(model, prompt, count, choice, seeds, never=never, end=end)
-    return [options.prompt + "".join(letters[i] for i in row) for row in found]
+        found += generate(model, prompt, count, choice, seeds[first:first + options.batch], never=never, end=kind.end)
+    kind.write([[*given, *row] for row in found], seeds, told(options), options.output)
 
 
-def encoded(prompt: str, letters: str) -> list[int]:
-    for place, letter in enumerate(prompt, 1):
-        if letter not in letters:
-            raise ConfigError(f"prompt: {letter!r}, letter {place}, is not in the vocabulary of the run, {letters}")
-    return [letters.index(letter) for letter in prompt]
-
-
-def longest(options: Options, description) -> int:
+def longest(options: Options, description, kind, given: int) -> int:
     """Symbols of a sequence. Raises ConfigError where the model has no positions for them, or the prompt no room."""
     length = description.length if options.length is None else options.length
+    if kind.end is None and length != description.length:
+        raise ConfigError(f"length = {length}: an image of this run has {description.length} {kind.unit}; leave it out")
     if description.positions == "learned" and length > description.length:
         raise ConfigError(f"length = {length}: the run has learned positions for {description.length}")
-    if len(options.prompt) >= length:
-        raise ConfigError(f"prompt: its {len(options.prompt)} letters leave none of length = {length} to draw")
+    if given >= length:
+        raise ConfigError(f"prompt: its {given} {kind.unit} leave none of length = {length} to draw")
     return length
 
 
-def write(options: Options, found: list[str]) -> None:
-    """A line for each, or a FASTA file, whole or not at all."""
-    if options.output is None:
-        print("\n".join(found))
-        return
-    path, rest = Path(options.output), {k: v for k, v in asdict(options).items() if v is not None}
-    told = " ".join(f"{key}={rest[key]}" for key in ("run", "temperature", "top_k", "top_p") if key in rest)
-    entries = [f">sample-{options.seed + i} {told}\n" + "".join(f"{row[j:j + 60]}\n" for j in range(0, len(row), 60))
-               for i, row in enumerate(found)]
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text("".join(entries))
-    os.replace(part, path)
+def told(options: Options) -> str:
+    """How it was drawn, for the head of an entry."""
+    given = {key: value for key, value in asdict(options).items() if value is not None}
+    return " ".join(f"{key}={given[key]}" for key in ("run", "temperature", "top_k", "top_p") if key in given)
 
 
 if __name__ == "__main__":

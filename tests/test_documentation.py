@@ -280,12 +280,17 @@ TINY = {  # the same command in a second: overrides that are added to it
     "mae": ["trainer.steps=2"],
     "trembl": ["task.dataset=generated", "task.preset=tiny", "task.generated.sequences=200", "+task.sizes.d=16",
                "+task.sizes.d_ff=16", "task.validation_share=0.1", "task.test_share=0.1", "trainer.steps=2"],
+    "lra": ["trainer.steps=2", "+task.rules.train=60", "+task.rules.validation=20", "+task.rules.test=20",
+            "+task.sizes.d=16", "task.cache_dir=null"],
+    "pixels": ["trainer.steps=2", "task.evaluated=10", "+task.sizes.d=16"],
+    "books": ["trainer.steps=2", "+task.sizes.d=16", "task.cache_dir=null"],
     "ptb": ["trainer.steps=2", "task.width=16"],
     "first": ["trainer.epochs=1"],
 }
 
 
-SLOW = ("mae", "imagenet", "trembl")   # tasks whose every run takes seconds; their own tests are among the fast ones
+# tasks whose every run takes seconds; their own tests are among the fast ones
+SLOW = ("mae", "imagenet", "trembl", "lra", "pixels", "books")
 
 
 def task_of(words):
@@ -300,7 +305,8 @@ def runs():
         given = ("task.model=", "trainer.processes=", "experiment=", "task.init=outputs/")
         needs = any(word.startswith(given) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
-        needs |= "task.corpus=ptb" in words
+        needs |= bool({"task.corpus=ptb", "task.dataset=cifar10", "task.scale=full"} & set(words))
+        needs |= task == "books" and "task.text=README.md" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
             yield pytest.param(words[3:], TINY[task], marks=[pytest.mark.slow] if task in SLOW else [],
                                id=" ".join(words[3:]))

@@ -27,7 +27,7 @@ ROOMS = [
     ["estimators"],
     ["tasks", "studies"],
     ["runner"],
-    ["train", "transcribe", "sample"],
+    ["drawn", "train", "transcribe", "sample"],
     ["report"],
     ["predict"],
     ["__main__"],

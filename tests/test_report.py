@@ -36,6 +36,8 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "attention_maps": "attention in a language model", "sampling": "samplers of classes",
     "hrf_lm": "hybrids, named in its setting", "hrf_sampled": "samplers of classes", "ptb_peer": "one model twice",
     "hrf_speech": "arms of speech recognition",
+    "lra": "attention in a classifier", "pixels": "attention in a model of images",
+    "books": "attention in a language model",
     "index": "verdicts of the others", "fidelity": "attention in language models"}
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 

@@ -49,30 +49,53 @@ class Baseline(nn.Module):
 class KeysPast:
     """The keys and values of all tokens so far: O(S) numbers, and time O(S) for the next token.
 
-    The buffers double when they are full, so that keeping a token costs O(1).
+    The buffers double when they are full, so that keeping a token costs O(1). window: None, or how many tokens the last
+    one of a step sees, itself among them; those before are forgotten when the next step begins.
     """
 
-    def __init__(self, layer: Baseline):
-        self.layer, self.length, self.keys, self.values = layer, 0, None, None
+    def __init__(self, layer: Baseline, window: int | None = None):
+        self.layer, self.window = layer, window
+        self.length, self.held, self.keys, self.values = 0, 0, None, None  # tokens taken, and kept
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """New tokens q (B,H,T,d), k (B,Hkv,T,d), v (B,Hkv,T,dv), unscaled -> their outputs (B,H,T,dv), no gradient."""
-        root, start = self.layer.scaling**0.5, self.length
-        self.length += q.shape[2]
+        """New tokens q (B,H,T,d), k (B,Hkv,T,d), v (B,Hkv,T,dv), unscaled -> their outputs (B,H,T,dv), no gradient.
+
+        Raises ValueError for more tokens than the window has.
+        """
+        self._forget(q.shape[2])
+        root, start = self.layer.scaling**0.5, self.held
+        self.length, self.held = self.length + q.shape[2], self.held + q.shape[2]
         new = ((self.keys, self.layer.keys(q, k) * root), (self.values, v))
         self.keys, self.values = (self._kept(buffer, t, start) for buffer, t in new)
-        keys, values = (t[:, :, :self.length] for t in (self.keys, self.values))
+        keys, values = (t[:, :, :self.held] for t in (self.keys, self.values))
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
 
+    def _forget(self, new: int) -> None:
+        """Leaves room for so many new tokens in the window."""
+        if self.window is None or self.held + new <= self.window:
+            return
+        if new > self.window:
+            raise ValueError(f"{new} tokens at once and a window of {self.window}: give at most as many")
+        first = self.held + new - self.window
+        self.keys, self.values = (t[:, :, first:self.held].clone() for t in (self.keys, self.values))
+        self.held -= first
+
     def _kept(self, buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
-        if buffer is None or self.length > buffer.shape[2]:
-            larger = new.new_empty(*new.shape[:2], max(64, 2 * self.length), new.shape[3])
+        if buffer is None or self.held > buffer.shape[2]:
+            larger = new.new_empty(*new.shape[:2], max(64, 2 * self.held), new.shape[3])
             if buffer is not None:
                 larger[:, :, :start] = buffer[:, :, :start]
             buffer = larger
-        buffer[:, :, start:self.length] = new
+        buffer[:, :, start:self.held] = new
         return buffer
+
+
+class WholePast(KeysPast):
+    """That of attention which chooses among the places of the whole sequence: nothing is forgotten."""
+
+    def _forget(self, new: int) -> None:
+        pass
 
 
 class NoPast:
@@ -213,6 +236,11 @@ class Window(Baseline):
     def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
         super().__init__(heads, d, **sizes)
         self.block, self.first = block, first
+
+    def past(self):
+        if not self.causal:
+            raise ValueError("decoding needs causal attention")
+        return WholePast(self)
 
     def attend(self, x, y, v, *, causal, key_mask):
         if not causal and x.shape[2] != y.shape[2]:

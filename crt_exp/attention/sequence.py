@@ -97,6 +97,12 @@ class _Gather(torch.autograd.Function):
         return grad[dist.get_rank(ctx.group)], None
 
 
+def summed(t: Tensor, group) -> Tensor:
+    """The sum of the tensors of all processes, on each of them, differentiable: every process must call the backward
+    pass."""
+    return _Gather.apply(t, group).sum(0)
+
+
 class Pooled:
     """Moments of a set whose parts lie on several processes, each gathered when first asked for: by all processes at
     once.

@@ -75,7 +75,7 @@ def librispeech(part: str, utterances: int, size: str, sha256: str) -> Source:
 
 def images(name: str, page: str, count: int, url: str = "", size: str = "", note: str = "") -> Source:
     file = File(f"images/{name}", url, name if url else "", count)
-    return Source(f"images/{name}", "imagenet mae pixels", page, (file,), size=size, note=note)
+    return Source(f"images/{name}", "imagenet mae pixels lra", page, (file,), size=size, note=note)
 
 
 def proteome(kingdom: str, name: str, sequences: int) -> File:

@@ -76,8 +76,9 @@ class Description:
                               f"{self.sizes['d']} / {self.sizes['heads']} have an odd one")
 
 
-class LanguageModel(nn.Module):
-    """The model that a description says, with the attention that `make` makes for each layer.
+class SequenceModel(nn.Module):
+    """Embeddings and blocks of the model that a description says, with the attention that `make` makes for each layer;
+    subclasses say what is made of its states.
 
     checkpointing: blocks are computed again in the backward pass, to the same gradients, in less memory.
     """
@@ -93,42 +94,67 @@ class LanguageModel(nn.Module):
                                 dropout=description.dropout, rotary=description.positions == "rotary",
                                 checkpointing=checkpointing)
         self.norm = nn.LayerNorm(sizes["d"])
-        self.head = nn.Linear(sizes["d"], description.symbols)
+
+    def begin_small(self) -> None:
         for embedding in filter(None, (self.symbol, self.place)):
             nn.init.normal_(embedding.weight, std=0.02)  # GPT-2's: tied logits begin near 0
-        if description.tied:
-            self.head.weight = self.symbol.weight
-        nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, chosen: Tensor | None = None,
-                pasts: Sequence | None = None) -> Tensor:
-        """tokens (B, L) -> logits (B, L, V), or (n, V) of the n places that `chosen` (B, L) names, row by row.
+    def states(self, tokens: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None,
+               start: int = 0) -> Tensor:
+        """tokens (B, L) -> (B, L, d), before the last norm. key_mask (B, L), True = keep. pasts: of `begin`.
+        start: the position of the first token where there are no pasts.
 
-        key_mask (B, L), True = keep: what is padding; at its places the logits mean nothing. pasts: of `begin`.
         Raises ValueError for more tokens than there are learned positions.
         """
-        start = pasts[0].length if pasts else 0
+        start = pasts[0].length if pasts else start
         x = self.symbol(tokens)
         if self.place is not None:
             self._check_length(start + tokens.shape[1])
             x = x + self.place(torch.arange(start, start + tokens.shape[1], device=tokens.device))
-        x = self.body(self.dropout(x), key_mask, pasts)
-        return self.head(self.norm(x if chosen is None else x[chosen]))
+        return self.body(self.dropout(x), key_mask, pasts, start)
+
+    def split_over(self, group) -> None:
+        """From now on each process of the group gives a part of every sequence. Raises ConfigError."""
+        self.body.split_over(group)
 
     def _check_length(self, length: int) -> None:
         most = self.description.length
         if length > most:
             raise ValueError(f"this model has learned positions for {most} symbols but {length} came")
 
-    def begin(self) -> list:
+
+class LanguageModel(SequenceModel):
+    """Logits of the next symbol, or of masked ones."""
+
+    def __init__(self, description: Description, make: LayerMaker, checkpointing: bool = False):
+        super().__init__(description, make, checkpointing)
+        self.head = nn.Linear(description.sizes["d"], description.symbols)
+        self.begin_small()
+        if description.tied:
+            self.head.weight = self.symbol.weight
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, chosen: Tensor | None = None,
+                pasts: Sequence | None = None, start: int = 0) -> Tensor:
+        """tokens (B, L) -> logits (B, L, V), or (n, V) of the n places that `chosen` (B, L) names, row by row.
+
+        key_mask (B, L), True = keep: what is padding; at its places the logits mean nothing. pasts: of `begin`. start:
+        of the first token, where the model is given a part of a sequence. Raises ValueError for more tokens than there
+        are learned positions.
+        """
+        x = self.states(tokens, key_mask, pasts, start)
+        return self.head(self.norm(x if chosen is None else x[chosen]))
+
+    def begin(self, window: int | None = None) -> list:
         """The pasts before the first symbol: each call of the model with them takes the next symbols of B sequences.
 
-        With random features they are O(1) in the length, else keys and values of all. For eval mode, without gradient.
+        With random features they are O(1) in the length, else keys and values of all, or of the last `window` symbols.
+        For eval mode, without gradient.
         """
         if not self.description.causal:
             raise ValueError("a bidirectional model predicts masked symbols: only a unidirectional one goes symbol by "
                              "symbol")
-        return self.body.begin()
+        return self.body.begin(window)
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------

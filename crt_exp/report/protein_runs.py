@@ -12,8 +12,8 @@ from crt_exp.report import runs
 from crt_exp.report.writing import Cells
 from crt_exp.runner.run import read_records
 
-SOURCES = ("tasks/trembl.py", "models/language.py", "models/transformer.py", "data/protein.py", "data/fasta.py",
-           "data/families.py", "attention/reformer.py", "attention/generalized.py")
+SOURCES = ("tasks/trembl.py", "tasks/sequences.py", "models/language.py", "models/transformer.py", "data/protein.py",
+           "data/fasta.py", "data/families.py", "attention/reformer.py", "attention/generalized.py")
 HOME = runs.Home(Path("outputs/proteins"), SOURCES)
 U, B = DIRECTIONS = "unidirectional", "bidirectional"
 Dataset = Literal["generated", "uniprot"]

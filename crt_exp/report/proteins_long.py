@@ -23,8 +23,8 @@ MEMORY = {"exact": LENGTHS, "favorpp": LENGTHS, "uniform": LENGTHS,
 POSITIONS, LETTERS_DRAWN = (100, 1000, 4000, 8000), 40
 DRAWING = {"names": ["exact", "favorpp"], "sizes": sizes_of("performer6", {}, "sizes"), "m": 128}
 FLAT_ROUNDS = 8
-TRAINING_SOURCES = ("tasks/trembl.py", "models/language.py", "models/transformer.py", "data/protein.py",
-                    "data/fasta.py", "attention/generalized.py")
+TRAINING_SOURCES = ("tasks/trembl.py", "tasks/sequences.py", "models/language.py", "models/transformer.py",
+                    "data/protein.py", "data/fasta.py", "attention/generalized.py")
 HOME = runs.Home(Path("outputs/proteins-long"), TRAINING_SOURCES)
 TIME_SOURCES = ("attention", "features", "models/language.py", "models/transformer.py", "report/protein_steps.py")
 REAL = ("task=trembl", "task.dataset=uniprot", "task.chains=true", f"task.max_length={LONG}", "task.held_out_files=[]",

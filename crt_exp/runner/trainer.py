@@ -36,7 +36,8 @@ from crt_exp.tasks.base import Plan, Reader, Task
 
 def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
     """Steps of an epoch (None: streamed) and of the run. Raises ConfigError where task and config disagree."""
-    rows, per_epoch = task.length("train"), task.epoch_steps(Plan(config.batch, config.accumulate, world=processes))
+    plan = Plan(config.batch, config.accumulate, world=config.readers(processes))
+    rows, per_epoch = task.length("train"), task.epoch_steps(plan)
     if per_epoch is None and rows is not None:
         per_epoch = rows // config.batch
     if not (task.test or task.validation):
@@ -77,6 +78,8 @@ class Trainer:
         self.module = self.task.build(mechanism)
         self.sharded = config.strategy == "fsdp" and self.world.size > 1
         self.module.to(self.world.device)
+        if self.world.group is not None:
+            self.task.split_model(self.module, self.world.group)
         if self.sharded:
             self.model = shard(self.module, config.precision)
         self.optimizer = make_optimizer(self.module, config.optimizer, config.lr, config.betas, config.eps,
@@ -184,8 +187,11 @@ class Trainer:
         from accelerate.utils import send_to_device
 
         p, config = self.progress, self.config
-        plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, self.world.rank, self.world.size)
+        world = self.world
+        plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, world.reader, world.readers)
         batches = self.task.batches("train", plan)
+        if world.parts > 1:
+            batches = (self.task.part(batch, world.place, world.parts) for batch in batches)
         return read_ahead((send_to_device(b, self.world.device, non_blocking=True) for b in batches), config.prefetch)
 
     @contextmanager
@@ -336,13 +342,14 @@ class Trainer:
     def evaluate(self, split: str) -> dict[str, float | None]:
         """The task's metrics of a split (null: not finite); leaves the generators as they were."""
         config, kept = self.config, rng_state()
-        ranks = (0, 1) if self.sharded else (self.world.rank, self.world.size)  # sharded models must run in step
-        batch = config.eval_batch or config.batch // (self.world.size * config.accumulate)
+        world = self.world
+        ranks = (0, 1) if self.sharded else (world.reader, world.readers)  # sharded models must run in step
+        batch = config.eval_batch or config.batch // (world.readers * config.accumulate)
         self._check_parameters(split)
         self.module.eval()
         try:
             with self._interruptible(), torch.no_grad(), self._autocast():
-                reader = Reader(self.task, batch, self.seed, self.world.device, *ranks)
+                reader = Reader(self.task, batch, self.seed, world.device, *ranks, world.place, world.parts)
                 found = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,

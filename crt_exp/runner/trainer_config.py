@@ -47,19 +47,32 @@ class TrainerConfig:
     patience: Count | None
     prefetch: Whole
     profile: bool
+    sequence_parallel: Count = 1
 
     def __post_init__(self):
         if self.precision is False:  # what YAML makes of an unquoted no
             object.__setattr__(self, "precision", "no")
         if self.strategy == "fsdp" and self.precision == "fp16":
             raise ConfigError("trainer.precision = fp16 does not go with trainer=fsdp: use bf16")
+        if self.sequence_parallel > 1 and (self.strategy == "fsdp" or self.compile):
+            raise ConfigError(f"trainer.sequence_parallel = {self.sequence_parallel} goes neither with trainer=fsdp "
+                              "nor with trainer.compile=true")
+
+    def readers(self, processes: int) -> int:
+        """How many different rows are read at once: those who hold parts of one sequence read the same."""
+        return processes // self.sequence_parallel
 
 
 def check_processes(config: TrainerConfig, processes: int) -> None:
     """Raises ConfigError where batch, precision and GPUs do not suffice for so many processes."""
-    parts = processes * config.accumulate
+    if processes % config.sequence_parallel:
+        raise ConfigError(f"trainer.sequence_parallel = {config.sequence_parallel}: {processes} processes do not make "
+                          f"groups of so many; start a multiple of them, such as trainer.processes="
+                          f"{config.sequence_parallel}")
+    readers = config.readers(processes)
+    parts = readers * config.accumulate
     if config.batch % parts:
-        raise ConfigError(f"trainer.batch = {config.batch} does not divide over {processes} processes x "
+        raise ConfigError(f"trainer.batch = {config.batch} does not divide over {readers} processes x "
                           f"{config.accumulate} micro-batches: choose a multiple of {parts}")
     gpus = 0 if config.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
     if config.precision == "fp16" and not gpus:
@@ -73,6 +86,6 @@ def start_world(config: TrainerConfig) -> World:
     """Sets up the processes. Raises ConfigError where batch, precision and processes do not go together."""
     check_processes(config, world_size())
     try:
-        return World(config.precision, config.cpu, config.find_unused_parameters)
+        return World(config.precision, config.cpu, config.find_unused_parameters, config.sequence_parallel)
     except ValueError as error:  # accelerate's words for a precision that the device lacks
         raise ConfigError(f"trainer.precision = {config.precision}: {error}") from None

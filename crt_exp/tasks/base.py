@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from crt_exp.config import ConfigError
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
 
@@ -53,6 +54,18 @@ class Task(Protocol):
         Where it is 0 the loss must still be finite.
         """
         return None
+
+    def check_split(self, parts: int) -> None:
+        """Raises ConfigError where the sequences cannot be split over so many processes (trainer.sequence_parallel)."""
+        raise ConfigError(f"trainer.sequence_parallel = {parts}: task={type(self).__name__.lower()} has no sequences "
+                          "that could be split over processes; leave it out")
+
+    def split_model(self, model: nn.Module, group: Any) -> None:
+        """Tells the model that each process of a group holds a part of every sequence."""
+
+    def part(self, batch: Batch, place: int, parts: int) -> Batch:
+        """What one of the processes of such a group reads of a micro-batch."""
+        return batch
 
     def epoch_steps(self, plan: Plan) -> int | None:
         """Optimiser steps of an epoch where micro-batches are not a fixed number of rows: `plan.steps(costs, budget)`
@@ -111,12 +124,13 @@ def _shown(value: float | None) -> str:
 class Reader:
     """What `Task.evaluate` reads: this process's share of a split on the device, and sums over all processes.
 
-    The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`.
+    The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`. place, parts:
+    which part of each sequence this process reads, of how many.
     """
 
     def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
-                 world: int = 1):
-        self.task, self.device = task, torch.device(device)
+                 world: int = 1, place: int = 0, parts: int = 1):
+        self.task, self.device, self.place, self.parts = task, torch.device(device), place, parts
         self.plan = Plan(batch, seed=seed, rank=rank, world=world)
 
     def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
@@ -125,6 +139,7 @@ class Reader:
 
         plan = self.plan if batch is None else replace(self.plan, batch=batch)
         for item in self.task.batches(split, plan):
+            item = item if self.parts == 1 else self.task.part(item, self.place, self.parts)
             yield send_to_device(item, self.device, non_blocking=True)
 
     def sum(self, *values: Any) -> list[float]:
@@ -137,8 +152,9 @@ class Reader:
         return [row for part in self._all(rows) for row in part]
 
     def _all(self, mine: Any) -> list:
-        if self.plan.world == 1:
+        processes = self.plan.world * self.parts
+        if processes == 1:
             return [mine]
-        found = [None] * self.plan.world
+        found = [None] * processes
         torch.distributed.all_gather_object(found, mine)
         return found

@@ -1,0 +1,171 @@
+"""Books as tokens: documents one after another, or sentences apart; and their words, for perplexities per word.
+
+A document is a file, or an example of a set of the hub; END stands behind each. Words are those between blanks, and a
+line end counts as one, for it is predicted too. Legend: n tokens of a text, L tokens of a row.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from crt_exp.data import DataError
+from crt_exp.data.byte_pairs import UNKNOWN
+from crt_exp.data.text import (
+    cached,
+    content,
+    fingerprint,
+    hub_documents,
+    key_of,
+    lines_of,
+    numbered_lines,
+    text_files,
+    token_lists,
+)
+
+
+class Source(NamedTuple):
+    """Where lines are: files, each a document; or the first `count` documents of a split of the hub."""
+
+    files: Sequence[Path]
+    hub: dict | None = None
+    split: str | None = None
+
+    def documents(self, unknown: str) -> Iterator[tuple[list[str], int]]:
+        """Lines of each document and its words. Raises DataError for a document without a word."""
+        for name, lines, words in self._all(unknown):
+            if not lines:
+                raise DataError(f"{name}: the text is empty. Leave it out, or get it again.")
+            yield lines, words
+
+    def _all(self, unknown: str) -> Iterator[tuple[str, list[str], int]]:
+        for file in self.files:
+            words = sum(len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip())
+            yield str(file), [f"{line}\n" for line in lines_of([file], unknown)], words
+        for i, text in enumerate(self._streamed()):
+            lines = [f"{line}\n" for line in text.splitlines() if line.strip()]
+            yield f"{self.hub['name']}, {self.split}, document {i}", lines, sum(len(line.split()) + 1 for line in lines)
+
+    def _streamed(self) -> Iterable[str]:
+        """Blank examples, which sets of lines have, are left out."""
+        if self.hub is None:
+            return ()
+        hub = self.hub
+        read = hub_documents(hub["name"], hub["config"], self.split, hub["column"], buffer=0,
+                             data_files=hub["data_files"])
+        return islice(filter(str.strip, read(0, 0)), hub["documents"])
+
+    def key(self) -> list[str]:
+        """What a cache of its tokens depends on, where that is known."""
+        return [f"{file.suffix}:{content(file)}" for file in self.files]
+
+
+def files_of(paths: str | Sequence[str]) -> Source:
+    return Source(text_files(paths))
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """tokens (n,) int32, END behind each document, or each line where lines stand apart; ends: the places behind these.
+    words: how many words the tokens stand for."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    words: float
+
+    @property
+    def ratio(self) -> float:
+        """Tokens of a word."""
+        return len(self.tokens) / self.words
+
+    def part(self, first: int, last: int) -> "Text":
+        """Tokens first to last, and their share of the words."""
+        ends = self.ends[(self.ends > first) & (self.ends <= last)] - first
+        return Text(self.tokens[first:last], ends, self.words * (last - first) / len(self.tokens))
+
+    def held_out(self, share: float, apart: bool) -> dict[str, "Text"]:
+        """The last two shares are for validation and test; where lines stand apart they stay whole. Raises
+        DataError."""
+        counted = len(self.ends) if apart else len(self.tokens)
+        held = round(share * counted)
+        if not 0 < held < counted / 2:
+            raise DataError(f"task.held_out = {share} of {counted} {'lines' if apart else 'tokens'} leaves none for "
+                            "validation, test or training: give more text, or task.validation_text and task.test_text")
+        cuts = [counted - 2 * held, counted - held]
+        first, last = (int(self.ends[cut - 1]) for cut in cuts) if apart else cuts
+        return {"train": self.part(0, first), "validation": self.part(first, last),
+                "test": self.part(last, len(self.tokens))}
+
+
+def read(source: Source, tokenizer, end: int, apart: bool, cache_dir: str | Path | None = None) -> Text:
+    """The tokens of a source; those of files are kept in `cache_dir` by content. Raises DataError."""
+    key = key_of("books 1", apart, end, fingerprint(tokenizer), *source.key())
+    arrays = cached(None if source.hub else cache_dir, key, lambda: tokenized(source, tokenizer, end, apart))
+    return Text(arrays["tokens"], arrays["ends"], float(arrays["words"][0]))
+
+
+def tokenized(source: Source, tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
+    parts, counts, words = [np.zeros(0, np.int32)], [], 0
+    for lines, found in source.documents(tokenizer.unk_token or UNKNOWN):
+        lists, words = list(token_lists(lines, tokenizer)), words + found
+        for ids in lists if apart else [list(chain.from_iterable(lists))]:
+            parts.append(np.array([*ids, end], np.int32))
+            counts.append(len(ids) + 1)
+    return {"tokens": np.concatenate(parts), "ends": np.cumsum(counts), "words": np.array([words])}
+
+
+class Row(NamedTuple):
+    """What is read and what is predicted, (T,) each."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Rows of exactly L tokens, each going on where the one before ended; the last tokens fill none."""
+
+    text: Text
+    longest: int
+    end: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.full(len(self), self.longest)
+
+    def __len__(self) -> int:
+        return len(self.text.tokens) // self.longest
+
+    def __getitem__(self, i: int) -> Row:
+        first, last = i * self.longest, (i + 1) * self.longest
+        return piece(self.text, first, last, self.end)
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """A row for each line, cut to L tokens."""
+
+    text: Text
+    longest: int
+    end: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.minimum(np.diff(self.text.ends, prepend=0), self.longest)
+
+    def __len__(self) -> int:
+        return len(self.text.ends)
+
+    def __getitem__(self, i: int) -> Row:
+        first = int(self.text.ends[i - 1]) if i else 0
+        labels = self.text.tokens[first:min(int(self.text.ends[i]), first + self.longest)]
+        return Row(np.concatenate([[self.end], labels[:-1]]), labels)
+
+
+def piece(text: Text, first: int, last: int, end: int) -> Row:
+    """Tokens first to last, read from the one before the first."""
+    before = [end] if first == 0 else text.tokens[first - 1:first]
+    return Row(np.concatenate([before, text.tokens[first:last - 1]]), text.tokens[first:last])

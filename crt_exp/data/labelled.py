@@ -1,0 +1,213 @@
+"""The five sets of the Long Range Arena (Tay et al., 2021): sequences of symbols, a class for each, or for each pair.
+
+listops, pathfinder: drawn from their rules. image: grey pixels of a folder of images, CIFAR-10 there. text: the bytes
+of reviews, IMDB there. retrieval: the bytes of two documents, AAN there, and whether one cites the other.
+
+Legend: n examples of a split, L symbols of a row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+
+import numpy as np
+
+from crt_exp.config import ConfigError
+from crt_exp.data import DataError, glue, images, listops, pathfinder
+from crt_exp.data.pixels import squared
+from crt_exp.data.text import cached, key_of, numbered_lines
+from crt_exp.schema import Parameter, check_keys
+
+Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
+DATASETS = get_args(Dataset)
+SPLITS = ("train", "validation", "test")
+LONGEST = 4000                                               # bytes of a text, in the Long Range Arena
+SIDE = 32                                                    # pixels
+BYTES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """rows: of symbols (L,) uint8; of pairs those of example i are 2 i and 2 i + 1. labels (n,) int64."""
+
+    rows: Sequence[np.ndarray]
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, chosen: np.ndarray) -> "Labelled":
+        per = len(self.rows) // max(1, len(self))
+        places = (chosen[:, None] * per + np.arange(per)).reshape(-1)
+        return Labelled([self.rows[i] for i in places], self.labels[chosen])
+
+
+class Arena(NamedTuple):
+    """splits: "train", "validation", "test". symbols: kinds of them, without padding. together: rows of an example."""
+
+    splits: dict[str, Labelled]
+    symbols: int
+    classes: int
+    together: int = 1
+
+
+def load(dataset: Dataset, data_dir: str | None, rules: dict[str, Any], preset: str, seed: int, held_out: float,
+         cache_dir: str | None) -> Arena:
+    """Raises DataError for files that are missing or malformed, ConfigError for rules that are none."""
+    if rules and dataset not in GENERATED:
+        raise ConfigError(f"task.rules are those of {' and '.join(GENERATED)}, which are drawn: leave them out")
+    if dataset == "listops":
+        read = read_listops(Path(data_dir).expanduser()) if data_dir else None
+        return Arena(read or drawn(dataset, rules, preset, seed, cache_dir), len(listops.SYMBOLS), 10)
+    if dataset == "pathfinder":
+        if data_dir is not None:
+            raise ConfigError("task.dataset=pathfinder is drawn from its rules: leave task.data_dir out")
+        return Arena(drawn(dataset, rules, preset, seed, cache_dir), BYTES, 2)
+    if dataset == "image":
+        return grey_images(data_dir, held_out)
+    if dataset == "text":
+        return texts(data_dir, held_out)
+    return Arena(pairs(data_dir), BYTES, 2, together=2)
+
+
+# ---- drawn -----------------------------------------------------------------------------------------------------------
+
+GENERATED = {"listops": listops, "pathfinder": pathfinder}
+
+
+def rules_of(dataset: str, preset: str, changes: dict[str, Any]) -> Any:
+    """Those of a preset, with other values for some keys. Raises ConfigError."""
+    module = GENERATED[dataset]
+    hints = get_type_hints(module.Rules, include_extras=True)
+    check_keys("task.rules.", changes, {key: Parameter(hint, False) for key, hint in hints.items()})
+    return module.PRESETS[preset]._replace(**changes)
+
+
+def drawn(dataset: str, changes: dict[str, Any], preset: str, seed: int, cache_dir: str | None) -> dict[str, Labelled]:
+    rules = rules_of(dataset, preset, changes)
+    make = drawn_lists if dataset == "listops" else drawn_pictures
+    arrays = cached(cache_dir, key_of(f"{dataset} 1", *rules, seed), lambda: make(rules, seed))
+    rows = {split: np.split(arrays[f"{split}_symbols"], arrays[f"{split}_ends"][:-1]) for split in SPLITS}
+    return {split: Labelled(rows[split], arrays[f"{split}_labels"]) for split in SPLITS}
+
+
+def drawn_lists(rules: listops.Rules, seed: int) -> dict[str, np.ndarray]:
+    arrays = {}
+    for split, rows in listops.drawn(rules, seed).items():
+        arrays |= flat(split, [np.array([listops.NUMBERS[word] for word in words], np.uint8) for words in rows],
+                       [listops.worth(words) for words in rows])
+    return arrays
+
+
+def drawn_pictures(rules: pathfinder.Rules, seed: int) -> dict[str, np.ndarray]:
+    arrays = {}
+    for split, (pictures, labels) in pathfinder.drawn(rules, seed).items():
+        arrays |= flat(split, [picture.reshape(-1) for picture in pictures], labels)
+    return arrays
+
+
+def flat(split: str, rows: Sequence[np.ndarray], labels: Sequence[int]) -> dict[str, np.ndarray]:
+    return {f"{split}_symbols": np.concatenate([np.zeros(0, np.uint8), *rows]),
+            f"{split}_ends": np.cumsum([len(row) for row in rows]), f"{split}_labels": np.array(labels, np.int64)}
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_listops(folder: Path) -> dict[str, Labelled]:
+    """The published files. Raises DataError."""
+    found = {}
+    for split, name in zip(SPLITS, ("train", "val", "test")):
+        path = there(folder / f"basic_{name}.tsv", "task.dataset=listops", "https://github.com/google-research/"
+                     "long-range-arena; without task.data_dir the lists are drawn from their rules")
+        rows, labels = zip(*listops.read(path))
+        found[split] = Labelled(rows, np.array(labels, np.int64))
+    return found
+
+
+def there(path: Path, what: str, page: str) -> Path:
+    if not path.exists():
+        raise DataError(f"{what} needs {path}, which is not there. Get it from {page}.")
+    return path
+
+
+def grey_images(data_dir: str | None, held_out: float) -> Arena:
+    """Grey values of 32 x 32 pixels, row by row; the images of val/ are the test."""
+    found = images.load("cifar10", data_dir)
+    train, validation = found["train"].held_out(held_out)
+    splits = {"train": train, "validation": validation, "test": found["val"]}
+    rows = {split: [squared(part, i, SIDE, 1).reshape(-1) for i in range(len(part))] for split, part in splits.items()}
+    return Arena({split: Labelled(rows[split], part.labels) for split, part in splits.items()}, BYTES,
+                 len(found["train"].classes))
+
+
+def texts(data_dir: str | None, held_out: float) -> Arena:
+    """Bytes of texts: a folder in IMDB's layout (train/pos/*.txt, train/neg, test/pos, test/neg), or SST-2's files,
+    whose dev split is the test."""
+    folder = Path(data_dir).expanduser() if data_dir else None
+    if folder is not None and (folder / "train").is_dir():
+        found = {split: reviews(folder / split) for split in ("train", "test")}
+    else:
+        found = {"train": sentences("train", data_dir), "test": sentences("dev", data_dir)}
+    chosen = np.random.default_rng(0).permutation(len(found["train"]))
+    count = round(held_out * len(chosen))
+    if not 0 < count < len(chosen):
+        raise DataError(f"task.held_out = {held_out} of {len(chosen)} texts leaves none for validation or training")
+    validation, train = (np.sort(part) for part in (chosen[:count], chosen[count:]))
+    return Arena({"train": found["train"].take(train), "validation": found["train"].take(validation),
+                  "test": found["test"]}, BYTES, 2)
+
+
+def reviews(folder: Path) -> Labelled:
+    rows, labels = [], []
+    for label, name in enumerate(("neg", "pos")):
+        there(folder / name, "task.dataset=text", "https://ai.stanford.edu/~amaas/data/sentiment")
+        files = sorted((folder / name).glob("*.txt"))
+        if not files:
+            raise DataError(f"{folder / name} holds no .txt file: a review is a file there.")
+        rows += [bytes_of(file.read_bytes(), f"{file}") for file in files]
+        labels += [label] * len(files)
+    return Labelled(rows, np.array(labels, np.int64))
+
+
+def sentences(split: str, data_dir: str | None) -> Labelled:
+    found = glue.load("sst2", split, data_dir)
+    return Labelled([bytes_of(text.encode(), f"SST-2, {split}, example {i}")
+                     for i, text in enumerate(found.sentence1, 1)], np.array(found.labels, np.int64))
+
+
+def bytes_of(content: bytes, place: str) -> np.ndarray:
+    if not content:
+        raise DataError(f"{place}: the text is empty.")
+    return np.frombuffer(content, np.uint8)
+
+
+def pairs(data_dir: str | None) -> dict[str, Labelled]:
+    """Lines of label, id, id, text, text with tabs between, in *.train.tsv, *.eval.tsv and *.test.tsv of a folder."""
+    page = "https://github.com/google-research/long-range-arena (lra_release, tsv_data)"
+    if data_dir is None:
+        raise DataError("task.dataset=retrieval needs the files new_aan_pairs.train.tsv, .eval.tsv and .test.tsv: set "
+                        f"task.data_dir to their folder. They are at {page}.")
+    folder = Path(data_dir).expanduser()
+    return {split: pairs_of(there(folder / f"new_aan_pairs.{name}.tsv", "task.dataset=retrieval", page))
+            for split, name in zip(SPLITS, ("train", "eval", "test"))}
+
+
+def pairs_of(path: Path) -> Labelled:
+    rows, labels = [], []
+    for label, *both in read_pairs(path):
+        rows += both
+        labels.append(label)
+    if not labels:
+        raise DataError(f"{path}: the file is empty.")
+    return Labelled(rows, np.array(labels, np.int64))
+
+
+def read_pairs(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    for number, line in numbered_lines(path):
+        label, *rest = line.split("\t")
+        if len(rest) != 4 or label not in ("0", "1", "0.0", "1.0"):
+            raise DataError(f"{path}, line {number}: a line is a label (0.0 or 1.0), two ids and two texts, with tabs "
+                            "between.")
+        yield int(float(label)), *(bytes_of(text.encode(), f"{path}, line {number}") for text in rest[2:])

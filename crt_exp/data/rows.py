@@ -1,0 +1,22 @@
+"""Rows of unlike length as a batch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def padded(rows: Sequence[np.ndarray], pad: int) -> Tensor:
+    """(B, L) int64, L the longest: `pad` behind the shorter ones."""
+    found = torch.full((len(rows), max(map(len, rows))), pad)
+    for i, row in enumerate(rows):
+        found[i, :len(row)] = torch.from_numpy(np.asarray(row, np.int64))
+    return found
+
+
+def masked(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """tokens (B, L), and key_mask (B, L), True = keep, where there is padding."""
+    if min(lengths) == tokens.shape[1]:
+        return {"tokens": tokens}
+    return {"tokens": tokens, "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]}

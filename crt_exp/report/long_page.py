@@ -1,0 +1,162 @@
+"""The page of a report on long sequences: verdicts first, gates, a table of each set, and its picture."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from crt_exp.report import palette
+from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, independent, judged
+from crt_exp.report.fig4_page import show
+from crt_exp.report.long_runs import CONTROLS, Setting
+from crt_exp.report.protein_page import colour, listed
+from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
+
+Found = dict[tuple[str, str, int], dict[str, Any]]           # (set, arm, seed) -> what `train` gave
+Costs = dict[tuple[str, str], dict[str, float]]              # (set, arm) -> what `cost` gave
+
+
+def nothing(found: Found) -> str:
+    return ""
+
+
+def label(arm: str) -> str:
+    """The attention as papers call it, and what follows a comma as it is."""
+    name, *rest = arm.split(",")
+    return ",".join([palette.label(name), *rest])
+
+
+@dataclass(frozen=True)
+class Page:
+    """What one report tells. metric: of the final record, `scale` times it in `unit`; sign: 1 where more is better, -1
+    where less is. baseline: the metric of what predicts without a model, and its name. least: what uniform attention
+    must cost for the orderings to be judged. claims: (text, arm that is better, arm that is worse)."""
+
+    name: str
+    title: str
+    metric: str
+    unit: str
+    sign: int
+    baseline: tuple[str, str]
+    least: float
+    claims: tuple[tuple[str, str, str], ...]
+    scale: float = 1.0
+    spec: str = ".3f"
+    more: Callable[[Found], str] = nothing                   # a further section
+
+    def values(self, found: Found, which: str, arm: str) -> dict[int, float]:
+        """seed -> the metric, of the runs that did not diverge."""
+        return {seed: self.scale * run["last"][self.metric] for (w, a, seed), run in found.items()
+                if (w, a) == (which, arm) and "last" in run and run["last"][self.metric] is not None}
+
+    def gain(self, found: Found, which: str, better: str, worse: str) -> np.ndarray:
+        """By how much one arm is better than another, of each seed with which both ended."""
+        a, b = (self.values(found, which, arm) for arm in (better, worse))
+        return np.array([self.sign * (a[seed] - b[seed]) for seed in a if seed in b])
+
+    # ---- verdicts
+
+    def gates(self, found: Found, setting: Setting) -> dict[str, Gate]:
+        return {which: Gate(f"{which}: what uniform attention costs, in {self.unit}",
+                            float(np.mean(self.gain(found, which, "exact", "uniform"))), self.least)
+                for which in setting.sets if len(self.gain(found, which, "exact", "uniform"))}
+
+    def verdicts(self, found: Found, gates: dict[str, Gate]) -> list[Verdict | Unjudged]:
+        judging, left = [], []
+        for which, gate in gates.items():
+            pairs = [(text, self.gain(found, which, better, worse)) for text, better, worse in self.claims]
+            made = [Claim(f"{which}: {text}", independent(gain), self.unit) for text, gain in pairs if len(gain) > 1]
+            if gate.passed:
+                judging += made
+            else:
+                left += [Unjudged(claim, gate) for claim in made]
+        return [*judged(judging), *left]
+
+    def controls_that_win(self, found: Found, setting: Setting) -> list[str]:
+        told = []
+        for which in setting.sets:
+            mean = {arm: self.sign * np.mean([*values.values()]) for arm in setting.arms
+                    if (values := self.values(found, which, arm))}
+            for control in (each for each in CONTROLS if each in mean):
+                beaten = [label(arm) for arm in mean if arm not in CONTROLS and mean[control] >= mean[arm]]
+                if beaten:
+                    told.append(f"**{which}: {control} attention, a control, ends no worse than {listed(beaten)}.**\n")
+        return told
+
+    # ---- page
+
+    def write(self, size: str, setting: Setting, found: Found, costs: Costs, seconds: float) -> None:
+        gates = self.gates(found, setting)
+        verdicts = self.verdicts(found, gates)
+        said = "\n".join([*self.controls_that_win(found, setting), *map(str, verdicts)])
+        body = "\n".join([said, "", "What the sets can tell (trained models, mean over seeds):", "",
+                          *map(str, gates.values()), "", *(self.section(which, setting, found, costs)
+                                                           for which in setting.sets), self.more(found)])
+        rows = [*csv_rows(found, costs, self.metric), *(verdict.row() for verdict in verdicts)]
+        path = write_report(self.name, self.title, body, rows, self.figure(setting, found), self.facts(size, setting),
+                            seconds)
+        print(f"{said}\nwritten: {path}")
+
+    def section(self, which: str, setting: Setting, found: Found, costs: Costs) -> str:
+        rows = [[self.baseline[1], self.shown_baseline(found, which), "", "", "", ""]]
+        for arm in (*setting.arms, *setting.moved):
+            values = np.array([*self.values(found, which, arm).values()])
+            above = self.gain(found, which, arm, "exact") if arm != "exact" else []
+            spent = costs.get((which, arm))
+            runs = [run for (w, a, _), run in found.items() if (w, a) == (which, arm)]
+            step = (f"{spent['steps_per_s']:.2f}", f"{spent['bytes'] / 2**20:.0f}") if spent else ("", "")
+            rows.append([label(arm), show(values, self.spec), show(above, f"+{self.spec}") if len(above) else "",
+                         *step, f"{sum('diverged' in run for run in runs)} of {len(runs)}"])
+        columns = ["attention", f"{self.metric.replace('_', ' ')}, {self.unit}", "better than exact by", "steps/s",
+                   "memory, MiB", "diverged"]
+        return f"## {which}\n\n{markdown(columns, rows)}"
+
+    def shown_baseline(self, found: Found, which: str) -> str:
+        records = [run["last"] for (w, _, _), run in found.items() if w == which and "last" in run]
+        return f"{self.scale * records[0][self.baseline[0]]:{self.spec}}" if records else ""
+
+    def facts(self, size: str, setting: Setting) -> str:
+        sets = "; ".join(f"{which}: `{' '.join(options)}`" for which, options in setting.sets.items())
+        arms = "; ".join(f"{arm}: `{' '.join(options)}`" for arm, options in (setting.arms | setting.moved).items())
+        moved = " Arms with task.init start from the exact weights of their seed." if setting.moved else ""
+        return (f"SIZE={size}. {sets}. {arms}.{moved} {setting.seeds} seeds of weights, order and noise, the same in "
+                "all arms. The last weights are tested, and validation chooses nothing. A step's time is the middle of "
+                "some, alone on the machine; memory is the most that a short run held beyond what its process began "
+                "with, its data among it. Mean over seeds with its interval: 95%, Student; p-values with Holm's "
+                "correction.")
+
+    # ---- picture
+
+    def figure(self, setting: Setting, found: Found):
+        fig, axes = new_figure(1, len(setting.sets), figsize=(6.5 * len(setting.sets), 4.5), squeeze=False)
+        for ax, which in zip(axes[0], setting.sets):
+            self.draw(ax, which, setting, found)
+        fig.tight_layout()
+        return fig
+
+    def draw(self, ax, which: str, setting: Setting, found: Found) -> None:
+        """Curves on validation, means over the seeds that did not diverge."""
+        ends = []
+        for arm in (*setting.arms, *setting.moved):
+            points: dict[int, list[float]] = {}
+            for (w, a, _), run in found.items():
+                for point in run.get("curve", []) if (w, a) == (which, arm) else []:
+                    points.setdefault(point["step"], []).append(self.scale * point[self.metric])
+            if points:
+                mean = [np.mean(values) for values in points.values()]
+                ax.plot([*points], mean, color=colour(arm.split(",")[0]), lw=1.4, marker="o", ms=2.5)
+                ends.append((label(arm), [*points][-1], mean[-1], colour(arm.split(",")[0])))
+        ax.set(xlabel="step", title=f"{which}: {self.metric.replace('_', ' ')} on validation, {self.unit}")
+        label_ends(ax, ends)
+
+
+def csv_rows(found: Found, costs: Costs, metric: str) -> list[dict[str, Any]]:
+    rows = [{"set": which, "attention": arm, "what": "step", **cost} for (which, arm), cost in costs.items()]
+    for (which, arm, seed), run in found.items():
+        head = {"set": which, "attention": arm, "seed": seed}
+        rows += [head | {"what": "validation", "step": point["step"], metric: point[metric]}
+                 for point in run.get("curve", [])]
+        rows.append(head | ({"what": "diverged", "said": run["diverged"]} if "diverged" in run
+                            else {"what": "test", metric: run["last"][metric], "loss": run["last"]["loss"]}))
+    return rows

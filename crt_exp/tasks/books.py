@@ -1,0 +1,204 @@
+"""Language models of long texts: next tokens of documents packed into rows, or of sentences apart (Performers Fig. 5).
+
+Perplexity per word is exp(loss x tokens of a word), as Performers A.1.1 has it. At the test documents are also read
+beyond the length of a training row, with what the attention remembers. Legend: B rows of a batch, L tokens of a row, V.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal, TypedDict
+
+import numpy as np
+import torch
+from torch import nn
+
+from crt_exp.config import ConfigError
+from crt_exp.data import DataError, books
+from crt_exp.data.books import Apart, Packed, Source, Text, piece
+from crt_exp.data.byte_pairs import byte_pairs
+from crt_exp.data.glue import bucketed
+from crt_exp.data.rows import masked, padded
+from crt_exp.data.text import IGNORED, official_file
+from crt_exp.models import encoders
+from crt_exp.models.carried import carried_losses
+from crt_exp.schema import Count, Whole, above, at_least, below, checked
+from crt_exp.tasks.base import Batch, Plan, Reader
+from crt_exp.tasks.sequences import SymbolTask, exp
+
+NAMES = {"train": "train", "validation": "valid", "test": "test"}
+
+
+class Hub(TypedDict):
+    """A set of the Hugging Face hub: the first `documents` of its splits are read."""
+
+    name: str | None
+    config: str | None
+    splits: list[str]
+    column: str
+    data_files: str | list[str] | dict[str, str] | None
+    documents: Count
+
+
+class Carried(TypedDict):
+    """Pieces of the test text, `times` L tokens each, that are read chunk by chunk; 0: none."""
+
+    times: Whole
+    pieces: Count
+    chunk: Count
+
+
+@checked("task")
+@dataclass(eq=False)
+class Books(SymbolTask):
+    """See `conf/task/books.yaml` for the options.
+
+    Raises DataError for texts that are missing or empty, ConfigError for options that do not go together.
+    """
+
+    text: str | list[str] | None
+    validation_text: str | list[str] | None
+    test_text: str | list[str] | None
+    data_dir: str | None
+    hub: Hub
+    rows: Literal["packed", "apart"]
+    held_out: Annotated[float, above(0), below(0.5)]
+    tokenizer: str | None
+    vocabulary_size: Count
+    lowercase: bool
+    max_length: Annotated[int, at_least(2)]
+    carried: Carried
+    cache_dir: str | None
+
+    causal, ours = True, "a run of task=books with the same tokenizer (task.tokenizer=null takes that of the run)"
+
+    def __post_init__(self):
+        self.row_length = self.max_length
+        self.load()
+        sources = self.sources()
+        tokenizer = self.made_tokenizer(sources["train"])
+        self.end = self.end_of(tokenizer)
+        self.predictable = max(tokenizer.get_vocab().values()) + 1
+        self.describe(self.predictable, self.max_length,
+                      {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": self.end})
+        if self.carried["times"] > 1 and self.description.positions == "learned":
+            raise ConfigError(f"task.carried.times = {self.carried['times']} reads beyond task.max_length, where "
+                              "learned positions end: choose task.positions=rotary or none, or task.carried.times=0")
+        self.texts = self.read(sources, tokenizer)
+        kind = Packed if self.rows == "packed" else Apart
+        self.data = {split: kind(text, self.max_length, self.end) for split, text in self.texts.items()}
+        self.check_filled()
+
+    # ---- text
+
+    def sources(self) -> dict[str, Source]:
+        """Those of the splits; of the training split alone where the others are held out of it."""
+        if self.hub["name"] is not None and self.text is not None:
+            raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
+        if (self.validation_text is None) != (self.test_text is None):
+            raise ConfigError("task.validation_text and task.test_text go together: give both, or none")
+        if self.hub["name"] is not None:
+            return {split: Source((), self.hub, name) for split, name in zip(NAMES, self.hub["splits"])}
+        if self.text is None:
+            return {split: Source([official_file("wikitext2", name, self.data_dir)]) for split, name in NAMES.items()}
+        given = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
+        return {split: books.files_of(paths) for split, paths in given.items() if paths is not None}
+
+    def made_tokenizer(self, source: Source):
+        """That of task.tokenizer, of task.init, or byte pairs made from the training text."""
+        if self.tokenizer is not None:
+            return encoders.load_tokenizer(encoders.Origin(self.tokenizer, "task.tokenizer", False, False))
+        if self.kept is not None and "tokenizer" in self.kept.symbols:
+            return of_saved(self.kept.symbols)
+        if not source.files:
+            raise ConfigError("a text of the hub needs a tokenizer: task.tokenizer=<name or folder>, or that of "
+                              "task.init=<run>")
+        return byte_pairs(source.files, self.vocabulary_size, self.lowercase, self.cache_dir)
+
+    def end_of(self, tokenizer) -> int:
+        if tokenizer.eos_token_id is None or not getattr(tokenizer, "is_fast", False):
+            raise DataError(f"task.tokenizer = {self.tokenizer}: a fast tokenizer with a token for the end of a text "
+                            "(eos_token) is needed, such as openai-community/gpt2")
+        return tokenizer.eos_token_id
+
+    def read(self, sources: dict[str, Source], tokenizer) -> dict[str, Text]:
+        apart = self.rows == "apart"
+        found = {split: books.read(source, tokenizer, self.end, apart, self.cache_dir)
+                 for split, source in sources.items()}
+        return found if len(found) > 1 else found["train"].held_out(self.held_out, apart)
+
+    def check_filled(self) -> None:
+        for split, data in self.data.items():
+            if not len(data):
+                raise DataError(f"the {len(data.text.tokens)} tokens of {split} fill no row of task.max_length = "
+                                f"{self.max_length}: give more text, or shorter rows")
+
+    # ---- rows
+
+    def length(self, split: str) -> int:
+        return len(self.data[split])
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        data = self.data[split]
+        numbers = bucketed(data.lengths, plan) if self.by_length(split) else plan.rows(len(data), split)
+        for chosen in numbers:
+            rows = [data[i] for i in chosen]
+            tokens = padded([row.tokens for row in rows], self.end)
+            labels = padded([row.labels for row in rows], IGNORED)
+            yield masked(tokens, [len(row.tokens) for row in rows]) | {"labels": labels}
+
+    def by_length(self, split: str) -> bool:
+        return split == "train" and self.rows == "apart"
+
+    # ---- metrics
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        found = self.metrics(model, split, reader)
+        ratio = self.texts[split].ratio
+        found |= {"word_perplexity": exp(found["loss"] * ratio), "tokens_per_word": ratio,
+                  "unigram_word_perplexity": exp(math.log(found["unigram_perplexity"]) * ratio)}
+        return found | self.carried_on(model, reader) if split == "test" and self.carried["times"] else found
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        counts = np.bincount(self.texts["train"].tokens, minlength=self.predictable) + 1.0
+        return counts / counts.sum()
+
+    def carried_on(self, model: nn.Module, reader: Reader) -> dict[str, float]:
+        """The mean loss of the tokens of the first, second, ... length of a training row, in pieces of the test text
+        that are read from their beginning on; attention that keeps keys keeps those of one length."""
+        L, times, text = self.max_length, self.carried["times"], self.texts["test"]
+        starts = range(0, len(text.tokens) - times * L + 1, times * L)[:self.carried["pieces"]]
+        if not starts:
+            raise DataError(f"the test text has {len(text.tokens)} tokens, and task.carried.times = {times} asks for "
+                            f"pieces of {times * L}: give more text, or fewer times")
+        sums, count = torch.zeros(times, dtype=torch.float64), 0
+        for start in starts[reader.plan.rank::reader.plan.world]:
+            losses = self.piece_losses(model, piece(text, start, start + times * L, self.end), reader.device)
+            sums, count = sums + losses.view(times, L).mean(1), count + 1
+        *sums, count = reader.sum(*sums, count)
+        return {f"loss_at_{i}": total / count for i, total in enumerate(sums, 1)}
+
+    def piece_losses(self, model: nn.Module, row: books.Row, device: torch.device) -> torch.Tensor:
+        """(T,) nats, float64, on the CPU."""
+        tokens, labels = (torch.from_numpy(part.astype(np.int64))[None].to(device) for part in row)
+        chunk = min(self.carried["chunk"], self.max_length)
+        return torch.cat([loss[0].double().cpu() for loss in carried_losses(model, tokens, labels, chunk,
+                                                                            self.max_length)])
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (f"books: perplexity {last['word_perplexity']:.2f} per word (unigram "
+                f"{last['unigram_word_perplexity']:.2f}), {last['perplexity']:.2f} per token ({last['split']}, step "
+                f"{last['step']})")
+
+
+def of_saved(symbols: dict):
+    """The tokenizer that a run keeps."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    found = Tokenizer.from_str(symbols["tokenizer"])
+    end = found.id_to_token(symbols["end"])
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token=end, bos_token=end)

@@ -1,0 +1,230 @@
+"""task=books: rows of texts, perplexity per word, texts read on beyond a row, and text written by `sample`."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from refusals import check_refused
+
+from crt_exp import sample
+from crt_exp.attention.baselines import Exact
+from crt_exp.data import DataError, books
+from crt_exp.data.books import Apart, Packed, Text
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.carried import carried_losses
+from crt_exp.models.language import Description, LanguageModel
+from crt_exp.swap.swap import fill_statistics
+
+DATA = Path(os.environ.get("CRT_DATA", "none"))
+SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
+WORDS = ["a", "bird", "that", "sings", "in", "the", "old", "tree", "by", "a", "river", "does", "not", "know", "who"]
+
+
+def text_file(path, lines=150, seed=0):
+    """Lines that go on from any of the words as the sentence does."""
+    rng = np.random.default_rng(seed)
+    lengths, starts = rng.integers(3, 12, lines), rng.integers(0, len(WORDS), lines)
+    path.write_text("".join(" ".join((2 * WORDS)[at:at + n]) + "\n" for at, n in zip(starts, lengths)))
+    return path
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_text():
+    """Every token is predicted once, from the one before it."""
+    text = Text(np.arange(1, 12, dtype=np.int32), np.array([4, 11]), 5.0)
+    packed, apart = Packed(text, 4, end=0), Apart(text, 5, end=0)
+    rows, lines = ([data[i] for i in range(len(data))] for data in (packed, apart))
+    assert [row.labels.tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [row.tokens.tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [row.labels.tolist() for row in lines] == [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [row.tokens.tolist() for row in lines] == [[0, 1, 2, 3], [0, 5, 6, 7, 8]]
+    assert apart.lengths.tolist() == [4, 5] and text.ratio == 11 / 5
+
+
+def test_parts_that_are_held_out():
+    text = Text(np.arange(100, dtype=np.int32), np.array([30, 60, 80, 90, 100]), 50.0)
+    found = text.held_out(0.1, apart=False)
+    assert [len(found[split].tokens) for split in ("train", "validation", "test")] == [80, 10, 10]
+    assert found["test"].tokens[0] == 90 and found["test"].words == 5
+    found = text.held_out(0.2, apart=True)
+    assert [found[split].ends.tolist() for split in found] == [[30, 60, 80], [10], [10]]
+    with pytest.raises(DataError, match="leaves none for"):
+        text.held_out(0.001, apart=False)
+
+
+def test_words_of_a_file(tmp_path):
+    from crt_exp.data.byte_pairs import byte_pairs
+
+    path = tmp_path / "a.txt"
+    path.write_text("one two\n\nthree\n")
+    tokenizer = byte_pairs([path], 300)
+    found = books.read(books.files_of(str(path)), tokenizer, 7, apart=False)
+    assert found.words == 5 and found.ends.tolist() == [len(found.tokens)] and found.tokens[-1] == 7
+    assert tokenizer.decode(found.tokens[:-1]) == "one two\nthree\n"
+    assert books.read(books.files_of(str(path)), tokenizer, 7, apart=True).ends.shape == (2,)
+    path.write_text("\n \n")
+    with pytest.raises(DataError, match=r"a\.txt: the text is empty"):
+        books.read(books.files_of(str(path)), tokenizer, 7, apart=False)
+
+
+# ---- carried on ------------------------------------------------------------------------------------------------------
+
+
+def model_of(name="favorpp", length=32):
+    torch.manual_seed(0)
+    options = {"m": 16} if name == "favorpp" else {}
+    model = LanguageModel(Description(11, length, SIZES, True, "rotary"), Mechanism.of(name, **options).layer).eval()
+    if name == "favorpp":
+        fill_statistics(model, [{"tokens": torch.randint(11, (4, 32))}])
+    return model
+
+
+def parallel_losses(model, tokens, labels):
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
+
+
+@pytest.mark.parametrize("name", ["favorpp", "exact", "uniform", "window"])
+def test_chunk_by_chunk_is_the_parallel_pass(name):
+    model, ids = model_of(name), torch.randint(11, (2, 301))
+    found = torch.cat(list(carried_losses(model, ids[:, :-1], ids[:, 1:], 37)), 1)
+    torch.testing.assert_close(found, parallel_losses(model, ids[:, :-1], ids[:, 1:]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_sliding_window_forgets_what_is_before_it():
+    layer = Exact(2, 4, causal=True)
+    q, k, v = torch.randn(3, 1, 2, 20, 4)
+    past, found = layer.past(), []
+    past.window = 8
+    for at in range(0, 20, 4):
+        found.append(past.step(*(t[:, :, at:at + 4] for t in (q, k, v))))
+    for at, out in zip(range(0, 20, 4), found):              # of a chunk of 4 the first sees 5 keys, the last 8
+        first = max(0, at + 4 - 8)
+        expected = layer(*(t[:, :, first:at + 4] for t in (q, k, v)))[:, :, -4:]
+        torch.testing.assert_close(out, expected)
+    assert past.length == 20 and past.held == 8 and past.keys.shape[2] <= 64
+    with pytest.raises(ValueError, match="9 tokens at once and a window of 8"):
+        past.step(*torch.randn(3, 1, 2, 9, 4))
+
+
+@pytest.mark.slow
+def test_a_document_of_100000_tokens():
+    """In flat time and memory a token, with the losses of the parallel pass."""
+    model = model_of()
+    ids, clock = torch.randint(11, (1, 100_001)), []
+    losses, before = [], time.perf_counter()
+    for part in carried_losses(model, ids[:, :-1], ids[:, 1:], 250):
+        losses.append(part)
+        clock.append(time.perf_counter() - before)
+        before = time.perf_counter()
+    whole = parallel_losses(model, ids[:, :-1], ids[:, 1:])
+    found = torch.cat(losses, 1)
+    assert (found - whole).abs().max() < 1e-4 and abs(found.mean() - whole.mean()) < 1e-4
+    assert np.median(clock[-100:]) < 1.5 * np.median(clock[20:120])
+    pasts = model.begin()
+    sizes = []
+    for at in range(0, 3000, 250):
+        model(ids[:, at:at + 250], pasts=pasts)
+        sizes.append(pasts[0].state.kept.sums.numel())
+    assert len(set(sizes)) == 1
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def typed(typed, tmp_path, monkeypatch):
+    def run(*args, directory="run"):
+        monkeypatch.delenv("CRT_DATA", raising=False)
+        path = tmp_path / "book.txt"
+        if not path.exists():
+            text_file(path, 400)
+        base = [f"task.text={path}", "trainer.steps=4", "features.m=8", "attention=favorpp", "task.vocabulary_size=300",
+                "task.max_length=16", "task.carried.times=4", "task.carried.pieces=2", "task.cache_dir=null",
+                "trainer.batch=8", *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
+        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
+        if "attention=exact" in args:
+            own.remove("features.m=8")
+        if any(a.startswith("task.init=") for a in args):
+            own = [b for b in own if ".sizes." not in b]
+        return typed("task=books", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+    return run
+
+
+def final(directory):
+    return json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("rows, attention", [("packed", "favorpp"), ("apart", "exact")])
+def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
+    code, out, err = typed("trainer.steps=80", "trainer.lr=1e-2", "task.dropout=0", f"task.rows={rows}",
+                           f"attention={attention}")
+    assert code == 0 and "per word" in out, err
+    last = final(tmp_path / "run")
+    assert last["loss"] < np.log(last["unigram_perplexity"]) - 0.3
+    assert last["word_perplexity"] == pytest.approx(np.exp(last["loss"] * last["tokens_per_word"]), rel=1e-6)
+    assert all(0 < last[f"loss_at_{i}"] < 8 for i in range(1, 5))
+    code = sample.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=2", "length=12"])
+    out = capsys.readouterr().out
+    assert code == 0 and out.count("a bird") >= 2
+
+
+def test_a_run_keeps_its_tokenizer(typed, tmp_path):
+    assert typed()[0] == 0
+    text_file(tmp_path / "other.txt", 400, seed=1)
+    code, _, err = typed(f"task.init={tmp_path / 'run'}", f"task.text={tmp_path / 'other.txt'}", "trainer.steps=0",
+                         directory="more")
+    assert code == 0, err
+    kept, more = (json.loads((tmp_path / d / "model" / "config.json").read_text()) for d in ("run", "more"))
+    assert kept["vocabulary"] == more["vocabulary"]
+
+
+@pytest.mark.slow
+def test_sets_of_the_hub(typed, tmp_path):
+    """Here in one of its formats, lines of files: those that are blank are no documents."""
+    assert typed()[0] == 0
+    files = [text_file(tmp_path / f"{name}.txt", 60, seed) for seed, name in enumerate(("one", "two", "three"))]
+    given = ",".join(f"{split}:{path}" for split, path in zip(("train", "validation", "test"), files))
+    (tmp_path / "one.txt").write_text("\n" + (tmp_path / "one.txt").read_text())
+    args = ["task.text=null", "task.hub.name=text", f"task.hub.data_files={{{given}}}", "trainer.steps=0",
+            f"task.init={tmp_path / 'run'}", "task.hub.documents=50"]
+    code, _, err = typed(*args, directory="hub")
+    assert code == 0, err
+    assert 0 < final(tmp_path / "hub")["tokens"] < 3000
+
+
+def test_a_tokenizer_of_another_vocabulary(typed, tmp_path):
+    from crt_exp.data.byte_pairs import byte_pairs
+
+    assert typed()[0] == 0
+    byte_pairs([tmp_path / "book.txt"], 280).save_pretrained(tmp_path / "tokenizer")
+    code, _, err = typed(f"task.init={tmp_path / 'run'}", f"task.tokenizer={tmp_path / 'tokenizer'}", directory="more")
+    assert code == 2 and "was trained on other symbols" in err and "task.tokenizer=null" in err, err
+
+
+@pytest.mark.parametrize("args, words", [
+    (["task.text=/nowhere.txt"], ["/nowhere.txt is not there"]),
+    (["task.text=null"], ["CRT_DATA is not set", "fetch wikitext2"]),
+    (["task.validation_text=x"], ["go together"]),
+    (["task.hub.name=a/b"], ["both name a text"]),
+    (["task.positions=learned"], ["reads beyond task.max_length", "task.positions=rotary"]),
+    (["task.max_length=2000", "task.carried.times=0"], ["fill no row of task.max_length = 2000"]),
+    (["task.held_out=1e-6"], ["leaves none for validation"]),
+    (["task.vocabulary_size=100"], ["has no room for the 256 bytes"]),
+    (["task.max_length=15", "trainer.processes=2", "trainer.sequence_parallel=2"],
+     ["2 processes do not divide rows of 15 tokens", "task.max_length"]),
+], ids=str)
+def test_bad_options(args, words, typed, tmp_path):
+    check_refused(typed(*args), words, tmp_path / "run")
+
+
+def test_an_empty_text(typed, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    code, _, err = typed(f"task.text={tmp_path / 'empty.txt'}")
+    assert code == 2 and "empty" in err, err

@@ -1,0 +1,83 @@
+"""make lra, pixels and books: their arms are command lines and pairs, and their verdicts follow the records."""
+
+import numpy as np
+import pytest
+
+from crt_exp.report import books, lra, pixels, writing
+from crt_exp.report.evidence import Unjudged
+from crt_exp.report.long_runs import CONTROLS, keys_of
+from crt_exp.runner.command_line import check_command_line
+
+REPORTS = {"lra": lra, "pixels": pixels, "books": books}
+
+
+@pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_run_is_a_command_line(name, size):
+    setting = REPORTS[name].SETTINGS[size]
+    seen = {arm: key["overrides"] for (which, arm, seed), key in keys_of(setting).items() if not seed}
+    for overrides in seen.values():
+        assert len({option.split("=")[0] for option in overrides}) == len(overrides)
+        check_command_line([*overrides, "logger=none", "hydra.run.dir=run"])
+    assert {"exact", *CONTROLS} <= seen.keys()
+
+
+def test_arms_of_a_seed_differ_in_their_attention_alone():
+    setting = lra.SETTINGS["small"]
+    keys = keys_of(setting)
+    of = lambda arm: set(keys["ListOps", arm, 1]["overrides"]) - set(setting.arms[arm])
+    assert len({frozenset(of(arm)) for arm in setting.arms}) == 1
+    moved = keys_of(books.SETTINGS["small"])
+    a, b = (set(moved["WikiText-2", arm, 2]["overrides"]) for arm in ("favorp, moved", "favorp, redrawn"))
+    assert a ^ b == {"attention.redraw_every=20"} and any(option.startswith("task.init=") for option in a)
+
+
+def found(report, better, uniform):
+    """Runs in which the arm that each claim of the paper puts first is `better`, and uniform attention is worse."""
+    setting, page = report.SETTINGS["small"], report.PAGE
+    found = {}
+    for which, arm, seed in keys_of(setting):
+        rng = np.random.default_rng([seed, len(arm)])
+        places = ["favor, moved", "favorp, moved", "favorp, redrawn", "smreg, redrawn", "favorpp, redrawn",
+                  "exact, moved", "linformer", "reformer", "window", "favorp", "favorpp", "relu", "smreg", "elu",
+                  "exact"]
+        level = better * places.index(arm) if arm in places else -uniform
+        value = (0.5 + page.sign * level + 0.01 * seed + 1e-4 * rng.normal()) / page.scale
+        metrics = {page.metric: value, "loss": value, page.baseline[0]: 1.0,
+                   **{f"loss_at_{i}": value for i in range(1, 9)}}
+        found[which, arm, seed] = {"curve": [{"step": 5, **metrics}, {"step": 10, **metrics}], "last": metrics}
+    return found
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_verdicts_follow_the_records(name):
+    report = REPORTS[name]
+    page, setting = report.PAGE, report.SETTINGS["small"]
+    for better, word in ((5.0, "confirmed"), (-5.0, "refuted")):
+        runs = found(report, better, 100.0)
+        gates = page.gates(runs, setting)
+        assert all(gate.passed for gate in gates.values())
+        told = {verdict.claim.text.split(": ")[1]: verdict.word for verdict in page.verdicts(runs, gates)}
+        assert told.pop("exact attention ends below uniform attention" if name != "lra" else
+                        "exact attention is more accurate than uniform attention") == "confirmed"
+        assert word in told.values() and len(told) == len(page.claims) - 1
+    runs = found(report, 0.0, 0.0)
+    verdicts = page.verdicts(runs, page.gates(runs, setting))
+    assert verdicts and all(isinstance(verdict, Unjudged) for verdict in verdicts)
+    assert any("uniform attention, a control" in line for line in page.controls_that_win(runs, setting))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_page(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    report = REPORTS[name]
+    setting = report.SETTINGS["small"]
+    runs = found(report, 5.0, 100.0)
+    first = next(iter(setting.sets)), "reformer" if "reformer" in setting.arms else "window", 0
+    runs[first] = {"diverged": "step 3"}
+    costs = {(which, arm): {"steps_per_s": 12.0, "bytes": 2**20} for which in setting.sets for arm in setting.arms}
+    report.PAGE.write("small", setting, runs, costs, 60.0)
+    text = (tmp_path / writing.REPORT / f"{name}.md").read_text()
+    assert all(words in text for words in ("confirmed", "12.00", "1 of 3", "passed", report.PAGE.baseline[1]))
+    assert all(f"## {which}" in text for which in setting.sets) and ("## Read on" in text) == (name == "books")
+    assert (tmp_path / writing.REPORT / f"{name}.png").is_file()

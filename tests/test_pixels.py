@@ -1,0 +1,167 @@
+"""task=pixels: images as rows of values, bits per dimension, and images drawn and completed by `sample`."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from refusals import check_refused
+
+from crt_exp import sample
+from crt_exp.data.pixels import grid, in_square
+from crt_exp.mechanism import Mechanism
+from crt_exp.studies.memory import in_new_process
+from crt_exp.tasks.base import Plan, Reader
+from crt_exp.tasks.pixels import Pixels
+
+SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
+OPTIONS = {"dataset": "digits", "data_dir": None, "size": None, "channels": None, "held_out": 0.05, "evaluated": 20,
+           "preset": None, "sizes": SIZES, "positions": None, "tied": None, "dropout": 0.0, "checkpointing": False,
+           "init": "scratch", "calibration": 2}
+
+
+def task_of(**options):
+    return Pixels(**OPTIONS | options)
+
+
+def folder_of(tmp_path, side=12, count=4):
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                values = rng.integers(0, 256, (side, side + 2, 3), np.uint8)
+                Image.fromarray(values).save(folder / f"{i}.png")
+    return tmp_path / "images"
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_values_come_row_by_row_with_the_channels_of_a_pixel_together(tmp_path):
+    root = folder_of(tmp_path, side=8)
+    task = task_of(data_dir=str(root), size=8, held_out=0.25)
+    batch = next(iter(task.batches("test", Plan(8))))
+    values = np.asarray(Image.open(root / "val" / "a" / "0.png"))[:, 1:9]  # the middle square
+    assert task.row_length == 192 and batch["labels"].shape == (8, 192)
+    assert batch["labels"][0].tolist() == values.reshape(-1).tolist()
+    assert batch["tokens"][0].tolist() == [256, *values.reshape(-1)[:-1]]
+    grey = task_of(data_dir=str(root), size=8, channels=1, held_out=0.25)
+    assert grey.row_length == 64 and grey.vocabulary["channels"] == 1
+
+
+def test_smaller_images_are_means_of_the_pixels():
+    values = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
+    found = in_square(Image.fromarray(values), 8, 1, "x")[..., 0]
+    assert np.abs(found - values.reshape(8, 2, 8, 2).mean((1, 3))).max() <= 0.5
+
+
+def test_bits_are_those_of_the_values():
+    task = task_of()
+    model = task.build(Mechanism.of("uniform")).eval()
+    found = task.evaluate(model, "test", Reader(task, batch=7))
+    with torch.no_grad():
+        bits = [torch.nn.functional.cross_entropy(model(batch["tokens"])[0], batch["labels"][0]) / np.log(2)
+                for batch in task.batches("test", Plan(1))]
+    assert found["dimensions"] == 20 * 64
+    assert found["bits_per_dim"] == pytest.approx(np.mean(bits), rel=1e-5)
+    seen = np.concatenate([task.values("test", i) for i in range(20)])
+    assert found["unigram_bits_per_dim"] == pytest.approx(-np.log2(task.unigram[seen]).mean(), rel=1e-6)
+
+
+def test_grid_of_pictures():
+    white, black = np.full((2, 2, 1), 255, np.uint8), np.zeros((2, 2, 1), np.uint8)
+    found = grid([[black, white], [black]], gap=1)[..., 0]
+    assert found.shape == (5, 5) and (found == 0).sum() == 8 and not found[3:, :2].any()
+
+
+def step_of_the_paper():
+    """Of 6 layers of width 512, FAVOR++ and 12288 values: (seconds, bytes that the process held at most)."""
+    import time
+
+    from crt_exp.models.language import Description, LanguageModel, sizes_of
+    from crt_exp.studies.memory import peak
+
+    description = Description(257, 12288, sizes_of("performer6", {}, "sizes"), causal=True)
+    model = LanguageModel(description, Mechanism.of("favorpp", m=256).layer, checkpointing=True)
+    optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(256, (1, 12289))
+    start = time.perf_counter()
+    logits = model(tokens[:, :-1])
+    torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]).backward()
+    optimizer.step()
+    return time.perf_counter() - start, peak()
+
+
+@pytest.mark.slow
+def test_memory_of_a_step_of_the_paper():
+    seconds, held = in_new_process(step_of_the_paper)
+    print(f"{seconds:.0f} s, {held / 2**30:.2f} GiB")
+    assert held < 6 * 2**30
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def typed(typed, tmp_path, monkeypatch):
+    def run(*args, directory="run"):
+        monkeypatch.delenv("CRT_DATA", raising=False)
+        base = ["trainer.steps=4", "features.m=8", "attention=favorpp", "task.evaluated=10",
+                *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
+        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
+        if "attention=exact" in args:
+            own.remove("features.m=8")
+        if any(a.startswith("task.init=") for a in args):
+            own = [b for b in own if ".sizes." not in b]
+        return typed("task=pixels", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+    return run
+
+
+def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
+    code, out, err = typed("trainer.steps=40", "trainer.lr=1e-2")
+    assert code == 0 and "bits per dimension" in out, err
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["bits_per_dim"] < last["unigram_bits_per_dim"] - 0.1 and last["metric"] == "bits_per_dim"
+    values = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
+    Image.fromarray(values).save(tmp_path / "half.png")
+    words = [f"run={tmp_path / 'run'}", f"output={tmp_path / 'out.png'}", "n=3"]
+    assert sample.main(words) == 0
+    assert np.asarray(Image.open(tmp_path / "out.png")).shape == (8, 3 * 8 + 2 * 2)
+    assert sample.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
+    found = np.asarray(Image.open(tmp_path / "out.png"))
+    assert found.shape == (8, 4 * 8 + 3 * 2) and (found[:, :8] == values).all()
+    for left in (10, 20, 30):                                # the upper half is the image's, the lower one is drawn
+        assert (found[:4, left:left + 8] == values[:4]).all() and (found[4:, left:left + 8] != values[4:]).any()
+    capsys.readouterr()
+    assert sample.main(words[:1]) == 2 and "name the PNG to write" in capsys.readouterr().err
+    assert sample.main([*words, "length=10"]) == 2 and "an image of this run has 64 values" in capsys.readouterr().err
+
+
+def test_weights_move_into_another_attention(typed, tmp_path):
+    assert typed("attention=exact")[0] == 0
+    code, _, err = typed(f"task.init={tmp_path / 'run'}", "trainer.steps=0", directory="moved")
+    assert code == 0 and err == "", err
+    code, _, err = typed(f"task.init={tmp_path / 'run'}", "task.channels=3", directory="other")
+    assert code == 2 and "was trained on other symbols: give a run of task=pixels" in err
+
+
+@pytest.mark.parametrize("args, words", [
+    (["task.size=7"], ["task.size = 7", "at least 8"]), (["task.size=65"], ["at most 64"]),
+    (["task.size=16"], ["image 0 has 8 x 8 pixels, and 16 x 16 are asked for", "task.size"]),
+    (["task.channels=2"], ["task.channels = 2", "1 or 3"]),
+    (["task.dataset=photos"], ["task.dataset=photos needs a folder of images"]),
+    (["attention=exact", "trainer.processes=2", "trainer.sequence_parallel=2"], ["Exact attention needs all keys"]),
+    (["trainer.processes=3", "trainer.sequence_parallel=3", "trainer.batch=15"],
+     ["3 processes do not divide rows of 64 tokens", "task.size"]),
+    (["trainer.processes=3", "trainer.sequence_parallel=2"], ["3 processes do not make groups"]),
+], ids=str)
+def test_bad_options(args, words, typed, tmp_path):
+    check_refused(typed(*args), words, tmp_path / "run")
+
+
+def test_a_folder_of_small_images(typed, tmp_path):
+    folder = folder_of(tmp_path, side=8)
+    code, _, err = typed(f"task.data_dir={folder}", "task.held_out=0.25")
+    assert code == 2 and "train/a/0.png has 10 x 8 pixels, and 32 x 32 are asked for" in err
