@@ -108,6 +108,7 @@ def found_fig4():
                     "uniform": [errors(0.8)]} for place in performers_fig4.places()}
 
 
+@pytest.mark.slow  # every map with every sampler is built
 def test_performers_fig4_judges_by_the_interval_and_names_the_control_that_wins():
     found = found_fig4()
     told = {claim.partition(": ")[2]: word for claim, word in words(performers_fig4.claims(found)).items()}
