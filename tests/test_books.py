@@ -161,7 +161,7 @@ def final(directory):
     return json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("rows, attention", [("packed", "favorpp"), ("apart", "exact")])
+@pytest.mark.parametrize("rows, attention", [("packed", "favorpp"), pytest.param("apart", "exact", marks=pytest.mark.slow)])
 def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
     code, out, err = typed("trainer.steps=80", "trainer.lr=1e-2", "task.dropout=0", f"task.rows={rows}",
                            f"attention={attention}")
@@ -175,6 +175,7 @@ def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
     assert code == 0 and out.count("a bird") >= 2
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_tokenizer(typed, tmp_path):
     assert typed()[0] == 0
     text_file(tmp_path / "other.txt", 400, seed=1)

@@ -81,6 +81,7 @@ def test_a_longer_block_goes_on_from_a_run(typed, tmp_path, text):
     assert code == 2 and "this model has positions for 512" in err
 
 
+@pytest.mark.slow
 def test_an_encoder_goes_on_with_longer_blocks(typed, tmp_path):
     encoder = ["task.causal=false", "task.vocabulary_size=150"]
     assert typed(*encoder, "trainer.steps=2")[0] == 0

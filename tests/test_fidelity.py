@@ -192,6 +192,7 @@ def test_cost_against_the_length(folder):
     (["model=bert", "text=text.txt", "attention=favorp"], ["makes no use of it", "attention=favorp"]),
     (["model=bert", "text=text.txt", "features.m=8"], ["makes no use of it", "features.m=8"]),
 ], ids=str)
+@pytest.mark.slow
 def test_bad_options(args, words, folder, typed, tmp_path):
     given = [f"task.{a.split('=')[0]}={folder / a.split('=')[1]}" if a[:5] in ("model", "text=") else a for a in args]
     own = [] if any("task.length=" in a for a in args) else ["task.length=24"]

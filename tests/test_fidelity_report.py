@@ -103,6 +103,7 @@ def test_page(all_known, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("size", ["small", *[pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full")]])
+@pytest.mark.slow
 def test_every_run_is_a_command_line(size, monkeypatch):
     monkeypatch.setenv("CRT_DATA", "/data")
     setting, seen = fidelity.SETTINGS[size], set()

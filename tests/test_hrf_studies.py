@@ -243,6 +243,7 @@ def test_verdicts_on_speech_follow_the_records(distance, word):
     assert hrf_speech.controls_that_win(found).startswith("No arm" if distance > 0 else "**A control")
 
 
+@pytest.mark.slow
 def test_page_of_speech(folder, capsys):
     hrf_speech.write("small", speech_found(2.0), [], 3.0)
     text = (folder / "hrf-speech.md").read_text()

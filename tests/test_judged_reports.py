@@ -192,6 +192,7 @@ def results_table1():
             for d in table1.PAPER for c in table1.codings(d) for n, m in table1.columns_of(table1.M)}
 
 
+@pytest.mark.slow
 def test_table1_says_what_refutes_the_paper():
     results = results_table1()
     told = words(table1.claims(results))

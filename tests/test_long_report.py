@@ -13,6 +13,7 @@ REPORTS = {"lra": lra, "pixels": pixels, "books": books}
 
 @pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])
 @pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.slow
 def test_every_run_is_a_command_line(name, size):
     setting = REPORTS[name].SETTINGS[size]
     seen = {arm: key["overrides"] for (which, arm, seed), key in keys_of(setting).items() if not seed}
@@ -68,6 +69,7 @@ def test_verdicts_follow_the_records(name):
 
 
 @pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.slow
 def test_page(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     report = REPORTS[name]

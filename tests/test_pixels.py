@@ -139,6 +139,7 @@ def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     assert sample.main([*words, "length=10"]) == 2 and "an image of this run has 64 values" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_move_into_another_attention(typed, tmp_path):
     assert typed("attention=exact")[0] == 0
     code, _, err = typed(f"task.init={tmp_path / 'run'}", "trainer.steps=0", directory="moved")

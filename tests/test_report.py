@@ -160,6 +160,7 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
     assert palette.go_together("aaa", "bbb") and not palette.go_together("pois", "bbb")
 
 
+@pytest.mark.slow
 def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
     from crt_exp.report import bench_estimators
 
