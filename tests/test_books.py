@@ -161,7 +161,8 @@ def final(directory):
     return json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("rows, attention", [("packed", "favorpp"), pytest.param("apart", "exact", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows, attention", [("packed", "favorpp"),
+                                             pytest.param("apart", "exact", marks=pytest.mark.slow)])
 def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
     code, out, err = typed("trainer.steps=80", "trainer.lr=1e-2", "task.dropout=0", f"task.rows={rows}",
                            f"attention={attention}")
