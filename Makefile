@@ -54,7 +54,7 @@ $(DOCS): $(STAMP)
 table1: $(STAMP)  ## CRT Table 1: kernel regression on eight UCI sets, all mechanisms (needs CRT_DATA)
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
-table2: $(STAMP)  ## CRT Table 2: GLUE by BERT with linear attention; pretraining and fine-tuning (needs CRT_DATA)
+table2: $(STAMP)  ## CRT Table 2: exact encoders of text, their attention swapped, uptrained, fine-tuned on GLUE (needs CRT_DATA)
 	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
 fig1: $(STAMP)  ## CRT Figure 1: the gain of OPRF over PosRF
