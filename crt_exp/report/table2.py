@@ -13,7 +13,7 @@ from crt_exp.report import table2_encoders, table2_glue, table2_page, table2_run
 from crt_exp.report.evidence import Gate, check_gates
 from crt_exp.report.fidelity import ENCODER, ONCE, sizes, stage
 from crt_exp.report.table2_runs import CHARACTERS, EXACT, PIECES, SOURCES, Glue, Kind, Setting
-from crt_exp.report.table2_verdicts import Found, gates, has_signal, power
+from crt_exp.report.table2_verdicts import Found, ended, gates, has_signal, power
 from crt_exp.report.writing import Cells
 
 KNOWN = 88                 # characters, each in two tokens: the others occur a few times in the training text
@@ -132,13 +132,13 @@ def glue(found: Found, models: Cells, cells: Cells) -> None:
     found.pretrained, found.scratch_unigram = values(models, made), cells[made["exact"]]
     keys = table2_runs.scratch_tuning(setting, found.datasets)
     fill(list(keys.values()), table2_encoders.fine_tune, "fine-tuning of encoders from scratch")
-    found.scratch = values(cells, keys)
+    found.scratch = ended(found, values(cells, keys))
 
 
 def tune(found: Found, cells: Cells, datasets: Any, chosen: Any) -> None:
     keys = table2_runs.fine_tuning(found.setting, datasets, chosen)
     cells.fill(list(keys.values()), table2_encoders.fine_tune, "fine-tuning", found.setting.workers)
-    found.tuned |= values(cells, keys)
+    found.tuned |= ended(found, values(cells, keys))
 
 
 def values(cells: Cells, keys: dict[Any, dict[str, Any]]) -> dict[Any, Any]:

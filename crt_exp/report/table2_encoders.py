@@ -34,20 +34,19 @@ def held_out(every: int) -> Path:
 
 def characters(size: int) -> Path:
     """vocab.txt of the most frequent characters of the training text, each to begin a word and to go on with it."""
-    path = vocabulary_folder(size) / "vocab.txt"
-    if path.exists():
-        return path
-    normalised = bert_tokenizer(written(path.with_name("special.txt"), "\n".join(SPECIAL) + "\n")).backend_tokenizer
-    counts: Counter[str] = Counter()
+    folder, counts = vocabulary_folder(size), Counter()
+    special = written(folder / "special.txt", "".join(f"{word}\n" for word in SPECIAL))
+    normalizer = bert_tokenizer(special).backend_tokenizer.normalizer
     for line in lines_of([official_file("wikitext2", "train")]):
-        counts.update(normalised.normalizer.normalize_str(line))
+        counts.update(normalizer.normalize_str(line))
     known = sorted(sorted(filter(str.strip, counts), key=lambda c: (-counts[c], c))[:size])
-    return written(path, "".join(f"{word}\n" for word in (*SPECIAL, *("##" + c for c in known), *known)))
+    words = (*SPECIAL, *("##" + character for character in known), *known)
+    return written(folder / "vocab.txt", "".join(f"{word}\n" for word in words))
 
 
 def written(path: Path, text: str) -> Path:
-    """Whole or not at all, and not again where it is there: several processes may want it."""
-    if not path.exists():
+    """Whole or not at all, and not again where it is the same: another process may be reading it."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
             file.write(text)
@@ -130,12 +129,16 @@ def uptrain(overrides: list[str], start: str, every: int) -> dict[str, Any]:
 
 
 def fine_tune(overrides: list[str], text: str, m: int | None, option: str, start: str) -> dict[str, Any]:
-    """Answers on the dev split in the order of its file, the paper's metric of them, and the training examples."""
+    """Answers on the dev split in the order of its file, the paper's metric of them, and the training examples; or
+    {"diverged": what the run said} of one whose loss was not finite."""
     HOME.path.mkdir(parents=True, exist_ok=True)
     arm = Arm(text, m)
     with tempfile.TemporaryDirectory(dir=HOME.path, prefix="run-") as folder:
         run = Path(folder) / "run"
-        last = runs.run([*overrides, *attention(arm), f"{option}={start}", "trainer.keep=1"], run)[-1]
+        try:
+            last = runs.run([*overrides, *attention(arm), f"{option}={start}", "trainer.keep=1"], run)[-1]
+        except runs.Diverged as failure:
+            return {"diverged": failure.reason}
         return {"answers": answers(run, arm.mechanism()), "score": last[last["metric"]],
                 "examples": last["train_examples"], "available": last["train_examples_available"]}
 

@@ -101,14 +101,15 @@ def glue_text(found: Found) -> str:
             best = table2_glue.best_control(data, found.controls[data])
             word = "above" if np.mean(exact) > best else "no better than"
             told.append(f"{TASKS[data].folder}: exact encoders of {PIECES} reach {np.mean(exact):.1f}, {word} the best "
-                        f"control's {best:.1f}" + ("" if data in found.datasets else ", so no other arm was trained"))
+                        f"control's {best:.1f}{'' if data in found.datasets else ', so no other arm was trained'}.")
     known = {name: np.log(record["perplexity"]) for name, record in found.pretrained.items()}
     least = min(known.values(), default=float("nan"))
-    scratch = (f"Rows from scratch are smaller encoders, each pretrained with its attention from new weights "
-               f"(m = {glue.scratch_m}); their loss is {least:.2f} nats at best where the frequency of tokens alone "
-               f"gives {found.scratch_unigram:.2f}, so they show what fine-tuning makes of "
-               f"{'little more than words' if least > found.scratch_unigram - 1 else 'them'}.")
-    return f"{'. '.join(told)}. {scratch}\n"
+    shows = "little more than the words themselves" if least > found.scratch_unigram - 1 else "words in their context"
+    told.append("Rows from scratch are smaller encoders, each pretrained with its attention from new weights (m = "
+                f"{glue.scratch_m}); their loss is {least:.2f} nats at best where the frequency of tokens alone gives "
+                f"{found.scratch_unigram:.2f}: they show what fine-tuning makes of {shows}.")
+    told += [f"Left out, for their loss was not finite: {'; '.join(found.diverged)}."] if found.diverged else []
+    return " ".join(told) + "\n"
 
 
 def glue_rows(found: Found) -> list[tuple[str, dict[str, list[float]], str]]:

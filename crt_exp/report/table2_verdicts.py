@@ -32,6 +32,7 @@ class Found:
     pretrained: dict[str, dict[str, Any]] = field(default_factory=dict)     # attention
     scratch_unigram: float = float("nan")
     scratch: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)     # attention, task, seed
+    diverged: list[str] = field(default_factory=list)                       # runs of GLUE, which are not in these
 
     def looks_of(self, kind: Kind) -> list[dict[str, Any]]:
         return [look for (title, _), look in self.looks.items() if title == kind.title]
@@ -174,9 +175,19 @@ def scores(runs: Mapping[Any, dict[str, Any]], row: Any, data: str) -> list[floa
     return [100 * run["score"] for (name, other, _), run in runs.items() if (name, other) == (row, data)]
 
 
+def ended(found: Found, runs: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """The runs of GLUE whose loss stayed finite; the others are named in `found`."""
+    for (name, data, seed), run in runs.items():
+        if "diverged" in run:
+            shown = f"from scratch, {palette.label(name)}" if isinstance(name, str) else label(name)
+            found.diverged.append(f"{shown} on {data}, seed {seed}")
+    return {key: run for key, run in runs.items() if "diverged" not in run}
+
+
 def has_signal(found: Found, data: str) -> bool:
     """Whether the exact encoders beat both controls."""
-    return float(np.mean(scores(found.tuned, EXACT, data))) > table2_glue.best_control(data, found.controls[data])
+    exact = scores(found.tuned, EXACT, data)
+    return bool(exact) and float(np.mean(exact)) > table2_glue.best_control(data, found.controls[data])
 
 
 # ---- what is told of them
