@@ -35,7 +35,7 @@ PAPER = {  # CRT Table 2, dev sets, base-sized models
     "ReLU": (81.39, 90.11, 88.85, 91.97, 52.08, 87.64, 84.56, 67.51),
     "FAVOR++": (81.25, 90.15, 89.58, 92.00, 54.95, 85.62, 85.78, 67.87),
     "uptrained FAVOR++": (82.29, 90.43, 89.73, 92.20, 58.85, 85.90, 88.73, 67.63)}
-COLOURS = {"nearfar": "#0072B2", "relu": "#332288", "elu": "#009E73"}
+COLOURS = {"relu": "#332288", "elu": "#009E73"}
 
 
 def write(size: str, found: Found, asked: dict[str, Sequence[Gate]], seconds: float) -> None:

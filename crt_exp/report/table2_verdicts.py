@@ -39,8 +39,7 @@ class Found:
 
 
 def label(arm: Arm) -> str:
-    name = "near-far" if arm.name == "nearfar" else palette.label(arm.name)
-    return name + (f", m = {arm.m}" if arm.m else "")
+    return palette.label(arm.name) + (f", m = {arm.m}" if arm.m else "")
 
 
 # ---- gates
