@@ -25,8 +25,9 @@ MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#11773
         "geom_plus": "#882255"}
 SAMPLERS = {"iid": "#808000", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
             "stratified": "#009E73", "hadamard": "#E69F00", "givens": "#000000"}
-LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
-          "relu": "ReLU"}  # of attention, as papers call it
+LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU", "relu": "ReLU",
+          "nearfar": "near-far"}  # of attention, as papers call it
+NEAR_FAR = "#0000B2"
 NONE: Mapping[str, str] = {}  # left out
 HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "a hybrid has many times the features of the others at "
                         "equal projections; these have reports of their own")
@@ -55,8 +56,8 @@ def left_out(without: Mapping[str, str]) -> str:
 
 def colour(name: str) -> str:
     """Of a map, of the exact kernel, or of attention: that of its map."""
-    if name == "exact":
-        return EXACT
+    if name in ("exact", "nearfar"):
+        return EXACT if name == "exact" else NEAR_FAR
     if name not in MAPS and name in choices("attention") and name not in choices("features"):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)
