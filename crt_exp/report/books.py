@@ -7,22 +7,31 @@ beyond the training rows with what attention remembers.
 import numpy as np
 
 from crt_exp.report.long_page import Found, Page, label
-from crt_exp.report.long_runs import LAST, Setting, attention, filled, model
+from crt_exp.report.long_runs import FEW, LAST, Setting, attention, filled, model
 from crt_exp.report.writing import markdown
 
 TIMES = 8                                                    # lengths of a row that are read on
+CHEAP = ("attention.preset=cheap",)
 REDRAW = 20                                                  # steps
 
 
-def moved(m: int, steps: int) -> dict[str, tuple[str, ...]]:
-    """Trigonometric features, positive ones with and without redraws, regularised ones; exact weights go on too."""
+def arms(m: int, near: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    plain = {name: attention(name) for name in ("exact", "uniform", "identity", "window")}
+    return plain | {"favorpp": attention("favorpp", m), "nearfar": attention("nearfar", None, *near)}
+
+
+def moved(m: int, steps: int, near: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Trigonometric features, positive ones with and without redraws, regularised ones, and those of FAVOR#, whose
+    pairs make two columns of a projection; near-far attention; exact weights go on too."""
     again = f"attention.redraw_every={REDRAW}"
     short = (f"trainer.steps={steps}", f"trainer.eval_every={steps // 2}")
     return {"exact, moved": (*attention("exact"), *short), "favor, moved": (*attention("favor", m), *short),
             "favorp, moved": (*attention("favorp", m), *short),
             "favorp, redrawn": (*attention("favorp", m, again), *short),
             "smreg, redrawn": (*attention("smreg", m, again), *short),
-            "favorpp, redrawn": (*attention("favorpp", m, again), *short)}
+            "favorpp, redrawn": (*attention("favorpp", m, again), *short),
+            "favorsharp, redrawn": (*attention("favorsharp", m // 2, again), *short),
+            "nearfar, moved": (*attention("nearfar", None, *near), *short)}
 
 
 ROWS = ("task=books", "task.vocabulary_size=2000", "task.max_length=64", "task.dropout=0", "task.carried.pieces=8",
@@ -30,20 +39,17 @@ ROWS = ("task=books", "task.vocabulary_size=2000", "task.max_length=64", "task.d
 SETTINGS = {
     "small": Setting(
         sets={"WikiText-2": (*ROWS, "trainer.steps=600", "trainer.eval_every=200")},
-        arms={name: attention(name) for name in ("exact", "uniform", "identity", "window")}
-        | {"favorpp": attention("favorpp", 32)}, moved=moved(32, 60)),
+        arms=arms(32, FEW), moved=moved(32, 60, FEW)),
     "gpu": Setting(
         sets={"WikiText-2": ("task=books", "task.max_length=512", "task.preset=small", "trainer.batch=64",
                              "trainer.steps=5000", "trainer.eval_every=500", *LAST)},
-        arms={name: attention(name) for name in ("exact", "uniform", "identity", "window")}
-        | {"favorpp": attention("favorpp", 128)}, moved=moved(128, 500), workers=1),
+        arms=arms(128, CHEAP), moved=moved(128, 500, CHEAP), workers=1),
     "full": Setting(  # PG-19 in 8192 tokens
         sets={"PG-19": ("task=books", "task.hub.name=deepmind/pg19", "task.tokenizer=openai-community/gpt2",
                         "task.max_length=8192", "task.preset=performer6", "task.checkpointing=true",
                         "trainer.processes=8", "trainer.batch=64", "trainer.lr=1e-3", "trainer.steps=100000",
                         "trainer.eval_every=5000", *LAST)},
-        arms={name: attention(name) for name in ("exact", "uniform", "identity", "window")}
-        | {"favorpp": attention("favorpp", 256)}, moved=moved(256, 10000), workers=1),
+        arms=arms(256, ()), moved=moved(256, 10000, ()), workers=1),
 }
 
 
@@ -75,5 +81,5 @@ PAGE = Page(
 
 def main(size: str) -> None:
     setting = SETTINGS[size]
-    found, costs, seconds = filled("books", setting)
-    PAGE.write(size, setting, found, costs, seconds)
+    found, costs, cells = filled("books", setting, PAGE.gates)
+    PAGE.write(size, setting, found, costs, cells.seconds())

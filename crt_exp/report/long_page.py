@@ -90,7 +90,8 @@ class Page:
         gates = self.gates(found, setting)
         verdicts = self.verdicts(found, gates)
         said = "\n".join([*self.controls_that_win(found, setting), *map(str, verdicts)])
-        body = "\n".join([said, "", "What the sets can tell (trained models, mean over seeds):", "",
+        body = "\n".join([said, "", "What the sets can tell (trained models, mean over seeds), asked first: the other "
+                          "arms are trained on those that pass.", "",
                           *map(str, gates.values()), "", *(self.section(which, setting, found, costs)
                                                            for which in setting.sets), self.more(found)])
         rows = [*csv_rows(found, costs, self.metric), *(verdict.row() for verdict in verdicts)]
@@ -105,9 +106,10 @@ class Page:
             above = self.gain(found, which, arm, "exact") if arm != "exact" else []
             spent = costs.get((which, arm))
             runs = [run for (w, a, _), run in found.items() if (w, a) == (which, arm)]
+            ended = show(values, self.spec) if runs else "not trained"
             step = (f"{spent['steps_per_s']:.2f}", f"{spent['bytes'] / 2**20:.0f}") if spent else ("", "")
-            rows.append([label(arm), show(values, self.spec), show(above, f"+{self.spec}") if len(above) else "",
-                         *step, f"{sum('diverged' in run for run in runs)} of {len(runs)}"])
+            rows.append([label(arm), ended, show(above, f"+{self.spec}") if len(above) else "",
+                         *step, f"{sum('diverged' in run for run in runs)} of {len(runs)}" if runs else ""])
         columns = ["attention", f"{self.metric.replace('_', ' ')}, {self.unit}", "better than exact by", "steps/s",
                    "memory, MiB", "diverged"]
         return f"## {which}\n\n{markdown(columns, rows)}"
