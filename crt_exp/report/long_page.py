@@ -44,6 +44,7 @@ class Page:
     scale: float = 1.0
     spec: str = ".3f"
     more: Callable[[Found], str] = nothing                   # a further section
+    chosen: str = ""                                         # how a setting was come by
 
     def values(self, found: Found, which: str, arm: str) -> dict[int, float]:
         """seed -> the metric, of the runs that did not diverge."""
@@ -122,11 +123,11 @@ class Page:
         sets = "; ".join(f"{which}: `{' '.join(options)}`" for which, options in setting.sets.items())
         arms = "; ".join(f"{arm}: `{' '.join(options)}`" for arm, options in (setting.arms | setting.moved).items())
         moved = " Arms with task.init start from the exact weights of their seed." if setting.moved else ""
-        return (f"SIZE={size}. {sets}. {arms}.{moved} {setting.seeds} seeds of weights, order and noise, the same in "
-                "all arms. The last weights are tested, and validation chooses nothing. A step's time is the middle of "
-                "some, alone on the machine; memory is the most that a short run held beyond what its process began "
-                "with, its data among it. Mean over seeds with its interval: 95%, Student; p-values with Holm's "
-                "correction.")
+        return (f"SIZE={size}. {self.chosen}{sets}. {arms}.{moved} {setting.seeds} seeds of weights, order and "
+                "noise, the same in all arms. The last weights are tested, and validation chooses nothing. A step's "
+                "time is the middle of some, alone on the machine; memory is the most that a short run held beyond "
+                "what its process began with, its data among it. Mean over seeds with its interval: 95%, Student; "
+                "p-values with Holm's correction.")
 
     # ---- picture
 
