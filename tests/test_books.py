@@ -181,11 +181,12 @@ def final(directory):
                                              pytest.param("apart", "exact", marks=pytest.mark.slow)])
 def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
     code, out, err = typed("trainer.steps=80", "trainer.lr=1e-2", "task.dropout=0", f"task.rows={rows}",
-                           f"attention={attention}")
+                           f"attention={attention}", "task.evaluated=8")
     assert code == 0 and "per word" in out, err
     last = final(tmp_path / "run")
     assert last["loss"] < np.log(last["unigram_perplexity"]) - 0.3
     assert last["word_perplexity"] == pytest.approx(np.exp(last["loss"] * last["tokens_per_word"]), rel=1e-6)
+    assert last["tokens"] == 8 * 16 or rows == "apart"
     assert all(0 < last[f"loss_at_{i}"] < 8 for i in range(1, 5))
     code = sample.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=2", "length=12"])
     out = capsys.readouterr().out

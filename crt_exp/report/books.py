@@ -25,7 +25,8 @@ def moved(m: int, steps: int, near: tuple[str, ...]) -> dict[str, tuple[str, ...
     pairs make two columns of a projection; near-far attention; exact weights go on too."""
     again = f"attention.redraw_every={REDRAW}"
     short = (f"trainer.steps={steps}", f"trainer.eval_every={steps // 2}")
-    return {"exact, moved": (*attention("exact"), *short), "favor, moved": (*attention("favor", m), *short),
+    return {"exact, moved": (*attention("exact"), *short), "uniform, moved": (*attention("uniform"), *short),
+            "favor, moved": (*attention("favor", m), *short),
             "favorp, moved": (*attention("favorp", m), *short),
             "favorp, redrawn": (*attention("favorp", m, again), *short),
             "smreg, redrawn": (*attention("smreg", m, again), *short),
@@ -34,7 +35,8 @@ def moved(m: int, steps: int, near: tuple[str, ...]) -> dict[str, tuple[str, ...
             "nearfar, moved": (*attention("nearfar", None, *near), *short)}
 
 
-ROWS = ("task=books", "task.vocabulary_size=2000", "task.max_length=64", "task.dropout=0", "task.carried.pieces=8",
+ROWS = ("task=books", "task.vocabulary_size=300", "task.evaluated=1000", "task.max_length=64", "task.dropout=0",
+        "task.carried.pieces=8",
         "trainer.batch=32", "trainer.eval_batch=64", "trainer.warmup=20", *model(4, 2, 128, 64), *LAST)
 SETTINGS = {
     "small": Setting(

@@ -69,6 +69,7 @@ class Books(SymbolTask):
     vocabulary: Literal["byte_pairs", "sentencepiece"]
     vocabulary_size: Count
     lowercase: bool
+    evaluated: Count | None
     max_length: Annotated[int, at_least(2)]
     carried: Carried
     cache_dir: str | None
@@ -91,6 +92,7 @@ class Books(SymbolTask):
         kind = Packed if self.rows == "packed" else Apart
         self.data = {split: kind(text, self.max_length, self.end) for split, text in self.texts.items()}
         self.check_filled()
+        self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
 
     # ---- text
 
@@ -137,14 +139,18 @@ class Books(SymbolTask):
 
     # ---- rows
 
+    def some(self, rows: int, split: str) -> np.ndarray:
+        few = rows if split == "train" or self.evaluated is None else min(rows, self.evaluated)
+        return np.linspace(0, rows - 1, few).round().astype(np.int64)
+
     def length(self, split: str) -> int:
-        return len(self.data[split])
+        return len(self.places[split])
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.data[split]
-        numbers = bucketed(data.lengths, plan) if self.by_length(split) else plan.rows(len(data), split)
+        numbers = bucketed(data.lengths, plan) if self.by_length(split) else plan.rows(self.length(split), split)
         for chosen in numbers:
-            rows = [data[i] for i in chosen]
+            rows = [data[self.places[split][i]] for i in chosen]
             tokens = padded([row.tokens for row in rows], self.end)
             labels = padded([row.labels for row in rows], IGNORED)
             yield masked(tokens, [len(row.tokens) for row in rows]) | {"labels": labels}
