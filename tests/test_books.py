@@ -94,9 +94,9 @@ def test_sentence_pieces_give_texts_back(tmp_path, monkeypatch):
 
 def model_of(name="favorpp", length=32):
     torch.manual_seed(0)
-    options = {"m": 16} if name == "favorpp" else {}
+    options = {"favorpp": {"m": 16}, "nearfar": {"block": 8, "heavy": 4, "cells": 4}}.get(name, {})
     model = LanguageModel(Description(11, length, SIZES, True, "rotary"), Mechanism.of(name, **options).layer).eval()
-    if name == "favorpp":
+    if options:
         fill_statistics(model, [{"tokens": torch.randint(11, (4, 32))}])
     return model
 
@@ -106,7 +106,7 @@ def parallel_losses(model, tokens, labels):
         return torch.nn.functional.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
 
 
-@pytest.mark.parametrize("name", ["favorpp", "exact", "uniform", "window"])
+@pytest.mark.parametrize("name", ["favorpp", "nearfar", "exact", "uniform", "window"])
 def test_chunk_by_chunk_is_the_parallel_pass(name):
     model, ids = model_of(name), torch.randint(11, (2, 301))
     found = torch.cat(list(carried_losses(model, ids[:, :-1], ids[:, 1:], 37)), 1)

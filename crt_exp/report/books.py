@@ -77,6 +77,8 @@ PAGE = Page(
         ("positive features end lower with redraws than without", "favorp, redrawn", "favorp, moved"),
         ("SMREG ends below FAVOR+, both redrawn", "smreg, redrawn", "favorp, redrawn"),
         ("FAVOR++ ends below FAVOR+, both redrawn", "favorpp, redrawn", "favorp, redrawn"),
+        ("FAVOR# ends below FAVOR++, both redrawn", "favorsharp, redrawn", "favorpp, redrawn"),
+        ("near-far attention ends below FAVOR++", "nearfar, moved", "favorpp, redrawn"),
         ("the exact model continued ends below FAVOR+", "exact, moved", "favorp, redrawn")),
     more=against_position)
 

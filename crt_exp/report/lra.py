@@ -61,7 +61,9 @@ PAGE = Page(
         ("ELU is more accurate than FAVOR+", "elu", "favorp"),
         ("exact attention is more accurate than FAVOR+", "exact", "favorp"),
         ("FAVOR++ is more accurate than FAVOR+", "favorpp", "favorp"),
-        ("FAVOR++ is more accurate than the window with first tokens", "favorpp", "window")))
+        ("FAVOR++ is more accurate than the window with first tokens", "favorpp", "window"),
+        ("near-far attention is more accurate than FAVOR++", "nearfar", "favorpp"),
+        ("near-far attention is more accurate than the window with first tokens", "nearfar", "window")))
 
 
 def main(size: str) -> None:

@@ -21,8 +21,8 @@ def drawn(which: str) -> tuple[tuple[str, str], ...]:
 
 
 CIFAR = ("task=pixels", "task.dataset=cifar10", *LAST)
-CHOSEN = {"small": "Positions are rotary: chosen, with exact and uniform attention alone, because exact attention is below "
-                   "uniform attention after less than 100 steps with them. "}
+CHOSEN = {"small": "Positions are rotary: chosen, with exact and uniform attention alone, because with them exact "
+                   "attention is below uniform attention after less than 100 steps. "}
 SMALL = (*CIFAR, "task.positions=rotary", "task.evaluated=16", "trainer.eval_batch=2", "trainer.warmup=20",
          *model(4, 2, 128, 64))
 SETTINGS = {
@@ -49,7 +49,9 @@ PAGE = Page(
         ("SMREG ends below FAVOR+", "smreg", "favorp"),
         ("FAVOR++ ends below FAVOR+", "favorpp", "favorp"),
         ("FAVOR+ ends below Reformer of as many layers", "favorp", "reformer"),
-        ("FAVOR++ ends below the window with first tokens", "favorpp", "window")))
+        ("FAVOR++ ends below the window with first tokens", "favorpp", "window"),
+        ("near-far attention ends below FAVOR++", "nearfar", "favorpp"),
+        ("near-far attention ends below the window with first tokens", "nearfar", "window")))
 
 
 def main(size: str) -> None:
