@@ -136,7 +136,7 @@ def test_every_run_of_fig4_left_is_a_command_line(size, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", "/data")
     setting = fig4_left.SETTINGS[size]
     keys = [*fig4_runs.checkpoint(setting), fig4_runs.swapped("favorp", 64, 0, setting, "run"),
-            fig4_runs.uptraining("favorpp", 0, setting, "run"), fig4_runs.from_scratch("uniform", 0, setting)]
+            fig4_runs.uptraining("nearfar", 0, setting, "run"), fig4_runs.from_scratch("uniform", 0, setting)]
     for key in keys:
         check_command_line([*key["overrides"], "logger=none", "hydra.run.dir=run"])
 
