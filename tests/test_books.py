@@ -155,21 +155,16 @@ def test_a_document_of_100000_tokens():
 
 
 @pytest.fixture
-def typed(typed, tmp_path, monkeypatch):
+def typed(run_task, tmp_path):
     def run(*args, directory="run"):
-        monkeypatch.delenv("CRT_DATA", raising=False)
         path = tmp_path / "book.txt"
         if not path.exists():
             text_file(path, 400)
-        base = [f"task.text={path}", "trainer.steps=4", "features.m=8", "attention=favorpp", "task.vocabulary_size=300",
-                "task.max_length=16", "task.carried.times=4", "task.carried.pieces=2", "task.cache_dir=null",
-                "trainer.batch=8", *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
-        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
-        if "attention=exact" in args:
-            own.remove("features.m=8")
-        if any(a.startswith("task.init=") for a in args):
-            own = [b for b in own if ".sizes." not in b]
-        return typed("task=books", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+        options = [f"task.text={path}", "trainer.steps=4", "features.m=8", "attention=favorpp",
+                   "task.vocabulary_size=300", "task.max_length=16", "task.carried.times=4", "task.carried.pieces=2",
+                   "task.cache_dir=null", "trainer.batch=8",
+                   *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
+        return run_task("books", options, args, directory)
     return run
 
 

@@ -107,17 +107,11 @@ def test_memory_of_a_step_of_the_paper(name, m):
 
 
 @pytest.fixture
-def typed(typed, tmp_path, monkeypatch):
+def typed(run_task):
     def run(*args, directory="run"):
-        monkeypatch.delenv("CRT_DATA", raising=False)
-        base = ["trainer.steps=4", "features.m=8", "attention=favorpp", "task.evaluated=10",
-                *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
-        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
-        if "attention=exact" in args:
-            own.remove("features.m=8")
-        if any(a.startswith("task.init=") for a in args):
-            own = [b for b in own if ".sizes." not in b]
-        return typed("task=pixels", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+        options = ["trainer.steps=4", "features.m=8", "attention=favorpp", "task.evaluated=10",
+                   *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
+        return run_task("pixels", options, args, directory)
     return run
 
 
