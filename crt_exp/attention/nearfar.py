@@ -32,7 +32,9 @@ from crt_exp.attention.cells import (
 )
 from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
 from crt_exp.attention.engines.block_sums import block_sums, one_hot
-from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather, nothing
+from crt_exp.attention.engines.native import near_far as native
+from crt_exp.attention.engines.sets import HIDDEN, Weighted, Window, nothing
+from crt_exp.attention.engines.windows import gather
 from crt_exp.attention.nearfar_causal import Causal, Codebook
 from crt_exp.attention.nearfar_features import FarFeatures
 
@@ -91,7 +93,7 @@ def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook |
 def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """A part of the heads at a time."""
     (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
-    if call.far is not None or torch.compiler.is_compiling() or transformed(x, y, v):
+    if call.far is not None or call.in_c(x, y, v) or torch.compiler.is_compiling() or transformed(x, y, v):
         size = Z
     elif size < Z and Z * S > KEPT:
         return _InParts.apply(call, keep, size, x, y, v)
@@ -161,9 +163,16 @@ class Both:
     codebook: Codebook | None
     far: FarFeatures | None = None
 
+    def in_c(self, *tensors: Tensor) -> bool:
+        """Whether the C engine does it, all heads in one call."""
+        return not self.cross and self.far is None and native.applies(*tensors)
+
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
+        if self.in_c(x, y):
+            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep)
+            return Chosen(Metric(*sets[:3]), Choice(*sets[3:]))
         dtype = compute_dtype(x, y)
         y = y.to(dtype)
         if self.cross:
@@ -179,6 +188,11 @@ class Both:
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,)."""
         (metric, choice), dtype = chosen, compute_dtype(x, y, v)
+        if self.in_c(x, y, v):
+            sets, sizes = native.Sets(*metric, *choice), self.sizes
+            found = native.attend(x.float(), y.float(), v.float(), sets, sizes.block, sizes.first_order)
+            spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
+            return found.out, found.share.mean((1, 2)) * spread.sqrt()
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
         b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
         window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
