@@ -28,7 +28,7 @@ from pathlib import Path
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "products.c", "native.c", "near_far.h",
                                                             "near_far_choice.c", "near_far_cells.c", "near_far.c"))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
-PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 4 times the time"
+PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 3 times the time"
 SILENCE = "CRT_EXP_NATIVE=0 silences this"
 FAILURES = (OSError, subprocess.SubprocessError, ValueError)
 
