@@ -17,6 +17,8 @@ CASES = {
     "masked": (Sizes(4, 3, 9, True), dict(S=70, masked=True)),
     "grouped": (Sizes(5, 5, 7, True), dict(S=151, G=3, dv=17, masked=True)),
     "many queries of a block": (Sizes(50, 5, 7, True), dict(S=230, G=2, d=20)),
+    "several segments": (Sizes(40, 3, 5, True), dict(S=700, masked=True)),
+    "segments of one block": (Sizes(150, 3, 5), dict(S=700, d=4)),
     "one block": (Sizes(64, 4, 9), dict(S=23, masked=True)),
     "one token": (Sizes(3, 4, 9, True), dict(S=1, d=2, dv=1)),
     "all heavy": (Sizes(3, 40, 90), dict(S=30)),
@@ -99,6 +101,17 @@ def attended(x, y, v, grad):
     x, y, v = (t.detach().requires_grad_() for t in (x, y, v))
     out = near_far_attention(x, y, v, Sizes(4, 3, 9, True)).out
     return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_of_queries_and_keys(dtype):
+    x, y, v, grad, _ = (None if t is None else t.to(dtype) for t in tensors(Z=3, S=70))
+    x, y, v = x.transpose(0, 1).requires_grad_(), y[None].requires_grad_(), v[None].requires_grad_()
+    call = lambda x, y, **options: near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options).out
+    found = [call(x, y, factor=0.4), call(0.4 * x, 0.4 * y)]
+    grads = [torch.autograd.grad(out, (x, y, v), grad.transpose(0, 1)) for out in found]
+    for ours, expected in zip((found[0], *grads[0]), (found[1], *grads[1])):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_repeats_exactly_for_any_threads():

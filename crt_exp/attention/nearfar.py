@@ -10,7 +10,7 @@ blocks of b tokens, n heavy keys, K cells. A query of block t sees
 Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
 by (crt_exp/attention/cells.py), carry no gradient, all sums do. Derived here. """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -51,8 +51,9 @@ class Result(NamedTuple):
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
                        cross: bool = False, codebook: Codebook | None = None, far: FarFeatures | None = None,
-                       key_mask: Tensor | None = None) -> Result:
-    """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated.
+                       key_mask: Tensor | None = None, factor: float = 1.0) -> Result:
+    """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated; of
+    factor x and factor y, where a factor is given.
 
     In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
     so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
@@ -70,6 +71,10 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
+    if call.in_c(*tensors):
+        call = replace(call, factor=factor)
+    elif factor != 1:
+        tensors = tensors[0] * factor, tensors[1] * factor, tensors[2]
     with torch.autocast(x.device.type, enabled=False):
         out, predicted = _computed(call, *tensors, keep)
     out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
@@ -162,6 +167,7 @@ class Both:
     cross: bool
     codebook: Codebook | None
     far: FarFeatures | None = None
+    factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
@@ -171,7 +177,7 @@ class Both:
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
         if self.in_c(x, y):
-            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep)
+            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep, self.factor)
             return Chosen(Metric(*sets[:3]), Choice(*sets[3:]))
         dtype = compute_dtype(x, y)
         y = y.to(dtype)
@@ -190,7 +196,8 @@ class Both:
         (metric, choice), dtype = chosen, compute_dtype(x, y, v)
         if self.in_c(x, y, v):
             sets, sizes = native.Sets(*metric, *choice), self.sizes
-            found = native.attend(x.float(), y.float(), v.float(), sets, sizes.block, sizes.first_order)
+            tensors = x.float(), y.float(), v.float()
+            found = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor)
             spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
             return found.out, found.share.mean((1, 2)) * spread.sqrt()
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)

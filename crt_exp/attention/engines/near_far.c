@@ -17,8 +17,8 @@
 static void load_segment(Head *e, int64_t first) {
     const int64_t start = (first - 1) * e->b, from = start < 0 ? 0 : start, at = from - start;
     const int64_t stop = least_of((first + e->T + 1) * e->b, e->c->S);
-    load_rows(e->c->y, e->z, 0, from, stop - from, e->d, e->shift, e->pool, e->Y + at * e->dp, e->dp);
-    load_rows(e->c->v, e->z, 0, from, stop - from, e->dv, NULL, e->pool, e->V + at * e->lv, e->lv);
+    load_rows(e->c->y, e->z, 0, from, stop - from, e->d, e->c->factor, e->shift, e->pool, e->Y + at * e->dp, e->dp);
+    load_rows(e->c->v, e->z, 0, from, stop - from, e->dv, 1, NULL, e->pool, e->V + at * e->lv, e->lv);
     for (int64_t j = from; j < stop; j++) {
         e->V[(j - start) * e->lv + e->dv] = 1;
         e->hidden[j - start] = e->pool[j] ? 0 : HIDDEN;
@@ -68,7 +68,7 @@ static void load_queries(Head *e, const Block *at, int i, int R) {
     memset(e->Q + R * e->dp, 0, sizeof(float) * (ld - R) * e->dp);
     for (int r = 0; r < R; r++) {
         float *q = e->Q + r * e->dp;
-        memcpy(q, query_of(e, e->c->x, r), sizeof(float) * e->d);
+        put_row(q, e->c->factor, query_of(e, e->c->x, r), e->d);
         for (int p = 0; p < e->dp; p += LANES) AT(e->X + r * e->dp + p) = AT(q + p) - AT(e->tilt + p);
     }
     transpose(ld, e->d, e->Q, e->dp, e->Qt, ld);
@@ -205,7 +205,7 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
 
     product(ALL, near, dv, R, e->A, ld, 1, e->G, lv, e->dV + at->at * lv, lv, 1);
     product(ALL, e->n, dv, R, A, ld, 1, e->G, lv, e->dvalues, lv, 1);
-    product(ALL, e->K, dv + 1, R, cells_A, ld, 1, e->G, lv, e->dstates + at->t * e->K * lv, lv, i > 0);
+    product(ALL, e->K, dv + 1, R, cells_A, ld, 1, e->G, lv, e->dstates + at->t % e->T * e->K * lv, lv, i > 0);
     product(ALL, near, d, R, e->B, ld, 1, e->Q, dp, e->dY + at->at * dp, dp, 1);
     product(ALL, e->M, d, R, B, ld, 1, e->Q, dp, e->dkeys, dp, 1);
     float *dx = e->O;
@@ -216,24 +216,16 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
     }
     product(ALL, R, d, near, e->B, 1, ld, e->Y + at->at * dp, dp, dx, dp, e->c->first_order);
     product(ALL, R, d, e->M, B, 1, ld, e->keys, dp, dx, dp, 1);
-    for (int r = 0; r < R; r++) memcpy(query_of(e, e->c->dx, r), dx + r * dp, sizeof(float) * d);
+    for (int r = 0; r < R; r++) put_row(query_of(e, e->c->dx, r), e->c->factor, dx + r * dp, d);
 }
 
-/* Writes the gradients to the keys of block s as far as near queries and the states of earlier blocks give them.
+/* Writes the gradients to the keys of block s as far as near queries and the states of its segment give them.
    row: where they begin in dY. */
 static void flush(Head *e, int64_t s, int row) {
-    const NearFar *c = e->c;
-    const int dv = e->dv;
-    if (s >= 2) add_row(e->dstate, 1, e->dstates + (s - 2) * e->K * e->lv, e->K * e->lv);
     for (int i = 0; i < in_block(e, s); i++) {
         const int64_t j = s * e->b + i;
-        const float u = e->u[j], *state = e->dstate + e->cell[j] * e->lv, *v = key_of(e, c->v, j);
-        float *to = key_of(e, c->dvalues, j);
-        memcpy(key_of(e, c->dy, j), e->dY + (row + i) * e->dp, sizeof(float) * e->d);
-        memcpy(to, e->dV + (row + i) * e->lv, sizeof(float) * dv);
-        if (!(u > 0)) continue;
-        add_row(to, u, state, dv);
-        e->rest[j] = state[dv] + dot(state, v, dv);
+        put_row(key_of(e, e->c->dy, j), e->c->factor, e->dY + (row + i) * e->dp, e->d);
+        memcpy(key_of(e, e->c->dvalues, j), e->dV + (row + i) * e->lv, sizeof(float) * e->dv);
     }
 }
 
@@ -250,7 +242,6 @@ static void turn_segment(Head *e) {
 static void begin_backward(Head *e) {
     const size_t rows = (size_t)(e->T + 2) * e->b, state = sizeof(float) * e->K * e->lv;
     memset(e->before, 0, state);
-    memset(e->dstate, 0, state);
     memset(e->dY, 0, sizeof(float) * rows * e->dp);
     memset(e->dV, 0, sizeof(float) * rows * e->lv);
     memset(e->dkeys, 0, sizeof(float) * e->M * e->dp);
@@ -273,6 +264,7 @@ static void backward_head(Head *e) {
             take_states(e, first, t);
             for (int i = 0; i < all; i += QUERIES) attend_backward(e, &at, i, all - i < QUERIES ? all - i : QUERIES);
         }
+        states_backward(e, g);
         const int64_t whole = stop == e->N ? stop : stop - 1;
         for (int64_t s = first ? first - 1 : 0; s < whole; s++) flush(e, s, (s - first + 1) * e->b);
         turn_segment(e);

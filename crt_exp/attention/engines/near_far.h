@@ -12,6 +12,7 @@
 
 typedef struct {
     int64_t Z, G, S, d, dv, block, heavy, cells, first_order, threads;
+    double factor;                                        /* of queries and keys as they are given */
     View x, y, v, out, grad, dx, dy, dvalues;             /* batch: head of keys; head: query head of it */
     const uint8_t *keep;                                  /* (Z, S), or null */
     float *shift, *tilt, *root, *centres;                 /* (Z, d), (Z, d), (Z, d, d), (Z, K, d) */
@@ -40,6 +41,13 @@ INLINE void add_row(float *to, float factor, const float *from, int64_t n) {
     for (; p < n; p++) to[p] += factor * from[p];
 }
 
+/* to = factor from */
+INLINE void put_row(float *to, float factor, const float *from, int n) {
+    int p = 0;
+    for (; p + LANES <= n; p += LANES) AT(to + p) = factor * AT(from + p);
+    for (; p < n; p++) to[p] = factor * from[p];
+}
+
 /* ---- One head, for sets that have been chosen ---- */
 
 enum { QUERIES = 64, SEGMENT = 256 };  /* of a piece; tokens of a segment, unless one block has more */
@@ -59,7 +67,7 @@ typedef struct {
     float *centres, *off, *spread;     /* (K, dp) twice: centres, and means as z less these; (K) */
     float *keys, *values;              /* (M, dp), (M, lv): of shared keys; the values of cells are those for a block */
     float *bias, *high, *mass;         /* (M): of logits; powers of two above N; N */
-    float *total, *marks, *after, *before;  /* states: of all blocks; after a segment; after a block of one; before it */
+    float *total, *marks, *after, *before;  /* states of all blocks, after segments, after blocks of one, before */
     float *y, *zs, *v, *work;          /* (CHUNK, dp) twice, (CHUNK, lv), (K or CHUNK, dp or lv): keys of a chunk */
     float *slope, *slopeT, *weight;    /* (dv, dp), (d, lv), (K): C and e^(level - the highest) */
     float *doubles;                    /* (K, d + 2), of doubles */
@@ -70,7 +78,10 @@ typedef struct {
     int64_t group[QUERIES], token[QUERIES];  /* of the queries of a piece */
     float *G, *Gt, *Gs;                /* (most, lv), (dv + 1, most), (most, lv) */
     float *dY, *dV, *dkeys, *dvalues;  /* gradients: as Y, V; (M, dp); (n, lv) */
-    float *dstates, *dstate, *rest;    /* (N, K, lv), (K, lv), (S): to the states of blocks; a sum; to u, by states */
+    float *dstates, *dstate;           /* (T, K, lv): to the states of the blocks of a segment; (K, lv): a sum */
+    float *dwhole, *dafter;            /* (segments, 3, K, lv): sums over a segment, but for its first block, its last;
+                                          (segments, K, lv): over those after it */
+    float *rest;                       /* (S): to u, by the states of its own segment */
     float *dbias, *dsums;              /* (K); (K, dp + PAD): the mean |z - centre|^2 in column dp, N in dp + 1 */
     float *back;                       /* (K, dp): off root^T */
     float *dslope, *dslopeT;           /* as slope, slopeT */
@@ -93,17 +104,28 @@ void place_cells(Head *e);
 void find_slope(Head *e);
 void load_slope(Head *e);
 
-/* The states after each block of segment g. */
-void states_of_segment(Head *e, int64_t g);
-
-/* Adds u [v, 1] of the keys of block s to a state. */
-void add_block(const Head *e, int64_t s, float *state);
-
 /* Turns the gradients to means, biases and slope into those to sums. */
 void sums_backward(Head *e);
 
-/* Adds what the gradients to the states and sums give to the gradients of the keys. */
+/* Adds what the gradients to the states of other segments and to the sums give to those of the keys. */
 void keys_backward(Head *e);
+
+/* States (near_far_states.c). Adds u [v, 1] of the keys of block s to one. */
+void add_block(const Head *e, int64_t s, float *state);
+
+/* The state of all blocks, and of those beyond the first after each segment; then those that each block of segment g
+   has after it. */
+void mark_states(Head *e);
+void states_of_segment(Head *e, int64_t g);
+
+/* From the gradients to the states of the blocks of segment g: their sums, and what they give to the gradients of the
+   values of the segment, in dV, and of its weights, in `rest`. */
+void states_backward(Head *e, int64_t g);
+
+/* Sums of these over segments, for other_segments, which is asked of one block after the other: as dstate, the
+   gradients to the states of blocks of other segments that are far from block s. */
+void add_up_segments(Head *e);
+void other_segments(Head *e, int64_t s);
 
 #pragma GCC visibility pop
 

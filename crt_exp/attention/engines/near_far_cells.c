@@ -1,5 +1,5 @@
 /* What the keys of a head leave in its cells, and the gradients of that: see near_far.h. The formulas are those of
-   engines/cell_sums.py, engines/block_sums.py and attention/cells.py. */
+   engines/cell_sums.py and attention/cells.py. */
 
 #include "near_far.h"
 
@@ -27,23 +27,24 @@ int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
         {&e->top, most}, {&e->scale, most}, {&e->part, most},
         {&e->B, back * (3 * e->b + M) * most}, {&e->G, back * most * lv}, {&e->Gt, back * lv * most},
         {&e->Gs, back * most * lv}, {&e->dY, back * rows * dp}, {&e->dV, back * rows * lv}, {&e->dkeys, back * M * dp},
-        {&e->dvalues, back * e->n * lv}, {&e->dstates, back * e->N * state}, {&e->dstate, back * state},
+        {&e->dvalues, back * e->n * lv}, {&e->dstates, back * e->T * state}, {&e->dstate, back * state},
+        {&e->dwhole, back * 3 * e->segments * state}, {&e->dafter, back * e->segments * state},
         {&e->rest, back * c->S}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
         {&e->moments, back * d * dp}, {&e->dslope, back * slope * dv * dp}, {&e->dslopeT, back * slope * d * lv},
         {&e->to_y, back * CHUNK * dp}, {&e->to_v, back * CHUNK * lv}};
     if (!take_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
     const float *root = c->root + z * d * d, *tilt = c->tilt + z * d, *centres = c->centres + z * K * d;
     const View rows_of_root = {(float *)root, 0, 0, d}, rows_of_centres = {(float *)centres, 0, 0, d};
-    load_rows((View){(float *)tilt, 0, 0, d}, 0, 0, 0, 1, d, NULL, NULL, e->tilt, dp);
-    load_rows(rows_of_root, 0, 0, 0, d, d, NULL, NULL, e->root, dp);
-    load_rows(rows_of_centres, 0, 0, 0, K, d, NULL, NULL, e->centres, dp);
+    load_rows((View){(float *)tilt, 0, 0, d}, 0, 0, 0, 1, d, 1, NULL, NULL, e->tilt, dp);
+    load_rows(rows_of_root, 0, 0, 0, d, d, 1, NULL, NULL, e->root, dp);
+    load_rows(rows_of_centres, 0, 0, 0, K, d, 1, NULL, NULL, e->centres, dp);
     memset(e->rootT, 0, sizeof(float) * d * dp);
     transpose(d, d, e->root, dp, e->rootT, dp);
     for (int i = 0, k = 0; i < c->heavy; i++) {
         if (!c->there[z * c->heavy + i]) continue;
         const int64_t j = c->places[z * c->heavy + i];
-        load_rows(c->y, z, 0, j, 1, d, e->shift, NULL, e->keys + k * dp, dp);
-        load_rows(c->v, z, 0, j, 1, dv, NULL, NULL, e->values + k * lv, lv);
+        load_rows(c->y, z, 0, j, 1, d, c->factor, e->shift, NULL, e->keys + k * dp, dp);
+        load_rows(c->v, z, 0, j, 1, dv, 1, NULL, NULL, e->values + k * lv, lv);
         e->values[k * lv + dv] = e->mass[k] = 1, e->bias[k] = e->high[k] = 0;
         k++;
     }
@@ -54,7 +55,7 @@ int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
 
 /* Keys [start, start + n) as y, and as z less the centres of their cells; those outside the pool are 0 in y. */
 static void measure_keys(Head *e, int64_t start, int n) {
-    load_rows(e->c->y, e->z, 0, start, n, e->d, e->shift, e->pool, e->y, e->dp);
+    load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
     product(ALL, n, e->d, e->d, e->y, e->dp, 1, e->root, e->dp, e->zs, e->dp, 0);
     for (int i = 0; i < n; i++) {
         const float *centre = e->centres + e->cell[start + i] * e->dp;
@@ -68,7 +69,7 @@ static void find_levels(Head *e, float *level) {
     for (int k = 0; k < e->K; k++) level[k] = -INFINITY;
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
         const int n = least_of(e->c->S - t, CHUNK);
-        load_rows(e->c->y, e->z, 0, t, n, e->d, e->shift, e->pool, e->y, e->dp);
+        load_rows(e->c->y, e->z, 0, t, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
         for (int i = 0; i < n; i++) {
             float w = e->u[t + i] = dot(e->y + i * e->dp, e->tilt, e->dp), *top = level + e->cell[t + i];
             if (e->pool[t + i] && w > *top) *top = w;
@@ -119,38 +120,6 @@ void sum_cells(Head *e) {
     for (int i = 0; i < e->K * (d + 2); i++) e->sums[i] = (float)sums[i];
 }
 
-/* ---- States ---- */
-
-void add_block(const Head *e, int64_t s, float *state) {
-    const int64_t first = s * e->b, stop = first + in_block(e, s);
-    for (int64_t j = first; j < stop; j++) {
-        const float u = e->u[j], *v = key_of(e, e->c->v, j);
-        if (!(u > 0)) continue;
-        float *to = state + e->cell[j] * e->lv;
-        add_row(to, u, v, e->dv);
-        to[e->dv] += u;
-    }
-}
-
-static void mark_states(Head *e) {
-    const size_t size = sizeof(float) * e->K * e->lv;
-    memset(e->total, 0, size);
-    for (int64_t g = e->segments - 1; g >= 0; g--) {
-        memcpy(e->marks + g * e->K * e->lv, e->total, size);  /* of the blocks beyond the first after the segment */
-        for (int64_t s = least_of((g + 1) * e->T, e->N - 1); s > (g ? g * e->T : -1); s--) add_block(e, s, e->total);
-    }
-}
-
-void states_of_segment(Head *e, int64_t g) {
-    const int64_t state = e->K * e->lv, first = g * e->T, last = least_of(first + e->T, e->N) - 1;
-    float *after = e->after + (last - first) * state;
-    memcpy(after, e->marks + g * state, sizeof(float) * state);
-    for (int64_t t = last - 1; t >= first; t--, after -= state) {
-        memcpy(after - state, after, sizeof(float) * state);
-        if (t + 2 < e->N) add_block(e, t + 2, after - state);
-    }
-}
-
 /* ---- Cells as keys ---- */
 
 void place_cells(Head *e) {
@@ -191,8 +160,8 @@ void find_slope(Head *e) {
         for (int p = 0; p < e->d; p++) e->slope[q * e->dp + p] *= -1;
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
         const int n = least_of(e->c->S - t, CHUNK);
-        load_rows(e->c->y, e->z, 0, t, n, e->d, e->shift, e->pool, e->y, e->dp);
-        load_rows(e->c->v, e->z, 0, t, n, e->dv, NULL, e->pool, e->v, e->lv);
+        load_rows(e->c->y, e->z, 0, t, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
+        load_rows(e->c->v, e->z, 0, t, n, e->dv, 1, NULL, e->pool, e->v, e->lv);
         for (int i = 0; i < n; i++) {
             const float g = e->u[t + i] * e->weight[e->cell[t + i]];
             for (int p = 0; p < e->lv; p += LANES) AT(e->v + i * e->lv + p) *= g;
@@ -206,7 +175,7 @@ void find_slope(Head *e) {
 
 void load_slope(Head *e) {
     const float *from = e->c->slope + e->z * e->dv * e->d;
-    load_rows((View){(float *)from, 0, 0, e->d}, 0, 0, 0, e->dv, e->d, NULL, NULL, e->slope, e->dp);
+    load_rows((View){(float *)from, 0, 0, e->d}, 0, 0, 0, e->dv, e->d, 1, NULL, NULL, e->slope, e->dp);
     transpose(e->dv, e->d, e->slope, e->dp, e->slopeT, e->lv);
 }
 
@@ -263,15 +232,15 @@ static float weight_backward(Head *e, int64_t start, int i) {
     return u * gain;
 }
 
-/* Completes the gradients to n keys of one block, in which stands what near queries and the states of earlier blocks
-   give; dstate: that to the states of later ones. z - centre = (y - mu) root + off; with values to first order
+/* Completes the gradients to n keys of one block, in which stands what near queries and the states of the own segment
+   give; dstate: those to the states of others. z - centre = (y - mu) root + off; with values to first order
    to_v = (y - mu) D^T for the gradient D to C. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const int dp = e->dp, lv = e->lv, slope = e->c->first_order;
     const float *mu = e->keys + e->n * dp;
     float gain[CHUNK];
-    load_rows(e->c->y, e->z, 0, start, n, e->d, e->shift, e->pool, e->y, dp);
-    load_rows(e->c->v, e->z, 0, start, n, e->dv, NULL, e->pool, e->v, lv);
+    load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, dp);
+    load_rows(e->c->v, e->z, 0, start, n, e->dv, 1, NULL, e->pool, e->v, lv);
     for (int i = 0; i < n; i++)
         for (int p = 0; p < dp; p += LANES)
             AT(e->work + i * dp + p) = AT(e->y + i * dp + p) - AT(mu + e->cell[start + i] * dp + p);
@@ -290,22 +259,21 @@ static void finish_keys(Head *e, int64_t start, int n) {
     }
     if (slope) product(ALL, n, e->d, e->dv, e->v, lv, 1, e->dslope, dp, e->to_y, dp, 1);
     for (int i = 0; i < n; i++)
-        if (e->u[start + i] > 0) add_row(key_of(e, e->c->dy, start + i), 1, e->to_y + i * dp, e->d);
+        if (e->u[start + i] > 0) add_row(key_of(e, e->c->dy, start + i), e->c->factor, e->to_y + i * dp, e->d);
 }
 
 void keys_backward(Head *e) {
     const NearFar *c = e->c;
-    const int64_t state = e->K * e->lv;
-    memset(e->dstate, 0, sizeof(float) * state);
-    for (int64_t s = e->N - 1; s >= 0; s--) {
-        if (s + 2 < e->N) add_row(e->dstate, 1, e->dstates + (s + 2) * state, state);
+    add_up_segments(e);
+    for (int64_t s = 0; s < e->N; s++) {
         const int tokens = in_block(e, s);
+        other_segments(e, s);
         for (int i = 0; i < tokens; i += CHUNK) finish_keys(e, s * e->b + i, least_of(tokens - i, CHUNK));
     }
     for (int i = 0, k = 0; i < c->heavy; i++) {
         if (!c->there[e->z * c->heavy + i]) continue;
         const int64_t j = c->places[e->z * c->heavy + i];
-        memcpy(key_of(e, c->dy, j), e->dkeys + k * e->dp, sizeof(float) * e->d);
+        put_row(key_of(e, c->dy, j), c->factor, e->dkeys + k * e->dp, e->d);
         memcpy(key_of(e, c->dvalues, j), e->dvalues + k * e->lv, sizeof(float) * e->dv);
         k++;
     }

@@ -56,7 +56,7 @@ static void mean_of(Pick *e, View t, int64_t heads, float *to) {
                 }
             for (int p = 0; p < e->d; p++) total_of[p] += part[p];
         }
-    for (int p = 0; p < e->d; p++) to[p] = (float)(total_of[p] / (count ? count : 1));
+    for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total_of[p] / (count ? count : 1));
 }
 
 /* The lower triangular root of a matrix (d, dp) of which the lower part is given; L (d, d) is scratch. */
@@ -83,7 +83,7 @@ static void measure(Pick *e) {
     for (int64_t g = 0; g < c->G; g++)
         for (int64_t t = 0; t < c->S; t += CHUNK) {
             const int n = in_chunk(e, t);
-            load_rows(c->x, e->z, g, t, n, d, tilt, e->keep, e->X, dp);
+            load_rows(c->x, e->z, g, t, n, d, c->factor, tilt, e->keep, e->X, dp);
             product(LOWER, d, d, n, e->X, 1, dp, e->X, dp, e->moments, dp, 1);
         }
     double trace = 0, length = 0;
@@ -108,7 +108,7 @@ static void measure_keys(Pick *e) {
     for (int64_t t = 0; t < c->S; t += CHUNK) {
         const int n = in_chunk(e, t);
         float *Z = e->Z + t * e->dp;
-        load_rows(c->y, e->z, 0, t, n, e->d, shift, e->keep, e->X, e->dp);
+        load_rows(c->y, e->z, 0, t, n, e->d, c->factor, shift, e->keep, e->X, e->dp);
         memset(e->X + n * e->dp, 0, sizeof(float) * (CHUNK - n) * e->dp);
         transpose(CHUNK, e->d, e->X, e->dp, e->Xt, CHUNK);
         product(e->d <= 96 ? FROM : ALL, e->d, CHUNK, e->d, e->rows, 1, e->dp, e->Xt, CHUNK, Z, CHUNK, 0);
@@ -293,9 +293,9 @@ static void move_centres(Pick *e) {
     for (int64_t j = 0; j < c->S; j++) {
         if (!(e->u[j] > 0)) continue;
         const float *y = of(c->y, e->z, 0) + j * c->y.token;
-        const float u = e->u[j];
+        const float u = e->u[j], factor = c->factor;
         float *to = e->sums + cell[j] * e->dp;
-        for (int p = 0; p < e->d; p++) to[p] += u * (y[p] - shift[p]);
+        for (int p = 0; p < e->d; p++) to[p] += u * (factor * y[p] - shift[p]);
         e->mass[cell[j]] += u;
     }
     for (int k = 0; k < e->K; k++) {

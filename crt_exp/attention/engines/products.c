@@ -92,8 +92,8 @@ void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t 
         for (int j = i < whole_m ? whole_n : 0; j < n; j++) to[j * ldt + i] = from[i * ldf + j];
 }
 
-void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, const float *shift, const uint8_t *there,
-               float *to, int ld) {
+void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, float factor, const float *shift,
+               const uint8_t *there, float *to, int ld) {
     for (int i = 0; i < n; i++, to += ld) {
         const float *from = of(t, z, g) + (start + i) * t.token;
         if (there && !there[start + i]) {
@@ -101,8 +101,8 @@ void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, const 
             continue;
         }
         int p = 0;
-        for (; p + LANES <= d; p += LANES) AT(to + p) = load_vec(from + p) - (shift ? load_vec(shift + p) : (vec){0});
-        for (; p < d; p++) to[p] = shift ? from[p] - shift[p] : from[p];
+        for (; p + LANES <= d; p += LANES) AT(to + p) = factor * AT(from + p) - (shift ? load_vec(shift + p) : (vec){0});
+        for (; p < d; p++) to[p] = factor * from[p] - (shift ? shift[p] : 0);
         for (; p < ld; p++) to[p] = 0;
     }
 }

@@ -119,10 +119,10 @@ void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t
 /* to (n, m) = from (m, n)'. */
 void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t ldt);
 
-/* Rows [start, start + n) of a tensor with d columns, less `shift` where there is one, with zeros up to column ld, in
-   `to`. Rows that `there` excludes, whose memory may hold anything, are 0. */
-void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, const float *shift, const uint8_t *there,
-               float *to, int ld);
+/* Rows [start, start + n) of a tensor with d columns, times `factor` and less `shift` where there is one, with zeros up
+   to column ld, in `to`. Rows that `there` excludes, whose memory may hold anything, are 0. */
+void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, float factor, const float *shift,
+               const uint8_t *there, float *to, int ld);
 
 /* Gives each of n pieces its place in scratch memory that the thread keeps from call to call: fresh pages cost more
    than the arithmetic on them. What is there is of earlier calls. Returns 0 where memory ended. */

@@ -23,8 +23,8 @@ PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", 
 
 
 class Call(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_int64) for name in SIZES), *((name, View) for name in VIEWS),
-                *((name, ctypes.c_void_p) for name in PLAIN)]
+    _fields_ = [*((name, ctypes.c_int64) for name in SIZES), ("factor", ctypes.c_double),
+                *((name, View) for name in VIEWS), *((name, ctypes.c_void_p) for name in PLAIN)]
 
 
 class Sets(NamedTuple):
@@ -62,31 +62,34 @@ def applies(*tensors: Tensor) -> bool:
 
 
 @torch.no_grad()
-def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None) -> Sets:
-    """Of queries x (Z, G, S, d) and keys y (Z, S, d). Raises NotFinite where they are not finite."""
+def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, factor: float = 1.0) -> Sets:
+    """Of queries factor x (Z, G, S, d) and keys factor y (Z, S, d). Raises NotFinite where they are not finite."""
     (Z, S, d), n, K = y.shape, min(heavy, y.shape[1]), min(cells, y.shape[1])
     flag = lambda *size: torch.empty(size, dtype=torch.bool)
     place = lambda *size: torch.empty(size, dtype=torch.long)
     sets = Sets(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d), place(Z, n), flag(Z, n), flag(Z, S),
                 place(Z, S), y.new_empty(Z, K, d))
-    _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), d, 1, n, K)
+    _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), dv=d, block=1,
+          heavy=n, cells=K, factor=factor)
     return sets
 
 
-def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order: bool) -> Attended:
-    """What queries x (Z, G, S, d) gather from keys y (Z, S, d), v (Z, S, dv). Differentiable in x, y and v; the outputs
-    alone carry gradients."""
-    return Attended(*_Attend.apply(sets, block, first_order, x, y, v))
+def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order: bool,
+           factor: float = 1.0) -> Attended:
+    """What queries factor x (Z, G, S, d) gather from keys factor y (Z, S, d), v (Z, S, dv). Differentiable in x, y and
+    v; the outputs alone carry gradients."""
+    options = {"block": block, "first_order": first_order, "factor": factor}
+    return Attended(*_Attend.apply(sets, options, x, y, v))
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sets, block, first_order, x, y, v):
+    def forward(ctx, sets, options, x, y, v):
         (Z, G, S, d), K, dv = x.shape, sets.centres.shape[1], v.shape[-1]
         new = y.new_empty
         found = Attended(new(Z, G, S, dv), new(Z, G, S), new(Z, G, S), new(Z, S), new(Z, S), new(Z, K),
-                         new(Z, K, d + 2), new(Z, K), new(Z, dv if first_order else 0, d))
-        ctx.sets, ctx.block, ctx.first_order = sets, block, first_order
+                         new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d))
+        ctx.sets, ctx.options = sets, options
         _run("near_far_forward", ctx, x, y, v, found)
         ctx.save_for_backward(x, y, v, *found)
         ctx.mark_non_differentiable(*found[1:])
@@ -97,7 +100,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad, *_):
         x, y, v, *found = ctx.saved_tensors
         if grad is None:
-            return (None,) * 6
+            return (None,) * 5
         check_gradient(grad)
         if torch.is_grad_enabled():
             raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
@@ -105,26 +108,26 @@ class _Attend(torch.autograd.Function):
         dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
         _run("near_far_backward", ctx, x, y, v, Attended(*found), grad=grad, dx=dx, dy=dy.unsqueeze(1),
              dvalues=dv.unsqueeze(1))
-        return None, None, None, dx, dy, dv
+        return None, None, dx, dy, dv
 
 
 def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, found: Attended, **views: Tensor) -> None:
     plain = ctx.sets._asdict() | found._asdict()
     views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=plain.pop("out")) | views
     n, K = ctx.sets.places.shape[1], ctx.sets.centres.shape[1]
-    _call(name, views, plain, v.shape[-1], ctx.block, n, K, ctx.first_order)
+    _call(name, views, plain, dv=v.shape[-1], heavy=n, cells=K, **ctx.options)
 
 
-def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], dv: int, block: int, heavy: int,
-          cells: int, first_order: bool = False) -> None:
+def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], **sizes: float) -> None:
     Z, G, S, d = views["x"].shape
+    sizes["block"] = min(sizes["block"], S)
     views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()}
     plain = {key: t.contiguous() for key, t in plain.items() if t is not None}
-    call = Call(Z=Z, G=G, S=S, d=d, dv=dv, block=min(block, S), heavy=heavy, cells=cells, first_order=first_order,
-                threads=torch.get_num_threads(), **{key: t.data_ptr() for key, t in plain.items()},
-                **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()})
+    call = Call(Z=Z, G=G, S=S, d=d, threads=torch.get_num_threads(), **sizes,
+                **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
+                **{key: t.data_ptr() for key, t in plain.items()})
     status = getattr(native.library(), name)(ctypes.byref(call))
     if status == NO_MEMORY:
-        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}, block = {block}")
+        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}")
     if status == NOT_FINITE:
         check_result(torch.tensor(torch.inf))
