@@ -11,8 +11,12 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in on
 STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
+REPORTS := table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard fig3 fig4-left fig4-right \
+  proteins kernels redraw proteins-long lra pixels books attention-maps hrf-lm hrf-sampled ptb-peer hrf-pointwise \
+  hrf-qmc hrf-clusters hrf-flops hrf-speech fidelity sampling families bench-estimators speed
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard families sweep-example bench-estimators speed fig3 fig4-left fig4-right proteins kernels redraw proteins-long attention-maps hrf-lm hrf-sampled ptb-peer sampling lra pixels books hrf-pointwise hrf-qmc hrf-clusters hrf-flops hrf-speech report fidelity
+.PHONY: help setup demo test test-all lint docs sweep-example report $(REPORTS)
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -51,105 +55,47 @@ $(DOCS): $(STAMP)
 	else $(PY) -m pip install -q --disable-pip-version-check -e '.[docs]'; fi
 	@touch $@
 
+$(REPORTS):  # each has what it needs, and the line of the help, in a rule of its own
+	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(OPTIONS)
+
 table1: $(STAMP)  ## CRT Table 1: kernel regression on eight UCI sets, all mechanisms (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 table2: $(STAMP)  ## CRT Table 2: GLUE by BERT with linear attention; pretraining and fine-tuning (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 fig1: $(STAMP)  ## CRT Figure 1: the gain of OPRF over PosRF
-	@$(PY) -m crt_exp.report $@
-
 fig2: $(STAMP)  ## CRT Figure 2: log variance of every mechanism in four regimes
-	@$(PY) -m crt_exp.report $@
-
 performers-fig2: $(STAMP)  ## Performers Figure 2: where positive features beat trigonometric ones
-	@$(PY) -m crt_exp.report performers_fig2
-
 performers-fig4: $(STAMP)  ## Performers Figure 4: MSE of attention against m, with every mechanism and sampler
-	@$(PY) -m crt_exp.report performers_fig4 --size $(SIZE)
-
 performers-fig14: $(STAMP)  ## Performers Figure 14: how the error of attention goes through 1 to 12 layers
-	@$(PY) -m crt_exp.report performers_fig14 --size $(SIZE)
-
 hadamard: $(STAMP)  ## structured projections: MSE, bias and time of iid, orthogonal, Hadamard k = 1, 2, 3, Givens
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 fig3: $(STAMP)  ## CRT Figure 3: speech recognition with linear attention, word error rates (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 fig4-left: $(STAMP)  ## CRT Figure 4, left: a ViT with linear attention, uptrained from MAE and from scratch (needs CRT_DATA)
-	@$(PY) -m crt_exp.report fig4_left --size $(SIZE)
-
 fig4-right: $(STAMP)  ## CRT Figure 4, right: steps per second and memory of training a ViT, against the tokens
-	@$(PY) -m crt_exp.report fig4_right --size $(SIZE)
-
 proteins: $(STAMP)  ## Performers Figure 6, Tables 1 and 2: language models of proteins with every attention (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 kernels: $(STAMP)  ## Performers Figures 16 to 18: kernels of generalised attention, with and without denominators (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 redraw: $(STAMP)  ## Performers Figures 5 and 15: exact weights in random features, their recovery, and redraws (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 proteins-long: $(STAMP)  ## Performers Figure 7, right: chains of 8192 letters, exact against ours; time and memory (needs CRT_DATA)
-	@$(PY) -m crt_exp.report proteins_long --size $(SIZE)
-
 lra: $(STAMP)  ## Performers Figure 19: the Long Range Arena with every attention (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 pixels: $(STAMP)  ## Performers Figure 7, left: images value by value with every attention (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 books: $(STAMP)  ## Performers Figure 5: exact weights in random features on texts, redraws, texts read on (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 attention-maps: $(STAMP)  ## Performers Figures 10 to 13: attention of a protein model, amino acids beside BLOSUM62 (needs CRT_DATA)
-	@$(PY) -m crt_exp.report attention_maps --size $(SIZE) $(OPTIONS)
-
 hrf-lm: $(STAMP)  ## HRF Figures 3, 8, Tables 4, 5: a language model's softmax by random features (needs CRT_DATA)
-	@$(PY) -m crt_exp.report hrf_lm --size $(SIZE)
-
 hrf-sampled: $(STAMP)  ## HRF Figure 10: a language model trained by sampled softmax, by sampler (needs CRT_DATA)
-	@$(PY) -m crt_exp.report hrf_sampled --size $(SIZE)
-
 ptb-peer: $(STAMP)  ## the language model of hrf-lm beside the same run in plain PyTorch (needs CRT_DATA)
-	@$(PY) -m crt_exp.report ptb_peer --size $(SIZE)
-
 hrf-pointwise: $(STAMP)  ## HRF Figures 2 and 5: relative error of every map over the angle of two vectors
-	@$(PY) -m crt_exp.report hrf_pointwise --size $(SIZE)
-
 hrf-qmc: $(STAMP)  ## HRF Table 1: the angular hybrid beside quasi-Monte Carlo samplers, on wine and boston
-	@$(PY) -m crt_exp.report hrf_qmc --size $(SIZE)
-
 hrf-clusters: $(STAMP)  ## HRF Figure 6, Table 3: hybrids for vectors in clusters
-	@$(PY) -m crt_exp.report hrf_clusters --size $(SIZE)
-
 hrf-flops: $(STAMP)  ## HRF Appendix L: columns for a FLOP, and the error at equal FLOPs
-	@$(PY) -m crt_exp.report hrf_flops --size $(SIZE)
-
 hrf-speech: $(STAMP)  ## HRF Table 2: speech recognition with hybrids, by the exact model of fig3 (needs CRT_DATA)
-	@$(PY) -m crt_exp.report hrf_speech --size $(SIZE)
-
 fidelity: $(STAMP)  ## language models whose attention is swapped without training, and after a little of it (needs CRT_DATA)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
-
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
-	@$(PY) -m crt_exp.report $@ --size $(SIZE)
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report index
 
 families: $(STAMP)  ## every model type of transformers, timm, torch and torchaudio, swapped: exact, refused or wrong
-	@$(PY) -m crt_exp.report $@
 
 sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on wine, the table of the runs and the best
 	@$(PY) -m crt_exp -m task=uci features=trig,gerf,oprf features.m=8,64 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \
 	  resume=auto
 
 bench-estimators: $(STAMP)  ## RandomFeatures beside scikit-learn's RBFSampler
-	@$(PY) -m crt_exp.report bench_estimators
-
 speed: $(STAMP)  ## time and memory of attention against length, alone and in whole models, beside the peers
-	@$(PY) -m crt_exp.report $@

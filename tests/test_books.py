@@ -12,7 +12,7 @@ from refusals import check_refused
 
 from crt_exp import sample
 from crt_exp.attention.baselines import Exact
-from crt_exp.data import DataError, books
+from crt_exp.data import DataError, books, sentence_pieces
 from crt_exp.data.books import Apart, Packed, Text
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.carried import carried_losses
@@ -73,14 +73,30 @@ def test_words_of_a_file(tmp_path):
         books.read(books.files_of(str(path)), tokenizer, 7, apart=False)
 
 
+def test_sentence_pieces_give_texts_back(tmp_path, monkeypatch):
+    """Also blanks side by side, line ends, and letters that the text has not; made once."""
+    path = text_file(tmp_path / "a.txt", 200)
+    make = lambda size=300: sentence_pieces.sentence_pieces([path], size, False, tmp_path / "cache")
+    tokenizer = make()
+    for text in ("who knows  the river\n", " by\n\nthe bird\n", "Über <unk> 1\n"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert len(tokenizer.encode("that sings in the old tree\n", add_special_tokens=False)) < 14  # of 27 letters
+    assert len(tokenizer) <= 300 and tokenizer.unk_token_id == 0
+    with pytest.raises(DataError, match="sentencepiece makes no 200 pieces.*task.vocabulary=byte_pairs"):
+        make(200)
+    monkeypatch.setattr(sentence_pieces, "scored", None)
+    assert make().get_vocab() == tokenizer.get_vocab()
+
+
 # ---- carried on ------------------------------------------------------------------------------------------------------
 
 
 def model_of(name="favorpp", length=32):
     torch.manual_seed(0)
-    options = {"m": 16} if name == "favorpp" else {}
+    options = {"favorpp": {"m": 16}, "nearfar": {"block": 8, "heavy": 4, "cells": 4}}.get(name, {})
     model = LanguageModel(Description(11, length, SIZES, True, "rotary"), Mechanism.of(name, **options).layer).eval()
-    if name == "favorpp":
+    if options:
         fill_statistics(model, [{"tokens": torch.randint(11, (4, 32))}])
     return model
 
@@ -90,7 +106,7 @@ def parallel_losses(model, tokens, labels):
         return torch.nn.functional.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
 
 
-@pytest.mark.parametrize("name", ["favorpp", "exact", "uniform", "window"])
+@pytest.mark.parametrize("name", ["favorpp", "nearfar", "exact", "uniform", "window"])
 def test_chunk_by_chunk_is_the_parallel_pass(name):
     model, ids = model_of(name), torch.randint(11, (2, 301))
     found = torch.cat(list(carried_losses(model, ids[:, :-1], ids[:, 1:], 37)), 1)
@@ -139,21 +155,16 @@ def test_a_document_of_100000_tokens():
 
 
 @pytest.fixture
-def typed(typed, tmp_path, monkeypatch):
+def typed(run_task, tmp_path):
     def run(*args, directory="run"):
-        monkeypatch.delenv("CRT_DATA", raising=False)
         path = tmp_path / "book.txt"
         if not path.exists():
             text_file(path, 400)
-        base = [f"task.text={path}", "trainer.steps=4", "features.m=8", "attention=favorpp", "task.vocabulary_size=300",
-                "task.max_length=16", "task.carried.times=4", "task.carried.pieces=2", "task.cache_dir=null",
-                "trainer.batch=8", *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
-        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
-        if "attention=exact" in args:
-            own.remove("features.m=8")
-        if any(a.startswith("task.init=") for a in args):
-            own = [b for b in own if ".sizes." not in b]
-        return typed("task=books", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+        options = [f"task.text={path}", "trainer.steps=4", "features.m=8", "attention=favorpp",
+                   "task.vocabulary_size=300", "task.max_length=16", "task.carried.times=4", "task.carried.pieces=2",
+                   "task.cache_dir=null", "trainer.batch=8",
+                   *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
+        return run_task("books", options, args, directory)
     return run
 
 
@@ -165,11 +176,12 @@ def final(directory):
                                              pytest.param("apart", "exact", marks=pytest.mark.slow)])
 def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
     code, out, err = typed("trainer.steps=80", "trainer.lr=1e-2", "task.dropout=0", f"task.rows={rows}",
-                           f"attention={attention}")
+                           f"attention={attention}", "task.evaluated=8")
     assert code == 0 and "per word" in out, err
     last = final(tmp_path / "run")
     assert last["loss"] < np.log(last["unigram_perplexity"]) - 0.3
     assert last["word_perplexity"] == pytest.approx(np.exp(last["loss"] * last["tokens_per_word"]), rel=1e-6)
+    assert last["tokens"] == 8 * 16 or rows == "apart"
     assert all(0 < last[f"loss_at_{i}"] < 8 for i in range(1, 5))
     code = sample.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=2", "length=12"])
     out = capsys.readouterr().out
@@ -188,14 +200,16 @@ def test_a_run_keeps_its_tokenizer(typed, tmp_path):
 
 
 @pytest.mark.slow
-def test_sets_of_the_hub(typed, tmp_path):
-    """Here in one of its formats, lines of files: those that are blank are no documents."""
+@pytest.mark.parametrize("vocabulary", ["of a run", "byte_pairs", "sentencepiece"])
+def test_sets_of_the_hub(vocabulary, typed, tmp_path):
+    """Streamed, here in one of its formats, lines of files: those that are blank are no documents."""
     assert typed()[0] == 0
     files = [text_file(tmp_path / f"{name}.txt", 60, seed) for seed, name in enumerate(("one", "two", "three"))]
     given = ",".join(f"{split}:{path}" for split, path in zip(("train", "validation", "test"), files))
     (tmp_path / "one.txt").write_text("\n" + (tmp_path / "one.txt").read_text())
-    args = ["task.text=null", "task.hub.name=text", f"task.hub.data_files={{{given}}}", "trainer.steps=0",
-            f"task.init={tmp_path / 'run'}", "task.hub.documents=50"]
+    made = [f"task.init={tmp_path / 'run'}", "trainer.steps=0"] if vocabulary == "of a run" else [
+        f"task.vocabulary={vocabulary}", "trainer.steps=2"]
+    args = ["task.text=null", "task.hub.name=text", f"task.hub.data_files={{{given}}}", *made, "task.hub.documents=50"]
     code, _, err = typed(*args, directory="hub")
     assert code == 0, err
     assert 0 < final(tmp_path / "hub")["tokens"] < 3000

@@ -39,7 +39,7 @@ def test_arms_of_a_seed_differ_in_attention_alone():
     keys = speech_runs.training(setting)
     for phase, speaker in (("uptrained", None), ("speaker", setting.speaker), ("scratch", None)):
         of_seed = [key for (where, _, seed), key in keys.items() if where == phase and seed == 1]
-        own = ("attention=", "features.m=")
+        own = ("attention", "features.m=")
         shared = {tuple(o for o in key["overrides"] if not o.startswith(own)) for key in of_seed}
         assert len(of_seed) >= 6 and len(shared) == 1 and "seed=1" in shared.pop()
         starts = {tuple(key.get("start", ())) for key in of_seed}
@@ -146,7 +146,8 @@ def test_fig3_at_tiny_sizes(monkeypatch, tmp_path, capsys):
             "trainer.log_every=1", "trainer.select=last")
     steps = ("trainer.steps=2", "trainer.eval_every=1")
     setting = replace(fig3.SETTINGS["small"], data=data, exact=steps, uptrained=steps, scratch=steps,
-                      arms=("favorp", "favorpp"), plain=("exact", "uniform"), ms=(4,), swaps=2, pair_swaps=2, seeds=2,
+                      arms=("favorp", "favorpp", "favorsharp"), plain=("exact", "uniform", "nearfar"), ms=(4,),
+                      options=(("nearfar", (("block", 2),)),), swaps=2, pair_swaps=2, seeds=2,
                       scratch_arms=("favorp", "favorpp"), scratch_seeds=2, speaker="bob", speaker_arms=("exact",),
                       others=(("2 heads", ("++task.sizes.heads=2",)),),
                       speaker_seeds=2, sample=(), workers=1)

@@ -71,13 +71,14 @@ TINY = Setting(
     model=("task.sizes.patch=2", "task.sizes.width=32", "task.sizes.depth=2", "task.sizes.heads=2"),
     mae=("trainer.steps=3",), fine_tuning=("trainer.steps=3",), uptraining=("trainer.eval_every=2",),
     scratch=("trainer.steps=4", "trainer.eval_every=2"), m=8, ms=(8,), steps=(2, 4), long=16, long_images=20,
+    near=(("block", 2), ("heavy", 2), ("cells", 2)),
     swaps=2, seeds=2, scratch_seeds=2, workers=1, least=NOTHING)
 
 
 def found(better=0.0, uniform=1.0, S=8.0, diverged=()):
     """Results in which FAVOR++ is `better`, in nats and tenths of the accuracy, uniform attention costs `uniform`."""
     rng = np.random.default_rng(0)
-    loss = {"exact": 1.0, "uniform": 1.0 + uniform, "favorp": 1.6, "favorpp": 1.6 - better}
+    loss = {"exact": 1.0, "uniform": 1.0 + uniform, "nearfar": 1.0, "favorp": 1.6, "favorpp": 1.6 - better}
     point = lambda name, step: {"step": step, "loss": loss[name] - 1e-3 * step + 0.01 * rng.normal(),
                                 "accuracy": 0.5 + 0.1 * (1.6 - loss[name]) + 0.001 * rng.normal()}
     ms = {name: (4, 8) if name in fig4_runs.LINEAR else (None,) for name in fig4_runs.NAMES}
@@ -135,7 +136,7 @@ def test_every_run_of_fig4_left_is_a_command_line(size, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", "/data")
     setting = fig4_left.SETTINGS[size]
     keys = [*fig4_runs.checkpoint(setting), fig4_runs.swapped("favorp", 64, 0, setting, "run"),
-            fig4_runs.uptraining("favorpp", 0, setting, "run"), fig4_runs.from_scratch("uniform", 0, setting)]
+            fig4_runs.uptraining("nearfar", 0, setting, "run"), fig4_runs.from_scratch("uniform", 0, setting)]
     for key in keys:
         check_command_line([*key["overrides"], "logger=none", "hydra.run.dir=run"])
 
@@ -149,7 +150,7 @@ def test_fig4_left_at_a_tiny_size(tmp_path, monkeypatch, capsys, one_thread):
     with pytest.raises(GateFailed, match="accuracy of the exact checkpoint over that of a guess"):
         fig4_left.main("small")
     cells = tmp_path / "outputs/fig4-left/cells.jsonl"
-    assert len(cells.read_text().splitlines()) == 2 + (2 + 2 * 2) + 2 * 3
+    assert len(cells.read_text().splitlines()) == 2 + (3 + 2 * 2) + 2 * 3
     monkeypatch.setitem(fig4_left.SETTINGS, "small", TINY)
     fig4_left.main("small")
     text = (tmp_path / "report/fig4-left.md").read_text()

@@ -399,6 +399,7 @@ def test_experiments_fit_their_models(name, tmp_path):
     (["task.hub.name=webdataset"], ["leave out task.data_dir"]),
     (["task.pool=sum"], ["task.pool = sum"]),
     (["task.ema=1.0"], ["task.ema = 1.0"]),
+    (["task.ema=0.9", "trainer=fsdp", "trainer.processes=2"], ["averages whole weights, and trainer=fsdp splits them"]),
     (["trainer.prefetch=2"], ["trainer.prefetch=0, or task.workers=1"]),
     (["experiment=dei"], ["did you mean deit?"]),
 ], ids=str)

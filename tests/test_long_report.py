@@ -1,11 +1,15 @@
 """make lra, pixels and books: their arms are command lines and pairs, and their verdicts follow the records."""
 
+import base64
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 
-from crt_exp.report import books, lra, pixels, writing
+from crt_exp.report import books, long_runs, lra, pixels, pixels_drawn, writing
 from crt_exp.report.evidence import Unjudged
-from crt_exp.report.long_runs import CONTROLS, keys_of
+from crt_exp.report.long_runs import CONTROLS, Setting, keys_of
 from crt_exp.runner.command_line import check_command_line
 
 REPORTS = {"lra": lra, "pixels": pixels, "books": books}
@@ -40,8 +44,8 @@ def found(report, better, uniform):
     for which, arm, seed in keys_of(setting):
         rng = np.random.default_rng([seed, len(arm)])
         places = ["favor, moved", "favorp, moved", "favorp, redrawn", "smreg, redrawn", "favorpp, redrawn",
-                  "exact, moved", "linformer", "reformer", "window", "favorp", "favorpp", "relu", "smreg", "elu",
-                  "exact"]
+                  "exact, moved", "favorsharp, redrawn", "nearfar, moved", "nearfar", "linformer", "reformer", "window",
+                  "favorp", "favorpp", "relu", "smreg", "elu", "exact"]
         level = better * places.index(arm) if arm in places else -uniform
         value = (0.5 + page.sign * level + 0.01 * seed + 1e-4 * rng.normal()) / page.scale
         metrics = {page.metric: value, "loss": value, page.baseline[0]: 1.0,
@@ -66,6 +70,40 @@ def test_verdicts_follow_the_records(name):
     verdicts = page.verdicts(runs, page.gates(runs, setting))
     assert verdicts and all(isinstance(verdict, Unjudged) for verdict in verdicts)
     assert any("uniform attention, a control" in line for line in page.controls_that_win(runs, setting))
+
+
+def ended(overrides, kept=False):
+    """As `train`: uniform attention costs something on ListOps alone."""
+    worse = "attention=uniform" in overrides and not any(option.startswith("task.dataset=") for option in overrides)
+    return {"curve": [], "last": {"accuracy": 0.3 if worse else 0.5}}
+
+
+def spent(overrides, what):
+    return {"steps_per_s": 1.0, "bytes": 1.0}
+
+
+def test_arms_are_trained_where_the_gate_is_passed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(long_runs, "train", ended)
+    monkeypatch.setattr(long_runs, "cost_of", spent)
+    setting = Setting({"ListOps": ("trainer.steps=2",), "Pathfinder": ("task.dataset=pathfinder",)},
+                      {name: (f"attention={name}",) for name in ("exact", "uniform", "window")}, {}, seeds=1, workers=1)
+    found, costs, _ = long_runs.filled("lra", setting, lra.PAGE.gates)
+    trained = {which: {arm for w, arm, _ in found if w == which} for which in setting.sets}
+    assert trained == {"ListOps": {*setting.arms}, "Pathfinder": {*long_runs.GATE_ARMS}} and len(costs) == 6
+    assert "not trained" in lra.PAGE.section("Pathfinder", setting, {
+        place: run | {"last": run["last"] | {"majority_accuracy": 0.5}} for place, run in found.items()}, costs)
+
+
+def test_pictures_are_shown_as_they_were_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    values = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(values).save(buffer, "PNG")
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    assert (pixels_drawn.picture(encoded) == values).all()
+    told = pixels_drawn.write("drawn", {"exact": {"samples": [encoded], "completions": 2 * [encoded]}})
+    assert "(drawn.png)" in told and (tmp_path / "drawn.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", REPORTS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from refusals import check_refused
 
-from crt_exp.data import DataError, listops, pathfinder
+from crt_exp.data import DataError, labelled, listops, pathfinder
 from crt_exp.data.pathfinder import DOT, LINE
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
@@ -20,8 +20,9 @@ from crt_exp.tasks.lra import LRA
 DATA = Path(os.environ.get("CRT_DATA", "none"))
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
 OPTIONS = {"dataset": "listops", "data_dir": None, "scale": "small", "data_seed": 0, "held_out": 0.1,
-           "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24}, "max_length": None, "bucketed": True,
-           "cache_dir": None, "preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
+           "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24}, "evaluated": None, "max_length": None,
+           "bucketed": True, "cache_dir": None,
+           "preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
 
 
 def task_of(**options):
@@ -186,11 +187,33 @@ def test_reviews_and_pairs(tmp_path):
         task_of(dataset="retrieval", data_dir=str(tmp_path), rules={})
 
 
+def test_passages_of_one_article_or_of_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(labelled, "PASSAGE", 8)
+    text = "".join(f" = {name} = \n \n {name * 9} \n = = Life = = \n {name * 9} \n\n" for name in ("Abc", "Def", "Ghi"))
+    (tmp_path / "wiki.txt").write_text(text + " = Short = \n x \n")
+    found = labelled.articles(tmp_path / "wiki.txt")
+    assert len(found) == 3 and all(len(row) == 8 for article in found for row in article)
+    assert all(b"A" in bytes(row) and not set(b"=LDG") & set(bytes(row)) for row in found[0])
+    rows, labels = labelled.drawn_passages(found, 30, np.random.default_rng(0))
+    same = [set(bytes(one)) & set(b"ADG") == set(bytes(two)) & set(b"ADG") for one, two in zip(rows[::2], rows[1::2])]
+    assert same == labels.astype(bool).tolist() and labels.sum() == 15
+
+
+def test_evaluated_examples_are_the_same_in_every_run():
+    task, whole = task_of(evaluated=7), task_of()
+    assert [task.length(split) for split in ("train", "validation", "test")] == [60, 7, 7]
+    few, every = ({bytes(row) for row in each.arena.splits["test"].rows} for each in (task, whole))
+    assert few < every
+    assert task.row_length == whole.row_length
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "glue").is_dir(), reason="CRT_DATA is not set: GLUE and CIFAR-10 are needed")
 def test_official_files():
     task = task_of(dataset="text", rules={})
     assert task.length("test") == 872 and task.length("train") + task.length("validation") == 67349
+    task = task_of(dataset="retrieval", rules={})
+    assert task.length("train") == 8000 and task.row_length == 256 and task.arena.together == 2
     task = task_of(dataset="image", rules={})
     assert task.row_length == 1024 and task.arena.classes == 10
 

@@ -8,7 +8,6 @@ from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
-from crt_exp.studies.speed import Speed
 
 
 @pytest.mark.parametrize("name", ["exact", "identity", "favorp", "favorpp", "relu", "linformer"])
@@ -29,16 +28,6 @@ def test_padding_equals_truncation():
 def test_bad_sizes():
     with pytest.raises(ValueError, match="multiple of heads"):
         Transformer(3, 1, 8, 16, Mechanism.of("exact").layer)
-
-
-def test_speed_task_measures_every_variant():
-    task = Speed("small", [32, 64], 1, True)
-    records = list(task.records(None, 0))
-    assert len(records) == 2 and records[-1]["final"]
-    assert {"exact_ms", "identity_ms", "favorp_ms", "favorpp_ms"} <= records[0].keys()
-    assert list(task.records(None, 0, records[:1]))[0]["length"] == 64
-    with pytest.raises(ValueError, match="task.what"):
-        Speed("huge", [32], 1, True)
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 60,

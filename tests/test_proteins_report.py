@@ -223,6 +223,7 @@ FEW = ("task.generated.sequences=60", "task.generated.shortest=8", "task.generat
 TINY = protein_runs.Setting(
     real=RUN, generated=(*RUN, *FEW), steps={REAL: 4, GENERATED: 20}, m=4, seeds=2, workers=1,
     options={"linformer": ("attention.length=24", "attention.rank=4"), "window": ("attention.block=4",),
+             "nearfar": ("attention.block=4", "attention.heavy=2", "attention.cells=2"),
              "reformer": ("attention.chunk=4", "attention.buckets=4", "attention.hashes=1")})
 
 

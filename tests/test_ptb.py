@@ -195,6 +195,19 @@ def test_two_processes_equal_one(typed, tmp_path):
 
 
 @pytest.mark.slow
+def test_split_weights_give_the_numbers_of_whole_ones(typed, tmp_path):
+    """trainer=fsdp: the same losses in float32, near ones in bfloat16."""
+    args = ["task.dropout=0", "trainer.steps=6", "trainer.log_every=1", "task.lengths.keys=0.1"]
+    assert typed(*args)[0] == 0
+    split = ["trainer=fsdp", "trainer.processes=2", *args]
+    for precision, near in [("no", 1e-4), ("bf16", 3e-2)]:
+        code, _, err = typed(*split, f"trainer.precision={precision}", directory=precision)
+        assert code == 0, err
+        for a, b in zip(records(tmp_path / "run"), records(tmp_path / precision), strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], rel=near)
+
+
+@pytest.mark.slow
 def test_two_processes_continue_bit_for_bit(typed, tmp_path):
     args = ["trainer.processes=2", "task.softmax=features", "features.m=8", "trainer.steps=20", "trainer.save_every=10"]
     assert typed(*args)[0] == 0 and typed(*args, directory="other")[0] == 0
@@ -221,6 +234,8 @@ def test_two_processes_continue_bit_for_bit(typed, tmp_path):
     (["attention=favorpp", "task.softmax=unigram"], ["leave out attention=favorpp"]),
     (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
     (["trainer.batch=601"], ["trainer.batch = 601 is more than the 600"]),
+    (["task.softmax=unigram", "trainer=fsdp", "trainer.processes=2"],
+     ["task.softmax=unigram draws from whole embeddings, and trainer=fsdp splits them"]),
     (["task.temperature=0"], ["task.temperature = 0", "above 0"]),
     (["task.lengths.keys=-1"], ["task.lengths.keys = -1"]),
 ], ids=str)

@@ -138,14 +138,30 @@ def change(batch, start=LATER):
     return batch | {"decoder_input_ids": tokens}
 
 
+def noting(factors):
+    """`attention` that appends what rounding is magnified by: the largest ratio, over queries, of the sum of the
+    absolute values that a denominator is summed of to that denominator."""
+    def call(x, y, v, phi, noise, params, *, causal, scale, **more):
+        maps = phi.phi_q(scale * x, noise, params), phi.phi_k(scale * y, noise, params)
+        fx, fy = (f.value * f.log_scale.exp() for f in maps)
+        terms, sums = fx.abs() @ fy.abs().mT, fx @ fy.mT
+        terms, sums = (terms.tril(), sums.tril()) if causal else (terms, sums)
+        factors.append(float((terms.sum(-1) / sums.sum(-1).abs()).max()))
+        return attention(x, y, v, phi, noise, params, causal=causal, scale=scale, **more)
+    return call
+
+
 @each(ALL)
 @pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated", "uncalibrated"])
 @pytest.mark.parametrize("name", FITTED)
-def test_no_future_in_a_decoder(make, name, calibrated):
-    model, batch = swapped(make, name, calibrated), inputs(make)
+def test_no_future_in_a_decoder(make, name, calibrated, monkeypatch):
+    """Up to rounding: 32 units in the last place of the output, magnified by the cancellation in each layer."""
+    model, batch, factors = swapped(make, name, calibrated), inputs(make), []
+    monkeypatch.setattr("crt_exp.attention.layer.attention", noting(factors))
     before, after = run(model, batch), run(model, change(batch))
     assert not torch.allclose(before[:, LATER:], after[:, LATER:])
-    torch.testing.assert_close(before[:, :LATER], after[:, :LATER], rtol=1e-10, atol=1e-10)
+    bound = 32 * torch.finfo(before.dtype).eps * sum(factors) / 2 * before.abs().max()
+    assert (before - after)[:, :LATER].abs().max() < bound < 1e-8  # leaks are above 1e-2
 
 
 @each(ALL)

@@ -30,22 +30,16 @@ OPTIONS = {"dataset": "generated", "data_dir": None, "direction": "unidirectiona
 
 
 @pytest.fixture
-def typed(typed, tmp_path, monkeypatch):
+def typed(run_task):
     """Runs a command line in this process: (exit code, stdout, stderr)."""
     def run(*args, directory="run"):
-        monkeypatch.delenv("CRT_DATA", raising=False)
-        base = ["trainer.batch=16", "trainer.steps=6", "features.m=8", "task.max_length=16", "task.cache_dir=null",
-                "task.validation_share=0.1", "task.test_share=0.1", "attention=favorpp", "trainer.processes=null",
-                *[f"task.generated.{key}={value}" for key, value in GENERATED.items()],
-                *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
-        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
+        options = ["trainer.batch=16", "trainer.steps=6", "features.m=8", "task.max_length=16", "task.cache_dir=null",
+                   "task.validation_share=0.1", "task.test_share=0.1", "attention=favorpp", "trainer.processes=null",
+                   *[f"task.generated.{key}={value}" for key, value in GENERATED.items()],
+                   *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
         if "attention=reformer" in args:
-            own += ["attention.chunk=8", "attention.hashes=2", "attention.buckets=4"]
-        if {"attention=exact", "attention=linformer", "attention=reformer"} & set(args):
-            own.remove("features.m=8")
-        if any(a.startswith("task.init=") for a in args):
-            own = [b for b in own if ".sizes." not in b]
-        return typed("task=trembl", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+            options += ["attention.chunk=8", "attention.hashes=2", "attention.buckets=4"]
+        return run_task("trembl", options, args, directory)
     return run
 
 

@@ -5,9 +5,11 @@ line end counts as one, for it is predicted too. Legend: n tokens of a text, L t
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,8 @@ from crt_exp.data.text import (
     text_files,
     token_lists,
 )
+
+FIRST = 10**8                                                # of the hub, for a vocabulary
 
 
 class Source(NamedTuple):
@@ -57,6 +61,21 @@ class Source(NamedTuple):
         read = hub_documents(hub["name"], hub["config"], self.split, hub["column"], buffer=0,
                              data_files=hub["data_files"])
         return islice(filter(str.strip, read(0, 0)), hub["documents"])
+
+    @contextmanager
+    def as_files(self) -> Iterator[Sequence[Path]]:
+        """The files; of the hub one with the first documents, FIRST characters or the last of these more."""
+        if self.hub is None:
+            yield self.files
+            return
+        with TemporaryDirectory() as folder:
+            path, written = Path(folder) / "first.txt", 0
+            with path.open("w", encoding="utf-8") as file:
+                for lines, _ in self.documents(UNKNOWN):
+                    written += file.write("".join(lines))
+                    if written >= FIRST:
+                        break
+            yield [path]
 
     def key(self) -> list[str]:
         """What a cache of its tokens depends on, where that is known."""

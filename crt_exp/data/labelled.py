@@ -1,11 +1,13 @@
 """The five sets of the Long Range Arena (Tay et al., 2021): sequences of symbols, a class for each, or for each pair.
 
 listops, pathfinder: drawn from their rules. image: grey pixels of a folder of images, CIFAR-10 there. text: the bytes
-of reviews, IMDB there. retrieval: the bytes of two documents, AAN there, and whether one cites the other.
+of reviews, IMDB there. retrieval: the bytes of two documents, AAN there, and whether one cites the other; where AAN is
+not at hand, two passages of WikiText-2, and whether both are of one article.
 
 Legend: n examples of a split, L symbols of a row.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, glue, images, listops, pathfinder
 from crt_exp.data.pixels import squared
-from crt_exp.data.text import cached, key_of, numbered_lines
+from crt_exp.data.text import cached, content, key_of, numbered_lines, official_file
 from crt_exp.schema import Parameter, check_keys
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
@@ -24,6 +26,8 @@ DATASETS = get_args(Dataset)
 SPLITS = ("train", "validation", "test")
 LONGEST = 4000                                               # bytes of a text, in the Long Range Arena
 SIDE = 32                                                    # pixels
+PASSAGE = 256                                                # bytes
+PASSAGES = {"train": 8000, "validation": 500, "test": 1000}  # pairs of them
 BYTES = 256
 
 
@@ -68,7 +72,7 @@ def load(dataset: Dataset, data_dir: str | None, rules: dict[str, Any], preset: 
         return grey_images(data_dir, held_out)
     if dataset == "text":
         return texts(data_dir, held_out)
-    return Arena(pairs(data_dir), BYTES, 2, together=2)
+    return Arena(pairs(data_dir) if data_dir else passages(seed, cache_dir), BYTES, 2, together=2)
 
 
 # ---- drawn -----------------------------------------------------------------------------------------------------------
@@ -183,12 +187,48 @@ def bytes_of(content: bytes, place: str) -> np.ndarray:
     return np.frombuffer(content, np.uint8)
 
 
-def pairs(data_dir: str | None) -> dict[str, Labelled]:
+def passages(seed: int, cache_dir: str | None) -> dict[str, Labelled]:
+    """Pairs of passages of WikiText-2, every second pair of one article; articles are those of the split."""
+    files = {split: official_file("wikitext2", name) for split, name in zip(SPLITS, ("train", "valid", "test"))}
+    arrays: dict[str, np.ndarray] = {}
+    for which, (split, file) in enumerate(files.items()):
+        key = key_of("passages 1", PASSAGE, PASSAGES[split], seed, content(file))
+        drawn = lambda file=file, split=split, which=which: flat(split, *drawn_passages(
+            articles(file), PASSAGES[split], np.random.default_rng([seed, which])))
+        arrays |= cached(cache_dir, key, drawn)
+    rows = {split: np.split(arrays[f"{split}_symbols"], arrays[f"{split}_ends"][:-1]) for split in SPLITS}
+    return {split: Labelled(rows[split], arrays[f"{split}_labels"]) for split in SPLITS}
+
+
+def articles(file: Path) -> list[list[np.ndarray]]:
+    """The passages of each article that has two or more: its text without headings, cut."""
+    texts: list[list[str]] = []
+    for _, line in numbered_lines(file):
+        if re.fullmatch(r" = [^=].* = ", line):
+            texts.append([])
+        elif texts and line.strip() and not line.startswith(" ="):
+            texts[-1].append(line)
+    cut = [np.frombuffer("".join(text).encode(), np.uint8) for text in texts]
+    return [[text[at:at + PASSAGE] for at in range(0, len(text) - PASSAGE + 1, PASSAGE)] for text in cut
+            if len(text) >= 2 * PASSAGE]
+
+
+def drawn_passages(found: list[list[np.ndarray]], count: int, rng: np.random.Generator
+                   ) -> tuple[list[np.ndarray], np.ndarray]:
+    """2 count passages, and the labels of the pairs."""
+    labels, rows = np.arange(count) % 2, []
+    for label in labels:
+        a, b = rng.choice(len(found), 2, replace=False)
+        if label:
+            rows += [found[a][i] for i in rng.choice(len(found[a]), 2, replace=False)]
+        else:
+            rows += [found[each][rng.integers(len(found[each]))] for each in (a, b)]
+    return rows, labels
+
+
+def pairs(data_dir: str) -> dict[str, Labelled]:
     """Lines of label, id, id, text, text with tabs between, in *.train.tsv, *.eval.tsv and *.test.tsv of a folder."""
     page = "https://github.com/google-research/long-range-arena (lra_release, tsv_data)"
-    if data_dir is None:
-        raise DataError("task.dataset=retrieval needs the files new_aan_pairs.train.tsv, .eval.tsv and .test.tsv: set "
-                        f"task.data_dir to their folder. They are at {page}.")
     folder = Path(data_dir).expanduser()
     return {split: pairs_of(there(folder / f"new_aan_pairs.{name}.tsv", "task.dataset=retrieval", page))
             for split, name in zip(SPLITS, ("train", "eval", "test"))}

@@ -51,7 +51,7 @@ class FullSoftmax(nn.Module):
 
     def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """outputs (n, D), labels (n,) -> a scalar."""
-        return F.cross_entropy(outputs @ self.weight.T, labels)
+        return F.cross_entropy(outputs @ self.weight.to(outputs.dtype).T, labels)  # split weights may be bfloat16
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Lengths:
 
     def cost(self, outputs: Tensor, weight: Tensor) -> Tensor | float:
         costs = [(beta, vectors) for beta, vectors in ((self.queries, outputs), (self.keys, weight)) if beta]
-        return sum(beta * (vectors.norm(dim=-1) - 1).square().mean() for beta, vectors in costs)
+        return sum(beta * (vectors.float().norm(dim=-1) - 1).square().mean() for beta, vectors in costs)
 
 
 class Found(NamedTuple):
@@ -100,7 +100,7 @@ class LanguageModel(nn.Module):
         if self.training:
             cost = self.lengths.cost(outputs, self.body.embedding.weight)
             return Found(self.head(outputs / self.temperature, labels) + cost, after)
-        logits = outputs / self.temperature @ self.body.embedding.weight.T
+        logits = outputs / self.temperature @ self.body.embedding.weight.float().T
         loss = F.cross_entropy(logits, labels, reduction="none").double().sum()
         return Found(loss, after, logits.argmax(-1) == labels, outputs.norm(dim=-1))
 

@@ -10,17 +10,17 @@ import argparse
 import math
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 
-from crt_exp.studies.memory import peak, reset_peak
-from crt_exp.studies.speed import Method, forward, forward_backward, inputs, methods
+from crt_exp.studies.memory import in_new_process
+from crt_exp.studies.peers import Method
+from crt_exp.studies.speed import forward, forward_backward, held_by, inputs, methods
 
 LENGTHS, TURNS = (1024, 4096, 16384), 11
+HELD = ("favorp", "favorpp", "favorp causal", "favorpp causal", "floor", "performer-pytorch")
 
 
 def timed(run: Callable, all_methods: dict[str, Method], tensors, turns: int) -> dict[str, list[float]]:
@@ -52,31 +52,9 @@ def print_memory(lengths: list[int], only: list[str]) -> None:
     """Each case in a new process: the allocator would keep what an earlier one freed."""
     for length in lengths:
         print(f"\npeak memory beyond inputs, output and gradients, L = {length}")
-        for name in only or ("favor+", "favor++", "favor+ causal", "favor++ causal", "floor", "performer-pytorch"):
-            print(f"  {name:<26}{peak_memory(length, name):7.0f} MiB", flush=True)
-
-
-def peak_memory(length: int, name: str) -> float:
-    """MiB beyond inputs, output and gradients of one forward and backward pass, measured in a process of its own."""
-    command = [sys.executable, "-m", "crt_exp.report.bench_attention", "peak", "--lengths", str(length), "--only", name]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"measuring {name} at L = {length} failed: {(done.stderr.strip() or 'killed').splitlines()[-1]}")
-    return float(done.stdout.split()[-2])
-
-
-def print_peak(length: int, name: str) -> None:
-    print_peak_of(methods(length)[name], length)
-
-
-def print_peak_of(method: Method, length: int) -> None:
-    tensors = inputs(length)
-    forward_backward(method, inputs(256))  # libraries and threads
-    theirs = 4 * tensors[0].numel() * 4    # output and three gradients, float32
-    before = reset_peak()
-    out = method(*tensors[:3])
-    out.backward(tensors[3])
-    print(f"{(peak() - before - theirs) / 2**20:.0f} MiB")
+        for name in only or HELD:
+            mib = in_new_process(held_by, name=name, length=length, threads=torch.get_num_threads())
+            print(f"  {name:<26}{mib:7.0f} MiB", flush=True)
 
 
 def main(size: str) -> None:
@@ -85,7 +63,7 @@ def main(size: str) -> None:
 
 def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory", "peak"])
+    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory"])
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--only", nargs="+", default=[])
@@ -95,10 +73,8 @@ def command_line() -> None:
         torch.set_num_threads(args.threads)
     if args.what == "time":
         print_times(args.lengths or list(LENGTHS), args.turns, args.only)
-    elif args.what == "memory":
-        print_memory(args.lengths or [65536], args.only)
     else:
-        print_peak(args.lengths[0], args.only[0])
+        print_memory(args.lengths or [65536], args.only)
 
 
 if __name__ == "__main__":

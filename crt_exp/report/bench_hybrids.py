@@ -9,13 +9,12 @@ inputs, output and gradients, each in a process of its own.
 
 import argparse
 import statistics
-import subprocess
-import sys
 from typing import NamedTuple
 
 from crt_exp.features import AngularHybrid, ClusteredHybrid, FeatureMap, GaussianHybrid, TrigRF
-from crt_exp.report.bench_attention import print_peak_of, timed
-from crt_exp.studies.speed import D, forward_backward, hybrid, inputs
+from crt_exp.report.bench_attention import timed
+from crt_exp.studies.memory import in_new_process
+from crt_exp.studies.speed import D, fitted, forward_backward, held, inputs
 
 LENGTH, TURNS = 4096, 11
 
@@ -40,7 +39,7 @@ CASES = {"trig, M = 288": Case(TrigRF(), 144, "trig, M = 288", 144),
 
 
 def print_times(length: int, turns: int) -> None:
-    methods = {name: hybrid(case.phi, case.m, length) for name, case in CASES.items()}
+    methods = {name: fitted(case.phi, case.m) for name, case in CASES.items()}
     times = timed(forward_backward, methods, inputs(length), turns)
     for name, case in CASES.items():
         ratio = statistics.median(a / b for a, b in zip(times[name], times[case.twin]))
@@ -49,26 +48,23 @@ def print_times(length: int, turns: int) -> None:
 
 def print_memory(length: int) -> None:
     for name in CASES:
-        options = ["--length", str(length), "--only", name]
-        done = subprocess.run([sys.executable, "-m", "crt_exp.report.bench_hybrids", "peak", *options],
-                              capture_output=True, text=True, check=True)
-        print(f"  {name:<26}{done.stdout.strip()}")
+        print(f"  {name:<26}{in_new_process(held_in, name=name, length=length):.0f} MiB")
+
+
+def held_in(name: str, length: int) -> float:
+    return held(fitted(CASES[name].phi, CASES[name].m), length)
 
 
 def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory", "peak"])
+    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory"])
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--only", default=next(iter(CASES)), choices=list(CASES))
     args = parser.parse_args()
     if args.what == "time":
         print_times(args.length, args.turns)
-    elif args.what == "memory":
-        print_memory(args.length)
     else:
-        case = CASES[args.only]
-        print_peak_of(hybrid(case.phi, case.m, args.length), args.length)
+        print_memory(args.length)
 
 
 if __name__ == "__main__":

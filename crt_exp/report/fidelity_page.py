@@ -13,7 +13,6 @@ from crt_exp.report.writing import label_ends, markdown, new_figure, write_repor
 from crt_exp.studies.fidelity import Arm
 
 TITLE = "Attention swapped without training: how true language models stay"
-NEAR_FAR = "#0072B2"
 
 
 def write(size: str, found: Found, passed: Sequence[Gate], seconds: float) -> None:
@@ -72,13 +71,15 @@ def facts(size: str, found: Found) -> str:
 
 
 def swap_table(found: Found, title: str) -> str:
-    rows = []
-    for arm in found.setting.arms:
-        show = lambda key, spec: format(independent(found.of_texts(title, arm, key)), spec)  # noqa: B023
-        rows.append([label(arm), found.draws(arm), show("above", "+.4f"), show("hidden_error", ".3f"),
-                     show("attention_error", ".3f"), show("cosine", ".4f")])
+    rows = [[label(arm), found.draws(arm), of_texts(found, title, arm, "above", "+.4f"),
+             of_texts(found, title, arm, "hidden_error", ".3f"), of_texts(found, title, arm, "attention_error", ".3f"),
+             of_texts(found, title, arm, "cosine", ".4f")] for arm in found.setting.arms]
     return markdown(["attention", "draws", "loss above exact, nats", "error of the last hidden states",
                      "error of attention, mean over layers", "cosine of the pooled states"], rows)
+
+
+def of_texts(found: Found, title: str, arm: Arm, key: str, spec: str) -> str:
+    return format(independent(found.of_texts(title, arm, key)), spec)
 
 
 def layer_table(found: Found, title: str) -> str:
@@ -167,8 +168,7 @@ def csv_rows(found: Found) -> list[dict[str, Any]]:
 
 
 def colour(arm: Arm) -> str:
-    name = arm.name
-    return NEAR_FAR if name == "nearfar" else palette.colour(name)
+    return palette.colour(arm.name)
 
 
 def figure(found: Found):

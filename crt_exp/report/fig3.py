@@ -11,6 +11,7 @@ from crt_exp.report.encoder_steps import LAYERS, METHODS, SIZES
 from crt_exp.report.evidence import Gate, check_gates
 from crt_exp.report.speech_runs import (
     SOURCES,
+    Arm,
     Setting,
     after_swap,
     checkpoints,
@@ -35,6 +36,7 @@ SECONDS = (10, 30, 60, 120, 300, 600)  # of audio, on which the encoder is timed
 PAPER = ("The paper (17 layers, LibriSpeech 960 h): FAVOR++ is better than FAVOR+ by 2.49 points of WER at m = 8 and "
          "by 3.05 at m = 16.")
 
+NEAR_FAR = (("block", 8), ("heavy", 8), ("cells", 8))  # of audio whose strings have some 60 frames
 LAST = ("trainer.select=last", "trainer.log_every=50")  # the curve's split chooses nothing
 PIECES = ("task.preset=paper", "task.symbols=pieces", "trainer.precision=bf16", "trainer.save_minutes=5")
 # What is near tells digits apart: with convolutions of 5 frames, uniform attention costs 0.1 nats. With those of one
@@ -50,7 +52,7 @@ SETTINGS = {
         exact=("trainer.steps=3000", "trainer.eval_every=500", "trainer.save_every=500"),
         uptrained=("trainer.steps=150", "trainer.lr=3e-4", "trainer.eval_every=50"),
         scratch=("trainer.steps=1000", "trainer.eval_every=250"),
-        speaker="theo", others=(
+        speaker="theo", options=(("nearfar", NEAR_FAR),), others=(
             ("4 heads of 16", ("++task.sizes.heads=4",)),
             ("convolutions of 15 frames", ("++task.sizes.kernel=15",))),
         sample=("trainer.steps=20", "trainer.eval_every=20", "trainer.log_every=5")),
@@ -153,10 +155,18 @@ def facts(size: str, found: text.Found) -> str:
             f"data, masks, noise; from scratch new weights too): {setting.swaps} noises after the swap "
             f"({setting.pair_swaps} for what is judged), {setting.seeds} runs uptrained, {setting.scratch_seeds} from "
             f"scratch, {setting.speaker_seeds} for the speaker; the exact model is one, and the intervals leave that "
-            f"out. {CHOSEN.get(size, '')}Verdicts: differences paired by seed, p by Holm over all. hyp has 2m columns: "
-            "beside it stand the others with twice its m. "
+            f"out. {CHOSEN.get(size, '')}Verdicts: differences paired by seed, p by Holm over all. hyp and "
+            "FAVOR# have 2m columns: beside them stand the others with twice their m. "
+            f"{own_options(setting)}"
             f"`task=librispeech {common}`; {options}; otherwise "
             "conf/task/librispeech.yaml. Orthogonal projections, never redrawn. The encoder that is timed: "
             f"{LAYERS} layers of width {SIZES['dim']}, {SIZES['heads']} heads, kernel {SIZES['kernel']}, noise for "
             "audio at 16 kHz, batch 1, without gradient; all methods take their turn in every round, every length "
             "has a process of its own, and every peak of memory too.")
+
+
+def own_options(setting: Setting) -> str:
+    """Of arms that have some, a sentence each."""
+    told = [f"{text.label(Arm(name))}: {', '.join(f'{key} {value}' for key, value in given)}. "
+            for name, given in setting.options]
+    return "".join(told)

@@ -20,8 +20,8 @@ CAPTURED = 64  # held-out images on which queries and keys are captured
 LONG_BATCH = 8
 
 
-def mechanism(name: str, m: int | None, seed: int = 0) -> Mechanism:
-    return Mechanism.of(name, m=m, seed=seed) if m else Mechanism.of(name, seed=seed)
+def mechanism(name: str, m: int | None, seed: int = 0, **options: int) -> Mechanism:
+    return Mechanism.of(name, m=m, seed=seed) if m else Mechanism.of(name, seed=seed, **options)
 
 
 def shown(kept: vision.Kept, images: data.Images, rows: Sequence[int]) -> Tensor:
@@ -47,14 +47,17 @@ def layers(run: str, dataset: str, name: str, m: int, seed: int) -> list[dict[st
              "measured": s.measured.relative_error, "uniform": s.measured.relative_uniform} for s in states]
 
 
-def long(run: str, dataset: str, size: int, count: int, name: str, m: int | None) -> dict[str, float]:
+def long(run: str, dataset: str, size: int, count: int, name: str, m: int | None,
+         options: dict[str, int]) -> dict[str, float]:
     """Accuracy, loss, milliseconds an image, peak memory on images of `size` pixels a side, positions interpolated."""
-    return in_new_process(long_here, run=run, dataset=dataset, size=size, count=count, name=name, m=m)
+    return in_new_process(long_here, run=run, dataset=dataset, size=size, count=count, name=name, m=m,
+                          options=options)
 
 
-def long_here(run: str, dataset: str, size: int, count: int, name: str, m: int | None) -> dict[str, float]:
+def long_here(run: str, dataset: str, size: int, count: int, name: str, m: int | None,
+              options: dict[str, int]) -> dict[str, float]:
     kept, held_out = vision.load(run, size), data.load(dataset)["val"]
-    model = kept.model if name == "exact" else mechanism(name, m).swap(kept.model)
+    model = kept.model if name == "exact" else mechanism(name, m, **options).swap(kept.model)
     rows = spread(held_out, count)
     batches = [shown(kept, held_out, part) for part in np.array_split(rows, max(1, len(rows) // LONG_BATCH))]
     logits, times, before = [], [], reset_peak()

@@ -23,6 +23,7 @@ from crt_exp.report.fig4_runs import (
     last,
     m_of,
     ms_of,
+    options_of,
     swapped,
     train,
     uptraining,
@@ -35,6 +36,7 @@ CAPTURES = 3  # draws of the noise over which the error of each layer is measure
 VIT = ("task.sizes.patch=4", "task.sizes.width=96", "task.sizes.depth=3", "task.sizes.heads=6")  # d = 16
 VIT_GPU = ("task.sizes.patch=8", "task.sizes.width=256", "task.sizes.depth=6", "task.sizes.heads=16")
 SEEN = ("task.augment.flip=0.5", "task.augment.scale=[0.4,1.0]")  # of small images, and few of them
+NEAR = (("block", 8), ("heavy", 8), ("cells", 8)), (("block", 16), ("heavy", 16), ("cells", 16))  # of 64 tokens, 256
 ONCE = ("trainer.eval_every=1000000", "trainer.log_every=100")    # evaluated at the end alone
 SETTINGS = {
     "small": Setting(
@@ -46,7 +48,7 @@ SETTINGS = {
         uptraining=(*SEEN, "trainer.batch=32", "trainer.lr=3e-4", "trainer.eval_every=50", "trainer.log_every=100"),
         scratch=(*SEEN, "trainer.batch=32", "trainer.steps=600", "trainer.lr=2e-3", "trainer.eval_every=100",
                  "trainer.log_every=100"),
-        m=64, ms=(16, 64, 256), steps=(50, 100, 300), long=128, long_images=200),
+        m=64, ms=(16, 64, 256), steps=(50, 100, 300), long=128, long_images=200, near=NEAR[0]),
     "gpu": Setting(
         dataset="imagenette2-224", classes=10, images=("task.dataset=imagenette2-224", "task.size=128"), model=VIT_GPU,
         mae=("task.sizes.decoder_width=128", "task.sizes.decoder_depth=2", "task.sizes.decoder_heads=4",
@@ -54,7 +56,7 @@ SETTINGS = {
         fine_tuning=(*SEEN, "trainer.steps=3000", "trainer.precision=bf16", *ONCE),
         uptraining=(*SEEN, "trainer.lr=3e-4", "trainer.precision=bf16", "trainer.eval_every=50"),
         scratch=(*SEEN, "trainer.steps=1500", "trainer.precision=bf16", "trainer.eval_every=250"),
-        m=64, ms=(16, 64, 256), steps=(50, 100, 500), long=512, long_images=500, seeds=10, workers=2),
+        m=64, ms=(16, 64, 256), steps=(50, 100, 500), long=512, long_images=500, near=NEAR[1], seeds=10, workers=2),
     "full": Setting(  # on one machine with 8 GPUs; the published MAE checkpoint and the recipes of conf/experiment
         dataset="imagenet", classes=1000,
         images=("task.dataset=imagenet", "task.crop=0.875", "trainer.processes=8", "trainer.precision=bf16"),
@@ -63,7 +65,8 @@ SETTINGS = {
         uptraining=("experiment=mae_finetune", "task.model=null", "trainer.accumulate=4", "trainer.lr=2e-4",
                     "trainer.eval_every=1250"),
         scratch=("experiment=deit", "trainer.accumulate=4", "trainer.eval_every=12500"),
-        m=256, ms=(64, 256), steps=(1250, 12500), long=1024, long_images=2000, seeds=3, scratch_seeds=1, workers=1),
+        m=256, ms=(64, 256), steps=(1250, 12500), long=1024, long_images=2000, near=NEAR[1], seeds=3,
+        scratch_seeds=1, workers=1),
 }
 
 
@@ -88,7 +91,7 @@ def main(size: str) -> None:
     scratch = {arm: from_scratch(*arm, setting) for arm in arms(setting.scratch_seeds)}
     fill(list(scratch.values()), train, "training from scratch")
     long = {name: {"run": run, "dataset": setting.dataset, "size": setting.long, "count": setting.long_images,
-                   "name": name, "m": m_of(name, setting)} for name in NAMES}
+                   "name": name, "m": m_of(name, setting), "options": options_of(name, setting)} for name in NAMES}
     cells.fill(list(long.values()), fig4_checkpoint.long, "long images", workers=1)  # timed, so one at a time
     found.uptrained, found.scratch, found.long = (values(cells, keys) for keys in (uptrained, scratch, long))
     fig4_page.write(size, setting, found, passed, cells.seconds())

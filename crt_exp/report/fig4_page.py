@@ -6,7 +6,7 @@ import numpy as np
 
 from crt_exp.report import palette
 from crt_exp.report.evidence import Gate, detectable, independent, judged
-from crt_exp.report.fig4_runs import LINEAR, NAMES, Found, Setting, ms_of
+from crt_exp.report.fig4_runs import LINEAR, NAMES, NEAR_FAR, Found, Setting, ms_of
 from crt_exp.report.fig4_verdicts import after, claims, difference, error_ratio, swap_loss
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 
@@ -39,7 +39,7 @@ def controls_that_win(found: Found) -> list[str]:
     told = []
     for title, curves in (("uptrained", found.uptrained), ("from scratch", found.scratch)):
         mean = {name: np.mean([*after(curves, name, "accuracy").values()] or [np.nan]) for name in NAMES}
-        beaten = [palette.label(name) for name in LINEAR if mean["uniform"] >= mean[name]]
+        beaten = [palette.label(name) for name in (NEAR_FAR, *LINEAR) if mean["uniform"] >= mean[name]]
         if beaten:
             told.append("**Uniform attention, which looks at no query and no key, ends at least as accurate as "
                         f"{' and '.join(beaten)}, {title}.**\n")
@@ -71,6 +71,7 @@ def long_text(setting: Setting) -> str:
 
 
 def facts(size: str, setting: Setting, found: Found) -> str:
+    near = ", ".join(f"{key} {size}" for key, size in setting.near)
     made = "" if setting.mae is None else f"pretrained by `task=mae {' '.join((*setting.model, *setting.mae))}`, "
     return (f"Images: {setting.dataset} (`{' '.join(setting.images)}`), all results on its val/, on which the "
             "setting passed its gates and nothing else was chosen. The exact checkpoint: "
@@ -78,8 +79,9 @@ def facts(size: str, setting: Setting, found: Found) -> str:
             f"{found.exact['accuracy']:.3f}. Uptraining: `{' '.join(setting.uptraining)}`, {setting.steps[-1]} "
             f"steps, {setting.seeds} seeds of noise and order; from scratch: `{' '.join(setting.scratch)}`, "
             f"{setting.scratch_seeds} seeds of weights, noise and order; {setting.swaps} seeds of the noise directly "
-            "after the swap. A seed means the same order, augmentation and Gaussian rows in all arms. Orthogonal "
-            f"projections, never redrawn. Intervals: 95%, Student; p-values with Holm's correction. SIZE={size}.")
+            f"after the swap. Near-far attention, which draws none, has {near}. A seed means the same order, "
+            "augmentation and Gaussian rows in all arms. Orthogonal projections, never redrawn. Intervals: 95%, "
+            f"Student; p-values with Holm's correction. SIZE={size}.")
 
 
 # ---- tables

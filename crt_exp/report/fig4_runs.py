@@ -10,7 +10,8 @@ RUN_SOURCES = ("tasks/image_task.py", "tasks/imagenet.py", "tasks/mae.py", "mode
                "data/loading.py")
 HOME = runs.Home(Path("outputs/fig4-left"), RUN_SOURCES)
 LINEAR, CONTROLS = ("favorp", "favorpp"), ("exact", "uniform")
-NAMES = (*CONTROLS, *LINEAR)
+NEAR_FAR = "nearfar"
+NAMES = (*CONTROLS, NEAR_FAR, *LINEAR)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Setting:
     steps: tuple[int, ...]             # of uptraining after which the loss is judged; the last one ends it
     long: int                          # pixels of a side of the long images
     long_images: int
+    near: tuple[tuple[str, int], ...]  # sizes of near-far attention, which draws no noise
     swaps: int = 16                    # seeds directly after the swap
     seeds: int = 5
     scratch_seeds: int = 5
@@ -72,22 +74,27 @@ def checkpoint(setting: Setting) -> list[dict[str, Any]]:
 
 
 def swapped(name: str, m: int | None, seed: int, setting: Setting, run: str) -> dict[str, Any]:
-    return {"overrides": ["task=imagenet", *setting.images, "trainer.steps=0", *attention(name, m), f"seed={seed}",
-                          f"task.init={run}"]}
+    return {"overrides": ["task=imagenet", *setting.images, "trainer.steps=0", *attention(name, m, setting),
+                          f"seed={seed}", f"task.init={run}"]}
 
 
 def uptraining(name: str, seed: int, setting: Setting, run: str) -> dict[str, Any]:
     return {"overrides": ["task=imagenet", *setting.images, *setting.uptraining, f"trainer.steps={setting.steps[-1]}",
-                          *attention(name, m_of(name, setting)), f"seed={seed}", f"task.init={run}"]}
+                          *attention(name, m_of(name, setting), setting), f"seed={seed}", f"task.init={run}"]}
 
 
 def from_scratch(name: str, seed: int, setting: Setting) -> dict[str, Any]:
     return {"overrides": ["task=imagenet", *setting.images, *setting.model, *setting.scratch,
-                          *attention(name, m_of(name, setting)), f"seed={seed}"]}
+                          *attention(name, m_of(name, setting), setting), f"seed={seed}"]}
 
 
-def attention(name: str, m: int | None) -> list[str]:
-    return [f"attention={name}"] + [f"features.m={m}"] * (m is not None)
+def attention(name: str, m: int | None, setting: Setting) -> list[str]:
+    given = [f"attention.{key}={size}" for key, size in options_of(name, setting).items()]
+    return [f"attention={name}", *given] + [f"features.m={m}"] * (m is not None)
+
+
+def options_of(name: str, setting: Setting) -> dict[str, int]:
+    return dict(setting.near) if name == NEAR_FAR else {}
 
 
 def m_of(name: str, setting: Setting) -> int | None:

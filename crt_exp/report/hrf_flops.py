@@ -10,8 +10,8 @@ import numpy as np
 
 from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, Verdict, judged
-from crt_exp.report.kernel_arms import NAMES, Arm, below, line, mechanism_of, resolution, spread
-from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
+from crt_exp.report.kernel_arms import NAMES, Arm, below, grid, line, mechanism_of, resolution, spread
+from crt_exp.report.writing import Cells, label_ends, markdown, write_report
 from crt_exp.studies.flops import Flops
 
 WITHOUT = {**palette.DENSE, "smreg": "it estimates another kernel", "gerf": "trig and oprf stand for it",
@@ -156,17 +156,8 @@ def facts(size: str, setting: Setting) -> str:
 
 
 def figure(found: Found):
-    fig, axes = new_figure(len(LENGTHS), len(WHAT), figsize=(13, 7.6), squeeze=False)
-    for line_of, r in zip(axes, LENGTHS):
-        for ax, (counted, what) in zip(line_of, WHAT.items()):
-            draw(ax, found, counted, r)
-            ax.set_title(f"{what}, length {r:g}")
-    for ax in axes[-1]:
-        ax.set_xlabel("FLOPs; lines: closed form, points: measured")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("relative error")
-    fig.tight_layout()
-    return fig
+    return grid(LENGTHS, WHAT, lambda ax, r, counted: draw(ax, found, counted, r),
+                lambda r, counted: f"{WHAT[counted]}, length {r:g}", "FLOPs", figsize=(13, 7.6))
 
 
 def draw(ax, found: Found, counted: str, r: float) -> None:

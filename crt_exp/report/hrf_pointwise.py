@@ -10,8 +10,19 @@ import numpy as np
 
 from crt_exp.report import palette
 from crt_exp.report.evidence import Verdict, judged
-from crt_exp.report.kernel_arms import NAMES, Arm, below, distinct, line, mechanism_of, of_columns, resolution, spread
-from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
+from crt_exp.report.kernel_arms import (
+    NAMES,
+    Arm,
+    below,
+    distinct,
+    grid,
+    line,
+    mechanism_of,
+    of_columns,
+    resolution,
+    spread,
+)
+from crt_exp.report.writing import Cells, label_ends, markdown, write_report
 from crt_exp.studies.pairs import angles_of
 from crt_exp.studies.pointwise import Pointwise
 
@@ -173,17 +184,8 @@ def facts(size: str, setting: Setting) -> str:
 
 
 def figure(found: Found):
-    fig, axes = new_figure(len(BASES), len(SHOWN), figsize=(15, 7.4), sharex=True)
-    for line_of, (basis, what) in zip(axes, BASES.items()):
-        for ax, r in zip(line_of, SHOWN):
-            draw(ax, found, basis, r)
-            ax.set_title(f"length {r:g}, {what}")
-    for ax in axes[-1]:
-        ax.set_xlabel("angle; lines: closed form, points: measured")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("relative error")
-    fig.tight_layout()
-    return fig
+    return grid(BASES, SHOWN, lambda ax, basis, r: draw(ax, found, basis, r),
+                lambda basis, r: f"length {r:g}, {BASES[basis]}", "angle", figsize=(15, 7.4), sharex=True)
 
 
 def draw(ax, found: Found, basis: str, r: float) -> None:

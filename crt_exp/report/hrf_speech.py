@@ -19,12 +19,12 @@ from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 
 
 def clusters(queries: int, keys: int, m: int) -> Arm:
-    return Arm("hrf_cluster", m, (("queries", queries), ("keys", keys)))
+    return Arm("hrf_cluster", m, ((OF_MAP + "queries", queries), (OF_MAP + "keys", keys)))
 
 
 def angular(m: int) -> Arm:
     """With PosRF as the positive base, which makes 27 m columns: the paper's 432 are 16 of them."""
-    return Arm("hrf_angular", m, (("base", "pos"), ("n", 8)))
+    return Arm("hrf_angular", m, ((OF_MAP + "base", "pos"), (OF_MAP + "n", 8)))
 
 
 ARMS = {"HRF-C(3,3)": clusters(3, 3, 48), "HRF-C(2,3)": clusters(2, 3, 72), "HRF-C(3,2)": clusters(3, 2, 72),
@@ -172,8 +172,7 @@ def table(found: Found) -> str:
 
 
 def columns(arm: Arm) -> int:
-    options = {OF_MAP + key: value for key, value in arm.of_map}
-    return Mechanism.of(arm.attention, m=arm.m, **options).map().width(arm.m)
+    return Mechanism.of(arm.attention, m=arm.m, **dict(arm.options)).map().width(arm.m)
 
 
 def rows(found: Found, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:

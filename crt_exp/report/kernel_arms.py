@@ -5,7 +5,7 @@ draws of a cell come in independent groups; what is judged are logarithms of the
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.report import palette
 from crt_exp.report.evidence import LEVEL, Claim, detectable, holm, independent, paired
+from crt_exp.report.writing import new_figure
 
 NAMES = {"trig": "trigonometric", "pos": "FAVOR+ (pos)", "hyp": "hyperbolic", "oprf": "OPRF", "gerf": "GERF",
          "angular": "angular hybrid", "gaussian": "Gaussian hybrid", "clustered": "clustered hybrid"}
@@ -90,6 +91,22 @@ def distinct(keys: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{independent(values):.{digits}g}"
+
+
+def grid(rows: Collection[Any], columns: Collection[Any], draw: Callable[[Any, Any, Any], None],
+         title: Callable[[Any, Any], str], along: str, **how: Any):
+    """Relative errors along something, one picture for each row and column: draw(ax, row, column)."""
+    fig, axes = new_figure(len(rows), len(columns), squeeze=False, **how)
+    for line_of, row in zip(axes, rows):
+        for ax, column in zip(line_of, columns):
+            draw(ax, row, column)
+            ax.set_title(title(row, column))
+    for ax in axes[-1]:
+        ax.set_xlabel(f"{along}; lines: closed form, points: measured")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("relative error")
+    fig.tight_layout()
+    return fig
 
 
 def line(ax, x: Iterable[float], y: Iterable[float], features: str, style: str = "-", points: bool = False) -> None:

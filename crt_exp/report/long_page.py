@@ -44,6 +44,7 @@ class Page:
     scale: float = 1.0
     spec: str = ".3f"
     more: Callable[[Found], str] = nothing                   # a further section
+    chosen: str = ""                                         # how a setting was come by
 
     def values(self, found: Found, which: str, arm: str) -> dict[int, float]:
         """seed -> the metric, of the runs that did not diverge."""
@@ -90,7 +91,8 @@ class Page:
         gates = self.gates(found, setting)
         verdicts = self.verdicts(found, gates)
         said = "\n".join([*self.controls_that_win(found, setting), *map(str, verdicts)])
-        body = "\n".join([said, "", "What the sets can tell (trained models, mean over seeds):", "",
+        body = "\n".join([said, "", "What the sets can tell (trained models, mean over seeds), asked first: the other "
+                          "arms are trained on those that pass.", "",
                           *map(str, gates.values()), "", *(self.section(which, setting, found, costs)
                                                            for which in setting.sets), self.more(found)])
         rows = [*csv_rows(found, costs, self.metric), *(verdict.row() for verdict in verdicts)]
@@ -105,9 +107,10 @@ class Page:
             above = self.gain(found, which, arm, "exact") if arm != "exact" else []
             spent = costs.get((which, arm))
             runs = [run for (w, a, _), run in found.items() if (w, a) == (which, arm)]
+            ended = show(values, self.spec) if runs else "not trained"
             step = (f"{spent['steps_per_s']:.2f}", f"{spent['bytes'] / 2**20:.0f}") if spent else ("", "")
-            rows.append([label(arm), show(values, self.spec), show(above, f"+{self.spec}") if len(above) else "",
-                         *step, f"{sum('diverged' in run for run in runs)} of {len(runs)}"])
+            rows.append([label(arm), ended, show(above, f"+{self.spec}") if len(above) else "",
+                         *step, f"{sum('diverged' in run for run in runs)} of {len(runs)}" if runs else ""])
         columns = ["attention", f"{self.metric.replace('_', ' ')}, {self.unit}", "better than exact by", "steps/s",
                    "memory, MiB", "diverged"]
         return f"## {which}\n\n{markdown(columns, rows)}"
@@ -120,11 +123,11 @@ class Page:
         sets = "; ".join(f"{which}: `{' '.join(options)}`" for which, options in setting.sets.items())
         arms = "; ".join(f"{arm}: `{' '.join(options)}`" for arm, options in (setting.arms | setting.moved).items())
         moved = " Arms with task.init start from the exact weights of their seed." if setting.moved else ""
-        return (f"SIZE={size}. {sets}. {arms}.{moved} {setting.seeds} seeds of weights, order and noise, the same in "
-                "all arms. The last weights are tested, and validation chooses nothing. A step's time is the middle of "
-                "some, alone on the machine; memory is the most that a short run held beyond what its process began "
-                "with, its data among it. Mean over seeds with its interval: 95%, Student; p-values with Holm's "
-                "correction.")
+        return (f"SIZE={size}. {self.chosen}{sets}. {arms}.{moved} {setting.seeds} seeds of weights, order and "
+                "noise, the same in all arms. The last weights are tested, and validation chooses nothing. A step's "
+                "time is the middle of some, alone on the machine; memory is the most that a short run held beyond "
+                "what its process began with, its data among it. Mean over seeds with its interval: 95%, Student; "
+                "p-values with Holm's correction.")
 
     # ---- picture
 

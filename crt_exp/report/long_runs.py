@@ -3,12 +3,14 @@
 Arms of one seed read the same rows in the same order and start from the same weights; that seed is their noise's too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from crt_exp.report import runs
+from crt_exp.report.evidence import Gate
 from crt_exp.report.writing import Cells
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
 
@@ -17,6 +19,8 @@ SOURCES = ("tasks/sequences.py", "tasks/lra.py", "tasks/pixels.py", "tasks/books
            "data/pathfinder.py", "data/pixels.py", "data/books.py", "attention/reformer.py", "attention/baselines.py")
 HOME = runs.Home(Path("outputs/long"), SOURCES)
 CONTROLS = ("uniform", "identity", "window")
+GATE_ARMS = ("exact", "uniform")
+FEW = ("attention.block=8", "attention.heavy=8", "attention.cells=8")  # of near-far attention on rows as short as 64
 TIMED, WARM = 8, 2                                           # steps of the run that is timed, and those before
 LAST = ("trainer.select=last", "trainer.save_every=1000000")  # validation is for the curves and chooses nothing
 
@@ -24,11 +28,13 @@ LAST = ("trainer.select=last", "trainer.save_every=1000000")  # validation is fo
 @dataclass(frozen=True)
 class Setting:
     """What one SIZE stands for. sets: options of all runs on each set, by its name in the tables. arms: options of each
-    attention. moved: arms that start from the weights of the exact run of their seed."""
+    attention. moved: arms that start from the weights of the exact run of their seed. drawn: (set, arm) whose first run
+    is kept, to draw from."""
 
     sets: dict[str, tuple[str, ...]]
     arms: dict[str, tuple[str, ...]]
     moved: dict[str, tuple[str, ...]]
+    drawn: tuple[tuple[str, str], ...] = ()
     seeds: int = 3
     workers: int | None = None
 
@@ -52,7 +58,8 @@ def training(setting: Setting, which: str, arm: str, seed: int) -> dict[str, Any
                 if option.split("=")[0] not in own and not option.startswith(("+task.sizes.", "task.preset="))]
         return {"overrides": [*rest, *setting.moved[arm], f"seed={seed}", f"task.init={start}"]}
     given = [*setting.sets[which], *setting.arms[arm], f"seed={seed}"]
-    return {"overrides": given} | ({"kept": True} if arm == "exact" and setting.moved else {})
+    kept = (arm == "exact" and setting.moved) or (not seed and (which, arm) in setting.drawn)
+    return {"overrides": given} | ({"kept": True} if kept else {})
 
 
 def keys_of(setting: Setting) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -84,16 +91,28 @@ def step(overrides: list[str]) -> dict[str, float]:
     return {"steps_per_s": 1 / median(b - a for a, b in zip(times[WARM:], times[WARM + 1:])), "bytes": peak() - start}
 
 
-def filled(name: str, setting: Setting) -> tuple[dict[tuple, Any], dict[tuple, Any], float]:
-    """Results by (set, arm, seed), costs by (set, arm), and the seconds of all."""
+Gates = Callable[[dict[tuple, Any], Setting], dict[str, Gate]]
+
+
+def filled(name: str, setting: Setting, gates: Gates) -> tuple[dict[tuple, Any], dict[tuple, Any], Cells]:
+    """Results by (set, arm, seed), costs by (set, arm), and the cells. Exact and uniform attention come first; the
+    other arms are trained on the sets whose gate these passed."""
     keys, cells = keys_of(setting), Cells(name, SOURCES)
-    cells.fill([key for (_, arm, _), key in keys.items() if arm == "exact"], train, f"{name}: exact", setting.workers)
+    first = {place: key for place, key in keys.items() if place[1] in GATE_ARMS}
+    cells.fill([*first.values()], train, f"{name}: exact and uniform", setting.workers)
+    passed = {which for which, gate in gates({place: cells[key] for place, key in first.items()}, setting).items()
+              if gate.passed}
+    keys = {place: key for place, key in keys.items() if place in first or place[0] in passed}
     cells.fill([*keys.values()], train, f"{name}: training", setting.workers)
-    asked = {(which, arm): {"overrides": [*setting.sets[which], *options, "seed=0"], "what": "step"}
-             for which in setting.sets for arm, options in setting.arms.items()}
-    cells.fill([*asked.values()], cost_of, f"{name}: steps", 1)
-    found, costs = ({place: cells[key] for place, key in part.items()} for part in (keys, asked))
-    return found, costs, cells.seconds([*keys.values(), *asked.values()])
+    steps = step_keys(setting)
+    cells.fill([*steps.values()], cost_of, f"{name}: steps", 1)
+    return *({place: cells[key] for place, key in part.items()} for part in (keys, steps)), cells
+
+
+def step_keys(setting: Setting) -> dict[tuple[str, str], dict[str, Any]]:
+    """(set, arm) -> key of what a step costs."""
+    return {(which, arm): {"overrides": [*setting.sets[which], *options, "seed=0"], "what": "step"}
+            for which in setting.sets for arm, options in setting.arms.items()}
 
 
 def cost_of(overrides: list[str], what: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from crt_exp.mechanism import Mechanism
 
 EXACT = "#000000"
 CONTROL = "#999999"
+NEAR_FAR = "#0072B2"
 # In the order of the reports. Indefinite maps are cold and positive ones warm (Okabe-Ito, safe for colour blindness).
 MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
         "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
@@ -26,7 +27,7 @@ MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#11773
 SAMPLERS = {"iid": "#808000", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
             "stratified": "#009E73", "hadamard": "#E69F00", "givens": "#000000"}
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
-          "relu": "ReLU"}  # of attention, as papers call it
+          "relu": "ReLU", "nearfar": "near-far"}  # of attention, as papers call it
 NONE: Mapping[str, str] = {}  # left out
 HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "a hybrid has many times the features of the others at "
                         "equal projections; these have reports of their own")
@@ -57,6 +58,8 @@ def colour(name: str) -> str:
     """Of a map, of the exact kernel, or of attention: that of its map."""
     if name == "exact":
         return EXACT
+    if name == "nearfar":
+        return NEAR_FAR
     if name not in MAPS and name in choices("attention") and name not in choices("features"):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)

@@ -33,7 +33,7 @@ HELD_OUT = {GENERATED: "held-out families", REAL: "held-out proteome"}
 TAILS = ("", "_ood")  # of the metrics on test and on what was held out
 COSTS = 0.5   # nats that uniform attention must cost, for models to be told apart by their attention
 KEPT = 0.9    # of what exact attention gains over uniform attention: an approximation that keeps as much is tight
-COLOURS = {"relu": "#009E73", "elu": "#56B4E9", "smreg": "#CC79A7", "linformer": "#0072B2", "reformer": "#882255",
+COLOURS = {"relu": "#009E73", "elu": "#56B4E9", "smreg": "#CC79A7", "linformer": "#44AA99", "reformer": "#882255",
            "favor": "#56B4E9"}
 LINES = {"uniform": ":", "identity": "--", "window": "-."}
 STATISTICS = ("sequences", "length_min", "length_max", "length_mean", "length_std", "length_median")

@@ -21,7 +21,7 @@ GENERATED, REAL = DATASETS = get_args(Dataset)
 SOURCE = {GENERATED: "generated families", REAL: "proteomes"}  # in words
 CONTROLS = ("uniform", "identity", "window")
 LINEAR = ("favorp", "favorpp", "smreg", "relu")      # with m projections
-PEERS = ("elu", "linformer", "reformer")
+PEERS = ("nearfar", "elu", "linformer", "reformer")
 NAMES = ("exact", *LINEAR, *PEERS, *CONTROLS)
 ONE_WAY = ("linformer",)                             # which cannot be causal
 
@@ -51,9 +51,11 @@ def model(heads: int, layers: int, d_ff: int, d: int) -> tuple[str, ...]:
 
 
 SHORT = {"linformer": ("attention.length=128", "attention.rank=32"), "window": ("attention.block=8",),
-         "reformer": ("attention.chunk=16", "attention.buckets=16", "attention.hashes=2")}  # buckets: 2 L / chunk
+         "reformer": ("attention.chunk=16", "attention.buckets=16", "attention.hashes=2"),   # buckets: 2 L / chunk
+         "nearfar": ("attention.block=8", "attention.heavy=8", "attention.cells=8")}
 PAPER = {"linformer": ("attention.length=1024", "attention.rank=600"), "window": (),
-         "reformer": ("attention.chunk=64", "attention.buckets=32", "attention.hashes=4")}
+         "reformer": ("attention.chunk=64", "attention.buckets=32", "attention.hashes=4"),
+         "nearfar": ("attention.preset=default",)}
 LAST = ("trainer.select=last", "trainer.save_every=1000000")  # validation is for the curves and chooses nothing
 SETTINGS = {
     "small": Setting(  # no dropout: a fraction of an epoch is read, so there is nothing to overfit

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from crt_exp.config import instantiate, read_yaml
+from crt_exp.features import SDERF
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
 from crt_exp.report import encoder_steps, runs
@@ -35,19 +36,20 @@ CALIBRATED = 4          # batches of training to which clusters are fitted where
 
 
 class Arm(NamedTuple):
-    """A choice of conf/attention with m projections (None: it has none), and options of its map that are not those of
-    its file."""
+    """A choice of conf/attention with m projections (None: it has none), and options that are not those of its file, as
+    `Mechanism.of` takes them: those of its map begin with "features."."""
 
     attention: str
     m: int | None = None
-    of_map: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def key(self) -> dict[str, Any]:
-        return {"attention": self.attention, "m": self.m} | ({"of_map": dict(self.of_map)} if self.of_map else {})
+        return {"attention": self.attention, "m": self.m} | ({"options": dict(self.options)} if self.options else {})
 
-    def options(self) -> list[str]:
-        given = [(OF_MAP + "m", self.m)] * (self.m is not None) + [(OF_MAP + key, value) for key, value in self.of_map]
+    def typed(self) -> list[str]:
+        given = [(OF_MAP + "m", self.m)] * (self.m is not None) + [
+            (key if key.startswith(OF_MAP) else f"attention.{key}", value) for key, value in self.options]
         return [f"attention={self.attention}", *(f"{key}={value}" for key, value in given)]
 
 
@@ -56,24 +58,25 @@ class Setting:
     """What one SIZE stands for; a report over other attention takes one with other `arms`, `ms` and `pairs`.
 
     data, exact, uptrained, scratch: options of all runs, and of each kind of them. arms: choices of conf/attention,
-    with each of ms; plain: those without projections. pairs: (better, worse), as the papers say. swaps: noises with
-    which a swapped model is tested as it is, pair_swaps: those with arms of the pairs; seeds, scratch_seeds,
-    speaker_seeds: of the runs that train. others: (what differs, options) of further exact models, such as those whose
-    attention has another temperature, in which the pairs are compared as swapped.
+    with each of ms; plain: those without projections; options: those of an arm, by its name. pairs: (better, worse), as
+    the papers say. swaps: noises with which a swapped model is tested as it is, pair_swaps: those with arms of the
+    pairs; seeds, scratch_seeds, speaker_seeds: of the runs that train. others: (what differs, options) of further exact
+    models, such as those whose attention has another temperature, in which the pairs are compared as swapped.
     """
 
     data: tuple[str, ...]
     exact: tuple[str, ...]
     uptrained: tuple[str, ...]
     scratch: tuple[str, ...]
-    arms: tuple[str, ...] = ("favorp", "favorpp", "favor", "hyp")
-    plain: tuple[str, ...] = ("exact", "uniform", "identity")
+    arms: tuple[str, ...] = ("favorp", "favorpp", "favorsharp", "favor", "hyp")
+    plain: tuple[str, ...] = ("exact", "uniform", "identity", "nearfar")
+    options: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     ms: tuple[int, ...] = (8, 16)
     pairs: tuple[tuple[str, str], ...] = (("favorpp", "favorp"),)
     swaps: int = 12
     pair_swaps: int = 24
     seeds: int = 5
-    scratch_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp")
+    scratch_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp", "nearfar")
     scratch_seeds: int = 5
     speaker: str | None = None         # whom a second exact model never hears, and is tested on; None: there is none
     speaker_arms: tuple[str, ...] = ("exact", "uniform", "favorp", "favorpp")
@@ -85,7 +88,9 @@ class Setting:
 
     def of(self, names: Iterable[str]) -> list[Arm]:
         """The arms of these names, in this order; those with projections with each m."""
-        return [Arm(name, m) for name in names for m in ((None,) if name in self.plain else self.ms)]
+        options = dict(self.options)
+        return [Arm(name, m, options.get(name, ()))
+                for name in names for m in ((None,) if name in self.plain else self.ms)]
 
     def all_arms(self) -> list[Arm]:
         return self.of([*self.plain, *self.arms])
@@ -117,12 +122,12 @@ def without(speaker: str | None) -> list[str]:
 
 
 def uptraining(setting: Setting, arm: Arm, seed: int, speaker: str | None = None) -> dict[str, Any]:
-    given = [TASK, *setting.data, *setting.uptrained, *without(speaker), *arm.options(), f"seed={seed}"]
+    given = [TASK, *setting.data, *setting.uptrained, *without(speaker), *arm.typed(), f"seed={seed}"]
     return {"overrides": given, "start": checkpoint(setting, speaker)["overrides"], "kept": setting.kept}
 
 
 def from_scratch(setting: Setting, arm: Arm, seed: int) -> dict[str, Any]:
-    given = [TASK, *setting.data, *setting.scratch, *arm.options(), f"seed={seed}"]
+    given = [TASK, *setting.data, *setting.scratch, *arm.typed(), f"seed={seed}"]
     return {"overrides": given, "kept": setting.kept}
 
 
@@ -184,7 +189,7 @@ def pacing(setting: Setting) -> dict[Arm, dict[str, Any]]:
 def sampling(setting: Setting) -> dict[Arm, dict[str, Any]]:
     """On the real subset, with the default corpus and sizes."""
     arms = (Arm("exact"), Arm("favorpp", max(setting.ms))) if setting.sample else ()
-    return {arm: {"overrides": [TASK, *setting.sample, *arm.options()]} for arm in arms}
+    return {arm: {"overrides": [TASK, *setting.sample, *arm.typed()]} for arm in arms}
 
 
 def start(setting: Setting, options: Sequence[str] = ()) -> dict[str, Any]:
@@ -208,9 +213,9 @@ def train(overrides: list[str], start: list[str] | None = None, kept: bool = Fal
 
 @torch.no_grad()
 def after_swap(attention: str, m: int | None, seed: int, start: list[str],
-               of_map: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
+               options: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
     """split -> loss (nats an utterance) and rates of the exact model with its attention swapped."""
-    task, model = task_of(tuple(start)), model_with(attention, m, seed, start, of_map).eval()
+    task, model = task_of(tuple(start)), model_with(attention, m, seed, start, options).eval()
     if any(getattr(part, "clusters", None) is not None for part in model.modules()):
         calibrate(task, model, list(islice(task.batches("train", Plan(1)), CALIBRATED)))
     found = {split: task.evaluate(model, split, Reader(task)) for split in ("validation", "test")}
@@ -218,10 +223,10 @@ def after_swap(attention: str, m: int | None, seed: int, start: list[str],
 
 
 def diagnosis(attention: str, m: int, start: list[str], batches: int,
-              of_map: dict[str, Any] | None = None) -> dict[str, list]:
+              options: dict[str, Any] | None = None) -> dict[str, list]:
     """Layer by layer on validation utterances: mean |x + y|^2 of each head, the predicted error of an entry of its
     kernel matrix (None: there is no closed form), and the measured relative error of the output beside uniform's."""
-    task, model = task_of(tuple(start)), model_with(attention, m, 0, start, of_map)
+    task, model = task_of(tuple(start)), model_with(attention, m, 0, start, options)
     every = list(task.batches("validation", Plan(1)))  # from short utterances to long ones
     calibrate(task, model, every[::max(1, len(every) // batches)])
     states = [part for part in model.modules() if getattr(part, "seen", None) is not None]
@@ -237,7 +242,7 @@ def calibrate(task: Task, model: nn.Module, batches: Iterable[Any]) -> None:
 
 
 def predicted(state: nn.Module) -> list[float] | None:
-    if state.phi.on_vectors:  # clusters: they depend on more than a typical pair
+    if state.phi.on_vectors or isinstance(state.phi, SDERF):  # they depend on more than a typical pair
         return None
     try:
         return predicted_errors(state.phi, state.seen, state.m).tolist()
@@ -287,10 +292,9 @@ def task_of(start: tuple[str, ...]) -> Task:
 
 
 def model_with(attention: str, m: int | None, seed: int, start: Sequence[str],
-               of_map: dict[str, Any] | None = None) -> nn.Module:
+               options: dict[str, Any] | None = None) -> nn.Module:
     """The exact model's weights with another attention, as task.init does it."""
     found, tensors = recogniser.load(place(start), "task.init")
-    options = {OF_MAP + key: value for key, value in (of_map or {}).items()}
-    model = found._replace(mechanism=Mechanism.of(attention, m=m, seed=seed, **options)).build()
+    model = found._replace(mechanism=Mechanism.of(attention, m=m, seed=seed, **(options or {}))).build()
     recogniser.take_weights(model, tensors, "task.init")
     return model

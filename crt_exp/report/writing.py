@@ -48,7 +48,7 @@ class Cells:
 
     def fill(self, keys: Sequence[dict[str, Any]], compute: Callable[..., Any], label: str,
              workers: int | None = None) -> "Cells":
-        """compute(**key) for every key that is not known, one process for each core; kept as soon as each is there.
+        """compute(**key) for every key that is not known, one process for each core at hand; kept as each is there.
 
         Raises ValueError where another function filled one of these keys, or none can be told what decides compute.
         """
@@ -59,7 +59,7 @@ class Cells:
             if (key, code) in self.kept:
                 self._know(self.kept[key, code])
         missing = [key for key in keys if json.dumps(key) not in self.known]
-        cores = min(workers or os.cpu_count(), max(len(missing), 1))
+        cores = min(workers or joblib.cpu_count(), max(len(missing), 1))
         jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
             joblib.delayed(_timed)(compute, key) for key in missing)
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from crt_exp.runner.run import free_name
-from crt_exp.runner.sharding import sharded_like, whole
+from crt_exp.ranks import whole
+from crt_exp.runner.sharding import sharded_like
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -93,6 +93,8 @@ def check_training(cfg, task, mechanism) -> None:
     if config.sequence_parallel > 1:
         task.check_split(config.sequence_parallel)
         check_splits(mechanism.layer(2, 8))
+    if config.strategy == "fsdp" and processes > 1:
+        task.check_shards()
     planned_steps(config, task, processes)
     check_used(task)
     if choice("attention"):

@@ -36,11 +36,6 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that is sharded over processes, put together (all processes must take part); others as they are."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def sharded_like(own: Tensor, tensor: Tensor) -> Tensor:
     """This process's share of `tensor`, placed as `own` is; no process needs to hear from another."""
     if not hasattr(own, "device_mesh"):

@@ -21,13 +21,14 @@ from crt_exp.attention.layer import same_step
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
+from crt_exp.ranks import whole
 from crt_exp.runner import checkpoint
 from crt_exp.runner.generators import generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
 from crt_exp.runner.processes import Preempted, StopSignals, World
 from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
 from crt_exp.runner.run import Run
-from crt_exp.runner.sharding import shard, whole
+from crt_exp.runner.sharding import shard
 from crt_exp.runner.sweep import direction
 from crt_exp.runner.trainer_config import TrainerConfig
 from crt_exp.runner.training_state import Progress, TrainingState

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from crt_exp.ranks import whole
 from crt_exp.runner import checkpoint, task_state
 from crt_exp.runner.generators import rng_state, set_rng_state
 from crt_exp.runner.processes import World
 from crt_exp.runner.run import Run
-from crt_exp.runner.sharding import whole
 from crt_exp.tasks.base import Task
 
 CHECKPOINTS = "checkpoints"  # within the run directory

@@ -1,35 +1,53 @@
-"""Time of one training step or pass, interleaved: attention alone, whole Transformers,
-ViTs (Performers Fig. 3, CRT Fig. 4).
+"""Time and memory of attention against length: alone, in whole Transformers, in ViTs (Performers Fig. 3, CRT Fig. 4).
 
-Every method takes its turn in every round, so that load from outside hits all alike; a result is the median over
-rounds, and a ratio the median of the ratios within a round.
+Every method takes its turn in every round, so that load from outside hits all alike. A pass without gradients and the
+two halves of a training step are timed apart.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crt_exp import samplers
-from crt_exp.attention import DenominatorCount, attention, exact_attention, identity_attention
-from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics
+from crt_exp.attention import (
+    DenominatorCount,
+    attention,
+    exact_attention,
+    identity_attention,
+    uniform_attention,
+)
+from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
+from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
 
+ALONE, VIT = "attention", "vit"
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
+IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
 LONGEST_EXACT_MODEL = 4096  # longest sequence for exact attention in whole models
-HEADS, D, M = 8, 64, 256  # of attention alone
-LONGEST_EXACT = 16384     # longest sequence for the methods that are quadratic in time
-HYBRIDS = {"hrf_angular": 8, "hrf_gaussian": 4, "hrf_cluster": 64}  # projections of bases: 288, 272 and 256 features
-SAMPLE = 512              # queries and keys of a head that clusters are fitted to, before any time is taken
-PEER_LONGEST = 65536      # where performer-pytorch's feature matrices still fit the memory of a workstation
-PEER_CAUSAL = 2048        # performer-pytorch's causal form without its extension keeps L m d numbers
-Method = Callable[[Tensor, Tensor, Tensor], Tensor]
-Step = Callable[[], None]
+HEADS, D, M = 8, 64, 256    # of attention alone
+LONGEST_EXACT = 16384       # longest sequence for the methods that are quadratic in time
+# Projections of the bases of hybrids (288, 272 and 256 features), and of trigonometric maps with as many features.
+HYBRIDS = {"hrf_angular": 8, "hrf_gaussian": 4, "hrf_cluster": 64}
+TWINS = {"hrf_angular": 144, "hrf_gaussian": 136, "hrf_cluster": 128}
+TWINS_AT = 4096             # the length at which these take part
+SAMPLE = 512                # queries and keys of a head that clusters are fitted to, before any time is taken
+CALIBRATED = 2048           # tokens that the codebook of causal near-far attention is made of, likewise
+PEER_LONGEST = 65536        # where performer-pytorch's feature matrices still fit the memory of a workstation
+PEER_CAUSAL = 1024          # performer-pytorch's causal form without its extension keeps L m d numbers
+WARMED = 1024               # the longest sequence to warm up on
+CAUSAL = " causal"          # at the end of a method's name
+PASSES = ("inference", "forward", "backward")
+Step = Callable[[], Any]
+Times = dict[str, dict[str, list[float]]]  # method -> pass -> milliseconds of each round
 
 
 @checked("task")
@@ -38,17 +56,21 @@ class Speed:
 
     metric, lower_is_better = "ratio", True
 
-    def __init__(self, what: Literal["attention", *MODELS, "vit"], lengths: Several[Count], rounds: Count,
-                 backward: bool):
+    def __init__(self, what: Literal[ALONE, *MODELS, VIT], lengths: Several[Count], rounds: Count, backward: bool):
         self.what, self.lengths, self.rounds, self.backward = what, list(lengths), rounds, backward
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a length: <method>_ms, and `ratio`, FAVOR++ over the floor (attention) or over exact (models)."""
         for step, length in list(enumerate(self.lengths))[len(done):]:
-            found = measure(self.what, length, self.rounds, self.backward)
+            found = self.measure(length)
             last = {"split": "test", "final": True} if step == len(self.lengths) - 1 else {"split": "length"}
             yield {"step": step, "epoch": 0, "length": length, **{f"{n}_ms": ms for n, (ms, _) in found.items()},
-                   "ratio": found["favor++" if self.what == "attention" else "favorpp"][1], **last}
+                   "ratio": found["favorpp"][1], **last}
+
+    def measure(self, length: int) -> dict[str, tuple[float, float]]:
+        made = works(self.what, length)
+        return interleaved({name: work.step if self.backward else work.infer for name, work in made.items()},
+                           self.rounds)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -56,119 +78,223 @@ class Speed:
         return f"ms at length {last['length']}: {times}"
 
 
-def measure(what: str, length: int, rounds: int, backward: bool) -> dict[str, tuple[float, float | None]]:
-    """method -> median milliseconds, and the median ratio to the first method of the kind."""
-    steps = {"attention": attention_steps, "vit": vit_steps}.get(what, model_steps)(what, length, backward)
-    return interleaved(steps, rounds)
-
-
 def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:
+    """Median milliseconds, and the median ratio to the first step within a round."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
+            spent = milliseconds(step)
             if turn:  # the first round warms up
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(spent)
     base = times[next(iter(steps))]
     return {n: (statistics.median(t), statistics.median(a / b for a, b in zip(t, base))) for n, t in times.items()}
 
 
-def attention_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
-    """The eager floor, FAVOR+ and FAVOR++ both ways, hybrids with about as many features, SDPA, performer-pytorch and
-    identity, 8 heads, d = 64, m = 256."""
-    run, tensors = (forward_backward if backward else forward), inputs(length)
-    return {name: lambda method=method: run(method, tensors) for name, method in methods(length).items()}
+def milliseconds(call: Callable[..., Any], *given: Any) -> float:
+    start = time.perf_counter()
+    call(*given)
+    return 1e3 * (time.perf_counter() - start)
 
 
-def model_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
-    """A Transformer of one of `MODELS` with each attention, batch 1; exact first, while it is not too long."""
+# ---- a process's share of a report
+
+
+def sample(cases: Sequence[tuple[str, int, int]], turn: int, threads: int,
+           chosen: Sequence[str] | None = None) -> dict[str, Any]:
+    """All methods, or those chosen, in each case after the other: {"ms": Times of each case, "processor"}.
+
+    cases: what, length and rounds. The first of each kind begins with a round that is not kept, at WARMED tokens if it
+    has more. turn: the number of the process, by which the order of the methods is rotated. threads: of torch.
+    """
+    torch.set_num_threads(threads)
+    found, warm = [], set()
+    for what, length, rounds in cases:
+        if what not in warm:
+            times_of(works(what, min(length, WARMED), chosen), 1)
+        warm.add(what)
+        found.append(times_of(rotated(works(what, length, chosen), turn), rounds))
+    return {"ms": found, "processor": processor()}
+
+
+def times_of(made: dict[str, "Work"], rounds: int) -> Times:
+    found: Times = {name: {each: [] for each in PASSES} for name in made}
+    for _ in range(rounds):
+        for name, work in made.items():
+            for each, spent in work.times().items():
+                found[name][each].append(spent)
+    return found
+
+
+def rotated(made: dict[str, "Work"], by: int) -> dict[str, "Work"]:
+    names = list(made)
+    by %= len(names)
+    return {name: made[name] for name in names[by:] + names[:by]}
+
+
+def processor() -> str:
+    """Its name, of the machine that this process runs on (Linux); empty where that is not told."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return ""
+
+
+# ---- what is timed
+
+
+class Work(NamedTuple):
+    """A method on its inputs. forward: what backward takes. model: the module whose mode a pass without gradients and
+    a training step differ in; None where they do not."""
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], None]
+    model: nn.Module | None = None
+
+    def times(self) -> dict[str, float]:
+        """Milliseconds of each of PASSES."""
+        self._mode(False)
+        inference = milliseconds(self.infer)
+        self._mode(True)
+        start = time.perf_counter()
+        out = self.forward()
+        between = time.perf_counter()
+        self.backward(out)
+        return dict(zip(PASSES, (inference, 1e3 * (between - start), 1e3 * (time.perf_counter() - between))))
+
+    @torch.no_grad()
+    def infer(self) -> None:
+        self.forward()
+
+    def step(self) -> None:
+        self.backward(self.forward())
+
+    def _mode(self, training: bool) -> None:
+        if self.model is not None:
+            self.model.train(training)
+
+
+def works(what: str, length: int, chosen: Sequence[str] | None = None) -> dict[str, Work]:
+    """Of attention alone, 8 heads, d = 64, m = 256; of a Transformer of one of MODELS; or of timm's ViT-Ti/16 at the
+    image size that gives about `length` tokens. Batch 1; the first is what ratios are taken to."""
+    if what == ALONE:
+        tensors = inputs(length)
+        return {name: alone(method, tensors) for name, method in methods(length, chosen).items()}
+    make = vit if what == VIT else transformer
+    names = [n for n in IN_MODELS if n in (chosen or IN_MODELS) and (n != "exact" or length <= LONGEST_EXACT_MODEL)]
+    return {name: whole(*make(what, length, name)) for name in names}
+
+
+def alone(method: Method, tensors: tuple[Tensor, ...]) -> Work:
+    *given, gradient = tensors
+
+    def backward(out: Tensor) -> None:
+        out.backward(gradient)
+        for t in given:
+            t.grad = None
+    return Work(partial(method, *given), backward)
+
+
+def whole(model: nn.Module, x: Tensor) -> Work:
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+    return Work(lambda: model(x).square().mean(), backward, model)
+
+
+def transformer(what: str, length: int, name: str) -> tuple[nn.Module, Tensor]:
     heads, layers, ffn, dim = MODELS[what]
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
-    names = [n for n in ("exact", "identity", "favorp", "favorpp") if n != "exact" or length <= LONGEST_EXACT_MODEL]
-    return {name: _step(Transformer(heads, layers, ffn, dim, Mechanism.of(name).layer), x, backward) for name in names}
+    return Transformer(heads, layers, ffn, dim, mechanism(name).layer), x
 
 
-def vit_steps(what: str, length: int, backward: bool) -> dict[str, Step]:
-    """timm's ViT-Ti/16 at the image size that gives about `length` tokens, batch 1, attention swapped."""
+def vit(what: str, length: int, name: str) -> tuple[nn.Module, Tensor]:
     import timm
-
-    from crt_exp import swap_attention
 
     side = max(1, round(length**0.5))
     image = torch.randn(1, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(0))
-    names = [n for n in ("exact", "favorp", "favorpp") if n != "exact" or length <= LONGEST_EXACT_MODEL]
-    make = lambda: timm.create_model("vit_tiny_patch16_224", img_size=16 * side, num_classes=10)
-    return {name: _step(make() if name == "exact" else swap_attention(make(), name), image, backward) for name in names}
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16 * side, num_classes=10)
+    return (model if name == "exact" else mechanism(name).swap(model)), image
 
 
-def _step(model: torch.nn.Module, x: torch.Tensor, backward: bool) -> Step:
-    def step():
-        if not backward:
-            with torch.no_grad():
-                model(x)
-            return
-        model(x).square().mean().backward()
-        model.zero_grad(set_to_none=True)
-    return step
+def mechanism(name: str) -> Mechanism:
+    """m = M where there are projections."""
+    return Mechanism.of(name, m=M) if name.startswith("favor") else Mechanism.of(name)
 
 
-# ---- attention alone ------------------------------------------------------------------------------------------
+# ---- attention alone
 
 
-def methods(length: int) -> dict[str, Method]:
-    """Attention of queries, keys and values (1, HEADS, length, D), all of them already scaled by d^(-1/4)."""
+def methods(length: int, chosen: Sequence[str] | None = None) -> dict[str, Method]:
+    """Attention of queries, keys and values (1, HEADS, length, D), queries and keys already scaled by d^(-1/4): all, or
+    those chosen."""
+    return {name: make() for name, make in makers(length).items() if chosen is None or name in chosen}
+
+
+def makers(length: int) -> dict[str, Callable[[], Method]]:
+    """How to make each of them, by the names of conf/attention and those of peers; causal ones have it behind theirs.
+    What is quadratic in time, or needs the memory of a matrix, is there while that is not too long."""
     noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
-    weight = noise.rows()
-
-    def floor(q, k, v):
-        return torch.exp(q @ weight.mT) @ (torch.exp(k @ weight.mT).mT @ v)
-
-    def ours(phi, causal):
-        def run(q, k, v):  # the fit is part of what FAVOR++ costs
-            return attention(q, k, v, phi, noise, phi.fit(Statistics.of(q, k)), causal=causal)
-        return run
-
-    found = {"floor": floor, "favor+": ours(PosRF(), False), "favor++": ours(OPRF(), False),
-             "favor+ causal": ours(PosRF(), True), "favor++ causal": ours(OPRF(), True), "identity": identity_attention,
-             **{name: hybrid(Mechanism.of(name).map(), m, length) for name, m in HYBRIDS.items()}}
+    half = {"m": M // 2}
+    found: dict[str, Callable[[], Method]] = {"floor": lambda: floor(noise.rows())}
+    for causal, end in ((False, ""), (True, CAUSAL)):
+        found |= {f"favorp{end}": partial(ours, PosRF(), noise, causal),
+                  f"favorpp{end}": partial(ours, OPRF(), noise, causal),
+                  f"favorsharp{end}": partial(mapped, "favorsharp", M, causal),
+                  f"nearfar{end}": partial(near_far, causal)}
+    found |= {f"favorsharp m={M // 2}": partial(mapped, "favorsharp", **half)}
+    found |= {name: partial(mapped, name, m) for name, m in HYBRIDS.items()}
+    if length == TWINS_AT:
+        found |= {f"trig m={m}": partial(fitted, TrigRF(), m) for m in TWINS.values()}
+    found |= {"identity": lambda: identity_attention, "uniform": lambda: uniform_attention,
+              f"uniform{CAUSAL}": lambda: partial(uniform_attention, causal=True)}
     if length <= LONGEST_EXACT:
-        found["sdpa"] = exact_attention
-        found["sdpa causal"] = lambda q, k, v: exact_attention(q, k, v, causal=True)
-    return found | near_far() | peers(length)
+        found |= {"exact": lambda: exact_attention, f"exact{CAUSAL}": lambda: partial(exact_attention, causal=True)}
+    return found | {f"chunked{CAUSAL}": lambda: chunked(noise.rows())} | peers(length)
 
 
-def near_far() -> dict[str, Method]:
-    """Near-far attention with its preset `default`; the codebook of the causal one is of other queries and keys."""
-    make = Mechanism.of("nearfar").layer
-    both, causal = (make(HEADS, D, scaling=1.0, causal=causal).eval() for causal in (False, True))
-    with torch.no_grad(), causal.calibration():
-        causal(*inputs(2048)[:3])
-    return {"near-far": both, "near-far causal": causal}
-
-
-def hybrid(phi: FeatureMap, m: int, length: int) -> Method:
-    """A map with m projections, a fit to statistics included; clusters are fitted before, as in a layer."""
-    g = torch.Generator().manual_seed(0)
-    noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, D, g, batch=(HEADS,)))
-    q, k = (t.detach()[0, :, :SAMPLE] for t in inputs(length)[:2])
-    kept = phi.fit(Statistics.of(q, k)) if phi.on_vectors or not phi.fitted else None
-
+def ours(phi: FeatureMap, noise: samplers.Noise, causal: bool) -> Method:
+    """With the same noise for all; the fit is part of what FAVOR++ costs."""
     def run(q, k, v):
-        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
-        return attention(q, k, v, phi, noise, params, counter=DenominatorCount())
+        return attention(q, k, v, phi, noise, phi.fit(Statistics.of(q, k)), causal=causal)
     return run
 
 
-def peers(length: int) -> dict[str, Method]:
-    """performer-pytorch, where it is installed (a dev dependency)."""
-    try:
-        from performer_pytorch.performer_pytorch import FastAttention
-    except ImportError:
+def mapped(name: str, m: int, causal: bool = False) -> Method:
+    """The map of a file of conf/attention."""
+    return fitted(Mechanism.of(name).map(), m, causal)
+
+
+def fitted(phi: FeatureMap, m: int, causal: bool = False) -> Method:
+    """A map with m projections, a fit to statistics included; clusters are fitted before, as in a layer."""
+    g = torch.Generator().manual_seed(0)
+    noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, D, g, batch=(HEADS,)))
+    kept = None
+    if phi.on_vectors or not phi.fitted:
+        kept = phi.fit(Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE)[:2])))
+
+    def run(q, k, v):
+        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
+        return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
+    return run
+
+
+def near_far(causal: bool) -> Method:
+    """Near-far attention with its preset `default`; the codebook of the causal one is of other queries and keys."""
+    layer = Mechanism.of("nearfar").layer(HEADS, D, scaling=1.0, causal=causal).eval()
+    if causal:
+        with torch.no_grad(), layer.calibration():
+            layer(*inputs(CALIBRATED)[:3])
+    return layer
+
+
+def peers(length: int) -> dict[str, Callable[[], Method]]:
+    """performer-pytorch, where it is installed."""
+    if find_spec("performer_pytorch") is None:
         return {}
-    found = {"performer-pytorch": FastAttention(D, M)} if length <= PEER_LONGEST else {}
+    found = {"performer-pytorch": partial(performer_pytorch, D, M)} if length <= PEER_LONGEST else {}
     if length <= PEER_CAUSAL:
-        found["performer-pytorch causal"] = FastAttention(D, M, causal=True)
+        found[f"performer-pytorch{CAUSAL}"] = partial(performer_pytorch, D, M, causal=True)
     return found
 
 
@@ -189,3 +315,23 @@ def forward_backward(method: Method, tensors) -> None:
     out.backward(tensors[3])
     for t in tensors[:3]:
         t.grad = None
+
+
+# ---- memory
+
+
+def held_by(name: str, length: int, threads: int) -> float:
+    """`held` of one of `methods`. For a process of its own."""
+    torch.set_num_threads(threads)
+    return held(methods(length, [name])[name], length)
+
+
+def held(method: Method, length: int) -> float:
+    """MiB at the peak of a forward and backward pass beyond inputs, incoming gradient, output and gradients."""
+    tensors = inputs(length)
+    forward_backward(method, inputs(256))  # libraries and threads
+    theirs = 4 * tensors[0].numel() * tensors[0].element_size()  # output and three gradients
+    before = reset_peak()
+    out = method(*tensors[:3])
+    out.backward(tensors[3])
+    return (peak() - before - theirs) / 2**20

@@ -60,6 +60,9 @@ class Task(Protocol):
         raise ConfigError(f"trainer.sequence_parallel = {parts}: task={type(self).__name__.lower()} has no sequences "
                           "that could be split over processes; leave it out")
 
+    def check_shards(self) -> None:
+        """Raises ConfigError where a step needs whole weights and cannot have them split (trainer=fsdp)."""
+
     def split_model(self, model: nn.Module, group: Any) -> None:
         """Tells the model that each process of a group holds a part of every sequence."""
 

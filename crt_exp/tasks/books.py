@@ -20,6 +20,7 @@ from crt_exp.data.books import Apart, Packed, Source, Text, piece
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.glue import bucketed
 from crt_exp.data.rows import masked, padded
+from crt_exp.data.sentence_pieces import sentence_pieces
 from crt_exp.data.text import IGNORED, official_file
 from crt_exp.models import encoders
 from crt_exp.models.carried import carried_losses
@@ -65,8 +66,10 @@ class Books(SymbolTask):
     rows: Literal["packed", "apart"]
     held_out: Annotated[float, above(0), below(0.5)]
     tokenizer: str | None
+    vocabulary: Literal["byte_pairs", "sentencepiece"]
     vocabulary_size: Count
     lowercase: bool
+    evaluated: Count | None
     max_length: Annotated[int, at_least(2)]
     carried: Carried
     cache_dir: str | None
@@ -89,6 +92,7 @@ class Books(SymbolTask):
         kind = Packed if self.rows == "packed" else Apart
         self.data = {split: kind(text, self.max_length, self.end) for split, text in self.texts.items()}
         self.check_filled()
+        self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
 
     # ---- text
 
@@ -106,15 +110,14 @@ class Books(SymbolTask):
         return {split: books.files_of(paths) for split, paths in given.items() if paths is not None}
 
     def made_tokenizer(self, source: Source):
-        """That of task.tokenizer, of task.init, or byte pairs made from the training text."""
+        """That of task.tokenizer, of task.init, or one made from the training text."""
         if self.tokenizer is not None:
             return encoders.load_tokenizer(encoders.Origin(self.tokenizer, "task.tokenizer", False, False))
         if self.kept is not None and "tokenizer" in self.kept.symbols:
             return of_saved(self.kept.symbols)
-        if not source.files:
-            raise ConfigError("a text of the hub needs a tokenizer: task.tokenizer=<name or folder>, or that of "
-                              "task.init=<run>")
-        return byte_pairs(source.files, self.vocabulary_size, self.lowercase, self.cache_dir)
+        make = byte_pairs if self.vocabulary == "byte_pairs" else sentence_pieces
+        with source.as_files() as files:
+            return make(files, self.vocabulary_size, self.lowercase, self.cache_dir)
 
     def end_of(self, tokenizer) -> int:
         if tokenizer.eos_token_id is None or not getattr(tokenizer, "is_fast", False):
@@ -136,14 +139,18 @@ class Books(SymbolTask):
 
     # ---- rows
 
+    def some(self, rows: int, split: str) -> np.ndarray:
+        few = rows if split == "train" or self.evaluated is None else min(rows, self.evaluated)
+        return np.linspace(0, rows - 1, few).round().astype(np.int64)
+
     def length(self, split: str) -> int:
-        return len(self.data[split])
+        return len(self.places[split])
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.data[split]
-        numbers = bucketed(data.lengths, plan) if self.by_length(split) else plan.rows(len(data), split)
+        numbers = bucketed(data.lengths, plan) if self.by_length(split) else plan.rows(self.length(split), split)
         for chosen in numbers:
-            rows = [data[i] for i in chosen]
+            rows = [data[self.places[split][i]] for i in chosen]
             tokens = padded([row.tokens for row in rows], self.end)
             labels = padded([row.labels for row in rows], IGNORED)
             yield masked(tokens, [len(row.tokens) for row in rows]) | {"labels": labels}

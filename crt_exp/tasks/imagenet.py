@@ -162,6 +162,10 @@ class ImageNet(ImageTask):
         logits, targets = model(batch["images"]).float(), batch["targets"]
         return F.cross_entropy(logits, targets, label_smoothing=0.0 if targets.dim() == 2 else self.smoothing)
 
+    def check_shards(self) -> None:
+        if self.average:
+            raise ConfigError("task.ema averages whole weights, and trainer=fsdp splits them: leave one out")
+
     def updated(self, model: nn.Module, step: int) -> None:
         if self.average:
             self.average.update(model)
@@ -250,11 +254,7 @@ class Average:
         self.values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def update(self, model: nn.Module) -> None:
-        from torch.distributed.tensor import DTensor
-
         for name, parameter in model.named_parameters():
-            if isinstance(parameter, DTensor):
-                raise ConfigError("task.ema averages whole weights, and trainer=fsdp splits them: leave one out")
             self.values[name] = self.values[name].to(parameter.device).lerp_(parameter.detach(), 1 - self.decay)
 
     @contextmanager

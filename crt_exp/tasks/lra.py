@@ -38,6 +38,7 @@ class LRA(SequenceTask):
     rules: dict[str, Any]
     data_seed: Whole
     held_out: Annotated[float, above(0), below(1)]
+    evaluated: Count | None
     max_length: Count | None
     bucketed: bool
     cache_dir: str | None
@@ -50,8 +51,15 @@ class LRA(SequenceTask):
         whole = max(int(lengths_of(self.arena.splits[split], 1).max()) for split in SPLITS)
         self.row_length = min(whole, LONGEST) if self.max_length is None else self.max_length
         self.description = self.new_description(self.arena.symbols + 1, self.row_length, causal=False)
+        for split in SPLITS[1:]:
+            self.arena.splits[split] = self.some(self.arena.splits[split])
 
     # ---- data
+
+    def some(self, data: Labelled) -> Labelled:
+        if self.evaluated is None or self.evaluated >= len(data):
+            return data
+        return data.take(np.sort(np.random.default_rng(0).permutation(len(data))[:self.evaluated]))
 
     def length(self, split: str) -> int:
         return len(self.arena.splits[split])

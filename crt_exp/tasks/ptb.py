@@ -24,6 +24,7 @@ from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.sampling import DenseFeatures, ExactSoftmax, LogUniform, SampledSoftmax, TreeFeatures, Uniform, Unigram
+from crt_exp.ranks import whole
 from crt_exp.schema import Count, NotNegative, Positive, at_least, below, checked
 from crt_exp.tasks import drawings
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
@@ -145,6 +146,11 @@ class PTB(Task):
 
     # ---- training, with a state that is carried
 
+    def check_shards(self) -> None:
+        if self.softmax != "full":
+            raise ConfigError(f"task.softmax={self.softmax} draws from whole embeddings, and trainer=fsdp splits them: "
+                              "take task.softmax=full, or trainer=default")
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         place = str(batch["place"])
         before = None if batch["first"] else self.carried[place].to(batch["tokens"].device)
@@ -198,7 +204,7 @@ class PTB(Task):
     def measured_lengths(self, model: nn.Module) -> dict[str, float]:
         """Means of |h| and |e|, by which the error of random features goes."""
         return {"query_length": float(np.mean(self.queries)),
-                "key_length": float(model.body.embedding.weight.norm(dim=-1).mean())}
+                "key_length": float(whole(model.body.embedding.weight).norm(dim=-1).mean())}
 
     # ---- what is left
 
