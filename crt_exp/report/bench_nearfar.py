@@ -1,6 +1,6 @@
-"""Speed and memory of near-far attention beside SDPA and FAVOR++ (m = 256), with the bars that it is to reach:
+"""Speed and memory of near-far attention beside SDPA (`exact`) and FAVOR++ (m = 256), with the bars that it is to reach:
 `python -m crt_exp.report.bench_nearfar [time|memory] [--lengths 1024 4096 16384] [--turns 5]
-[--without sdpa]`.
+[--without exact]`.
 
 Preset `default`, batch 1, 8 heads, d = 64, float32 on the CPU, bidirectional, forward and backward. All take turns, so
 that load from outside hits them alike; a line has the median of milliseconds with the quartiles, and its ratio to the
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-from crt_exp.report.bench_attention import peak_memory
-from crt_exp.studies.speed import forward_backward, inputs, methods
+from crt_exp.studies.memory import in_new_process
+from crt_exp.studies.speed import forward_backward, held_by, inputs, methods
 
-NAMES = OURS, SDPA, FAVOR = "near-far", "sdpa", "favor++"
+NAMES = OURS, SDPA, FAVOR = "nearfar", "exact", "favorpp"
 LENGTHS, LONG = (1024, 2048, 4096, 8192, 16384), 65536
 TURNS = {1024: 41, 2048: 21, 4096: 11, 8192: 7}   # others: 5
 LONGEST_WARM_UP = 4096
@@ -30,8 +30,7 @@ MEMORY = 400                                                          # MiB, at 
 
 def measured(length: int, turns: int, names: Sequence[str]) -> dict[str, list[float]]:
     """Milliseconds of every turn."""
-    found = methods(length)
-    chosen = {name: found[name] for name in names if name in found}
+    chosen = methods(length, names)
     for name, method in chosen.items():
         warm = min(length, LONGEST_WARM_UP) if name == SDPA else length
         forward_backward(method, inputs(warm))
@@ -63,7 +62,7 @@ def print_times(lengths: Sequence[int], turns: int | None = None, names: Sequenc
 def print_memory(length: int) -> None:
     print(f"\npeak memory beyond inputs, output and gradients, L = {length}")
     for name in (OURS, FAVOR):
-        found = peak_memory(length, name)
+        found = in_new_process(held_by, name=name, length=length, threads=torch.get_num_threads())
         print(f"  {name:<10}{found:10.0f} MiB", flush=True)
         if name == OURS and length == LONG:
             _say(f"{MEMORY} MiB", found <= MEMORY)
