@@ -1,11 +1,11 @@
-"""Speed and memory of near-far attention beside SDPA (`exact`) and FAVOR++ (m = 256), with the bars that it is to reach:
+"""Speed and memory of near-far attention beside exact attention (SDPA) and FAVOR++, with the bars that it is to reach:
 `python -m crt_exp.report.bench_nearfar [time|memory] [--lengths 1024 4096 16384] [--turns 5]
 [--without exact]`.
 
-Preset `default`, batch 1, 8 heads, d = 64, float32 on the CPU, bidirectional, forward and backward. All take turns, so
-that load from outside hits them alike; a line has the median of milliseconds with the quartiles, and its ratio to the
-median of near-far attention. SDPA, whose time grows with the square, is warmed up at 4096 tokens at most. `memory`: the
-peak beyond inputs, output and gradients, each in a process of its own.
+Preset `default`, m = 256, batch 1, 8 heads, d = 64, float32 on the CPU, not causal, forward and backward. All take
+turns, so that load from outside hits them alike; a line has the median of milliseconds with the quartiles, and its
+ratio to the median of near-far attention. SDPA, whose time grows with the square, is warmed up at 4096 tokens at most.
+`memory`: the peak beyond inputs, output and gradients, each in a process of its own.
 """
 
 import argparse
