@@ -59,7 +59,7 @@ $(REPORTS):  # each has what it needs, and the line of the help, in a rule of it
 	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(OPTIONS)
 
 table1: $(STAMP)  ## CRT Table 1: kernel regression on eight UCI sets, all mechanisms (needs CRT_DATA)
-table2: $(STAMP)  ## CRT Table 2: GLUE by BERT with linear attention; pretraining and fine-tuning (needs CRT_DATA)
+table2: $(STAMP)  ## CRT Table 2: exact encoders of text, their attention swapped, uptrained, fine-tuned on GLUE (needs CRT_DATA)
 fig1: $(STAMP)  ## CRT Figure 1: the gain of OPRF over PosRF
 fig2: $(STAMP)  ## CRT Figure 2: log variance of every mechanism in four regimes
 performers-fig2: $(STAMP)  ## Performers Figure 2: where positive features beat trigonometric ones

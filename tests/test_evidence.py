@@ -11,6 +11,7 @@ from crt_exp.report.evidence import (
     Gate,
     GateFailed,
     Unjudged,
+    bootstrapped,
     check_gates,
     detectable,
     holm,
@@ -40,6 +41,16 @@ def test_overlapping_splits_get_wider_intervals_that_cover():
         wide = overlapping(values, test_share=1.0)
         covered["nadeau-bengio"] += wide.low <= 0 <= wide.high
     assert covered["student"] < 0.7 * 400 and covered["nadeau-bengio"] > 0.93 * 400
+
+
+def test_bootstrap_of_a_paired_difference():
+    """Of a mean it has the error that the mean has; what both models share cancels."""
+    rng = np.random.default_rng(2)
+    shared, gain = rng.normal(0, 5, 300), rng.normal(0.4, 1, 300)
+    found = bootstrapped(lambda rows: (shared + gain)[rows].mean() - shared[rows].mean(), 300, draws=2000)
+    assert np.isclose(found.mean, gain.mean()) and found.n == 300
+    assert np.isclose(found.half, 1.96 * gain.std() / 300**0.5, rtol=0.06) and found.p < 1e-4
+    assert bootstrapped(lambda rows: 0.0, 5).p == 1
 
 
 def test_holm_by_hand():

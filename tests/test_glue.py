@@ -110,6 +110,20 @@ def test_batches(files):
     assert size(GLUE(**options | {"bucketed": True})) < size(task)
 
 
+def test_answers_are_in_the_order_of_the_file(files):
+    """Evaluation reads by length; of scores each stands where its example does."""
+    from crt_exp.mechanism import Mechanism
+
+    task = GLUE(**OPTIONS | {"dataset": "stsb", "data_dir": str(files / "glue/STS-B"), "model": str(files / "bert")})
+    model, texts = task.build(Mechanism.of("exact")).eval(), task.texts["dev"]
+    assert np.any(np.diff(task.encoded["dev"].lengths) < 0)
+    with torch.no_grad():
+        found = task.answers(model, "dev")
+        alone = [model(**task.tokenizer(a, b, return_tensors="pt", truncation=True, max_length=40)).logits.item()
+                 for a, b in zip(texts.sentence1, texts.sentence2)]
+    assert found == pytest.approx(alone, abs=1e-5)
+
+
 def test_subsample_is_stated(typed, tmp_path):
     code, out, _ = typed("task.dataset=sst2", "task.examples=16", "attention=exact")
     last = final(tmp_path / "run")

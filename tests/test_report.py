@@ -31,7 +31,7 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "bench_nearfar": "near-far attention and its peers",
     "speed": "engines and peers", "bench_samplers": "algorithms inside samplers", "families": "models",
     "fig1": "oprf against pos", "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
-    "fig4_right": "attention in a ViT", "table2": "the paper's rows of attention",
+    "fig4_right": "attention in a ViT", "table2": "attention in language models",
     "proteins": "attention in a language model", "redraw": "attention in a language model",
     "kernels": "functions of generalised attention", "proteins_long": "attention in a language model",
     "attention_maps": "attention in a language model", "sampling": "samplers of classes",

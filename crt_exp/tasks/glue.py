@@ -107,15 +107,25 @@ class GLUE(Task):
         return found | {"train_examples": len(self.texts["train"]), "train_examples_available": self.published}
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        total, rows = 0.0, []
+        rows = self.answered(model, split, reader)
+        answers, labels, losses = zip(*rows)
+        return glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": sum(losses) / len(rows)}
+
+    def answered(self, model: nn.Module, split: str, reader: Reader) -> list[tuple[float, float, float]]:
+        """(answer, label, loss) of every example of the split, in the order in which they are read."""
+        rows = []
         for batch in reader.batches(split):
             outputs = self.outputs(model, batch)
-            total += float(self.losses(outputs, batch["labels"]).double().sum())
             answers = outputs.argmax(-1) if self.described.names else outputs
-            rows += zip(answers.tolist(), batch["labels"].tolist())
-        answers, labels = zip(*reader.gather(rows))
-        total, = reader.sum(total)
-        return glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": total / len(labels)}
+            losses = self.losses(outputs, batch["labels"]).double()
+            rows += zip(answers.tolist(), batch["labels"].tolist(), losses.tolist())
+        return reader.gather(rows)
+
+    def answers(self, model: nn.Module, split: str) -> list[float]:
+        """Classes, or scores, of every example of a split other than "train", in the order of its file; one process."""
+        found = [answer for answer, _, _ in self.answered(model, split, Reader(self))]
+        order = np.argsort(self.encoded[split].lengths, kind="stable")
+        return [found[place] for place in np.argsort(order)]
 
     def finite(self, answers: tuple[float, ...]) -> Any:
         if not torch.tensor(answers, dtype=torch.float64).isfinite().all():

@@ -1,0 +1,220 @@
+"""What `table2` asks of its encoders before it swaps anything for good, and what it concludes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from crt_exp.report import palette, table2_glue
+from crt_exp.report.evidence import Claim, Gate, Interval, detectable, independent, won_by
+from crt_exp.report.table2_runs import ELU, EXACT, JUDGED, UNIFORM, Kind, Setting
+from crt_exp.studies.fidelity import Arm
+
+LOW, HIGH = 4, 24           # mean |x + y|^2 at which the closed forms of FAVOR+ and FAVOR++ differ
+
+
+@dataclass
+class Found:
+    """What was computed; keys as in `table2_runs`. kinds: those whose gates were passed; datasets: those on which the
+    exact encoders beat both controls, and the first."""
+
+    setting: Setting
+    trained: dict[tuple[str, int], dict[str, Any]]                          # kind, seed
+    unigrams: dict[str, float]                                              # kind
+    looks: dict[tuple[str, int], dict[str, Any]]                            # kind, seed
+    kinds: list[Kind] = field(default_factory=list)
+    swaps: dict[tuple[str, Arm, int], float] = field(default_factory=dict)  # kind, arm, pair
+    uptrained: dict[tuple[str, Arm, int], dict[str, Any]] = field(default_factory=dict)
+    controls: dict[str, dict[str, Any]] = field(default_factory=dict)       # task
+    datasets: list[str] = field(default_factory=list)
+    tuned: dict[tuple[Arm, str, int], dict[str, Any]] = field(default_factory=dict)       # arm, task, seed
+    pretrained: dict[str, dict[str, Any]] = field(default_factory=dict)     # attention
+    scratch_unigram: float = float("nan")
+    scratch: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)     # attention, task, seed
+    diverged: list[str] = field(default_factory=list)                       # runs of GLUE, which are not in these
+
+    def looks_of(self, kind: Kind) -> list[dict[str, Any]]:
+        return [look for (title, _), look in self.looks.items() if title == kind.title]
+
+
+def label(arm: Arm) -> str:
+    return palette.label(arm.name) + (f", m = {arm.m}" if arm.m else "")
+
+
+# ---- gates
+
+
+def gates(found: Found, kind: Kind) -> list[Gate]:
+    setting, looks = found.setting, found.looks_of(kind)
+    S = [s for look in looks for layer in look["S"] for s in layer]
+    return [
+        Gate(f"{kind.title}: what uniform attention costs directly after the swap, in nats, the least of the encoders",
+             min(float(np.mean(look["uniform"])) for look in looks), setting.costs),
+        Gate(f"{kind.title}: share of the heads whose mean |x + y|^2 lies between {LOW} and {HIGH}",
+             float(np.mean([LOW <= s <= HIGH for s in S])), setting.heads),
+        Gate(f"{kind.title}: error of FAVOR+ over that of FAVOR++, m = {setting.m}, on captured queries, keys and "
+             "values, geometric mean over layers", error_ratio(looks), setting.error)]
+
+
+def error_ratio(looks: Sequence[dict[str, Any]]) -> float:
+    logs = [np.log(plain / better) for look in looks
+            for plain, better in zip(*(look["errors"][name] for name in JUDGED))]
+    return float(np.exp(np.mean(logs)))
+
+
+# ---- losses, by pair
+
+
+def losses(found: Found, kind: Kind, arm: Arm, step: int) -> dict[int, float]:
+    """pair -> held-out loss after that step, of the runs that did not diverge."""
+    if step == 0:
+        return {pair: loss for (title, other, pair), loss in found.swaps.items() if (title, other) == (kind.title, arm)}
+    return {pair: run[str(step)] for (title, other, pair), run in found.uptrained.items()
+            if (title, other) == (kind.title, arm) and str(step) in run}
+
+
+def gap(found: Found, kind: Kind, first: Arm, second: Arm, step: int) -> np.ndarray:
+    """Loss of the first above that of the second, nats, of each pair that has both."""
+    a, b = losses(found, kind, first, step), losses(found, kind, second, step)
+    return np.array([a[pair] - b[pair] for pair in a if pair in b])
+
+
+def above(found: Found, kind: Kind, arm: Arm, step: int) -> np.ndarray:
+    """Loss above that of exact attention trained on as long, of each pair."""
+    return gap(found, kind, arm, EXACT, step)
+
+
+def steps_of(found: Found, kind: Kind, arm: Arm) -> list[int]:
+    """0, and those after which it was looked at."""
+    trained = {int(step) for (title, other, _), run in found.uptrained.items() if (title, other) == (kind.title, arm)
+               for step in run if step.isdecimal()}
+    return [0, *sorted(trained)]
+
+
+# ---- claims, each a difference that is above 0 where it holds
+
+
+def claims(found: Found) -> list[Claim]:
+    made = [claim for kind in found.kinds for claim in [*judged_pairs(found, kind), *other_pairs(found, kind)]]
+    return made + [claim for data in found.datasets for claim in glue_claims(found, data)]
+
+
+def judged_pairs(found: Found, kind: Kind) -> list[Claim]:
+    made = []
+    for m in found.setting.ms:
+        plain, better = (Arm(name, m) for name in JUDGED)
+        for step in (0, *(found.setting.steps if m in kind.trained_ms else ())):
+            made += claim(f"{kind.title}: FAVOR++ is nearer to exact attention than FAVOR+ {when(step)}, m = {m}",
+                          gap(found, kind, plain, better, step))
+    return made
+
+
+def other_pairs(found: Found, kind: Kind) -> list[Claim]:
+    """Arms that join, directly after the swap; FAVOR++ beside the others of the paper's table, trained on."""
+    m, end = found.setting.m, found.setting.steps[-1]
+    better, made = Arm("favorpp", m), []
+    for arm in (Arm("favorsharp", m), kind.near):
+        made += claim(f"{kind.title}: {label(arm)} is nearer to exact attention than {label(better)} {when(0)}",
+                      gap(found, kind, better, arm, 0))
+    for arm in (Arm("relu", m), ELU, UNIFORM):
+        made += claim(f"{kind.title}: {label(better)} is nearer to exact attention than {label(arm)} {when(end)}",
+                      gap(found, kind, arm, better, end))
+    return made
+
+
+def when(step: int) -> str:
+    return f"after {step} steps of uptraining" if step else "directly after the swap"
+
+
+def claim(text: str, differences: np.ndarray) -> list[Claim]:
+    """None where fewer than two pairs ended."""
+    return [Claim(text, independent(differences), "nats")] if len(differences) > 1 else []
+
+
+def glue_claims(found: Found, data: str) -> list[Claim]:
+    glue, made, name = found.setting.glue, [], data.upper()
+    swapped, scratch = swapped_answers(found, data), scratch_answers(found, data)
+    plain, better = (Arm(each, glue.m) for each in JUDGED)
+    if plain in swapped and better in swapped:
+        made.append(Claim(f"{name}: swapped into exact encoders and fine-tuned, FAVOR++ scores above FAVOR+, "
+                          f"m = {glue.m}", difference(found, data, swapped[better], swapped[plain]), "points"))
+    if set(JUDGED) <= set(scratch):
+        made.append(Claim(f"{name}: pretrained from scratch, FAVOR++ scores above FAVOR+, m = {glue.scratch_m}",
+                          difference(found, data, *(scratch[each] for each in reversed(JUDGED))), "points"))
+    return made
+
+
+# ---- GLUE
+
+
+def swapped_answers(found: Found, data: str) -> dict[Arm, list[list[float]]]:
+    """Arm -> answers of each of its runs."""
+    made: dict[Arm, list[list[float]]] = {}
+    for (arm, other, _), run in found.tuned.items():
+        if other == data:
+            made.setdefault(arm, []).append(run["answers"])
+    return made
+
+
+def scratch_answers(found: Found, data: str) -> dict[str, list[list[float]]]:
+    made: dict[str, list[list[float]]] = {}
+    for (name, other, _), run in found.scratch.items():
+        if other == data:
+            made.setdefault(name, []).append(run["answers"])
+    return made
+
+
+def difference(found: Found, data: str, first: list[list[float]], second: list[list[float]]) -> Interval:
+    return table2_glue.difference(data, first, second, found.controls[data]["labels"])
+
+
+def scores(runs: Mapping[Any, dict[str, Any]], row: Any, data: str) -> list[float]:
+    """Percent, of each seed."""
+    return [100 * run["score"] for (name, other, _), run in runs.items() if (name, other) == (row, data)]
+
+
+def ended(found: Found, runs: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """The runs of GLUE whose loss stayed finite; the others are named in `found`."""
+    for (name, data, seed), run in runs.items():
+        if "diverged" in run:
+            shown = f"from scratch, {palette.label(name)}" if isinstance(name, str) else label(name)
+            found.diverged.append(f"{shown} on {data}, seed {seed}")
+    return {key: run for key, run in runs.items() if "diverged" not in run}
+
+
+def has_signal(found: Found, data: str) -> bool:
+    """Whether the exact encoders beat both controls."""
+    exact = scores(found.tuned, EXACT, data)
+    return bool(exact) and float(np.mean(exact)) > table2_glue.best_control(data, found.controls[data])
+
+
+# ---- what is told of them
+
+
+def power(found: Found) -> list[str]:
+    """What the pairs can show, judged by the spread of their differences at step 0."""
+    told = []
+    for kind in found.kinds:
+        for m in found.setting.ms:
+            d = gap(found, kind, *(Arm(name, m) for name in JUDGED), 0)
+            told.append(f"{kind.title}, m = {m}: FAVOR+ lies {independent(d):+.3f} nats above FAVOR++ directly after "
+                        f"the swap ({len(d)} pairs); so many pairs show a difference of {detectable(d):.3f} nats with "
+                        "a probability of 80%, were it the only claim")
+    return told
+
+
+def beaten(found: Found) -> str:
+    """Where uniform attention loses no more than another arm, on the same pairs."""
+    places: dict[str, list[str]] = {}
+    count = 0
+    for kind in found.kinds:
+        for step in (0, *found.setting.steps):
+            for arm in kind.swapped(found.setting.ms):
+                d = gap(found, kind, arm, UNIFORM, step)
+                if arm in (EXACT, UNIFORM) or not len(d):
+                    continue
+                count += 1
+                if np.mean(d) >= 0:
+                    places.setdefault(f"{kind.title}, {when(step)}", []).append(label(arm))
+    return won_by("uniform attention", places, count)
