@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from crt_exp import samplers
-from crt_exp.attention import attention
+from crt_exp.attention import attention, near_far_attention
+from crt_exp.attention.cells import Sizes
 from crt_exp.attention.engines import native, native_library
 from crt_exp.attention.engines.protocol import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF, Statistics
@@ -112,6 +113,19 @@ def test_every_width_of_vectors(kind, built):
         for causal in (False, True):
             case = Case(OPRF(), **SHAPES[shape])
             assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
+    assert_near_far_is_near()
+
+
+def assert_near_far_is_near():
+    """Near-far attention in C, with and without whole vectors in a row."""
+    for d, dv in ((16, 16), (5, 18)):
+        x, y, v, grad = (torch.randn(1, 2, 60, size) for size in (d, d, dv, dv))
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            inputs = [t.to(dtype).requires_grad_() for t in (x, y, v)]
+            out = near_far_attention(*inputs, Sizes(4, 3, 6, True)).out
+            found.append([out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))])
+        assert_near(*found)
 
 
 @needs_library
@@ -239,7 +253,7 @@ def small(cache, monkeypatch):
         pytest.skip("no C compiler here")
     source = cache.parents[1] / "small.c"
     source.write_text("int answer(void) { return 42; }\n")
-    monkeypatch.setattr(native_library, "SOURCE", source)
+    monkeypatch.setattr(native_library, "SOURCES", (source,))
     return cache
 
 
@@ -281,6 +295,7 @@ def test_every_compiler(compiler, built, monkeypatch):
     for causal in (False, True):
         case = Case(OPRF(), **SHAPES["odd sizes"])
         assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
+    assert_near_far_is_near()
 
 
 @pytest.mark.slow
@@ -309,7 +324,7 @@ def test_what_cannot_be_built_ahead_says_why(name, value, reason, cache, monkeyp
 
 
 def test_message_of_the_compiler(small, caplog):
-    native_library.SOURCE.write_text("int main(void) { return 0 }\n")
+    native_library.SOURCES[0].write_text("int main(void) { return 0 }\n")
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
     assert "error" in caplog.text and list(small.iterdir()) == []

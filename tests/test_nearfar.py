@@ -356,8 +356,9 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     low = call(*(t.bfloat16() for t in (x, y, v)))
     assert low.dtype == torch.bfloat16
     assert (low.float() - whole).norm() < 0.02 * whole.norm()
+    monkeypatch.setattr(nearfar.native, "applies", lambda *tensors: False)   # which takes all heads in one call
+    monkeypatch.setattr(nearfar, "PART", 80)
     for kept in (2**17, 100):
-        monkeypatch.setattr(nearfar, "PART", 80)
         monkeypatch.setattr(nearfar, "KEPT", kept)
         weight = torch.randn_like(whole)
         for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), (x, y, v), retain_graph=True)

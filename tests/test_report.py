@@ -28,6 +28,7 @@ from crt_exp.studies.variance import REGIMES, Variance, log_variances
 PEER = Mechanism("RBFSampler", {}, m=64)
 NO_LIST = {  # reports over other things than maps and samplers, and what these are
     "bench_attention": "engines and peers", "bench_decoding": "caches", "bench_fit": "the fit of oprf",
+    "bench_nearfar": "near-far attention and its peers",
     "speed": "engines and peers", "bench_samplers": "algorithms inside samplers", "families": "models",
     "fig1": "oprf against pos", "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "attention in language models",

@@ -13,7 +13,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.engines.block_sums import one_hot
 from crt_exp.attention.engines.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.attention.engines.windows import LEAST
+from crt_exp.attention.engines.sets import LEAST
 
 PICKS = 8       # centres that are chosen at a time
 RIDGE = 1e-6    # of the mean square of queries, added to Sigma_x

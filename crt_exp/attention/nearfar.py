@@ -10,7 +10,7 @@ blocks of b tokens, n heavy keys, K cells. A query of block t sees
 Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
 by (crt_exp/attention/cells.py), carry no gradient, all sums do. Derived here. """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,9 @@ from crt_exp.attention.cells import (
 )
 from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
 from crt_exp.attention.engines.block_sums import block_sums, one_hot
-from crt_exp.attention.engines.windows import HIDDEN, Weighted, Window, gather, nothing
+from crt_exp.attention.engines.native import near_far as native
+from crt_exp.attention.engines.sets import HIDDEN, Weighted, Window, nothing
+from crt_exp.attention.engines.windows import gather
 from crt_exp.attention.nearfar_causal import Causal, Codebook
 from crt_exp.attention.nearfar_features import FarFeatures
 
@@ -49,8 +51,9 @@ class Result(NamedTuple):
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
                        cross: bool = False, codebook: Codebook | None = None, far: FarFeatures | None = None,
-                       key_mask: Tensor | None = None) -> Result:
-    """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated.
+                       key_mask: Tensor | None = None, factor: float = 1.0) -> Result:
+    """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated; of
+    factor x and factor y, where a factor is given.
 
     In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
     so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
@@ -68,6 +71,10 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
+    if call.in_c(*tensors):
+        call = replace(call, factor=factor)
+    elif factor != 1:
+        tensors = tensors[0] * factor, tensors[1] * factor, tensors[2]
     with torch.autocast(x.device.type, enabled=False):
         out, predicted = _computed(call, *tensors, keep)
     out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
@@ -91,7 +98,7 @@ def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook |
 def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """A part of the heads at a time."""
     (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
-    if call.far is not None or torch.compiler.is_compiling() or transformed(x, y, v):
+    if call.far is not None or call.in_c(x, y, v) or torch.compiler.is_compiling() or transformed(x, y, v):
         size = Z
     elif size < Z and Z * S > KEPT:
         return _InParts.apply(call, keep, size, x, y, v)
@@ -160,10 +167,18 @@ class Both:
     cross: bool
     codebook: Codebook | None
     far: FarFeatures | None = None
+    factor: float = 1.0             # in the C engine: of queries and keys as they are given
+
+    def in_c(self, *tensors: Tensor) -> bool:
+        """Whether the C engine does it, all heads in one call."""
+        return not self.cross and self.far is None and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
+        if self.in_c(x, y):
+            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep, self.factor)
+            return Chosen(Metric(*sets[:3]), Choice(*sets[3:]))
         dtype = compute_dtype(x, y)
         y = y.to(dtype)
         if self.cross:
@@ -179,6 +194,12 @@ class Both:
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,)."""
         (metric, choice), dtype = chosen, compute_dtype(x, y, v)
+        if self.in_c(x, y, v):
+            sets, sizes = native.Sets(*metric, *choice), self.sizes
+            tensors = x.float(), y.float(), v.float()
+            found = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor)
+            spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
+            return found.out, found.share.mean((1, 2)) * spread.sqrt()
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
         b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
         window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)

@@ -30,7 +30,8 @@ from crt_exp.attention.cells import (
 )
 from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.attention.engines.block_sums import block_sums
-from crt_exp.attention.engines.windows import HIDDEN, LEAST, Weighted, Window, gather, nothing
+from crt_exp.attention.engines.sets import HIDDEN, LEAST, Weighted, Window, nothing
+from crt_exp.attention.engines.windows import gather
 from crt_exp.attention.nearfar_features import FarFeatures
 
 
@@ -100,6 +101,10 @@ class Causal:
     sizes: Sizes
     codebook: Codebook
     far: FarFeatures | None = None
+
+    def in_c(self, *tensors: Tensor) -> bool:
+        """Whether the C engine does it: not yet."""
+        return False
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:

@@ -13,7 +13,7 @@ from torch import Tensor
 from crt_exp.attention.cells import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.checks import check_inputs, compute_dtype
 from crt_exp.attention.engines.block_sums import one_hot
-from crt_exp.attention.engines.windows import HIDDEN, Weighted, plain_gather
+from crt_exp.attention.engines.sets import HIDDEN, Weighted, plain_gather
 from crt_exp.attention.nearfar_causal import Codebook, cells_of, displaced, outer, slope
 
 

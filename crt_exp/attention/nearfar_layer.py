@@ -102,10 +102,12 @@ class NearFar(LinearAttention):
         sizes = self.sizes
         if self.first_order is None and self.preset != "quality":
             sizes = sizes._replace(first_order=not self.causal and k.shape[2] >= LONG)
-        q, k = self.scaled(q), self.scaled(k)
-        far = None if self.features is None else self._far(q, k, key_mask)
-        return near_far_attention(q, k, v, sizes, causal=self.causal, cross=cross, codebook=book, far=far,
-                                  key_mask=key_mask)
+        if self.features is not None:
+            q, k = self.scaled(q), self.scaled(k)
+            return near_far_attention(q, k, v, sizes, causal=self.causal, cross=cross, codebook=book,
+                                      far=self._far(q, k, key_mask), key_mask=key_mask)
+        return near_far_attention(self.normalized(q), self.normalized(k), v, sizes, causal=self.causal, cross=cross,
+                                  codebook=book, key_mask=key_mask, factor=self.scale)
 
     def _far(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> FarFeatures:
         features = self.features

@@ -9,54 +9,12 @@
    gradient to the log-sum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, as (dv + 1, M); D gradients to features. Rows of matrices with M
    columns are `ld` apart, of those with dv + 1 columns `lv`, and what fills them up is 0. */
 
-#include <math.h>
-#include <pthread.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 6, VECTORS = 4 };  /* of the tile of a product that is held in registers */
-#elif defined(__AVX__)
-enum { LANES = 8, ROWS = 6, VECTORS = 2 };
-#elif defined(__aarch64__)
-enum { LANES = 4, ROWS = 6, VECTORS = 4 };
-#else
-enum { LANES = 4, ROWS = 6, VECTORS = 2 };
-#endif
-enum { PAD = 16, CHUNK = 64, DEPTH = 96 };    /* DEPTH: terms of a product that are summed before the next columns are taken */
-enum { PAGE = 1 << 21, LARGEST_ARENA = 1 << 25 };  /* bytes: of a large page, and of scratch memory that a thread keeps */
-enum { OK, NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY };
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-typedef float stored __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#define INLINE static inline __attribute__((always_inline))
-#define AT(p) (*(stored *)(p))
-INLINE vec load_vec(const float *p) { return AT(p); }
-#if defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-
-static const float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 static const float NONE = -1e30f;   /* the reference of no key */
 static const float FARTHEST = 1e29f;  /* -log of the shortest key: beyond, it could not be told from no key */
 static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: its features come out as 0 in the backward pass */
 static const float TINY = 1e-25f;   /* a smaller denominator could miss terms that float32 rounds to 0 */
-
-typedef struct {
-    float *data;
-    int64_t batch, head, token;  /* strides; the last dimension has stride 1 */
-} View;
 
 typedef struct {
     int64_t B, H, L, S, d, dv, M, splits, segment, threads;
@@ -65,146 +23,6 @@ typedef struct {
     const uint8_t *keep;  /* (B, S), or null */
     uint8_t *levels;      /* (B, H, chunks): 1 where a chunk was taken token by token */
 } Call;
-
-/* ---- Vectors and products ---- */
-
-INLINE float largest(vec a) {
-    float top = a[0];
-    for (int i = 1; i < LANES; i++) top = a[i] > top ? a[i] : top;
-    return top;
-}
-
-INLINE float total(vec a) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += a[i];
-    return sum;
-}
-
-INLINE vec choose(ivec first, vec a, vec b) { return (vec)(((ivec)a & first) | ((ivec)b & ~first)); }
-#if defined(__clang__)  /* which has no __builtin_shuffle; with the loops around it unrolled, these are single instructions */
-INLINE vec shuffle(vec a, vec b, ivec from) {
-    vec c;
-    UNROLL for (int e = 0; e < LANES; e++) c[e] = from[e] < LANES ? a[from[e] % LANES] : b[from[e] % LANES];
-    return c;
-}
-#else
-#define shuffle __builtin_shuffle
-#endif
-INLINE vec maximum(vec a, vec b) { return choose(a > b, a, b); }
-INLINE vec minimum(vec a, vec b) { return choose(a < b, a, b); }
-
-static float square_sum(const float *x, int n) {
-    vec sum = {0};
-    for (int p = 0; p < n; p += LANES) sum += AT(x + p) * AT(x + p);
-    return total(sum);
-}
-
-/* 2^t for t <= 127, to 2 units in the last place; 0 below -126, -inf among it. */
-INLINE vec exp2_of(vec t) {
-    vec shifted = t + 12582912.0f;  /* 1.5 2^23: the sum ends in the nearest integer */
-    vec f = t - (shifted - 12582912.0f);
-    vec p = 1.5469732e-4f * f + 1.3390048e-3f;
-    p = p * f + 9.6180016e-3f;
-    p = p * f + 5.5503409e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    ivec normal = t >= -126.0f;
-    return (vec)(((bits)p + ((bits)shifted << 23)) & (bits)normal);
-}
-
-INLINE void tile(const int rows, const int vectors, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
-                 float *c, int64_t ldc, const int add) {
-    vec sum[ROWS][4];
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = add ? load_vec(c + i * ldc + j * LANES) : (vec){0};
-    for (int p = 0; p < k; p++) {
-        vec w[4];
-        UNROLL for (int j = 0; j < vectors; j++) w[j] = AT(b + p * ldb + j * LANES);
-        UNROLL for (int i = 0; i < rows; i++)
-            UNROLL for (int j = 0; j < vectors; j++) sum[i][j] += a[i * ar + p * ac] * w[j];
-    }
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < vectors; j++) AT(c + i * ldc + j * LANES) = sum[i][j];
-}
-
-#define TILE(rows, vectors) tile(rows, vectors, k, a, ar, ac, b, ldb, c, ldc, add)
-#define TILES(vectors) \
-    static __attribute__((noinline)) void tiles_##vectors(int rows, int k, const float *a, int64_t ar, int64_t ac, \
-                                                          const float *b, int64_t ldb, float *c, int64_t ldc, int add) { \
-        switch (rows) { \
-            case 6: TILE(6, vectors); break; \
-            case 5: TILE(5, vectors); break; \
-            case 4: TILE(4, vectors); break; \
-            case 3: TILE(3, vectors); break; \
-            case 2: TILE(2, vectors); break; \
-            default: TILE(1, vectors); \
-        } \
-    }
-TILES(1)
-TILES(2)
-TILES(3)
-TILES(4)
-
-/* Which part of a product is wanted, where one matrix is a triangle. */
-typedef enum {
-    ALL,
-    LOWER,    /* the product: columns up to that of the row (and some more) */
-    UP_TO,    /* a: columns up to that of the row */
-    FROM      /* a: columns from that of the row on */
-} Part;
-
-/* c (m, n) = or += a (m, k) b (k, n), a with strides (ar, ac). n is rounded up to whole vectors. UP_TO and FROM need
-   k <= DEPTH. */
-static void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb, float *c,
-                    int64_t ldc, int add) {
-    for (int p = 0; p < k; p += DEPTH)
-        for (int j = 0; j < n; j += VECTORS * LANES)
-            for (int i = 0; i < m; i += ROWS) {
-                int rows = m - i < ROWS ? m - i : ROWS, stop = p + DEPTH < k ? p + DEPTH : k, start = p;
-                int columns = part == LOWER && i + rows < n ? i + rows : n;
-                int vectors = (columns - j + LANES - 1) / LANES;
-                if (vectors <= 0) continue;
-                if (part == UP_TO && i + rows < stop) stop = i + rows;
-                if (part == FROM) start = i;
-                const float *from = a + i * ar + start * ac, *with = b + start * ldb + j;
-                float *to = c + i * ldc + j;
-                switch (vectors < VECTORS ? vectors : VECTORS) {
-                    case 1: tiles_1(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p); break;
-                    case 2: tiles_2(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p); break;
-                    case 3: tiles_3(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p); break;
-                    default: tiles_4(rows, stop - start, from, ar, ac, with, ldb, to, ldc, add || p);
-                }
-            }
-}
-
-INLINE void transpose_tile(const float *from, int64_t ldf, float *to, int64_t ldt) {
-    vec r[LANES];
-    UNROLL for (int i = 0; i < LANES; i++) r[i] = AT(from + i * ldf);
-    UNROLL for (int s = 1; s < LANES; s *= 2) {  /* swaps the off-diagonal quarters of blocks of 2 s */
-        ivec low, high;
-        UNROLL for (int e = 0; e < LANES; e++) {
-            low[e] = e & s ? LANES + e - s : e;
-            high[e] = e & s ? LANES + e : e + s;
-        }
-        UNROLL for (int i = 0; i < LANES; i++)
-            if (!(i & s)) {
-                vec a = r[i], b = r[i + s];
-                r[i] = shuffle(a, b, low);
-                r[i + s] = shuffle(a, b, high);
-            }
-    }
-    UNROLL for (int i = 0; i < LANES; i++) AT(to + i * ldt) = r[i];
-}
-
-/* to (n, m) = from (m, n)'. */
-static void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t ldt) {
-    int whole_m = m / LANES * LANES, whole_n = n / LANES * LANES;
-    for (int i = 0; i < whole_m; i += LANES)
-        for (int j = 0; j < whole_n; j += LANES) transpose_tile(from + i * ldf + j, ldf, to + j * ldt + i, ldt);
-    for (int i = 0; i < m; i++)
-        for (int j = i < whole_m ? whole_n : 0; j < n; j++) to[j * ldt + i] = from[i * ldf + j];
-}
 
 /* ---- One head ---- */
 
@@ -224,43 +42,6 @@ typedef struct {
     int bad;
 } Head;
 
-static pthread_key_t arena_key;
-static pthread_once_t arena_once = PTHREAD_ONCE_INIT;
-static void make_arena_key(void) { pthread_key_create(&arena_key, free); }
-
-typedef struct {
-    size_t size;
-    char pad[56];
-} Arena;
-
-/* `count` floats that the thread keeps from call to call: fresh pages cost more than the arithmetic on them. */
-static float *arena(size_t count) {
-    pthread_once(&arena_once, make_arena_key);
-    Arena *kept = pthread_getspecific(arena_key);
-    if (kept && kept->size >= count) return (float *)(kept + 1);
-    free(kept);
-    pthread_setspecific(arena_key, NULL);
-    size_t bytes = (sizeof(Arena) + sizeof(float) * count + PAGE - 1) / PAGE * PAGE;
-    if (!(kept = aligned_alloc(PAGE, bytes))) return NULL;
-#if defined(MADV_HUGEPAGE)
-    madvise(kept, bytes, MADV_HUGEPAGE);
-#endif
-    kept->size = count;
-    pthread_setspecific(arena_key, kept);
-    return (float *)(kept + 1);
-}
-
-/* Gives back what is too much to keep. */
-static void trim_arena(void) {
-    Arena *kept = pthread_getspecific(arena_key);
-    if (kept && kept->size * sizeof(float) > LARGEST_ARENA) {
-        free(kept);
-        pthread_setspecific(arena_key, NULL);
-    }
-}
-
-INLINE int up(int64_t n) { return (int)((n + PAD - 1) / PAD * PAD); }
-INLINE float *of(View t, int64_t b, int64_t h) { return t.data + b * t.batch + h * t.head; }
 INLINE float *row_of(const Head *e, View t, int64_t token) { return of(t, e->b, e->h) + token * t.token; }
 
 static void set_sizes(Head *e, const Call *c) {
@@ -281,7 +62,7 @@ static int open_head(Head *e, const Call *c, int64_t index) {
     e->b = index / c->H, e->h = index % c->H;
     int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
     const int sweeps = c->levels && c->dx.data;
-    struct { float **to; size_t count; } parts[] = {
+    const Scratch parts[] = {
         {&e->w, (size_t)Mp * dp}, {&e->w2, (size_t)Mp * dp}, {&e->wt, (size_t)e->d * ld}, {&e->bias, Mp},
         {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp}, {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->dx, CHUNK * dp},
         {&e->dvalues, CHUNK * lv}, {&e->Yt, (size_t)dp * CHUNK}, {&e->Vt, (size_t)lv * CHUNK}, {&e->A, CHUNK * CHUNK},
@@ -290,14 +71,7 @@ static int open_head(Head *e, const Call *c, int64_t index) {
         {&e->dS, (size_t)(e->dv + 1) * ld}, {&e->ref, Mp}, {&e->fresh, Mp}, {&e->factor, Mp}, {&e->offset, Mp},
         {&e->row, CHUNK}, {&e->top, CHUNK}, {&e->sums, CHUNK},
         {&e->pieces, sweeps ? piece_size(e, CHUNK) * (c->segment / CHUNK) : 0}};
-    size_t count = 0, n = sizeof parts / sizeof *parts;
-    for (size_t i = 0; i < n; i++) count += (parts[i].count + PAD - 1) / PAD * PAD + PAD;
-    float *memory = arena(count);
-    if (!memory) return 0;
-    for (size_t i = 0; i < n; i++) {
-        *parts[i].to = memory;
-        memory += (parts[i].count + PAD - 1) / PAD * PAD + PAD;
-    }
+    if (!take_scratch(parts, sizeof parts / sizeof *parts)) return 0;
     float scale = *of(c->scale, e->b, e->h), *bias = of(c->bias, e->b, e->h);
     memset(e->wt, 0, sizeof(float) * e->d * ld);
     memset(e->w, 0, sizeof(float) * Mp * dp);
@@ -568,20 +342,15 @@ static int run(const Call *c, int64_t parts, float *memory, Body body) {
     int bad = OK;
 #pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
     for (int64_t job = 0; job < c->B * c->H * parts; job++) {
-#if defined(__SSE__)
-        unsigned mode = _mm_getcsr();
-        _mm_setcsr(mode | 0x8040);
-#endif
+        unsigned mode = without_denormals();
         Head e;
         if (open_head(&e, c, job / parts)) {
             body(&e, job % parts, parts, memory);
             if (e.bad > bad) bad = e.bad;
         } else
             bad = NO_MEMORY;
-#if defined(__SSE__)
-        _mm_setcsr(mode);
-#endif
-        trim_arena();
+        with_mode(mode);
+        trim_scratch();
     }
     return bad;
 }

@@ -1,15 +1,9 @@
-"""One softmax over the keys around each block of queries and over sets of weighted keys: outputs without a matrix of
-pairs.
+"""The softmax of sets.py, whose legend is that of this file, without a matrix of pairs: chunk by chunk in products of
+matrices, with its closed form in the backward pass.
 
-Legend: Z = batch x key heads, n blocks of r queries q (the query heads of a group one after the other), N blocks of b
-keys, W = 2 b or 3 b keys of a window, m keys of a set, d, dv. With logits q.k + bias the weight of a key of a set is
-N e^logit and what it adds V e^logit: a plain key has N = 1 and V = v, one that stands for many their sums. So
-
-    out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
-
-Chunk by chunk in products of matrices, with the closed form of a softmax in the backward pass: with G = [g,
--g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to [V, N] e^logit G.
-Windows are overlapping views of the keys, never copies. Derived here. """
+With G = [g, -g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to
+[V, N] e^logit G. Windows are overlapping views of the keys, never copies. native/near_far.py is the faster twin for
+sequences that attend to themselves, in float32 on CPUs. Derived here. """
 
 import copy
 from collections.abc import Iterator
@@ -19,47 +13,9 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, transformed
+from crt_exp.attention.engines.sets import Gathered, Weighted, Window, log_weight, near_bias, over, plain_gather
 
 ROWS = 4096      # queries of a chunk
-HIDDEN = -1e30   # the logit of a key that is not there
-LEAST = 1e-30    # weights N below it count as none
-
-
-class Window(NamedTuple):
-    """Keys that lie around the queries: those of a block see its own and the one before, and, where `after`, the next.
-
-    The queries are those of the last n of the N blocks. hidden (r, W) is added to the logits, and bias (Z, N, b), which
-    is 0 or HIDDEN, to those of each key."""
-
-    keys: Tensor                    # (Z, N, b, d)
-    values: Tensor                  # (Z, N, b, dv)
-    bias: Tensor                    # (Z, N, b)
-    after: bool
-    hidden: Tensor | None = None    # (r, W)
-
-    @property
-    def blocks(self) -> int:
-        return 3 if self.after else 2
-
-
-class Weighted(NamedTuple):
-    """A set of weighted keys, of all blocks of a head where a dimension n is 1."""
-
-    keys: Tensor    # (Z, n or 1, m, d)
-    sums: Tensor    # (Z, n or 1, m, dv + 1): [V, N]
-    bias: Tensor    # (Z, n or 1, m)
-
-
-def nothing(y: Tensor, v: Tensor) -> Weighted:
-    """A set of one key that is not there, for keys (Z, S, d) and values (Z, S, dv)."""
-    Z = len(y)
-    return Weighted(y.new_zeros(Z, 1, 1, y.shape[-1]), v.new_zeros(Z, 1, 1, v.shape[-1] + 1), y.new_zeros(Z, 1, 1))
-
-
-class Gathered(NamedTuple):
-    out: Tensor       # (Z, n, r, dv)
-    share: Tensor     # (Z, n, r, 1): how much of the weight of each query lies in the last set
-    logsum: Tensor | None    # (Z, n, r, 1): the log of the denominator
 
 
 def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], logsum: bool = False) -> Gathered:
@@ -73,46 +29,6 @@ def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], logsum:
     if torch.compiler.is_compiling() or transformed(q, *near, *flat):
         return plain_gather(q, window, sets)
     return Gathered(*_Gather.apply(window, logsum, q, *(near or (None, None)), *flat))
-
-
-def plain_gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...]) -> Gathered:
-    """The same in torch's own operators, at once."""
-    n, logits, values = q.shape[1], [], []
-    if window is not None:
-        near = q @ _around(window.keys, window, n).mT + _near_bias(window, n)
-        logits.append(near if window.hidden is None else near + window.hidden)
-        values.append(_around(window.values, window, n))
-    weights = [_log_weight(part.sums) for part in sets]
-    logits += [q @ part.keys.mT + (part.bias + weight)[..., None, :] for part, weight in zip(sets, weights)]
-    values += [part.sums[..., :-1] * _over(part.sums[..., -1:]) for part in sets]
-    logits = torch.cat(logits, -1)
-    shares = logits.softmax(-1).split([v.shape[-2] for v in values], -1)
-    out = sum(share @ v for share, v in zip(shares, values))
-    return Gathered(out, shares[-1].sum(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
-
-
-def _around(t: Tensor, window: Window, n: int) -> Tensor:
-    """The windows of the last n of the blocks (Z, N, b, .), copied: (Z, n, W, .); zeros beyond the ends."""
-    padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 1))
-    start = t.shape[1] - n
-    return torch.cat([padded[:, start + i:start + i + n] for i in range(window.blocks)], 2)
-
-
-def _near_bias(window: Window, n: int) -> Tensor:
-    """(Z, n, 1, W)."""
-    padded = torch.nn.functional.pad(window.bias, (0, 0, 1, 1), value=HIDDEN)
-    start = window.bias.shape[1] - n
-    return torch.cat([padded[:, start + i:start + i + n] for i in range(window.blocks)], -1).unsqueeze(-2)
-
-
-def _log_weight(sums: Tensor) -> Tensor:
-    N = sums[..., -1]
-    return torch.where(N > LEAST, N.clamp(min=LEAST).log(), HIDDEN)
-
-
-def _over(N: Tensor) -> Tensor:
-    """1 / N, 0 where it counts as none."""
-    return torch.where(N > LEAST, 1 / N.clamp(min=LEAST), 0.0)
 
 
 class _Chunk(NamedTuple):
@@ -147,7 +63,7 @@ class _Near:
         self.Z, self.N, self.b, _ = window.keys.shape
         self.n, self.start, self.width = n, self.N - n, window.blocks * self.b
         self.keys, self.values = _flat(window.keys), _flat(window.values)
-        self.bias, self.hidden = _near_bias(window, n), window.hidden
+        self.bias, self.hidden = near_bias(window, n), window.hidden
 
     def given_up(self) -> tuple[Tensor, Tensor, Tensor]:
         """Its tensors, for the graph to keep no longer than it needs them."""
@@ -270,7 +186,7 @@ def _shares(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk) -> 
             logits[0].add_(near.hidden)
     for part in sets:
         keys, sums, bias = map(at.of, part)
-        logits.append(_times(q, keys.mT).add_((bias + _log_weight(sums)).unsqueeze(-2)))
+        logits.append(_times(q, keys.mT).add_((bias + log_weight(sums)).unsqueeze(-2)))
     logits = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
     return logits, logits.softmax(-1)
 
@@ -293,7 +209,7 @@ def _forward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, fo
         out = torch.bmm(parts[0].flatten(0, 1), near.windows(near.values, at)).view(found.out.shape)
     for part, share in zip(sets, parts[-len(sets):]):
         sums = at.of(part.sums)
-        _add_times(out, share * _over(sums[..., -1]).unsqueeze(-2), sums[..., :-1])
+        _add_times(out, share * over(sums[..., -1]).unsqueeze(-2), sums[..., :-1])
     found.out.copy_(out)
     return shares
 
@@ -323,7 +239,7 @@ def _window_backward(q: Tensor, near: _Near, at: _Chunk, grad: Tensor, delta: Te
 
 def _set_backward(q: Tensor, part: Weighted, G: Tensor, share: Tensor, grads: Weighted, at: _Chunk,
                   dq: Tensor) -> None:
-    weights = share * _over(part.sums[..., -1]).unsqueeze(-2)                         # e^logit / denominator
+    weights = share * over(part.sums[..., -1]).unsqueeze(-2)                         # e^logit / denominator
     slope = _times(G, part.sums.mT).mul_(weights)                                     # (z, t, r, m)
     _add_product(grads.keys, at, slope, q)
     _add_product(grads.sums, at, weights, G)

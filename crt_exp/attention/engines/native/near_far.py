@@ -1,0 +1,133 @@
+"""Near-far attention of a sequence to itself in both directions on CPUs in float32, in C: the twin of
+attention/cells.py in the choice of the sets, and of engines/windows.py, cell_sums.py and block_sums.py in what they
+give. See near_far_choice.c, near_far_cells.c and near_far.c.
+
+Legend as in attention/nearfar.py: Z = batch x key heads, G query heads of each, S tokens, d, dv; n heavy keys, K cells.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
+from crt_exp.attention.engines import native
+from crt_exp.attention.engines.native import NO_MEMORY, NOT_FINITE, View
+
+THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
+SIZES = ("Z", "G", "S", "d", "dv", "block", "heavy", "cells", "first_order", "threads")
+VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
+PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
+         "spread", "slope", "logsum", "share")
+
+
+class Call(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int64) for name in SIZES), ("factor", ctypes.c_double),
+                *((name, View) for name in VIEWS), *((name, ctypes.c_void_p) for name in PLAIN)]
+
+
+class Sets(NamedTuple):
+    """What is chosen: the fields of `Metric` and of `Choice`."""
+
+    shift: Tensor     # (Z, 1, d)
+    tilt: Tensor      # (Z, 1, d)
+    root: Tensor      # (Z, d, d)
+    places: Tensor    # (Z, n)
+    there: Tensor     # (Z, n)
+    pool: Tensor      # (Z, S)
+    cell: Tensor      # (Z, S)
+    centres: Tensor   # (Z, K, d)
+
+
+class Attended(NamedTuple):
+    out: Tensor       # (Z, G, S, dv)
+    share: Tensor     # (Z, G, S): how much of the weight of each query lies in the cells
+    logsum: Tensor    # (Z, G, S), in base 2
+    u: Tensor         # (Z, S): weights of keys in their cells
+    square: Tensor    # (Z, S): |z - centre|^2
+    level: Tensor     # (Z, K)
+    sums: Tensor      # (Z, K, d + 2): of [u y, u |z - centre|^2, u]
+    spread: Tensor    # (Z, K)
+    slope: Tensor     # (Z, dv, d), or nothing
+
+
+def applies(*tensors: Tensor) -> bool:
+    """Whether these tensors (Z, ...) are for this engine: on the CPU, to be computed with in float32, where the library
+    can be had and heads are not few for the threads; not in graphs of torch.compile and transforms of torch.func."""
+    if torch.compiler.is_compiling() or transformed(*tensors) or compute_dtype(*tensors) == torch.float64:
+        return False
+    few = torch.get_num_threads() <= THREADS * len(tensors[0])
+    return few and all(t.device.type == "cpu" for t in tensors) and native.library() is not None
+
+
+@torch.no_grad()
+def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, factor: float = 1.0) -> Sets:
+    """Of queries factor x (Z, G, S, d) and keys factor y (Z, S, d). Raises NotFinite where they are not finite."""
+    (Z, S, d), n, K = y.shape, min(heavy, y.shape[1]), min(cells, y.shape[1])
+    flag = lambda *size: torch.empty(size, dtype=torch.bool)
+    place = lambda *size: torch.empty(size, dtype=torch.long)
+    sets = Sets(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d), place(Z, n), flag(Z, n), flag(Z, S),
+                place(Z, S), y.new_empty(Z, K, d))
+    _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), dv=d, block=1,
+          heavy=n, cells=K, factor=factor)
+    return sets
+
+
+def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order: bool,
+           factor: float = 1.0) -> Attended:
+    """What queries factor x (Z, G, S, d) gather from keys factor y (Z, S, d), v (Z, S, dv). Differentiable in x, y and
+    v; the outputs alone carry gradients."""
+    options = {"block": block, "first_order": first_order, "factor": factor}
+    return Attended(*_Attend.apply(sets, options, x, y, v))
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, sets, options, x, y, v):
+        (Z, G, S, d), K, dv = x.shape, sets.centres.shape[1], v.shape[-1]
+        new = y.new_empty
+        found = Attended(new(Z, G, S, dv), new(Z, G, S), new(Z, G, S), new(Z, S), new(Z, S), new(Z, K),
+                         new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d))
+        ctx.sets, ctx.options = sets, options
+        _run("near_far_forward", ctx, x, y, v, found)
+        ctx.save_for_backward(x, y, v, *found)
+        ctx.mark_non_differentiable(*found[1:])
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        x, y, v, *found = ctx.saved_tensors
+        if grad is None:
+            return (None,) * 5
+        check_gradient(grad)
+        if torch.is_grad_enabled():
+            raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
+                                      "such as torch.func.hessian, which goes through plain operations")
+        dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+        _run("near_far_backward", ctx, x, y, v, Attended(*found), grad=grad, dx=dx, dy=dy.unsqueeze(1),
+             dvalues=dv.unsqueeze(1))
+        return None, None, dx, dy, dv
+
+
+def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, found: Attended, **views: Tensor) -> None:
+    plain = ctx.sets._asdict() | found._asdict()
+    views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=plain.pop("out")) | views
+    n, K = ctx.sets.places.shape[1], ctx.sets.centres.shape[1]
+    _call(name, views, plain, dv=v.shape[-1], heavy=n, cells=K, **ctx.options)
+
+
+def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], **sizes: float) -> None:
+    Z, G, S, d = views["x"].shape
+    sizes["block"] = min(sizes["block"], S)
+    views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()}
+    plain = {key: t.contiguous() for key, t in plain.items() if t is not None}
+    call = Call(Z=Z, G=G, S=S, d=d, threads=torch.get_num_threads(), **sizes,
+                **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
+                **{key: t.data_ptr() for key, t in plain.items()})
+    status = getattr(native.library(), name)(ctypes.byref(call))
+    if status == NO_MEMORY:
+        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}")
+    if status == NOT_FINITE:
+        check_result(torch.tensor(torch.inf))

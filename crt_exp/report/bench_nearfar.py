@@ -1,0 +1,95 @@
+"""Speed and memory of near-far attention beside exact attention (SDPA) and FAVOR++, with the bars that it is to reach:
+`python -m crt_exp.report.bench_nearfar [time|memory] [--lengths 1024 4096 16384] [--turns 5]
+[--without exact]`.
+
+Preset `default`, m = 256, batch 1, 8 heads, d = 64, float32 on the CPU, not causal, forward and backward. All take
+turns, so that load from outside hits them alike; a line has the median of milliseconds with the quartiles, and its
+ratio to the median of near-far attention. SDPA, whose time grows with the square, is warmed up at 4096 tokens at most.
+`memory`: the peak beyond inputs, output and gradients, each in a process of its own.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from crt_exp.studies.memory import in_new_process
+from crt_exp.studies.speed import forward_backward, held_by, inputs, methods
+
+NAMES = OURS, SDPA, FAVOR = "nearfar", "exact", "favorpp"
+LENGTHS, LONG = (1024, 2048, 4096, 8192, 16384), 65536
+TURNS = {1024: 41, 2048: 21, 4096: 11, 8192: 7}   # others: 5
+LONGEST_WARM_UP = 4096
+FASTER = {1024: 1.0, 2048: 1.0, 4096: 3.0, 8192: 3.0, 16384: 10.0}    # than SDPA, at least
+FAVORS = {16384: 2.0}                                                 # of the time of FAVOR++, at most
+MEMORY = 400                                                          # MiB, at most, at LONG
+
+
+def measured(length: int, turns: int, names: Sequence[str]) -> dict[str, list[float]]:
+    """Milliseconds of every turn."""
+    chosen = methods(length, names)
+    for name, method in chosen.items():
+        warm = min(length, LONGEST_WARM_UP) if name == SDPA else length
+        forward_backward(method, inputs(warm))
+    times, tensors = {name: [] for name in chosen}, inputs(length)
+    for _ in range(turns):
+        for name, method in chosen.items():
+            start = time.perf_counter()
+            forward_backward(method, tensors)
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def print_times(lengths: Sequence[int], turns: int | None = None, names: Sequence[str] = NAMES) -> None:
+    for length in lengths:
+        times = measured(length, turns or TURNS.get(length, 5), names)
+        medians = {name: statistics.median(t) for name, t in times.items()}
+        print(f"\nL = {length}, {len(times[OURS])} turns, {torch.get_num_threads()} threads; "
+              f"load {os.getloadavg()[0]:.1f}")
+        for name, t in times.items():
+            low, _, high = statistics.quantiles(t, n=4) if len(t) > 1 else (t[0],) * 3
+            print(f"  {name:<10}{medians[name]:10.1f} ms  ({low:.1f} to {high:.1f})"
+                  f"{medians[name] / medians[OURS]:8.2f}", flush=True)
+        if length in FASTER and SDPA in times:
+            _say(f"{FASTER[length]:g} times as fast as SDPA", medians[SDPA] / medians[OURS] >= FASTER[length])
+        if length in FAVORS and FAVOR in times:
+            _say(f"{FAVORS[length]:g} times the time of FAVOR++", medians[OURS] / medians[FAVOR] <= FAVORS[length])
+
+
+def print_memory(length: int) -> None:
+    print(f"\npeak memory beyond inputs, output and gradients, L = {length}")
+    for name in (OURS, FAVOR):
+        found = in_new_process(held_by, name=name, length=length, threads=torch.get_num_threads())
+        print(f"  {name:<10}{found:10.0f} MiB", flush=True)
+        if name == OURS and length == LONG:
+            _say(f"{MEMORY} MiB", found <= MEMORY)
+
+
+def _say(bar: str, reached: bool) -> None:
+    print(f"  bar, {bar}: {'reached' if reached else 'not reached'}")
+
+
+def main(size: str) -> None:
+    print_times(LENGTHS)
+    print_memory(LONG)
+
+
+def command_line() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory"])
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--without", nargs="*", default=[], choices=[SDPA, FAVOR])
+    args = parser.parse_args()
+    if args.what == "time":
+        print_times(args.lengths or LENGTHS, args.turns, [name for name in NAMES if name not in args.without])
+        return
+    for length in args.lengths or [LONG]:
+        print_memory(length)
+
+
+if __name__ == "__main__":
+    command_line()

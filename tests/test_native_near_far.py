@@ -1,0 +1,177 @@
+"""Near-far attention in C equals that of PyTorch in float64: the choice of the sets, outputs and gradients."""
+
+import pytest
+import torch
+
+from crt_exp.attention import near_far_attention, nearfar
+from crt_exp.attention.cells import Sizes, mean_spread
+from crt_exp.attention.engines import native
+from crt_exp.attention.engines.native import near_far
+from crt_exp.nonfinite import NotFinite
+
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")]
+CASES = {
+    "usual": (Sizes(32, 16, 64, True), dict(S=300, d=64, dv=64, scale=0.35)),
+    "odd sizes": (Sizes(5, 3, 7), dict(S=67, d=5, dv=17)),
+    "masked": (Sizes(4, 3, 9, True), dict(S=70, masked=True)),
+    "grouped": (Sizes(5, 5, 7, True), dict(S=151, G=3, dv=17, masked=True)),
+    "many queries of a block": (Sizes(50, 5, 7, True), dict(S=230, G=2, d=20)),
+    "several segments": (Sizes(40, 3, 5, True), dict(S=700, masked=True)),
+    "segments of one block": (Sizes(150, 3, 5), dict(S=700, d=4)),
+    "one block": (Sizes(64, 4, 9), dict(S=23, masked=True)),
+    "one token": (Sizes(3, 4, 9, True), dict(S=1, d=2, dv=1)),
+    "all heavy": (Sizes(3, 40, 90), dict(S=30)),
+    "a cell for each key": (Sizes(2, 0, 40, True), dict(S=31)),
+    "blocks of one": (Sizes(1, 2, 3, True), dict(S=40)),
+}
+
+
+def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False):
+    """Queries (Z, G, S, d), keys (Z, S, d), values (Z, S, dv), the gradient (Z, G, S, dv) and a mask (Z, S)."""
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(Z, *size, generator=g)
+    x, y, v, grad = scale * draw(G, S, d), scale * (draw(S, d) + 0.3), draw(S, dv), draw(G, S, dv)
+    keep = torch.rand(Z, S, generator=g) < 0.7 if masked else None
+    if masked:
+        keep[0, -1], keep[1, :S // 2] = True, False
+    return x, y, v, grad, keep
+
+
+def gradients(out, inputs, grad):
+    return torch.autograd.grad((out * grad).sum(), inputs)
+
+
+def assert_near(ours, expected, tolerance=1e-5):
+    for a, b in zip(ours, expected, strict=True):
+        assert a.shape == b.shape and a.isfinite().all()
+        assert (a.double() - b.double()).abs().max() <= tolerance * b.abs().max().clamp(min=1e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name):
+    """With sets that PyTorch has chosen; NaN in the padding."""
+    sizes, shape = CASES[name]
+    *inputs, grad, keep = tensors(**shape)
+    call = nearfar.Both(sizes, False, None)
+    exact = [t.double().requires_grad_() for t in inputs]
+    chosen = call.choose(*exact[:2], keep, slice(None))
+    assert not call.in_c(*exact) and call.in_c(*inputs)
+    out, predicted = call.attend(*exact, keep, chosen)
+    single = lambda t: t.float() if t.is_floating_point() else t
+    sets = near_far.Sets(*map(single, (*chosen.metric, *chosen.choice)))
+    if keep is not None:
+        for t in inputs[1:]:
+            t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
+    inputs = [t.requires_grad_() for t in inputs]
+    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order)
+    if keep is not None:    # what padded queries see depends on no law
+        grad = grad * keep[:, None, :, None]
+    assert_near([found.out * (grad != 0)], [out * (grad != 0)])
+    assert_near(gradients(found.out, inputs, grad), gradients(out, exact, grad))
+    spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
+    if keep is None:
+        torch.testing.assert_close(found.share.mean((1, 2)) * spread.sqrt(), predicted.float(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_chooses_what_float64_does(name):
+    sizes, shape = CASES[name]
+    x, y, *_, keep = tensors(**shape)
+    call = nearfar.Both(sizes, False, None)
+    metric, choice = call.choose(x, y, keep, slice(None))
+    exact, expected = call.choose(x.double(), y.double(), keep, slice(None))
+    enough = (expected.pool.sum(1) >= expected.centres.shape[1]).all()      # or some centres are any keys
+    for ours, theirs in zip((*metric, choice.centres), (*exact, expected.centres)):
+        if ours is choice.centres and not enough:
+            continue
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+    assert torch.equal(choice.pool, expected.pool)
+    for z in range(len(y)):
+        assert set(choice.heavy[z].tolist()) == set(expected.heavy[z].tolist()) or not choice.there[z].all()
+        assert len(set(choice.heavy[z].tolist())) == choice.heavy.shape[1]
+    z = (y.double() - exact.shift) @ exact.root
+    distances = torch.cdist(z, choice.centres.double())
+    ours = distances.gather(2, choice.cell.unsqueeze(-1)).squeeze(-1)
+    assert (ours <= distances.amin(-1) + 1e-4)[choice.pool].all()
+
+
+def attended(x, y, v, grad):
+    x, y, v = (t.detach().requires_grad_() for t in (x, y, v))
+    out = near_far_attention(x, y, v, Sizes(4, 3, 9, True)).out
+    return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_of_queries_and_keys(dtype):
+    x, y, v, grad, _ = (None if t is None else t.to(dtype) for t in tensors(Z=3, S=70))
+    x, y, v = x.transpose(0, 1).requires_grad_(), y[None].requires_grad_(), v[None].requires_grad_()
+    call = lambda x, y, **options: near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options).out
+    found = [call(x, y, factor=0.4), call(0.4 * x, 0.4 * y)]
+    grads = [torch.autograd.grad(out, (x, y, v), grad.transpose(0, 1)) for out in found]
+    for ours, expected in zip((found[0], *grads[0]), (found[1], *grads[1])):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_repeats_exactly_for_any_threads():
+    x, y, v, grad, _ = tensors(Z=6, S=90)
+    call = lambda: attended(x.transpose(0, 1), y[None], v[None], grad.transpose(0, 1))
+    first = call()
+    for n in (1, 2, 3, 8):
+        torch.set_num_threads(n)
+        assert all(torch.equal(a, b) for a, b in zip(call(), first))
+
+
+def test_any_strides():
+    """Heads behind tokens, as projections leave them, columns apart, an expanded gradient."""
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(2, 3, 40, 5, generator=g) for _ in range(3))
+    ones = torch.ones(()).expand(v.shape)
+    expected = attended(x, y, v, ones.contiguous())
+    behind = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, y, v)]
+    columns = [t.mT.contiguous().mT for t in (x, y, v)]
+    for inputs in (behind, columns):
+        assert_near(attended(*inputs, ones), expected, 1e-6)
+
+
+def test_large_shifts_and_long_vectors():
+    """Keys far from 0 and logits of thousands, whose exponentials no number holds."""
+    x, y, v, grad, _ = tensors(Z=3, S=120, scale=20.0)
+    x, y = x.transpose(0, 1), y[None] + 100
+    out, *grads = attended(x, y, v[None], grad.transpose(0, 1))
+    exact, *expected = attended(x.double(), y.double(), v[None].double(), grad.transpose(0, 1).double())
+    assert_near([out], [exact], 5e-3)
+    assert all(t.isfinite().all() for t in grads)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("side", [0, 1])
+def test_not_finite(side, value):
+    inputs = list(tensors(S=70)[:2])
+    inputs[side][1, ..., 33, 2] = value
+    with pytest.raises(NotFinite, match="NaN or infinite"):
+        near_far.choose(*inputs, 3, 9, None)
+
+
+def test_what_it_leaves_to_pytorch(monkeypatch):
+    x, y, v, *_ = tensors(Z=2, S=20)
+    assert near_far.applies(x, y, v) and near_far.applies(x.bfloat16(), y, v)
+    assert not near_far.applies(x, y.double(), v)
+    torch.set_num_threads(9)
+    assert not near_far.applies(x, y, v)       # two heads for nine threads
+    torch.set_num_threads(1)
+    for call in (nearfar.Both(Sizes(), True, None), nearfar.Causal(Sizes(), None)):
+        assert not call.in_c(x, y, v)
+    with pytest.raises(NotImplementedError, match="torch.func"):
+        x = x.transpose(0, 1).requires_grad_()
+        out = near_far_attention(x, y[None], v[None], Sizes(4, 2, 3)).out
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+    class Full:
+        def __getattr__(self, name):
+            return lambda call: native.NO_MEMORY
+
+    monkeypatch.setattr(native, "library", lambda: Full())
+    with pytest.raises(MemoryError, match="20 tokens with d = 8"):
+        near_far.choose(x.transpose(0, 1).detach(), y, 3, 9, None)
