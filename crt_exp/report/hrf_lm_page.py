@@ -165,7 +165,7 @@ def draw(ax, found: Found, title: str, metric: str) -> None:
         height = getattr(found.controls[title, law], metric)
         ax.plot((ms[0], ms[-1]), (height, height), color=colour(law), lw=1.2, ls=":")
         ends.append((label(law), ms[-1], height, colour(law)))
-    ax.set(title=f"{title}: {METRICS.get(metric, 'share of negative estimates')}", xlabel="projections m", xscale="log")
+    ax.set(title=f"{title}\n{METRICS.get(metric, 'share of negative estimates')}", xlabel="projections m", xscale="log")
     ax.set_xticks(ms, ms)
     ax.minorticks_off()
     label_ends(ax, ends)

@@ -67,6 +67,6 @@ def figure(curves: dict[str, list[list[float]]]):
     fig, axes = new_figure(1, 1, figsize=(6, 3.5))
     for (name, curve), style in zip(curves.items(), ("-", "--")):
         axes.plot(*zip(*curve), style, marker="o", ms=3, label=name)
-    axes.set(xlabel="epoch", ylabel="perplexity, validation", yscale="log")
+    axes.set(xlabel="epoch", ylabel="perplexity, validation")
     axes.legend()
     return fig
