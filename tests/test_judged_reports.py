@@ -116,7 +116,7 @@ def test_performers_fig4_judges_by_the_interval_and_names_the_control_that_wins(
     assert told["MSE of trig x orthogonal below that of trig x iid"] == "refuted"
     assert told["MSE of pos x iid below that of trig x iid"] == "open"
     first = performers_fig4.controls_that_win(found)
-    assert first.startswith(f"**Uniform attention, the mean of V, a control, beats 12 of {len(found)} arms.**")
+    assert first.startswith(f"**Uniform attention (the mean of V), a control, beats 12 of {len(found)} arms.**")
     assert "trig x orthogonal" in first and "pos x orthogonal" not in first
     for line in performers_fig4.least_of_all(found, "matched").splitlines():
         assert ": pos x orthogonal; " in line

@@ -12,6 +12,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 LEVEL = 0.05  # of all verdicts of a report together
+NAMED = 4     # arms of one place that a first line names
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,12 @@ class Verdict:
 
 
 def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
-    """The first line of a report: which of so many arms a control beats, by where (where -> arms)."""
+    """The first line of a report: which of so many arms a control beats, by where (where -> arms); many are counted."""
     count = sum(map(len, beaten.values()))
     if not count:
         return f"None of {of} arms is worse than {control}, a control."
-    told = "; ".join(f"{where}: {', '.join(arms)}" for where, arms in beaten.items() if arms)
+    told = "; ".join(f"{where}: {', '.join(arms) if len(arms) <= NAMED else len(arms)}"
+                     for where, arms in beaten.items() if arms)
     return f"**{control[0].upper()}{control[1:]}, a control, beats {count} of {of} arms.** {told}."
 
 

@@ -93,7 +93,7 @@ def controls_that_win(found: Found) -> str:
             least = middle(behind(found, S, UNIFORM, layer))
             beaten[f"mean |x + y|^2 = {S}, layer {layer}"] = [
                 named(arm) for arm in arms(S) if arm != UNIFORM and middle(behind(found, S, arm, layer)) > least]
-    return won_by("uniform attention, the mean of V in every layer,", beaten, 2 * sum(len(arms(S)) - 1 for S in SUMS))
+    return won_by("uniform attention (the mean of V in every layer)", beaten, 2 * sum(len(arms(S)) - 1 for S in SUMS))
 
 
 def named(arm: Arm) -> str:

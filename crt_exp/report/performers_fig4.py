@@ -120,7 +120,7 @@ def controls_that_win(found: Found) -> str:
     for (heads, S, *arm), cell in found.items():
         if middle(cell["mse"][-1]) > 1:
             beaten.setdefault(f"{heads} heads, mean |x + y|^2 = {S}", []).append(named(*arm))
-    return won_by("uniform attention, the mean of V", beaten, len(found))
+    return won_by("uniform attention (the mean of V)", beaten, len(found))
 
 
 def least_of_all(found: Found, heads: str) -> str:
