@@ -169,7 +169,7 @@ def figure(found: Found):
             ax.set_title(f"{what}; m = {M}, mean $|x + y|^2$ = {S}")
         swept = {(f, STYLES[m]): found[SUMS[0], Arm(f, "orthogonal", m)][kind] for f in SWEPT[1:] for m in MS}
         curves(line[-1], swept, found[SUMS[0], UNIFORM][kind])
-        line[-1].set_title(f"{what}; m = {', '.join(map(str, MS))} (dotted to solid), {SUMS[0]}")
+        line[-1].set_title(f"{what}; m = {MS[0]} (dotted) to {M}, mean $|x + y|^2$ = {SUMS[0]}")
         line[0].set_ylabel("relative error of the attention branch")
     for ax in axes[-1]:
         ax.set_xlabel("layer")
