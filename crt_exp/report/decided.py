@@ -102,9 +102,10 @@ class Code:
 
     def enter(self, top: str) -> None:
         """Follows the names of one more package or module, that of a report which stands elsewhere."""
-        file = getattr(sys.modules.get(top), "__file__", None)
-        if top not in self.homes and file is not None:
-            self.homes[top] = Path(file).parent if Path(file).name == "__init__.py" else Path(file)
+        module = sys.modules.get(top)
+        file, folders = getattr(module, "__file__", None), list(getattr(module, "__path__", ()))
+        if top not in self.homes and (folders or file):
+            self.homes[top] = Path(folders[0] if folders else file)
 
     def module(self, name: str) -> "Module | None":
         """None for modules of other packages than this one and those that were entered."""
