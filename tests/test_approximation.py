@@ -175,6 +175,7 @@ def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypat
         assert found["log_variance_coupled"] < found["log_variance"] - 0.1  # the law above has power
 
 
+@pytest.mark.slow
 def test_predicted_best_is_near_the_measured_best():
     for scale in (0.5, 1.5):
         task = Approximation(ms=[72], samples=8, rows=1, pairs=0, heads=1, d=16, scale=scale, depth=0, length=64)

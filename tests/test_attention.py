@@ -626,6 +626,7 @@ def test_log_sums_and_their_gradients(phi, shape, is_causal, small_chunks):
     assert_same(with_logsum(case, partial_attention, is_causal, weight), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("phi", [m for m in CLOSED if m.kernel == "softmax"], ids=repr)
 def test_log_sums_in_single_precision(phi, is_causal, engine):
@@ -811,6 +812,7 @@ def test_identity_and_linformer():
     assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[:, :7].abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("phi", [OPRF(), *(pytest.param(phi, marks=pytest.mark.slow) for phi in (TrigRF(), GeomRF()))],
                          ids=repr)

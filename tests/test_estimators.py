@@ -169,6 +169,7 @@ def test_sharp_kernel_as_in_the_tests_of_rbf_sampler(mechanism):
     assert np.abs(error.mean()) <= 0.01 and np.abs(error).max() <= 0.1 and np.abs(error).mean() <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", [
     scipy.sparse.csr_array, *(pytest.param(each, marks=pytest.mark.slow)
                               for each in (scipy.sparse.csr_matrix, scipy.sparse.csc_array))])

@@ -118,6 +118,7 @@ def test_what_is_kept_gives_the_recorded_numbers(typed, tmp_path, folder):
     assert plain.pretrained_cfg["label_names"] == ["class0", "class1", "class2"]
 
 
+@pytest.mark.slow
 def test_number_of_workers_changes_nothing(typed, tmp_path):
     """With everything that draws: policy, erasing, mixup, cutmix, drop path."""
     for workers in (0, 2):

@@ -32,6 +32,7 @@ def test_every_attention_composes(name):
     assert compose([f"attention={name}"]).attention._target_.startswith("crt_exp.attention.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", choices("attention"))
 def test_what_is_saved_by_names_is_the_same_mechanism(name):
     """From the library and from the command line, through JSON."""

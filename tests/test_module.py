@@ -366,6 +366,7 @@ def test_decoding_with_several_noises_equals_the_whole_sequence(phi, m, names):
         decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], version=module.version)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_noises_compile_without_graph_breaks(shared):
     torch._dynamo.reset()

@@ -100,6 +100,7 @@ def test_equals_float64(phi, shape, causal):
     assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]), KINDS[2]])
 def test_every_width_of_vectors(kind, built):
@@ -408,6 +409,7 @@ def test_folder_of_another_user_is_not_used(small, monkeypatch, caplog):
     assert len(caplog.records) == 1 and "belongs to another user" in caplog.text
 
 
+@pytest.mark.slow
 @needs_library
 def test_cache_that_cannot_be_written(cache, monkeypatch, caplog, tmp_path):
     """One warning; the engine works."""

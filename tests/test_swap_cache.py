@@ -109,6 +109,7 @@ def test_generate_gives_the_tokens_of_the_whole_sequence(make, name):
     assert torch.equal(with_state, without) and with_state.shape == (2, 18)
 
 
+@pytest.mark.slow
 @each
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3},
                                      {"num_beams": 4, "do_sample": True, "num_return_sequences": 2}], ids=str)
@@ -123,6 +124,7 @@ def test_a_prompt_in_chunks():
     assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options), generated(model, ids, **options)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize("name", ["favorpp", "favor"])
 def test_assisted_generation_goes_back_in_the_state(make, name):

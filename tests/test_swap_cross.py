@@ -151,6 +151,7 @@ def noting(factors):
     return call
 
 
+@pytest.mark.slow
 @each(ALL)
 @pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated", "uncalibrated"])
 @pytest.mark.parametrize("name", FITTED)
@@ -218,6 +219,7 @@ def test_padding_of_the_encoder_counts_nowhere(make):
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @each(HF)
 @pytest.mark.parametrize("name", ["favorpp", "geom"])
 def test_generate_with_and_without_cache(make, name):

@@ -220,6 +220,7 @@ def test_a_signal_that_was_ignored_from_the_start_stays_so(signum, typed, whole,
         signal.signal(signum, before)
 
 
+@pytest.mark.slow
 def test_the_words_that_continue_a_run_can_be_pasted(typed, whole, tmp_path, monkeypatch):
     place = override("hydra.run.dir", tmp_path / "a 'b' \"c\"=[d],$e")
     with monkeypatch.context() as patch:
@@ -243,6 +244,7 @@ def test_overrides_hold_any_path(path):
     assert OmegaConf.create({"dir": found if isinstance(found, str) else str(found)}).dir == path
 
 
+@pytest.mark.slow
 def test_a_checkpoint_after_so_many_minutes_changes_no_number(typed, whole, tmp_path, monkeypatch):
     """Here after every step; and it may be another number in a run that goes on."""
     args = [*ARGS[:-1], "trainer.keep=50"]
@@ -255,7 +257,7 @@ def test_a_checkpoint_after_so_many_minutes_changes_no_number(typed, whole, tmp_
 
 
 OPTIONS = [["trainer.accumulate=2", "task.weighted=true", "trainer.precision=bf16", "trainer.optimizer=adam"],
-           ["task.streamed=true", "trainer.steps=30"],
+           pytest.param(["task.streamed=true", "trainer.steps=30"], marks=pytest.mark.slow),
            pytest.param(["trainer.patience=1", "trainer.eval_every=4", "trainer.prefetch=0"], marks=pytest.mark.slow)]
 
 
@@ -370,6 +372,7 @@ def test_an_epoch_by_cost_has_its_own_number_of_steps(typed, tmp_path):
     assert steps != 96 // 8 and records(tmp_path / "run")[-1]["step"] == 2 * steps
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_long_evaluation_at_once(typed, whole, tmp_path, monkeypatch):
     real = toy.Toy.evaluate
 

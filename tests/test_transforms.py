@@ -132,6 +132,7 @@ def test_transforms_in_single_precision(phi, causal):
         assert_same((run(case, case.ours).double(), run(exact, exact.reference)), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phi", [OPRF(), pytest.param(TrigRF(), marks=pytest.mark.slow)], ids=repr)
 def test_compiled_transforms(phi):
     case = Case(phi, True, torch.float32)
