@@ -53,13 +53,15 @@ def write(size: str, model: hrf_lm_runs.Model, ours: dict[str, Any], theirs: lis
         f"{best['crt_exp, task=ptb']:.1f}, in {ours['seconds'] / 60:.0f} minutes"])
     table = markdown(["", "best perplexity on the validation text", "at the end"],
                      [[name, f"{best[name]:.2f}", f"{curve[-1][1]:.2f}"] for name, curve in curves.items()])
+    control = ("The control, the unigram law of the training text, which knows no word before, has perplexity "
+               f"{ours['unigram']:.0f} on the test text, ours {ours['test']:.1f}.")
     rows = [{"run": name, "epoch": epoch, "perplexity": value} for name, curve in curves.items()
             for epoch, value in curve]
     facts = (f"SIZE={size}. Penn Treebank, `{' '.join(model.overrides)}`, otherwise conf/task/ptb.yaml; one run each. "
              "The plain one leaves out the first word of each of 10 columns and the words that fill no column, as the "
              "examples do; ours counts every word.")
-    path = write_report("ptb-peer", "A language model of words beside plain PyTorch", f"{said}\n\n{table}", rows,
-                        figure(curves), facts, seconds)
+    path = write_report("ptb-peer", "A language model of words beside plain PyTorch", f"{said}\n\n{control}\n\n{table}",
+                        rows, figure(curves), facts, seconds)
     print(f"{said}\nwritten: {path}")
 
 
