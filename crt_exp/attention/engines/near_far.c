@@ -102,6 +102,20 @@ INLINE void exponentiate(Head *e, const Block *at, int ld, int j, vec top, vec *
     *all = sum + far, *cells = far;
 }
 
+/* Takes the queries of segment g, piece by piece, through `each`; returns the block behind its last. */
+INLINE int64_t take_segment(Head *e, int64_t g, void (*each)(Head *e, const Block *at, int i, int R)) {
+    const int64_t first = g * e->T, stop = least_of(first + e->T, e->N);
+    load_segment(e, first);
+    states_of_segment(e, g);
+    for (int64_t t = first; t < stop; t++) {
+        const Block at = block_at(e, first, t);
+        const int all = at.tokens * e->c->G;
+        take_states(e, first, t);
+        for (int i = 0; i < all; i += QUERIES) each(e, &at, i, all - i < QUERIES ? all - i : QUERIES);
+    }
+    return stop;
+}
+
 /* ---- Forward ---- */
 
 static void attend(Head *e, const Block *at, int i, int R) {
@@ -132,17 +146,7 @@ static void forward_head(Head *e) {
     place_cells(e);
     if (e->c->first_order) find_slope(e);
     memset(e->before, 0, sizeof(float) * e->K * e->lv);
-    for (int64_t g = 0; g < e->segments; g++) {
-        const int64_t first = g * e->T, stop = least_of(first + e->T, e->N);
-        load_segment(e, first);
-        states_of_segment(e, g);
-        for (int64_t t = first; t < stop; t++) {
-            const Block at = block_at(e, first, t);
-            const int all = at.tokens * e->c->G;
-            take_states(e, first, t);
-            for (int i = 0; i < all; i += QUERIES) attend(e, &at, i, all - i < QUERIES ? all - i : QUERIES);
-        }
-    }
+    for (int64_t g = 0; g < e->segments; g++) take_segment(e, g, attend);
 }
 
 /* ---- Backward ---- */
@@ -255,15 +259,7 @@ static void backward_head(Head *e) {
     if (e->c->first_order) load_slope(e);
     begin_backward(e);
     for (int64_t g = 0; g < e->segments; g++) {
-        const int64_t first = g * e->T, stop = least_of(first + e->T, e->N);
-        load_segment(e, first);
-        states_of_segment(e, g);
-        for (int64_t t = first; t < stop; t++) {
-            const Block at = block_at(e, first, t);
-            const int all = at.tokens * e->c->G;
-            take_states(e, first, t);
-            for (int i = 0; i < all; i += QUERIES) attend_backward(e, &at, i, all - i < QUERIES ? all - i : QUERIES);
-        }
+        const int64_t first = g * e->T, stop = take_segment(e, g, attend_backward);
         states_backward(e, g);
         const int64_t whole = stop == e->N ? stop : stop - 1;
         for (int64_t s = first ? first - 1 : 0; s < whole; s++) flush(e, s, (s - first + 1) * e->b);
