@@ -14,15 +14,14 @@ from crt_exp.report.table2_runs import EXACT, JUDGED, PIECES, Kind, scratch_arm
 from crt_exp.report.table2_verdicts import (
     Found,
     above,
+    answers,
     beaten,
     claims,
     difference,
     label,
     power,
     scores,
-    scratch_answers,
     steps_of,
-    swapped_answers,
 )
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 from crt_exp.studies.fidelity import Arm
@@ -226,10 +225,10 @@ def draw_glue(ax, found: Found) -> None:
     """Points above exact attention, of each row and task, with bootstrap intervals over examples."""
     rows = []
     for data in found.datasets:
-        swapped, scratch = swapped_answers(found, data), scratch_answers(found, data)
+        swapped, scratch = answers(found.tuned, data), answers(found.scratch, data)
         for base, runs, name in ((EXACT, swapped, label), ("exact", scratch, lambda n: f"scratch, {n}")):
-            rows += [(f"{TASKS[data].folder}: {name(arm)}", difference(found, data, answers, runs[base]))
-                     for arm, answers in runs.items() if arm != base and base in runs]
+            rows += [(f"{TASKS[data].folder}: {name(arm)}", difference(found, data, own, runs[base]))
+                     for arm, own in runs.items() if arm != base and base in runs]
     for place, (_, each) in enumerate(rows):
         ax.errorbar(each.mean, place, xerr=each.half, color="#444444", marker="o", ms=4, lw=1.2, capsize=2)
     ax.axvline(0, color=palette.EXACT, lw=1)

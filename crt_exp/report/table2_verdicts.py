@@ -134,7 +134,7 @@ def claim(text: str, differences: np.ndarray) -> list[Claim]:
 
 def glue_claims(found: Found, data: str) -> list[Claim]:
     glue, made, name = found.setting.glue, [], data.upper()
-    swapped, scratch = swapped_answers(found, data), scratch_answers(found, data)
+    swapped, scratch = answers(found.tuned, data), answers(found.scratch, data)
     plain, better = (Arm(each, glue.m) for each in JUDGED)
     if plain in swapped and better in swapped:
         made.append(Claim(f"{name}: swapped into exact encoders and fine-tuned, FAVOR++ scores above FAVOR+, "
@@ -148,20 +148,12 @@ def glue_claims(found: Found, data: str) -> list[Claim]:
 # ---- GLUE
 
 
-def swapped_answers(found: Found, data: str) -> dict[Arm, list[list[float]]]:
-    """Arm -> answers of each of its runs."""
-    made: dict[Arm, list[list[float]]] = {}
-    for (arm, other, _), run in found.tuned.items():
+def answers(runs: dict[tuple[Any, str, Any], dict[str, Any]], data: str) -> dict[Any, list[list[float]]]:
+    """Of runs by arm, set and seed: arm -> answers of each of its runs on this set."""
+    made: dict[Any, list[list[float]]] = {}
+    for (arm, other, _), run in runs.items():
         if other == data:
             made.setdefault(arm, []).append(run["answers"])
-    return made
-
-
-def scratch_answers(found: Found, data: str) -> dict[str, list[list[float]]]:
-    made: dict[str, list[list[float]]] = {}
-    for (name, other, _), run in found.scratch.items():
-        if other == data:
-            made.setdefault(name, []).append(run["answers"])
     return made
 
 
