@@ -34,9 +34,9 @@ def sizes(hidden: int, layers: int, heads: int) -> tuple[str, ...]:
 SMALL = (*sizes(128, 4, 4), "task.vocabulary_size=4096", *ONCE)
 LARGE = (*sizes(512, 8, 16), "task.vocabulary_size=8192", "trainer.precision=bf16", *ONCE)
 SETTINGS = {
-    # a masked model leaves its unigram only after thousands of steps, and short blocks make these cheap
+    # with blocks of 32 the masked model stays near its unigram law: a loss of 6.0 nats after 3900 of 5500 steps
     "small": Setting(models=(
-        Model(BERT, (*SMALL, *ENCODER), (stage(32, 64, 5500, "2e-3"), stage(128, 16, 1500, "1e-3"),
+        Model(BERT, (*SMALL, *ENCODER), (stage(18, 128, 5000, "2e-3"), stage(128, 16, 1500, "1e-3"),
                                          stage(512, 4, 600, "5e-4"))),
         Model(CAUSAL, (*SMALL, *DECODER), (stage(64, 32, 3000, "2e-3"), stage(256, 8, 800, "1e-3"),
                                            stage(512, 4, 500, "5e-4"))))),
