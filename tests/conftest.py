@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -11,6 +12,13 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def pytest_collection_finish():
+    """What the collection made stays to the end: Python need not look through it each time it collects garbage, which
+    every run does when it lets go of its memory."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
