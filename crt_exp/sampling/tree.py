@@ -6,6 +6,8 @@ Legend: V classes, M features; level 0 is the table (V, M), a row of level l + 1
 import torch
 from torch import Tensor, nn
 
+from crt_exp.sampling import native_draws
+
 FAN = 16  # children of a node: one row of float32 entries of a feature is read as 16 lines of the cache, a step deeper
 #           for each factor of 16 in V
 FLAT = 2**12  # nodes at most of a level whose distribution functions are inverted at once, without going down to it
@@ -77,36 +79,49 @@ class SumTree(nn.Module):
         summed = below.view(-1, FAN, self.width).sum(1, dtype=level.dtype)
         return torch.nn.functional.pad(summed, (0, 0, 0, len(level) - len(summed)))
 
-    def descend(self, column: Tensor, without: Tensor | None = None) -> Tensor:
-        """For each column number (B, k) a row drawn in proportion to that column's entries, none of them negative.
+    def draw(self, mass: Tensor, k: int, without: Tensor | None = None) -> Tensor:
+        """k rows for each query, (B, k): a column in proportion to mass (B, M), then a row in proportion to the entries
+        of that column, none of them negative.
 
         without: a row (B,) that is left out of the draws of its query. O(FAN log V) a draw, and O(FLAT M) for all.
         """
+        u = torch.rand(len(mass), k, self.start + 2, dtype=torch.float64, device=mass.device)
+        ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)                # (M, nodes)
+        if native_draws.applies(self.level0):
+            levels = [self.level(number) for number in range(self.depth)]
+            return native_draws.rows_of(levels, self.start, self.rows, ends, mass, u, without)
+        return self.rows_of(ends, mass, u, without)
+
+    @property
+    def start(self) -> int:
+        """The level at which the way down begins."""
+        return next(number for number in range(self.depth) if len(self.level(number)) <= FLAT)
+
+    def rows_of(self, ends: Tensor, mass: Tensor, u: Tensor, without: Tensor | None) -> Tensor:
+        """The rows (B, k) that uniform numbers u (B, k, 2 + levels below `start`) stand for."""
+        column = choose_columns(mass, u[..., 0])
         taken = None if without is None else self.level0[without].gather(1, column).double()
-        start = next(number for number in range(self.depth) if len(self.level(number)) <= FLAT)
-        node = self._invert(start, column, without, taken)
-        for number in reversed(range(start)):
+        node = self._invert(ends, column, u[..., 1], without, taken)
+        for number in reversed(range(self.start)):
             weights = self.level(number).view(-1, FAN, self.width)[node, :, column].double()  # (B, k, FAN)
             if without is not None:
                 self._leave_out(weights, number, node, without[:, None], taken)
-            node = node * FAN + choose(weights)
+            node = node * FAN + choose(weights, u[..., self.start + 1 - number])
         return node.clamp(max=self.rows - 1)
 
-    def _invert(self, number: int, column: Tensor, without: Tensor | None, taken: Tensor | None) -> Tensor:
-        """Nodes (B, k) of a level, each drawn in proportion to its column.
+    def _invert(self, ends: Tensor, column: Tensor, u: Tensor, without: Tensor | None, taken: Tensor | None) -> Tensor:
+        """Nodes (B, k) of level `start`, each in proportion to its column, whose sums up to each node are ends.
 
         One search for all draws: column i's distribution function takes the numbers from i to i + 1.
         """
-        ends = self.level(number).double().mT.contiguous().cumsum_(-1)                   # (M, nodes)
         total, nodes = ends[:, -1:].clone(), ends.shape[1]
-        ends = ends.div_(total).add_(torch.arange(len(ends), device=ends.device)[:, None]).flatten()
-        u = torch.rand(column.shape, dtype=ends.dtype, device=ends.device)
+        ends = (ends / total).add_(torch.arange(len(ends), device=ends.device)[:, None]).flatten()
         if without is not None:  # the interval of the row's node is shorter by what is taken, those behind it move up
             taken = taken / total.flatten()[column]
-            place = column * nodes + without[:, None] // FAN**number
+            place = column * nodes + without[:, None] // FAN**self.start
             u = u * (1 - taken)
             u = torch.where(u + column >= ends[place] - taken, u + taken, u)
-        found = torch.searchsorted(ends, u.add_(column), right=True) - column * nodes
+        found = torch.searchsorted(ends, u + column, right=True) - column * nodes
         return found.clamp_(0, nodes - 1)
 
     def _leave_out(self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor) -> None:
@@ -120,12 +135,17 @@ class SumTree(nn.Module):
         weights.scatter_(-1, place, torch.where(below, rest, held))
 
 
-def choose(weights: Tensor) -> Tensor:
-    """A number of the last axis drawn in proportion to weights (..., n) that are not negative, (...)."""
-    ends = weights @ torch.ones(weights.shape[-1], weights.shape[-1], dtype=weights.dtype, device=weights.device).triu()
-    u = torch.rand(*ends.shape[:-1], 1, dtype=ends.dtype, device=ends.device)
-    found = torch.searchsorted(ends, u.mul_(ends[..., -1:]), right=True)
-    return found.squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+def choose(weights: Tensor, u: Tensor) -> Tensor:
+    """A number of the last axis for each of weights (..., n), none of them negative, in proportion: the one that the
+    uniform number u (...) stands for."""
+    ends = weights.cumsum(-1)
+    return (ends <= u[..., None] * ends[..., -1:]).sum(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def choose_columns(mass: Tensor, u: Tensor) -> Tensor:
+    """The same with k uniform numbers (B, k) for each row of mass (B, M), (B, k)."""
+    ends = mass.double().cumsum(-1)
+    return torch.searchsorted(ends, u * ends[:, -1:], right=True).clamp_(max=mass.shape[1] - 1)
 
 
 def _padded(rows: int) -> int:

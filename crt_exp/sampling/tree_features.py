@@ -12,6 +12,7 @@ from torch import Tensor
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
+from crt_exp.sampling import native_draws
 from crt_exp.sampling.base import Drawn
 from crt_exp.sampling.feature_law import FeatureLaw
 from crt_exp.sampling.tree import EXHAUSTED, FAN, SumTree, choose
@@ -63,7 +64,7 @@ class TreeFeatures(FeatureLaw):
         a, left, target_log_q = self._masses(hidden, targets)
         mass = a * left
         sums = mass.sum(-1, keepdim=True)
-        ids = self.tree.descend(draw_columns(mass, uniform.shape[1]), targets)
+        ids = self.tree.draw(mass, uniform.shape[1], targets)
         ids = self._repaired(ids, sums == 0, targets)
         ids = torch.where(uniform >= 0, uniform, ids) if self.defensive else ids
         log_q = self._products((a * (left > 0) / sums).float(), ids).log()
@@ -104,6 +105,8 @@ class TreeFeatures(FeatureLaw):
 
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """weight (B, M) times the features of ids (B, k), (B, k)."""
+        if native_draws.applies(self.tree.level0):
+            return native_draws.products(weight, self.tree.level0, ids)
         step = max(1, GATHERED // (ids.shape[1] * weight.shape[1]))
         parts = [F.embedding(i, self.tree.leaves) @ w[..., None] for i, w in zip(ids.split(step), weight.split(step))]
         return torch.cat(parts).squeeze(-1)
@@ -119,7 +122,8 @@ class TreeFeatures(FeatureLaw):
         for number in reversed(range(self.tree.depth)):
             children = node[..., None] * FAN + torch.arange(FAN, device=node.device)
             weights = self._weights(a, number, children, targets, taken)
-            step = torch.where(given >= 0, given // FAN**number % FAN, choose(weights.double()))
+            u = torch.rand(given.shape, dtype=torch.float64, device=given.device)
+            step = torch.where(given >= 0, given // FAN**number % FAN, choose(weights.double(), u))
             log_q += (weights.gather(-1, step[..., None]).squeeze(-1) / weights.sum(-1)).log()
             node = node * FAN + step
         return node.clamp(max=self.classes - 1), log_q
@@ -148,10 +152,3 @@ class TreeFeatures(FeatureLaw):
         parts = zip((children[..., 0] // FAN).split(step), a.split(step))
         found = [F.embedding(node, groups).view(len(w), -1, level.shape[1]) @ w[..., None] for node, w in parts]
         return torch.cat(found).view_as(children)
-
-
-def draw_columns(share: Tensor, k: int) -> Tensor:
-    """k columns a row of share (B, M) >= 0, in proportion, (B, k)."""
-    ends = share.cumsum(-1)
-    u = torch.rand(len(share), k, dtype=ends.dtype, device=ends.device) * ends[:, -1:]
-    return torch.searchsorted(ends, u, right=True).clamp(max=share.shape[1] - 1)

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FILES = ("vectors.h", "products.c", "native.c", "near_far.h", "near_far_choice.c", "near_far_states.c",
-         "near_far_cells.c", "near_far.c")
+         "near_far_cells.c", "near_far.c", "tree_draws.c")
 SOURCES = tuple(Path(__file__).with_name(name) for name in FILES)
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 3 times the time"

@@ -25,15 +25,6 @@ typedef struct {
 
 static const float LEAST = 1e-30f;  /* weights below it count as none */
 
-INLINE float dot(const float *a, const float *b, int n) {
-    vec sum = {0};
-    float rest = 0;
-    int p = 0;
-    for (; p + LANES <= n; p += LANES) sum += AT(a + p) * AT(b + p);
-    for (; p < n; p++) rest += a[p] * b[p];
-    return total(sum) + rest;
-}
-
 /* to += factor from */
 INLINE void add_row(float *to, float factor, const float *from, int64_t n) {
     int64_t p = 0;

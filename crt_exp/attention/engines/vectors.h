@@ -87,6 +87,15 @@ INLINE float square_sum(const float *x, int n) {
     return total(sum);
 }
 
+INLINE float dot(const float *a, const float *b, int n) {
+    vec sum = {0};
+    float rest = 0;
+    int p = 0;
+    for (; p + LANES <= n; p += LANES) sum += AT(a + p) * AT(b + p);
+    for (; p < n; p++) rest += a[p] * b[p];
+    return total(sum) + rest;
+}
+
 /* 2^t for t <= 127, to 2 units in the last place; 0 below -126, -inf among it. */
 INLINE vec exp2_of(vec t) {
     vec shifted = t + 12582912.0f;  /* 1.5 2^23: the sum ends in the nearest integer */
