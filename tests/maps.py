@@ -1,8 +1,27 @@
 """The one list of feature maps that the laws run over: all of conf/features, and variants of them."""
 
-from crt_exp.features import (CERF, GERF, OPRF, SDERF, SMREG, AngularCoefficient, AngularHybrid, AutoRF,
-                              ClusteredHybrid, GaussianCoefficient, GaussianHybrid, GaussianMixtureHybrid, GeomRF,
-                              Hybrid, HypRF, PoisRF, PosRF, Product, Sum, TrigRF)
+from crt_exp.features import (
+    CERF,
+    GERF,
+    OPRF,
+    SDERF,
+    SMREG,
+    AngularCoefficient,
+    AngularHybrid,
+    AutoRF,
+    ClusteredHybrid,
+    GaussianCoefficient,
+    GaussianHybrid,
+    GaussianMixtureHybrid,
+    GeomRF,
+    Hybrid,
+    HypRF,
+    PoisRF,
+    PosRF,
+    Product,
+    Sum,
+    TrigRF,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
 

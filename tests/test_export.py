@@ -10,8 +10,7 @@ from crt_exp import samplers
 from crt_exp.attention import Generalized, RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.engines import at_once
 from crt_exp.attention.engines import generic as chunked
-from crt_exp.features import (OPRF, SDERF, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PosRF, Statistics, Sum,
-                              TrigRF)
+from crt_exp.features import OPRF, SDERF, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.samplers.noise import precise
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),

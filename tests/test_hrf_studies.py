@@ -10,8 +10,17 @@ import torch
 from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
 from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import (fig3, hrf_clusters, hrf_flops, hrf_pointwise, hrf_qmc, hrf_speech, kernel_arms, speech_runs,
-                            writing)
+from crt_exp.report import (
+    fig3,
+    hrf_clusters,
+    hrf_flops,
+    hrf_pointwise,
+    hrf_qmc,
+    hrf_speech,
+    kernel_arms,
+    speech_runs,
+    writing,
+)
 from crt_exp.report.evidence import GateFailed, judged
 from crt_exp.runner.command_line import check_command_line
 from crt_exp.studies import flops

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from refusals import check_refused
 import torch
+from refusals import check_refused
 from small_images import write_images
 from stopping import stopped_and_continued
 from transformers import AutoModelForPreTraining, ViTMAEForPreTraining, ViTMAEModel

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import check_refused
 import torch
+from refusals import check_refused
 from small_bert import VOCABULARY, sentence, write_glue, write_model, write_text
 from stopping import stopped_and_continued
 from transformers import AutoModelForMaskedLM, AutoTokenizer

@@ -1,61 +1,19 @@
-"""Near-far attention against its definition with matrices of all pairs, and its laws."""
-
-import pytest
-import torch
+"""Near-far attention equals its reference of all pairs, and obeys the laws of its definition."""
 
 import near_far_reference as reference
-from crt_exp import calibrate_attention, describe_attention, swap_attention
+import pytest
+import torch
+from nearfar_cases import book, codebook, same, tensors
+
 from crt_exp.attention import NearFar, near_far_attention, nearfar, softmax_attention, uniform_attention
-from crt_exp.attention.cells import (
-    Choice,
-    Metric,
-    Sizes,
-    levels,
-    moments,
-    scores,
-    summed,
-    weights,
-)
+from crt_exp.attention.cells import Choice, Metric, Sizes, levels, moments, scores, summed, weights
 from crt_exp.attention.engines.block_sums import block_sums, one_hot
 from crt_exp.attention.nearfar_causal import Codebook, kept_and_left
 from crt_exp.attention.nearfar_features import FarFeatures
 from crt_exp.features import PosRF
-from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import iid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda heads, n, k: torch.randn(B, heads, n, k, generator=g, dtype=dtype)
-    x, y, v = draw(H, L, d), draw(kv_heads, S or L, d) + 1, draw(kv_heads, S or L, dv)
-    keep = torch.rand(B, S or L, generator=g) < 0.7
-    keep[:, -1] = True
-    return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
-
-
-def book(kv_heads=2, cells=3, d=4, seed=1, dtype=torch.float64):
-    """c, tilt, root and centres of (kv_heads, ...)."""
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda *size: torch.randn(kv_heads, *size, generator=g, dtype=dtype)
-    return 0.3 * draw(1, d) + 1, 0.4 * draw(1, d), 0.5 * draw(d, d).tril(), draw(cells, d) + 1
-
-
-def codebook(parts, batch):
-    shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in parts)
-    return Codebook(Metric(shift, tilt, root), centres)
-
-
-def same(out, expected, inputs, seed=3, **close):
-    """Outputs, and gradients of one random sum of them."""
-    torch.testing.assert_close(out, expected, **close)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
-    for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), inputs) for t in (out, expected))):
-        torch.testing.assert_close(ours, theirs, **close)
-
-
-# ---- the definition --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes, options, masked", [
@@ -112,7 +70,7 @@ def test_derivatives_under_transforms():
         torch.testing.assert_close(ours, theirs)
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------
+# ---- sets and cells --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -223,6 +181,9 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)).out, shifted, rtol=1e-4, atol=1e-5)
 
 
+# ---- padding, the future, numbers ------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("L", [8, 13])
@@ -260,36 +221,6 @@ def test_nothing_of_the_future():
         torch.testing.assert_close(call(n), whole[:, :, :n])
     for grad in torch.autograd.grad(whole[:, :, :11].sum(), (y, v)):
         assert (grad[:, :, 11:] == 0).all() and (grad[:, :, :11] != 0).any()
-
-
-def layer_of(causal=True, dtype=torch.float64, **options):
-    options = {"block": 3, "heavy": 4, "cells": 3} | options
-    layer = Mechanism.of("nearfar", **options).layer(4, 4, kv_heads=2, causal=causal).to(dtype).eval()
-    q, k, v, _ = tensors(H=4, L=40, seed=5)
-    if layer.clusters is not None:
-        with layer.calibration():
-            layer(q.to(dtype), k.to(dtype), v.to(dtype))
-    return layer
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"heavy": 0}])
-def test_token_by_token_is_the_whole_sequence(options):
-    layer = layer_of(**options)
-    x, y, v, keep = tensors(H=4, L=31)
-    expected, past = layer(x, y, v), layer.past()
-    pieces = slice(0, 5), *(slice(i, i + 1) for i in range(5, 31))
-    steps = [past.step(*(t[:, :, at] for t in (x, y, v))) for at in pieces]
-    torch.testing.assert_close(torch.cat(steps, 2), expected)
-    state = layer.decoding()
-    state.take(layer.scaled(y[:, :, :17]), v[:, :, :17], keep[:, :17])
-    other = state.copy()
-    out = [state.step(*(layer.scaled(t[:, :, i:i + 1]) for t in (x, y)), v[:, :, i:i + 1], keep[:, i:i + 1])
-           for i in range(17, 31)]
-    torch.testing.assert_close(torch.cat(out, 2), layer(x, y, v, keep)[:, :, 17:])
-    other.select(torch.tensor([1, 1]))
-    assert other.length == 17 and state.length == 31
-    assert torch.equal(*other.step(*(layer.scaled(t[[1, 1], :, 17:18]) for t in (x, y)), v[[1, 1], :, 17:18]))
 
 
 @torch.no_grad()
@@ -398,117 +329,3 @@ def test_features_for_the_far_keys(causal):
             kernel[i, far] = estimate[h, i, far]
             kernel[i, (torch.arange(22) > i) & torch.tensor(causal)] = 0
         torch.testing.assert_close(out[h], kernel / kernel.sum(-1, keepdim=True) @ v[h])
-
-
-# ---- the layer -------------------------------------------------------------------------------------------------------
-
-
-def test_names_and_sizes():
-    sizes = lambda **options: Mechanism.of("nearfar", **options).layer(2, 4).sizes
-    assert sizes() == Sizes(32, 16, 64) and sizes(preset="quality") == Sizes(32, 64, 128, True)
-    assert sizes(preset="cheap", block=8, heavy=0) == Sizes(8, 0, 16)
-    for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            sizes(**wrong)
-    with pytest.raises(ValueError, match="makes no use of m"):
-        Mechanism.of("nearfar", m=8)
-
-
-def test_what_is_refused():
-    x, y, v, _ = tensors()
-    with pytest.raises(ValueError, match="needs a codebook"):
-        near_far_attention(x, y, v, Sizes(), causal=True)
-    with pytest.raises(ValueError, match="cross=True"):
-        near_far_attention(x[:, :, :5], y, v, Sizes())
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        near_far_attention(x * torch.nan, y, v, Sizes())
-    with pytest.raises(ValueError, match="cannot split a sequence"):
-        layer_of().group = object()
-
-
-def test_features_by_name():
-    def make(features, **sizes):
-        return Mechanism.of("nearfar", far="features", features=features, m=16).layer(2, 4, **sizes)
-
-    x, y, v, keep = tensors(L=40, dtype=torch.float32)
-    for causal in (False, True):
-        layer = make("oprf", causal=causal)
-        for _ in range(2):
-            out = layer(x, y, v, keep)
-            out.square().sum().backward()
-        assert out.isfinite().all() and x.grad.isfinite().all()
-    for signed in ("trig", "geom"):
-        with pytest.raises(ValueError, match="far = features takes positive features, and those of (Trig|Geom)RF"):
-            make(signed)
-
-
-def test_a_causal_layer_says_once_that_it_has_no_codebook():
-    layer, (q, k, v, _) = NearFar(2, 4, causal=True, block=3, heavy=2).eval(), tensors(dtype=torch.float32)
-    with pytest.warns(UserWarning, match="no codebook yet"):
-        out = layer(q, k, v)
-    assert out.isfinite().all() and torch.equal(layer(q, k, v), out)
-
-
-def test_a_codebook_comes_from_training_passes():
-    layer, (q, k, v, _) = NearFar(2, 4, causal=True, block=3, heavy=2, fit_steps=2), tensors(dtype=torch.float32)
-    fits = []
-    for _ in range(5):
-        layer(q, k, v).sum().backward()
-        fits.append(int(layer.clusters.fits))
-    assert fits == [0, 0, 1, 1, 2]
-    other = NearFar(2, 4, causal=True, block=3, heavy=2, fit_steps=2)
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.eval()(q, k, v), layer.eval()(q, k, v))
-
-
-def test_across_a_query_depends_on_no_other_but_earlier_ones():
-    layer, (q, k, v, keep) = NearFar(2, 4, cross=True, heavy=2, cells=3, fit_steps=1), tensors(L=9, S=23)
-    q, k, v = (t.detach().float() for t in (q, k, v))
-    before = layer.eval()(q, k, v, keep)
-    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), before[:, :, 4:5])
-    layer.train()(q, k, v, keep), layer(q, k, v, keep)
-    after = layer.eval()(q, k, v, keep)
-    assert layer.version == 1 and not torch.allclose(after, before, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), after[:, :, 4:5])
-
-
-def bert(**options):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.BertModel(transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=40,
-        **options)).eval()
-
-
-@torch.no_grad()
-def test_swapped_encoders_are_described():
-    model, ids = bert(), torch.randint(40, (2, 50))
-    exact = model(ids).last_hidden_state
-    swap_attention(model, "nearfar", block=4, heavy=4, cells=8)
-    calibrate_attention(model, [ids])
-    rows = describe_attention(model)
-    assert rows["mechanism"].tolist() == ["nearfar"] * 2 and rows["predicted error"].between(0, 1).all()
-    assert (rows["error on calibration"] < rows["uniform's error"]).all()
-    assert (model(ids).last_hidden_state - exact).norm() < 0.1 * exact.norm()
-
-
-@torch.no_grad()
-def test_swapped_decoders_generate_what_they_do_without_a_cache():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=40, max_position_embeddings=80, bos_token_id=0, eos_token_id=None, pad_token_id=None)).eval()
-    swap_attention(model, "nearfar", block=4, heavy=2, cells=4)
-    calibrate_attention(model, [torch.randint(40, (2, 60))])
-    ids, calls = torch.randint(40, (2, 13)), {"do_sample": False, "max_new_tokens": 14}
-    with_cache = model.generate(ids, **calls)
-    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **calls))
-
-
-def test_the_study_of_approximation_takes_it(typed):
-    code, out, err = typed("task=approximation", "attention=nearfar", "attention.block=4", "attention.heavy=4",
-                           "attention.cells=8", "task.length=64", "task.samples=2", "task.depth=2", "task.heads=2",
-                           "task.d=8", "logger=none")
-    assert code == 0, err
-    assert "relative error of the output" in out and "of the last hidden states" in out

@@ -24,8 +24,8 @@ from crt_exp.sampling import (
     TreeFeatures,
     Uniform,
     Unigram,
+    native_draws,
 )
-from crt_exp.sampling import native_draws
 from crt_exp.sampling.tree import FAN, SumTree
 from crt_exp.studies import sampling as sampling_study
 

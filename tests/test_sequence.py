@@ -16,8 +16,7 @@ from maps import independent
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, RandomFeatureAttention, attention
-from crt_exp.features import (OPRF, SDERF, AngularHybrid, AutoRF, ClusteredHybrid, GeomRF, PosRF, Statistics,
-                              TrigRF)
+from crt_exp.features import OPRF, SDERF, AngularHybrid, AutoRF, ClusteredHybrid, GeomRF, PosRF, Statistics, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 CUTS = {2: (0, 5, 14), 3: (0, 6, 7, 14)}  # parts of different length

@@ -1,10 +1,32 @@
-"""Swapping attention in models of every family: the same law for all, on tiny random ones."""
+"""Attention of whole models swapped: exact attention is the original, and the laws of linear attention hold."""
 
 import copy
-import warnings
 
 import pytest
 import torch
+import transformers
+from swap_models import (
+    ALL,
+    CAUSAL,
+    HF,
+    LOOSE,
+    SIZES,
+    TEXT,
+    B,
+    Conformer,
+    Encoder,
+    L,
+    Timm,
+    bert,
+    each,
+    gpt2,
+    inputs,
+    llama,
+    made,
+    run,
+    swapped,
+    vit,
+)
 from torch import nn
 
 from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention, unswap_attention
@@ -13,138 +35,9 @@ from crt_exp.features import OPRF, PosRF, Product, Sum, TrigRF
 from crt_exp.swap.call import drop_keys
 from crt_exp.swap.swap import swap_layers
 
-transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
               pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")]
-B, L = 2, 9
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40,
-         "max_position_embeddings": 40, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-IMAGES = SIZES | {"image_size": 8, "patch_size": 4}
-LOOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def bert():
-    return transformers.BertModel(transformers.BertConfig(**SIZES), add_pooling_layer=False)
-
-
-def roberta():
-    return transformers.RobertaModel(transformers.RobertaConfig(**SIZES, pad_token_id=1), add_pooling_layer=False)
-
-
-def distilbert():
-    return transformers.DistilBertModel(transformers.DistilBertConfig(
-        dim=16, n_layers=2, n_heads=4, hidden_dim=32, vocab_size=40, max_position_embeddings=40, dropout=0.0,
-        attention_dropout=0.0))
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=None, pad_token_id=0))
-
-
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=40, max_position_embeddings=40, bos_token_id=0, eos_token_id=None, pad_token_id=0))
-
-
-def vit():
-    return transformers.ViTModel(transformers.ViTConfig(**IMAGES), add_pooling_layer=False)
-
-
-def vit_mae():
-    return transformers.ViTMAEModel(transformers.ViTMAEConfig(**IMAGES, mask_ratio=0.0))
-
-
-class Timm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        import timm
-
-        self.inner = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=4,
-                                                   num_classes=0, qk_norm=True)
-
-    def forward(self, pixel_values):
-        return self.inner.forward_features(pixel_values)
-
-
-class Encoder(nn.Module):
-    """nn.TransformerEncoder with the arguments of the others."""
-
-    def __init__(self, batch_first=True, bias=True):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, bias=bias)
-        self.embedding = nn.Embedding(40, 16)
-        self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
-        self.batch_first = batch_first
-        for p in self.parameters():  # a clone of one layer has equal parameters
-            nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
-
-    def forward(self, input_ids, attention_mask=None, mask=None):
-        x = self.embedding(input_ids)
-        x = x if self.batch_first else x.transpose(0, 1)
-        padding = None if attention_mask is None else attention_mask == 0
-        out = self.inner(x, mask=mask, src_key_padding_mask=padding)
-        return out if self.batch_first else out.transpose(0, 1)
-
-
-class Conformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        from torchaudio.models import Conformer as Inner
-
-        self.embedding = nn.Embedding(40, 16)
-        # a kernel of 1 mixes no tokens
-        self.inner = Inner(16, 4, 32, 2, depthwise_conv_kernel_size=1, use_group_norm=False)
-
-    def forward(self, input_ids, attention_mask=None):
-        lengths = torch.full((len(input_ids),), input_ids.shape[1]) if attention_mask is None else attention_mask.sum(1)
-        return self.inner(self.embedding(input_ids), lengths)[0]
-
-
-TEXT = {"bert": bert, "roberta": roberta, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "encoder": Encoder,
-        "encoder_time_first": lambda: Encoder(False), "conformer": Conformer}
-IMAGE = {"vit": vit, "vit_mae": vit_mae, "timm": Timm}
-ALL = TEXT | IMAGE
-CAUSAL = {"gpt2": gpt2, "llama": llama}
-HF = {name: ALL[name] for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "vit", "vit_mae")}
-each = lambda models: pytest.mark.parametrize("make", models.values(), ids=models.keys())
-
-
-def made(make, scale=4.0):
-    """A model in eval mode whose attention is not flat."""
-    torch.manual_seed(0)
-    model = make().eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim == 2 and any(part in name for part in ("attn", "attention", "q_proj", "k_proj")):
-                p.mul_(scale if isinstance(model, transformers.PreTrainedModel) else 1.5)
-    return model
-
-
-def inputs(make, length=L, batch=B, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    if make in IMAGE.values():
-        found = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
-        return found | ({"noise": torch.rand(batch, 4, generator=g)} if make is vit_mae else {})
-    return {"input_ids": torch.randint(2, 40, (batch, length), generator=g)}
-
-
-def run(model, **batch):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*has no statistics yet.*")
-        out = model(**batch)
-    return out if isinstance(out, torch.Tensor) else out[0]
-
-
-def swapped(make, name="favorpp", **options):
-    options = {"m": 32} | options if name not in ("exact", "identity") else options
-    model = swap_attention(made(make), name, **options)
-    if make in CAUSAL.values() and name not in ("exact", "identity"):
-        calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])
-    return model
 
 
 @each(ALL)
@@ -445,199 +338,8 @@ def test_torch_compile():
         torch.testing.assert_close(run(torch.compile(model, backend="eager"), **batch), expected, rtol=1e-4, atol=1e-4)
 
 
-# ---- torch.nn.MultiheadAttention by itself
+# ---- maps with several noises ----------------------------------------------------------------------------------------
 
-def attention(**options):
-    torch.manual_seed(0)
-    module = nn.MultiheadAttention(16, 4, **options)
-    if module.in_proj_bias is not None:
-        nn.init.normal_(module.in_proj_bias)
-    return module
-
-
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"kdim": 6, "vdim": 5}, {"bias": False}], ids=str)
-@torch.no_grad()
-def test_multihead_attention_equals_torch(options):
-    module = attention(**options)
-    swap = swap_attention(copy.deepcopy(module), "exact")
-    time_first, kdim, vdim = not options.get("batch_first"), options.get("kdim", 16), options.get("vdim", 16)
-    q, k, v = torch.randn(B, 5, 16), torch.randn(B, 7, kdim), torch.randn(B, 7, vdim)
-    padding = torch.zeros(B, 7, dtype=torch.bool)
-    padding[0, 5:] = True
-    turn = lambda t: t.transpose(0, 1) if time_first else t
-    for given in ({}, {"key_padding_mask": padding},
-                  {"key_padding_mask": torch.zeros(B, 7).masked_fill(padding, -torch.inf)},
-                  {"need_weights": False}, {"average_attn_weights": False}):
-        expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
-        torch.testing.assert_close(got, expected, **LOOSE)
-    expected, got = (m(q[0], k[0], v[0], key_padding_mask=padding[0]) for m in (module, swap))  # not batched
-    torch.testing.assert_close(got, expected, **LOOSE)
-
-
-@torch.no_grad()
-def test_causal_masks_of_torch():
-    module = attention(batch_first=True)
-    swap, x = swap_attention(copy.deepcopy(module), "exact"), torch.randn(B, 6, 16)
-    mask = nn.Transformer.generate_square_subsequent_mask(6)
-    expected = module(x, x, x, attn_mask=mask)[0]
-    for given in ({"attn_mask": mask}, {"attn_mask": mask, "is_causal": True}, {"attn_mask": mask == -torch.inf},
-                  {"attn_mask": mask.expand(B * 4, 6, 6)}):
-        torch.testing.assert_close(swap(x, x, x, **given)[0], expected, **LOOSE)
-    torch.testing.assert_close(swap(x, x, x, attn_mask=torch.zeros(6, 6))[0], module(x, x, x)[0], **LOOSE)
-    for bad in (mask == 0, torch.rand(6, 6), (mask < 0) | torch.eye(6, dtype=torch.bool).roll(2, 0)):
-        with pytest.raises(ValueError, match="MultiheadAttention: the attention mask"):
-            swap(x, x, x, attn_mask=bad)
-
-
-def test_one_module_causal_and_not():
-    module, x = swap_attention(attention(batch_first=True), "favorpp", m=16).eval(), torch.randn(B, 6, 16)
-    mask = nn.Transformer.generate_square_subsequent_mask(6)
-    full = module(x, x, x)[0]
-    with pytest.warns(UserWarning, match="calibrate_attention"):
-        causal = module(x, x, x, attn_mask=mask)[0]
-    calibrate_attention(module, [{"query": x, "key": x, "value": x, "attn_mask": mask}])
-    torch.testing.assert_close(module(x, x, x)[0], full)
-    fitted = module(x, x, x, attn_mask=mask)[0]
-    assert not torch.equal(fitted, causal) and not torch.allclose(fitted, full)
-
-
-@torch.no_grad()
-def test_encoder_in_eval_mode_is_swapped_and_restored():
-    model, ids = made(Encoder), inputs(Encoder)["input_ids"]
-    mask = torch.ones_like(ids)
-    mask[1, 5:] = 0
-    before = run(model, input_ids=ids, attention_mask=mask)
-    swap_attention(model, "identity")
-    calls = []
-    hooks = [part.register_forward_hook(lambda *_: calls.append(1)) for part in model.modules()
-             if hasattr(part, "scaling")]
-    run(model, input_ids=ids, attention_mask=mask)
-    for hook in hooks:
-        hook.remove()
-    assert len(calls) == 2
-    layer = model.inner.layers[0].self_attn
-    layer.swapped.forward = None  # without hooks, which would end the fast path by themselves
-    with pytest.raises(TypeError):
-        run(model, input_ids=ids)
-    unswap_attention(model)
-    assert torch.equal(run(model, input_ids=ids, attention_mask=mask), before)
-
-
-# ---- table, calibration, errors
-
-def test_table(capsys):
-    model = swapped(bert)
-    rows = describe_attention(model)
-    assert "favorpp" in capsys.readouterr().out
-    assert rows["type"].tolist() == ["BertSelfAttention"] * 2 and rows["A mean"].isna().all()
-    assert rows["error on calibration"].isna().all() and rows["uniform's error"].isna().all()
-    calibrate_attention(model, [inputs(bert, seed=s) for s in range(2)])
-    rows = describe_attention(model)
-    assert (rows["A min"] <= rows["A mean"]).all() and (rows["A max"] <= 0).all() and (rows["M"] == 32).all()
-    more = describe_attention(calibrate_attention(swapped(bert, m=1024), [inputs(bert, seed=s) for s in range(2)]))
-    assert (more["error on calibration"] < 0.5 * rows["error on calibration"]).all()
-    assert more["uniform's error"][0] == rows["uniform's error"][0]  # the first layer sees the same
-    swap_attention(model, "relu", layers=[0], m=8)
-    assert describe_attention(model)["error on calibration"].isna().tolist() == [True, False]
-    assert describe_attention(unswap_attention(model))["mechanism"].tolist() == ["unchanged"] * 2
-    causal = describe_attention(swapped(llama, "gerf"))
-    assert causal["error on calibration"].notna().all() and causal["A mean"].notna().all() and (causal["M"] == 64).all()
-
-
-def test_calibration_fills_causal_statistics_only_and_restores_the_mode():
-    model = made(gpt2).train()
-    swap_attention(model, "favorpp", m=8)
-    states = [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
-    assert not any(float(s.running_weight) for s in states)
-    calibrate_attention(model, [inputs(gpt2)["input_ids"], (inputs(gpt2, seed=1)["input_ids"],), inputs(gpt2, seed=2)])
-    assert all(float(s.running_weight) == 1 and int(s.folds) == 3 for s in states) and model.training
-    with pytest.raises(ValueError, match="no batches"):
-        calibrate_attention(model, [])
-    with pytest.raises(ValueError, match="swap_attention first"):
-        calibrate_attention(made(gpt2), [inputs(gpt2)])
-
-
-def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match="no attention found in this Linear"):
-        swap_attention(nn.Linear(2, 2), "favorpp")
-    with pytest.raises(ValueError, match="did you mean favorp"):
-        swap_attention(made(bert), "favorpq")
-    for layers in ([2], [-3], ["0"]):
-        with pytest.raises(ValueError, match="2 attention layers, 0 to 1"):
-            swap_attention(made(bert), "favorpp", layers=layers)
-    with pytest.raises(ValueError, match="empty"):
-        swap_attention(made(bert), "favorpp", layers=[])
-    with pytest.raises(ValueError, match="no attention of this BertModel is swapped"):
-        unswap_attention(made(bert))
-    with pytest.raises(ValueError, match="add_zero_attn"):
-        swap_attention(attention(add_zero_attn=True), "favorpp")
-    state = swap_attention(made(bert), "favorpp", m=16).state_dict()
-    with pytest.raises(ValueError, match="build it with m=16"):
-        swap_attention(made(bert), "favorpp", m=32).load_state_dict(state)
-
-
-class Mixed(nn.Module):
-    """One attention that can be swapped beside two of other kinds, one of them within a wrapper."""
-
-    class OwnAttention(nn.Module):
-        def forward(self, x):
-            return (x @ x.mT).softmax(-1) @ x
-
-    class Fused(nn.Module):
-        def forward(self, x):
-            return nn.functional.scaled_dot_product_attention(x, x, x)
-
-    def __init__(self):
-        super().__init__()
-        self.known, self.own = nn.MultiheadAttention(16, 4), self.OwnAttention()
-        self.wrapper = nn.Sequential(self.Fused())
-
-
-def test_attention_of_other_kinds_is_named(capsys):
-    with pytest.warns(UserWarning, match=r"stays as it is in this Mixed: own \(OwnAttention\), wrapper.0 \(Fused\)"):
-        model = swap_attention(Mixed(), "favorpp", m=8)
-    rows = describe_attention(model)
-    assert rows["mechanism"].tolist() == ["favorpp", "cannot be swapped", "cannot be swapped"]
-    assert rows["path"].tolist() == ["known", "own", "wrapper.0"]
-    assert rows["layer"].isna().tolist() == [False, True, True]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        swap_attention(Mixed(), "favorpp", m=8, layers=[0])  # who chooses layers knows
-        for make in ALL.values():
-            swap_attention(make(), "exact")
-
-
-def test_position_biases_are_refused():
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 20}
-    with pytest.raises(ValueError, match=r"SelfAttention \(T5Attention\).*position bias"):
-        swap_attention(transformers.T5EncoderModel(transformers.T5Config(**sizes)), "favorpp")
-    alibi = transformers.BloomModel(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=20))
-    with pytest.raises(ValueError, match=r"other kinds: h.0.self_attention \(BloomAttention\)"):
-        swap_attention(alibi, "favorpp")
-
-
-@torch.no_grad()
-def test_masks_that_are_not_linear_are_refused():
-    model, ids = swapped(gpt2), inputs(gpt2)["input_ids"]
-    causal = torch.ones(B, 1, L, L, dtype=torch.bool).tril()
-    torch.testing.assert_close(run(model, input_ids=ids, attention_mask=causal), run(model, input_ids=ids), **LOOSE)
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn: the attention mask .* neither"):
-        run(model, input_ids=ids, attention_mask=causal.triu(-2))
-    packed = torch.arange(L).remainder(4).expand(B, -1)
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn.*packed"):
-        run(model, input_ids=ids, position_ids=packed, use_cache=False)
-
-
-@torch.no_grad()
-def test_windows_that_do_not_cut_are_exact():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "intermediate_size": 32, "vocab_size": 40, "max_position_embeddings": 20}
-    model = transformers.MistralModel(transformers.MistralConfig(**sizes, sliding_window=20)).eval()
-    before = run(model, **inputs(llama))
-    torch.testing.assert_close(run(swap_attention(model, "exact"), **inputs(llama)), before, **LOOSE)
-
-
-# ---- maps with several noises
 
 COMPOSED = {"sum": (Sum(OPRF(), PosRF(), weights=(0.3, 0.7)), 24), "shared": (Sum(OPRF(), PosRF(), shared=True), 24),
             "product": (Product(OPRF(), PosRF()), (6, 4)),

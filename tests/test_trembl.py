@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import check_refused
 import torch
+from refusals import check_refused
 from stopping import stopped_and_continued
 from test_protein_data import name, write
 

@@ -1,0 +1,151 @@
+"""Small models whose attention tests swap, what they are given, and what they give."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from crt_exp import calibrate_attention, swap_attention
+
+B, L = 2, 9
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40,
+         "max_position_embeddings": 40, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+IMAGES = SIZES | {"image_size": 8, "patch_size": 4}
+LOOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def bert():
+    return transformers.BertModel(transformers.BertConfig(**SIZES), add_pooling_layer=False)
+
+
+def roberta():
+    return transformers.RobertaModel(transformers.RobertaConfig(**SIZES, pad_token_id=1), add_pooling_layer=False)
+
+
+def distilbert():
+    return transformers.DistilBertModel(transformers.DistilBertConfig(
+        dim=16, n_layers=2, n_heads=4, hidden_dim=32, vocab_size=40, max_position_embeddings=40, dropout=0.0,
+        attention_dropout=0.0))
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=None, pad_token_id=0))
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=40, max_position_embeddings=40, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+
+
+def vit():
+    return transformers.ViTModel(transformers.ViTConfig(**IMAGES), add_pooling_layer=False)
+
+
+def vit_mae():
+    return transformers.ViTMAEModel(transformers.ViTMAEConfig(**IMAGES, mask_ratio=0.0))
+
+
+class Timm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        import timm
+
+        self.inner = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=4,
+                                                   num_classes=0, qk_norm=True)
+
+    def forward(self, pixel_values):
+        return self.inner.forward_features(pixel_values)
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder with the arguments of the others."""
+
+    def __init__(self, batch_first=True, bias=True):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, bias=bias)
+        self.embedding = nn.Embedding(40, 16)
+        self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+        self.batch_first = batch_first
+        for p in self.parameters():  # a clone of one layer has equal parameters
+            nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
+
+    def forward(self, input_ids, attention_mask=None, mask=None):
+        x = self.embedding(input_ids)
+        x = x if self.batch_first else x.transpose(0, 1)
+        padding = None if attention_mask is None else attention_mask == 0
+        out = self.inner(x, mask=mask, src_key_padding_mask=padding)
+        return out if self.batch_first else out.transpose(0, 1)
+
+
+class Conformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        from torchaudio.models import Conformer as Inner
+
+        self.embedding = nn.Embedding(40, 16)
+        # a kernel of 1 mixes no tokens
+        self.inner = Inner(16, 4, 32, 2, depthwise_conv_kernel_size=1, use_group_norm=False)
+
+    def forward(self, input_ids, attention_mask=None):
+        lengths = torch.full((len(input_ids),), input_ids.shape[1]) if attention_mask is None else attention_mask.sum(1)
+        return self.inner(self.embedding(input_ids), lengths)[0]
+
+
+TEXT = {"bert": bert, "roberta": roberta, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "encoder": Encoder,
+        "encoder_time_first": lambda: Encoder(False), "conformer": Conformer}
+IMAGE = {"vit": vit, "vit_mae": vit_mae, "timm": Timm}
+ALL = TEXT | IMAGE
+CAUSAL = {"gpt2": gpt2, "llama": llama}
+HF = {name: ALL[name] for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "vit", "vit_mae")}
+
+
+each = lambda models: pytest.mark.parametrize("make", models.values(), ids=models.keys())
+
+
+def made(make, scale=4.0):
+    """A model in eval mode whose attention is not flat."""
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 2 and any(part in name for part in ("attn", "attention", "q_proj", "k_proj")):
+                p.mul_(scale if isinstance(model, transformers.PreTrainedModel) else 1.5)
+    return model
+
+
+def inputs(make, length=L, batch=B, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    if make in IMAGE.values():
+        found = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
+        return found | ({"noise": torch.rand(batch, 4, generator=g)} if make is vit_mae else {})
+    return {"input_ids": torch.randint(2, 40, (batch, length), generator=g)}
+
+
+def run(model, **batch):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has no statistics yet.*")
+        out = model(**batch)
+    return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def swapped(make, name="favorpp", **options):
+    options = {"m": 32} | options if name not in ("exact", "identity") else options
+    model = swap_attention(made(make), name, **options)
+    if make in CAUSAL.values() and name not in ("exact", "identity"):
+        calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])
+    return model
+
+
+def attention(**options):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(16, 4, **options)
+    if module.in_proj_bias is not None:
+        nn.init.normal_(module.in_proj_bias)
+    return module
