@@ -165,10 +165,12 @@ def facts(size: str, setting: Setting) -> str:
     return (f"SIZE={size}. Every run: `task=ptb {' '.join(setting.options)}`, otherwise conf/task/ptb.yaml: the "
             "paper's setting, 40 negatives of each word with replacement, without the word itself, logits corrected by "
             f"log q; features of normalised vectors, m = {setting.m} orthogonal projections (hybrids: m / {setting.n} "
-            f"of each base, {setting.n} of the coefficient), tables made anew every 20 steps. {setting.seeds} seeds of "
-            "weights, dropout and negatives: a seed means the same first weights in all arms. Perplexity is by the "
-            "full softmax; on the test split by the weights that are best on the validation split. Intervals: 95%, "
-            "Student; p-values with Holm's correction.")
+            f"of each base, {setting.n} of the coefficient), tables made anew every 20 steps. Their kernel, exp(cos), "
+            "lies between 1/e and e for all words: such a law knows little of the query and nothing of how frequent a "
+            "word is, which the log-uniform and unigram laws know without it (the paper compares features with uniform "
+            f"and exact ones alone). {setting.seeds} seeds of weights, dropout and negatives: a seed means the same "
+            "first weights in all arms. Perplexity is by the full softmax; on the test split by the weights that are "
+            "best on the validation split. Intervals: 95%, Student; p-values with Holm's correction.")
 
 
 # ---- picture
