@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from crt_exp.attention.nearfar_layer import PRESETS
 from crt_exp.report.long_page import Found, Page, label
-from crt_exp.report.long_runs import FEW, LAST, Setting, attention, filled, model
+from crt_exp.report.long_runs import FEW, LAST, Setting, attention, filled, model, window
 from crt_exp.report.writing import markdown
 
 CHOSEN = {"small": "300 byte pairs: chosen, with exact and uniform attention alone, because attention matters early "
@@ -19,9 +20,11 @@ CHEAP = ("attention.preset=cheap",)
 REDRAW = 20                                                  # steps
 
 
-def arms(m: int, near: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    plain = {name: attention(name) for name in ("exact", "uniform", "identity", "window")}
-    return plain | {"favorpp": attention("favorpp", m), "nearfar": attention("nearfar", None, *near)}
+def arms(m: int, near: tuple[str, ...], block: int, heavy: int) -> dict[str, tuple[str, ...]]:
+    """near: sizes of near-far attention, with that block and so many heavy keys."""
+    plain = {name: attention(name) for name in ("exact", "uniform", "identity")}
+    return plain | {"window": window(block, heavy), "favorpp": attention("favorpp", m),
+                    "nearfar": attention("nearfar", None, *near)}
 
 
 def moved(m: int, steps: int, near: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -45,17 +48,17 @@ ROWS = ("task=books", "task.vocabulary_size=300", "task.evaluated=1000", "task.m
 SETTINGS = {
     "small": Setting(
         sets={"WikiText-2": (*ROWS, "trainer.steps=600", "trainer.eval_every=200")},
-        arms=arms(32, FEW), moved=moved(32, 60, FEW)),
+        arms=arms(32, FEW, 8, 8), moved=moved(32, 60, FEW)),
     "gpu": Setting(
         sets={"WikiText-2": ("task=books", "task.max_length=512", "task.preset=small", "trainer.batch=64",
                              "trainer.steps=5000", "trainer.eval_every=500", *LAST)},
-        arms=arms(128, CHEAP), moved=moved(128, 500, CHEAP), workers=1),
+        arms=arms(128, CHEAP, *PRESETS["cheap"][:2]), moved=moved(128, 500, CHEAP), workers=1),
     "full": Setting(  # PG-19 in 8192 tokens
         sets={"PG-19": ("task=books", "task.hub.name=deepmind/pg19", "task.tokenizer=openai-community/gpt2",
                         "task.max_length=8192", "task.preset=performer6", "task.checkpointing=true",
                         "trainer.processes=8", "trainer.batch=64", "trainer.lr=1e-3", "trainer.steps=100000",
                         "trainer.eval_every=5000", *LAST)},
-        arms=arms(256, ()), moved=moved(256, 10000, ()), workers=1),
+        arms=arms(256, (), *PRESETS["default"][:2]), moved=moved(256, 10000, ()), workers=1),
 }
 
 

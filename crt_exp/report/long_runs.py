@@ -43,6 +43,12 @@ def attention(name: str, m: int | None = None, *options: str) -> tuple[str, ...]
     return (f"attention={name}", *([] if m is None else [f"features.m={m}"]), *options)
 
 
+def window(block: int, first: int) -> tuple[str, ...]:
+    """The control with a near view alone: the blocks of a near-far arm, and as many first tokens as that has heavy
+    keys."""
+    return attention("window", None, f"attention.block={block}", f"attention.first={first}")
+
+
 def model(heads: int, layers: int, d_ff: int, d: int) -> tuple[str, ...]:
     return tuple(f"+task.sizes.{key}={value}" for key, value in locals().items())
 

@@ -2,20 +2,22 @@
 
 from dataclasses import replace
 
+from crt_exp.attention.nearfar_layer import PRESETS
 from crt_exp.report.long_page import Page
-from crt_exp.report.long_runs import LAST, Setting, attention, filled, model
+from crt_exp.report.long_runs import LAST, Setting, attention, filled, model, window
 
 
-def arms(m: int, length: int, rank: int, block: int, hashes: int, buckets: int, near: tuple[str, ...]
-         ) -> dict[str, tuple[str, ...]]:
-    """length: of the longest row of all sets; near: sizes of near-far attention."""
+def arms(m: int, length: int, rank: int, chunk: int, hashes: int, buckets: int, near: tuple[str, ...], block: int,
+         heavy: int) -> dict[str, tuple[str, ...]]:
+    """length: of the longest row of all sets; chunk, hashes, buckets: of Reformer; near: sizes of near-far attention,
+    with that block and so many heavy keys."""
     return {"exact": attention("exact"), "favorp": attention("favorp", m), "favorpp": attention("favorpp", m),
             "nearfar": attention("nearfar", None, *near), "relu": attention("relu", m), "elu": attention("elu"),
             "linformer": attention("linformer", None, f"attention.length={length}", f"attention.rank={rank}"),
-            "reformer": attention("reformer", None, f"attention.chunk={block}", f"attention.hashes={hashes}",
+            "reformer": attention("reformer", None, f"attention.chunk={chunk}", f"attention.hashes={hashes}",
                                   f"attention.buckets={buckets}"),
             "uniform": attention("uniform"), "identity": attention("identity"),
-            "window": attention("window", None, f"attention.block={block}")}
+            "window": window(block, heavy)}
 
 
 SMALL = (*model(4, 2, 128, 64), *LAST)
@@ -41,16 +43,17 @@ SETTINGS = {
                             "trainer.steps=250", "trainer.eval_every=125", *FEWER),
               "image": ("task=lra", "task.dataset=image", "trainer.batch=4", "trainer.steps=50",
                         "trainer.eval_every=50", *FEWER)},
-        arms=arms(16, 1024, 16, 4, 2, 8, FEW), moved={}),
+        arms=arms(16, 1024, 16, 4, 2, 8, FEW, 4, 4), moved={}),
     "gpu": Setting(
         sets={"ListOps": ("task=lra", "trainer.steps=3000", "trainer.eval_every=500", *LARGE),
               "image": ("task=lra", "task.dataset=image", "trainer.steps=3000", "trainer.eval_every=500", *LARGE[1:])},
-        arms=arms(256, 2048, 256, 64, 4, 64, ("attention.preset=cheap",)), moved={}, workers=1),
+        arms=arms(256, 2048, 256, 64, 4, 64, ("attention.preset=cheap",), *PRESETS["cheap"][:2]), moved={}, workers=1),
     "full": Setting(  # retrieval needs AAN's files in task.data_dir, and is run by hand
         sets={which: ("task=lra", f"task.dataset={which}", "trainer.steps=20000", "trainer.eval_every=1000", *options)
               for which, options in (("listops", LARGE), ("image", LARGE[1:]), ("pathfinder", LARGE),
                                      ("text", LARGE[1:]))},
-        arms=arms(256, 4096, 256, 64, 4, 128, ("attention.preset=default",)), moved={}, workers=1),
+        arms=arms(256, 4096, 256, 64, 4, 128, ("attention.preset=default",), *PRESETS["default"][:2]),
+        moved={}, workers=1),
 }
 PAGE = Page(
     "lra", "Performers Figure 19: the Long Range Arena", "accuracy", "%", 1,

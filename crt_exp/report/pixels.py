@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from crt_exp.attention.nearfar_layer import PRESETS
 from crt_exp.report import pixels_drawn
 from crt_exp.report.long_page import Page, label
-from crt_exp.report.long_runs import LAST, Setting, attention, filled, model, training
+from crt_exp.report.long_runs import LAST, Setting, attention, filled, model, training, window
 
 
 def arms(m: int, length: int, chunk: int, hashes: int, preset: str) -> dict[str, tuple[str, ...]]:
@@ -13,7 +14,7 @@ def arms(m: int, length: int, chunk: int, hashes: int, preset: str) -> dict[str,
             "smreg": attention("smreg", m),
             "reformer": attention("reformer", None, f"attention.chunk={chunk}", f"attention.hashes={hashes}",
                                   f"attention.buckets={2 * length // chunk}"),
-            "uniform": attention("uniform"), "identity": attention("identity"), "window": attention("window")}
+            "uniform": attention("uniform"), "identity": attention("identity"), "window": window(*PRESETS[preset][:2])}
 
 
 def drawn(which: str) -> tuple[tuple[str, str], ...]:
