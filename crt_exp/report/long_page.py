@@ -96,8 +96,8 @@ class Page:
                           *map(str, gates.values()), "", *(self.section(which, setting, found, costs)
                                                            for which in setting.sets), self.more(found)])
         rows = [*csv_rows(found, costs, self.metric), *(verdict.row() for verdict in verdicts)]
-        path = write_report(self.name, self.title, body, rows, self.figure(setting, found), self.facts(size, setting),
-                            seconds)
+        path = write_report(self.name, self.title, body, rows, self.figure(setting, found, costs),
+                            self.facts(size, setting), seconds)
         print(f"{said}\nwritten: {path}")
 
     def section(self, which: str, setting: Setting, found: Found, costs: Costs) -> str:
@@ -131,12 +131,33 @@ class Page:
 
     # ---- picture
 
-    def figure(self, setting: Setting, found: Found):
-        fig, axes = new_figure(1, len(setting.sets), figsize=(6.5 * len(setting.sets), 4.5), squeeze=False)
-        for ax, which in zip(axes[0], setting.sets):
-            self.draw(ax, which, setting, found)
+    def figure(self, setting: Setting, found: Found, costs: Costs):
+        fig, axes = new_figure(2, len(setting.sets), figsize=(6.5 * len(setting.sets), 8.5), squeeze=False)
+        for (above, below), which in zip(axes.T, setting.sets):
+            self.draw(above, which, setting, found)
+            self.draw_costs(below, which, setting, found, costs)
         fig.tight_layout()
         return fig
+
+    def draw_costs(self, ax, which: str, setting: Setting, found: Found, costs: Costs) -> None:
+        """The metric beside steps/s, the area of a point the memory; arms that were not trained on the axis below."""
+        speeds = {arm: costs[which, arm] for arm in setting.arms if (which, arm) in costs}
+        for arm, spent in speeds.items():
+            values, x = [*self.values(found, which, arm).values()], spent["steps_per_s"]
+            if values:
+                ax.scatter(x, np.mean(values), s=spent["bytes"] / 2**22, color=colour(arm), alpha=0.6, linewidths=0)
+                ax.annotate(label(arm), (x, np.mean(values)), fontsize=8, color=colour(arm), textcoords="offset points",
+                            xytext=(0, 9), ha="center")
+            else:
+                ax.annotate(label(arm), (x, 0), xycoords=("data", "axes fraction"), fontsize=7, color=colour(arm),
+                            xytext=(0, 14), textcoords="offset points", rotation=90, ha="center", va="bottom",
+                            arrowprops={"arrowstyle": "-", "color": colour(arm), "shrinkB": 0})
+        ax.set(xlabel="steps/s in training", xscale="log",
+               title=f"{which}: {self.metric.replace('_', ' ')} on test, {self.unit}; area: memory")
+        ax.margins(0, 0.3)
+        rates = [spent["steps_per_s"] for spent in speeds.values()]
+        ax.set_xlim(0.8 * min(rates), 1.25 * max(rates))
+        plain_ticks(ax.xaxis)
 
     def draw(self, ax, which: str, setting: Setting, found: Found) -> None:
         """Curves on validation, means over the seeds that did not diverge."""
@@ -163,3 +184,12 @@ def csv_rows(found: Found, costs: Costs, metric: str) -> list[dict[str, Any]]:
         rows.append(head | ({"what": "diverged", "said": run["diverged"]} if "diverged" in run
                             else {"what": "test", metric: run["last"][metric], "loss": run["last"]["loss"]}))
     return rows
+
+
+def plain_ticks(axis) -> None:
+    """Numbers as they are, on an axis of logarithms that may span less than a decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
