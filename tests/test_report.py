@@ -71,7 +71,8 @@ def test_cells_resume(tmp_path, monkeypatch):
 
 
 def test_names_of_lines_stand_apart_and_below_the_top():
-    assert writing.apart([0, 1, 50], 10, 100) == [0, 10, 50]
+    assert writing.apart([0, 1, 50], 10, 100) == [-4.5, 5.5, 50]
+    assert writing.apart([0, 0, 12, 40], 10, 100) == [-6, 4, 14, 40] and writing.apart([], 10, 9) == []
     assert writing.apart([80, 81, 82], 10, 90) == [70, 80, 90]
 
 

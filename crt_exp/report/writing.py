@@ -203,7 +203,7 @@ def new_figure(*args, **kwargs):
 
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
     """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and no
-    higher than the axes where there is room below.
+    higher than the axes where there is room below. Lines that end far to the left of others are no concern of theirs.
 
     The scales and limits of the axes must be set.
     """
@@ -211,19 +211,36 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
 
     ax.figure.canvas.draw()  # fixes the scales
     height = 1.25 * size * ax.figure.dpi / 72
-    places = sorted(((*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends),
-                    key=lambda place: place[1])
-    heights = apart([up for _, up, _, _ in places], height, ax.bbox.y1)
-    for up, (right, _, name, colour) in zip(heights, places):
-        ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
-                clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
+    places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
+    for column in columns(places, ax.bbox.width / 5):
+        column.sort(key=lambda place: place[1])
+        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y1)
+        for up, (right, _, name, colour) in zip(heights, column):
+            ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
+                    clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
+
+
+def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
+    """Places (x, ...) with those in one list that are less than `least` to the right of another."""
+    found: list[list[tuple]] = []
+    for place in sorted(places, key=lambda place: place[0]):
+        if found and place[0] - found[-1][-1][0] < least:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
 
 
 def apart(ascending: Sequence[float], least: float, top: float) -> list[float]:
-    """The same heights, pushed up until they are `least` apart, and down again where that led above the top."""
-    found = list(ascending)
-    for i in range(1, len(found)):
-        found[i] = max(found[i], found[i - 1] + least)
+    """The heights that are nearest to these in their squares, `least` apart and not above the top."""
+    pools: list[tuple[float, int]] = []  # sum and count of those that touch each other, each less what is below it
+    for i, height in enumerate(ascending):
+        total, count = height - i * least, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            total, count = total + pools[-1][0], count + pools.pop()[1]
+        pools.append((total, count))
+    found = [total / count for total, count in pools for _ in range(count)]
+    found = [height + i * least for i, height in enumerate(found)]
     for i in reversed(range(len(found))):
         found[i] = min(found[i], top)
         top = found[i] - least
