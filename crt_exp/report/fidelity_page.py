@@ -218,6 +218,7 @@ def draw_lengths(ax, found: Found) -> None:
         ax.plot(setting.lengths, errors, color=colour(arms[0]), marker="o", ms=3)
         ends.append((arms[0].name, setting.lengths[-1], errors[-1], colour(arms[0])))
     ax.set(xscale="log", yscale="log", xlabel="tokens", title="relative error of attention, matched heads")
+    at_lengths(ax, setting.lengths)
     label_ends(ax, ends)
 
 
@@ -230,4 +231,10 @@ def draw_costs(ax, found: Found, key: str, title: str) -> None:
         ax.plot(lengths, values, color=colour(arm), marker="o", ms=3)
         ends.append((arm.name, lengths[-1], values[-1], colour(arm)))
     ax.set(xscale="log", yscale="log" if key == "ms" else "linear", xlabel="tokens", title=title)
+    at_lengths(ax, lengths)
     label_ends(ax, ends)
+
+
+def at_lengths(ax, lengths: Sequence[int]) -> None:
+    ax.set_xticks(lengths, [str(length) for length in lengths])
+    ax.set_xticks([], minor=True)
