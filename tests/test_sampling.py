@@ -154,7 +154,7 @@ def test_the_loops_in_c_draw_what_pytorch_draws(count, width, left_out, monkeypa
     tree.resum()
     mass, without = torch.rand(6, width).double() ** 4, torch.tensor([0, 1, count - 1, 1, 0, count // 2])
     draws = []
-    for served in (native_draws.applies, lambda table: False):
+    for served in (native_draws.applies, lambda *levels: False):
         monkeypatch.setattr(native_draws, "applies", served)
         torch.manual_seed(3)
         draws.append(tree.draw(mass, 500, without if left_out else None))
@@ -172,6 +172,26 @@ def test_without_the_library_pytorch_draws(head, queries, targets, monkeypatch):
         drawn.append(built(TreeFeatures, OPRF(), head, queries).draw(queries, targets, 50))
     assert torch.equal(drawn[0].ids, drawn[1].ids)
     torch.testing.assert_close(drawn[0].log_q, drawn[1].log_q)
+
+
+def test_sums_of_another_precision_are_read_as_what_they_are(monkeypatch):
+    """As after `.float()`, which the loops in C are not for: of more levels than are inverted at once."""
+    tree = SumTree(17 * 2**12, 3)
+    tree.leaves.copy_(torch.rand(17 * 2**12, 3))
+    tree.resum()
+    tree.float()
+    draws = []
+    for served in (native_draws.applies, lambda *levels: False):
+        monkeypatch.setattr(native_draws, "applies", served)
+        torch.manual_seed(3)
+        draws.append(tree.draw(torch.rand(6, 3), 500))
+    assert tree.start == 2 and torch.equal(*draws)
+
+
+def test_a_class_that_is_not_there_has_no_probability(head, queries):
+    for ids in (torch.tensor([[V]]), torch.tensor([[-1]])):
+        with pytest.raises(IndexError):
+            built(TreeFeatures, OPRF(), head, queries).log_q(queries[:1], ids)
 
 
 def test_the_batch_by_classes_matrix_is_never_formed():

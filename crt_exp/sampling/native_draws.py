@@ -20,9 +20,11 @@ class Draws(ctypes.Structure):
                 *((name, ctypes.c_void_p) for name in ("without", "weight", "ids", "products"))]
 
 
-def applies(table: Tensor) -> bool:
-    """Whether the table is one for this engine: float32 on the CPU, where the library can be had."""
-    return (table.device.type == "cpu" and table.dtype == torch.float32 and not torch.compiler.is_compiling()
+def applies(table: Tensor, *sums: Tensor) -> bool:
+    """Whether the table and the levels above it are for this engine: float32 and float64 on the CPU, as they were made,
+    where the library can be had."""
+    return (table.device.type == "cpu" and table.dtype == torch.float32
+            and all(level.dtype == torch.float64 for level in sums) and not torch.compiler.is_compiling()
             and native_library.library() is not None)
 
 
@@ -41,8 +43,10 @@ def rows_of(levels: list[Tensor], start: int, rows: int, ends: Tensor, mass: Ten
 
 
 def products(weight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """weight (B, M) float32 times the rows of ids (B, k), (B, k)."""
-    weight, ids = weight.contiguous(), ids.contiguous()
+    """weight (B, M) float32 times the rows of ids (B, k), (B, k). Raises IndexError for an id that is no row."""
+    weight, ids = weight.contiguous(), ids.long().contiguous()
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):
+        raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}: the table has {len(table)} rows")
     found = torch.empty(ids.shape)
     _call("tree_products", B=len(ids), k=ids.shape[1], M=weight.shape[1], weight=weight, table=table, ids=ids,
           products=found)

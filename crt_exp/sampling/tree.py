@@ -87,8 +87,8 @@ class SumTree(nn.Module):
         """
         u = torch.rand(len(mass), k, self.start + 2, dtype=torch.float64, device=mass.device)
         ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)                # (M, nodes)
-        if native_draws.applies(self.level0):
-            levels = [self.level(number) for number in range(self.depth)]
+        levels = [self.level(number) for number in range(self.depth)]
+        if native_draws.applies(*levels):
             return native_draws.rows_of(levels, self.start, self.rows, ends, mass, u, without)
         return self.rows_of(ends, mass, u, without)
 

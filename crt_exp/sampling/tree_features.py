@@ -106,7 +106,7 @@ class TreeFeatures(FeatureLaw):
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """weight (B, M) times the features of ids (B, k), (B, k)."""
         if native_draws.applies(self.tree.level0):
-            return native_draws.products(weight, self.tree.level0, ids)
+            return native_draws.products(weight, self.tree.leaves, ids)
         step = max(1, GATHERED // (ids.shape[1] * weight.shape[1]))
         parts = [F.embedding(i, self.tree.leaves) @ w[..., None] for i, w in zip(ids.split(step), weight.split(step))]
         return torch.cat(parts).squeeze(-1)
