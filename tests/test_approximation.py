@@ -287,6 +287,16 @@ def test_performers_fig4_measures_against_uniform_attention(monkeypatch):
     assert len(found["uniform"][0]) == 3
 
 
+def test_performers_fig4_gives_near_far_attention_the_same_tensors(monkeypatch):
+    """And on heads that match positions it is nearer than the window that it contains, a window than the mean of V."""
+    monkeypatch.setattr(performers_fig4, "SAMPLES", 3)
+    maps = performers_fig4.errors("matched", 8, "oprf", "orthogonal", [8])
+    near, window = (performers_fig4.whole_errors("matched", 8, name)
+                    for name in (performers_fig4.NEAR_FAR, performers_fig4.WINDOW))
+    assert near["uniform"] == window["uniform"] == maps["uniform"]
+    assert np.max(near["mse"]) < np.min(window["mse"]) and np.max(window["mse"]) < 1
+
+
 def test_matched_queries_lie_near_the_keys_at_their_positions():
     cos = {}
     for turn in (None, 0.3):

@@ -122,9 +122,12 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
 
 
 def found_fig4():
-    level = {("pos", "orthogonal"): 0.05, ("trig", "orthogonal"): 2.0}
-    return {place: {"mse": [errors(level.get(place[2:], 0.5)) for _ in performers_fig4.ms_of(place[2])],
-                    "uniform": [errors(0.8)]} for place in performers_fig4.places()}
+    level = {("pos", "orthogonal"): 0.05, ("trig", "orthogonal"): 2.0, ("nearfar", ""): 0.02}
+    of_maps = {place: performers_fig4.ms_of(place[2]) for place in performers_fig4.places()}
+    whole = {(heads, S, name, ""): (None,) for heads in performers_fig4.HEADS for S in performers_fig4.SUMS
+             for name in performers_fig4.WHOLE}
+    return {place: {"mse": [errors(level.get(place[2:], 0.5)) for _ in ms], "uniform": [errors(0.8)]}
+            for place, ms in (of_maps | whole).items()}
 
 
 @pytest.mark.slow  # every map with every sampler is built
@@ -137,6 +140,11 @@ def test_performers_fig4_judges_by_the_interval_and_names_the_control_that_wins(
     first = performers_fig4.controls_that_win(found)
     assert first.startswith(f"**Uniform attention (the mean of V), a control, beats 12 of {len(found)} arms.**")
     assert "trig x orthogonal" in first and "pos x orthogonal" not in first
+    assert told["MSE of near-far below that of oprf x orthogonal"] == "confirmed"
+    assert told["MSE of near-far below that of window and first tokens"] == "confirmed"
+    window = first.partition("\n\n")[2]
+    assert window.startswith("**The window with first tokens (") and "near-far, " in window
+    assert f"of {len(found) - 12} arms" in window and "near-far;" not in window
     for line in performers_fig4.least_of_all(found, "matched").splitlines():
         assert ": pos x orthogonal; " in line
 
