@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_bert import write_model, write_text
 
+from crt_exp.features import Statistics
 from crt_exp.report import fig2, hadamard, performers_fig2, performers_fig4, performers_fig14, table1, writing
 from crt_exp.report.evidence import judged, won_by
 from crt_exp.report.kernel_arms import least
@@ -160,8 +161,24 @@ def test_poles_of_performers_fig2_are_no_numbers():
     """trig has no variance at x = y, positive features none at x = -y: neither is the rounding of a closed form."""
     angles, ones = torch.tensor([0.0, math.pi, 1.0], dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     for name in performers_fig2.MAPS:
-        found = performers_fig2.log_ratio(performers_fig2.palette.feature_map(name), angles, ones).tolist()
+        found = performers_fig2.log_ratio(performers_fig2.of_map(name), angles, ones).tolist()
         assert found[0] == -math.inf and found[1] == math.inf and math.isfinite(found[2])
+    zero = performers_fig2.log_ratio(performers_fig2.of_zero, angles, ones).tolist()
+    assert zero[0] == -math.inf and all(map(math.isfinite, zero[1:]))
+
+
+def test_performers_fig2_says_where_the_estimate_zero_is_nearer():
+    """Of two long opposite vectors the kernel is e^-4: 64 projections of trig are further from it than 0 is."""
+    opposite, long = torch.tensor([0.99 * math.pi]).double(), torch.tensor([2.0]).double()
+    ratio = performers_fig2.log_ratio(performers_fig2.of_zero, opposite, long)
+    x, y = torch.tensor([[2.0, 0.0]]).double(), 2 * torch.stack([opposite.cos(), opposite.sin()], -1)
+    features = performers_fig2.palette.feature_map("trig")
+    params = features.fit(Statistics.of(x[None], y[None]))
+    mse = features.log_mse(x[None], y[None], params, performers_fig2.M).squeeze()
+    assert ratio.item() == pytest.approx((mse - 2 * (x * y).sum()).item()) and ratio.item() > 0
+    behind = {name: -ratio for name in performers_fig2.MAPS}
+    said = performers_fig2.where_zero_wins(behind | {performers_fig2.ZERO: ratio})
+    assert said.startswith("**The estimate 0") and "trig on 100%, pos on 100%" in said
 
 
 # ---- Chefs' Random Tables
@@ -171,7 +188,7 @@ def curves_fig2(images="mnist"):
     level = {"gerf": -100.0, "oprf": -100.0, "geom_plus": -20.0}
     return {(fit, r, n): {"mean": [0.0] * 10, "std": [1.0] * 10, "clamped": False,
                           "pairs": (level.get(n, 0.0) + RNG.normal(size=50)).tolist()}
-            for fit in fig2.FITS for r in ("normal", "sphere", "heterogen", images) for n in fig2.MAPS}
+            for fit in fig2.FITS for r in ("normal", "sphere", "heterogen", images) for n in (*fig2.MAPS, fig2.ZERO)}
 
 
 def test_fig2_judges_the_statements_for_both_fits():
@@ -180,6 +197,16 @@ def test_fig2_judges_the_statements_for_both_fits():
     assert told["heterogen, fitted to each pair, an oracle: the variance of oprf is more than e^125 below that of pos"
                 ] == "refuted"
     assert len(told) == 2 * len(fig2.STATEMENTS)
+
+
+def test_fig2_says_where_the_estimate_zero_is_nearer():
+    """On normal pairs the kernel is about e^-64 at sigma = 1, and one projection is off by more."""
+    zero, trig = (fig2.curve("set", "normal", name) for name in (fig2.ZERO, "trig"))
+    assert zero["mean"][-1] == pytest.approx(-128, abs=3) and zero["mean"][0] == pytest.approx(-1.28, abs=0.03)
+    curves = {("set", "normal", name): trig for name in fig2.MAPS} | {("set", "normal", fig2.ZERO): zero}
+    n = len(fig2.MAPS)
+    assert fig2.where_zero_wins(curves, ("normal",)).startswith(
+        f"**The estimate 0 beside one projection at sigma = 1, a control, beats {n} of {n} arms.**")
 
 
 def test_fig2_knows_what_a_clamp_makes():
