@@ -10,7 +10,8 @@ import torch
 
 from crt_exp.data import DataError
 from crt_exp.data.glue import TASKS, Encoded, bucketed, collate, encode, load, task_of
-from crt_exp.data.text import bert_tokenizer, stored
+from crt_exp.data.cache import stored
+from crt_exp.data.text import bert_tokenizer
 from crt_exp.tasks.base import Plan
 
 official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),

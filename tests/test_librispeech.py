@@ -16,7 +16,7 @@ from small_speech import TEXTS, tone, write_digits, write_librispeech
 from test_speech_data import cut, write_parquet
 
 from crt_exp.config import CONF, ConfigError
-from crt_exp.data import DataError, text
+from crt_exp.data import DataError, cache
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import error_rates
@@ -58,7 +58,7 @@ def books(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quiet(one_thread, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    text.warn.cache_clear()
+    cache.warn.cache_clear()
 
 
 def spoken(digits, **given):

@@ -8,7 +8,7 @@ import pytest
 import soundfile
 from small_speech import TEXTS, tone, write_digits, write_librispeech
 
-from crt_exp.data import DataError, speech, text
+from crt_exp.data import DataError, cache, speech
 from crt_exp.data.speech import BadAudio, Faults, Part, Utterance
 from crt_exp.data.symbols import Symbols, UnknownSymbol
 
@@ -19,7 +19,7 @@ real_data = pytest.mark.skipif(not DATA, reason="CRT_DATA is not set")
 @pytest.fixture(autouse=True)
 def forgetful():
     """What is said once in a process is said once in a test."""
-    text.warn.cache_clear()
+    cache.warn.cache_clear()
 
 
 def faults(bad="error"):

@@ -13,7 +13,7 @@ from test_librispeech import spoken
 from test_speech_data import cut
 
 from crt_exp import transcribe
-from crt_exp.data import text
+from crt_exp.data import cache
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import greedy
@@ -22,7 +22,7 @@ from crt_exp.models.conformer_transducer import greedy
 @pytest.fixture(autouse=True)
 def quiet(one_thread, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    text.warn.cache_clear()
+    cache.warn.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,8 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.byte_pairs import UNKNOWN
-from crt_exp.data.text import (
-    cached,
-    content,
-    fingerprint,
-    hub_documents,
-    key_of,
-    lines_of,
-    numbered_lines,
-    text_files,
-    token_lists,
-)
+from crt_exp.data.cache import cached, key_of
+from crt_exp.data.text import content, fingerprint, hub_documents, lines_of, numbered_lines, text_files, token_lists
 
 FIRST = 10**8                                                # of the hub, for a vocabulary
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.text import cached, content, fingerprint, key_of, lines_of, text_files, token_lists
+from crt_exp.data.cache import cached, key_of
+from crt_exp.data.text import content, fingerprint, lines_of, text_files, token_lists
 
 END, UNKNOWN = "<|endoftext|>", "<unk>"                      # every byte is known: WikiText has <unk> for rare words
 BYTES = 256

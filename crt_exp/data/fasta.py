@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.text import alone, key_of, warn
+from crt_exp.data.cache import alone, key_of, warn
 
 FORMAT = 1
 BLOCK = 1 << 22                                              # bytes that are read at once

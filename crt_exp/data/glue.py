@@ -20,7 +20,8 @@ from torch import Tensor
 from crt_exp.data import DataError
 from crt_exp.data.hub import from_hub
 from crt_exp.data.sources import SOURCES, Source, missing, task_folder
-from crt_exp.data.text import cached, fingerprint, key_of, numbered_lines
+from crt_exp.data.cache import cached, key_of
+from crt_exp.data.text import fingerprint, numbered_lines
 
 if TYPE_CHECKING:
     from crt_exp.data.plan import Plan

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from crt_exp.data import DataError
 from crt_exp.data.byte_pairs import BYTES, END, UNKNOWN, as_bytes
-from crt_exp.data.text import cached, content, key_of, lines_of, text_files
+from crt_exp.data.cache import cached, key_of
+from crt_exp.data.text import content, lines_of, text_files
 
 BLANK, LINE_END = "▁", "\n"                             # what stands for a blank; a piece of its own
 LONGEST = 2**16                                              # bytes of a line that pieces are made from

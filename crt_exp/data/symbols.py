@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.text import cached, key_of, warn
+from crt_exp.data.cache import cached, key_of, warn
 
 ALPHABET = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
 Kind = Literal["characters", "words", "pieces"]

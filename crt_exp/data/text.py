@@ -6,15 +6,10 @@ seen.
 Legend: B sequences of a batch, L tokens of a sequence, V entries of a vocabulary.
 """
 
-import fcntl
-import functools
 import hashlib
 import json
-import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,14 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 from torch import Tensor
 
 from crt_exp.data import DataError
+from crt_exp.data.cache import cached, key_of
 from crt_exp.data.hub import hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
-from crt_exp.ranks import rank
 
 IGNORED = -100                                               # the label of a token that has no share in the loss
 SUFFIXES = (".txt", ".tokens", ".raw")
@@ -88,93 +81,6 @@ def fingerprint(tokenizer) -> str:
         state = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
     state = [state, getattr(tokenizer, "truncation_side", ""), tokenizers.__version__]
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------------- cache
-def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """`make()`, kept as KEY.safetensors in `directory` (None: not kept) with a checksum. A file that is not as it was
-    written is made anew, and one line says so; so it is where the directory cannot be written, and then nothing is
-    kept.
-
-    The key must hold all that the result depends on.
-    """
-    if directory is None:
-        return make()
-    path = Path(directory).expanduser() / f"{key}.safetensors"
-    arrays = stored(path)
-    if arrays is None:
-        with alone(path.parent):
-            arrays = stored(path)
-            if arrays is None:
-                if path.exists():
-                    warn("the token cache %s is not as it was written: the tokens are made anew", path)
-                arrays = make()
-                store(path, arrays)
-    return arrays
-
-
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Waits for other processes that make something for this directory: the ranks of a run then tokenize once."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY)
-    except OSError:
-        yield                                                # `store` tells what is wrong
-        return
-    try:
-        with suppress(OSError):                              # a file system without locks: they all do the work
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def stored(path: Path) -> dict[str, np.ndarray] | None:
-    """The arrays of a file, None where it cannot be read or a byte of it differs."""
-    try:
-        content = path.read_bytes()
-        arrays = load(content)
-        header = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])
-    except (OSError, SafetensorError, ValueError):
-        return None
-    return arrays if header.get("__metadata__", {}).get("sha256") == checksum(arrays) else None
-
-
-def store(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")   # several ranks may write the same
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as out:
-            out.write(save(arrays, {"sha256": checksum(arrays)}))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        warn("the token cache %s cannot be written (%s): tokens are made in every run. Give another directory "
-             "(task.cache_dir=DIR), or none (null)", path.parent, error.strerror or error)
-    finally:
-        with suppress(OSError):                              # gone where all went well
-            part.unlink()
-
-
-def checksum(arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
-
-
-@functools.cache
-def warn(message: str, *about: Any) -> None:
-    """Once in a process for the same thing, and by the first process of a run alone."""
-    if rank() == 0:
-        logging.getLogger(__name__).warning(message, *about)
-
-
-def key_of(*parts: Any) -> str:
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 # ------------------------------------------------------------------------------------------------------- files

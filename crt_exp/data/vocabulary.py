@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.text import cached, content, key_of, lines_of, text_files
+from crt_exp.data.cache import cached, key_of
+from crt_exp.data.text import content, lines_of, text_files
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ALPHABET = 1000                                              # most frequent characters that are known
