@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from crt_exp.attention import NearFar
 from crt_exp.runner import checkpoint
 from crt_exp.runner.checkpoint import CheckpointError
 
@@ -39,6 +40,23 @@ def test_round_trip_keeps_ties_and_layout(tmp_path):
     files = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert sorted(p.name for p in path.iterdir()) == files
     assert (path / "model.safetensors").stat().st_size < 1000  # the shared weight is there once
+
+
+def test_samples_between_two_fits_of_a_codebook(tmp_path):
+    """As many rows as passes left: a model that has none yet takes them, and goes on to the same codebook."""
+    q, k, v = torch.randn(3, 1, 2, 12, 4)
+    layers = [NearFar(2, 4, block=2, heavy=2, cells=2, causal=True, fit_steps=4) for _ in range(2)]
+    for _ in range(3):
+        layers[0](q, k, v)
+    path = write(tmp_path, 3, model=layers[0])
+    checkpoint.load_model(layers[1], checkpoint.load_tensors(path / "model.safetensors"), path)
+    assert layers[1].clusters.queries.shape[1] > 1
+    for layer in layers:
+        layer(k, q, v)
+        layer(q, k, v)
+    assert int(layers[0].clusters.fits) == 1
+    for name, found in layers[0].state_dict().items():
+        assert torch.equal(found, layers[1].state_dict()[name]), name
 
 
 def test_low_precision_and_empty_tensors(tmp_path):

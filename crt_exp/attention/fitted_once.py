@@ -6,6 +6,8 @@ sample of its queries and keys here; when there are enough of them the map is fi
 Calibration fits anew after each of its passes. Samples are of all processes, and the parameters those of the first: the
 same on all ranks. """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as ranks
 from torch import Tensor, nn
@@ -103,6 +105,16 @@ class FittedOnce(nn.Module):
                 setattr(self, side, torch.empty_like(saved, device=getattr(self, side).device))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.done = int(self.fits) > 0
+
+
+def make_room(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Gives the samples in `model` as many rows as they have in the state that it is about to load, so that shapes can
+    be compared name by name."""
+    for path, module in model.named_modules():
+        for side in SIDES if isinstance(module, FittedOnce) else ():
+            saved, own = state.get(f"{path}.{side}"), getattr(module, side)
+            if saved is not None and saved.ndim == 3:
+                setattr(module, side, own.new_zeros(own.shape[0], saved.shape[1], own.shape[2]))
 
 
 def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
@@ -215,6 +216,7 @@ def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:
     """
     same = mechanism.describe() == kept.mechanism.describe()
     of_attention = lambda name: ".attention." in name
+    make_room(model, kept.tensors)
     own, found = model.state_dict(), dict(kept.tensors)
     if kept.description.tied:
         found["head.weight"] = found.get("symbol.weight")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError, read_json
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
@@ -364,6 +365,7 @@ def check_fit(names: list[str], what: str, told: str) -> None:
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Noise and statistics of the attention that the weights were trained with."""
     found = checkpoint.noise()
+    make_room(model, found)
     own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
     wrong = sorted(set(own) ^ set(found)) or [name for name in own if own[name].shape != found[name].shape]
     if wrong:

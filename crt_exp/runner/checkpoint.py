@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from crt_exp.attention.fitted_once import make_room
 from crt_exp.runner.run import free_name
 from crt_exp.ranks import whole
 from crt_exp.runner.sharding import sharded_like
@@ -200,6 +201,7 @@ def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str) -> None:
     """Loads weights by name. Raises CheckpointError naming what is missing, superfluous or of another shape."""
+    make_room(model, tensors)
     own = model.state_dict()
     problems = [f"{name} is missing" for name in own if name not in tensors]
     problems += [f"{name} is not in this model" for name in tensors if name not in own]
