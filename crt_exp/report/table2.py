@@ -27,7 +27,7 @@ SETTINGS = {
     # attention, and with blocks of 128 from the start a masked model does not leave its unigram law
     "small": Setting(
         kinds=(
-            Kind(CHARACTERS, (*sizes(128, 3, 8), LETTERS, *ONCE), (stage(34, 128, 2500, "2e-3"),),
+            Kind(CHARACTERS, (*sizes(128, 3, 8), *ENCODER, LETTERS, *ONCE), (stage(34, 96, 2000, "2e-3"),),
                  batch=16, near_far="nearfar block=4 heavy=2 cells=4", every=48, trained_ms=(256, 64)),
             Kind(PIECES, (*sizes(128, 3, 8), *ENCODER, "task.vocabulary_size=4096", *ONCE),
                  (stage(18, 128, 3500, "2e-3"), *grown(GROWING[:5], 2304, 200, "1e-3"), stage(128, 16, 400, "1e-3")),
