@@ -1,6 +1,6 @@
 """The page of a report on long sequences: verdicts first, gates, a table of each set, and its picture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,15 @@ class Page:
         a, b = (self.values(found, which, arm) for arm in (better, worse))
         return np.array([self.sign * (a[seed] - b[seed]) for seed in a if seed in b])
 
+    @property
+    def points(self) -> str:
+        """The unit of differences."""
+        return "points" if self.unit == "%" else self.unit
+
     # ---- verdicts
 
     def gates(self, found: Found, setting: Setting) -> dict[str, Gate]:
-        return {which: Gate(f"{which}: what uniform attention costs, in {self.unit}",
+        return {which: Gate(f"{which}: what uniform attention costs, in {self.points}",
                             float(np.mean(self.gain(found, which, "exact", "uniform"))), self.least)
                 for which in setting.sets if len(self.gain(found, which, "exact", "uniform"))}
 
@@ -67,7 +72,7 @@ class Page:
         judging, left = [], []
         for which, gate in gates.items():
             pairs = [(text, self.gain(found, which, better, worse)) for text, better, worse in self.claims]
-            made = [Claim(f"{which}: {text}", independent(gain), self.unit) for text, gain in pairs if len(gain) > 1]
+            made = [Claim(f"{which}: {text}", independent(gain), self.points) for text, gain in pairs if len(gain) > 1]
             if gate.passed:
                 judging += made
             else:
@@ -142,22 +147,22 @@ class Page:
     def draw_costs(self, ax, which: str, setting: Setting, found: Found, costs: Costs) -> None:
         """The metric beside steps/s, the area of a point the memory; arms that were not trained on the axis below."""
         speeds = {arm: costs[which, arm] for arm in setting.arms if (which, arm) in costs}
+        points, below = [], []
         for arm, spent in speeds.items():
             values, x = [*self.values(found, which, arm).values()], spent["steps_per_s"]
             if values:
                 ax.scatter(x, np.mean(values), s=spent["bytes"] / 2**22, color=colour(arm), alpha=0.6, linewidths=0)
-                ax.annotate(label(arm), (x, np.mean(values)), fontsize=8, color=colour(arm), textcoords="offset points",
-                            xytext=(0, 9), ha="center")
+                points.append((label(arm), x, np.mean(values), colour(arm)))
             else:
-                ax.annotate(label(arm), (x, 0), xycoords=("data", "axes fraction"), fontsize=7, color=colour(arm),
-                            xytext=(0, 14), textcoords="offset points", rotation=90, ha="center", va="bottom",
-                            arrowprops={"arrowstyle": "-", "color": colour(arm), "shrinkB": 0})
+                below.append((label(arm), x, 0, colour(arm)))
         ax.set(xlabel="steps/s in training", xscale="log",
                title=f"{which}: {self.metric.replace('_', ' ')} on test, {self.unit}; area: memory")
         ax.margins(0, 0.3)
         rates = [spent["steps_per_s"] for spent in speeds.values()]
         ax.set_xlim(0.8 * min(rates), 1.25 * max(rates))
         plain_ticks(ax.xaxis)
+        name_points(ax, points, (9, -16, 19, -26), fontsize=8)
+        name_points(ax, below, (14, 52, 90, 128), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
 
     def draw(self, ax, which: str, setting: Setting, found: Found) -> None:
         """Curves on validation, means over the seeds that did not diverge."""
@@ -184,6 +189,26 @@ def csv_rows(found: Found, costs: Costs, metric: str) -> list[dict[str, Any]]:
         rows.append(head | ({"what": "diverged", "said": run["diverged"]} if "diverged" in run
                             else {"what": "test", metric: run["last"][metric], "loss": run["last"]["loss"]}))
     return rows
+
+
+def name_points(ax, names: Sequence[tuple[str, float, float, str]], offsets: Sequence[float], **style) -> None:
+    """Writes (name, x, y, colour) above its point, by the first of the offsets (in points of print) at which it covers
+    no name before it, with a line down to it where it is far. The scales and limits of the axes must be set."""
+    from matplotlib.text import Text
+
+    ax.figure.canvas.draw()
+    taken = []
+    for name, x, y, shade in sorted(names, key=lambda each: each[1]):
+        line = {"arrowstyle": "-", "color": shade, "lw": 0.7, "shrinkB": 0}
+        made = ax.annotate(name, (x, y), color=shade, textcoords="offset points", xytext=(0, 0), ha="center",
+                           va="bottom", arrowprops=line, **style)
+        for offset in offsets:
+            made.set_position((0, offset))
+            made.update_positions(ax.figure.canvas.get_renderer())
+            box = Text.get_window_extent(made)
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
 
 
 def plain_ticks(axis) -> None:
