@@ -2,13 +2,16 @@
 
 import base64
 import io
+import itertools
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 
 from crt_exp.report import books, long_runs, lra, pixels, pixels_drawn, writing
 from crt_exp.report.evidence import Unjudged
+from crt_exp.report.long_page import name_points
 from crt_exp.report.long_runs import CONTROLS, Setting, keys_of
 from crt_exp.runner.command_line import check_command_line
 
@@ -121,3 +124,13 @@ def test_page(name, tmp_path, monkeypatch, capsys):
     assert all(words in text for words in ("confirmed", "12.00", "1 of 3", "passed", report.PAGE.baseline[1]))
     assert all(f"## {which}" in text for which in setting.sets) and ("## Read on" in text) == (name == "books")
     assert (tmp_path / writing.REPORT / f"{name}.png").is_file()
+
+
+def test_names_of_points_that_lie_together_do_not_cover_each_other():
+    fig, axes = writing.new_figure(1, 1, squeeze=False)
+    ax = axes[0][0]
+    ax.set(xlim=(0, 10), ylim=(0, 10))
+    name_points(ax, [("FAVOR+", 5, 5, "k"), ("FAVOR++", 5.05, 5, "k"), ("near-far", 5.1, 5.02, "k")], (9, -16, 19, -26))
+    fig.canvas.draw()
+    boxes = [Text.get_window_extent(text) for text in ax.texts]
+    assert len(boxes) == 3 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
