@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 from PIL import Image
+from small_images import write_images
 
 from crt_exp.report import books, long_runs, lra, pixels, pixels_drawn, writing
 from crt_exp.report.evidence import Unjudged
@@ -107,6 +108,24 @@ def test_pictures_are_shown_as_they_were_drawn(tmp_path, monkeypatch):
     assert (pixels_drawn.picture(encoded) == values).all()
     told = pixels_drawn.write("drawn", {"exact": {"samples": [encoded], "completions": 2 * [encoded]}})
     assert "(drawn.png)" in told and (tmp_path / "drawn.png").stat().st_size > 1000
+
+
+def test_completions_begin_with_images_of_the_test_split(tmp_path, monkeypatch):
+    """The files of a folder are named below it: what is drawn from is the image itself, pixel by pixel."""
+    write_images(tmp_path / "images/mine", val=4)
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    asked = []
+
+    def draw(options):
+        asked.append(Image.open(options.prompt).copy() if options.prompt else None)
+        Image.new("RGB", (2, 2)).save(options.output)
+
+    monkeypatch.setattr(pixels_drawn, "draw", draw)
+    found = pixels_drawn.drawings(["task=pixels"], "mine")
+    assert len(found["samples"]) == 1 and len(found["completions"]) == pixels_drawn.COMPLETED == len(asked[1:])
+    held_out = pixels_drawn.images.load("mine")["val"]
+    truth = [np.asarray(held_out.read(source)).tolist() for source in held_out.sources]
+    assert asked[0] is None and all(np.asarray(image).tolist() in truth for image in asked[1:])
 
 
 @pytest.mark.parametrize("name", REPORTS)

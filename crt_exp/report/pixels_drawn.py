@@ -5,7 +5,6 @@ Each cell is two rows of pictures, as `python -m crt_exp.sample` writes them.
 
 import base64
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,13 +25,16 @@ def drawings(overrides: Sequence[str], dataset: str) -> dict[str, list[str]]:
     run, held_out = str(HOME.place(overrides)), images.load(dataset)["val"]
     chosen = np.linspace(0, len(held_out) - 1, COMPLETED + 2)[1:-1].astype(int)  # files are listed class by class
     return {"samples": [drawn(run, SAMPLES)],
-            "completions": [drawn(run, TIMES, os.fsdecode(held_out.sources[i])) for i in chosen]}
+            "completions": [drawn(run, TIMES, held_out.read(held_out.sources[i])) for i in chosen]}
 
 
-def drawn(run: str, n: int, prompt: str = "") -> str:
+def drawn(run: str, n: int, prompt=None) -> str:
+    """prompt: a PIL.Image, whose lower half is drawn."""
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "drawn.png"
-        draw(Options(run=run, prompt=prompt, n=n, output=str(path)))
+        path, begun = Path(folder) / "drawn.png", Path(folder) / "prompt.png"
+        if prompt:
+            prompt.save(begun)
+        draw(Options(run=run, prompt=str(begun) if prompt else "", n=n, output=str(path)))
         return base64.b64encode(path.read_bytes()).decode()
 
 
