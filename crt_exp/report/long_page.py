@@ -61,6 +61,11 @@ class Page:
         """The unit of differences."""
         return "points" if self.unit == "%" else self.unit
 
+    def told(self, where: str) -> str:
+        """The metric and its unit, once where they are the same."""
+        name = self.metric.replace("_", " ")
+        return f"{self.unit}{where}" if self.unit.startswith(name) else f"{name}{where}, {self.unit}"
+
     # ---- verdicts
 
     def gates(self, found: Found, setting: Setting) -> dict[str, Gate]:
@@ -116,7 +121,7 @@ class Page:
             step = (f"{spent['steps_per_s']:.2f}", f"{spent['bytes'] / 2**20:.0f}") if spent else ("", "")
             rows.append([label(arm), ended, show(above, f"+{self.spec}") if len(above) else "",
                          *step, f"{sum('diverged' in run for run in runs)} of {len(runs)}" if runs else ""])
-        columns = ["attention", f"{self.metric.replace('_', ' ')}, {self.unit}", "better than exact by", "steps/s",
+        columns = ["attention", self.told(""), "better than exact by", "steps/s",
                    "memory, MiB", "diverged"]
         return f"## {which}\n\n{markdown(columns, rows)}"
 
@@ -156,7 +161,7 @@ class Page:
             else:
                 below.append((label(arm), x, 0, colour(arm)))
         ax.set(xlabel="steps/s in training", xscale="log",
-               title=f"{which}: {self.metric.replace('_', ' ')} on test, {self.unit}; area: memory")
+               title=f"{which}: {self.told(' on test')}; area: memory")
         ax.margins(0, 0.3)
         rates = [spent["steps_per_s"] for spent in speeds.values()]
         ax.set_xlim(0.8 * min(rates), 1.25 * max(rates))
@@ -176,7 +181,7 @@ class Page:
                 mean = [np.mean(values) for values in points.values()]
                 ax.plot([*points], mean, color=colour(arm.split(",")[0]), lw=1.4, marker="o", ms=2.5)
                 ends.append((label(arm), [*points][-1], mean[-1], colour(arm.split(",")[0])))
-        ax.set(xlabel="step", title=f"{which}: {self.metric.replace('_', ' ')} on validation, {self.unit}")
+        ax.set(xlabel="step", title=f"{which}: {self.told(' on validation')}")
         label_ends(ax, ends)
 
 
