@@ -146,8 +146,14 @@ def test_page(tmp_path, monkeypatch, capsys):
     assert "SST-2 40 of 50" in text and "90.58" in text and "written:" in capsys.readouterr().out
     assert (tmp_path / "table2.png").stat().st_size > 20_000
     found.kinds = found.kinds[:1]
-    table2_page.write("small", found, {}, 1.0)
+    asked = {kind.title: gates(found_of(ratio=1.1), kind) for kind in SMALL.kinds}
+    table2_page.write("small", found, asked, 1.0)
     assert "The encoders of word pieces cannot tell mechanisms apart" in (tmp_path / "table2.md").read_text()
+    found.kinds, found.swaps, found.uptrained, found.tuned = [], {}, {}, {}
+    table2_page.write("small", found, asked, 1.0)
+    text = (tmp_path / "table2.md").read_text()
+    assert text.splitlines()[2].startswith("**No encoder can tell") and text.count("not judged") == 2
+    assert "from scratch: FAVOR++, m = 64" in text and "power:" not in text
 
 
 # ---- a whole report
@@ -216,6 +222,7 @@ def test_encoders_that_cannot_tell_stop_the_report(somewhere, monkeypatch):
         table2.main("small")
     assert not any(each["by"].endswith((".after_swap", ".uptrain")) for each in
                    map(json.loads, (somewhere / "outputs/table2/cells.jsonl").open()))
+    assert "**No encoder can tell" in (somewhere / "report" / "table2.md").read_text()
 
 
 def test_texts_are_written_again_where_they_differ(tmp_path):

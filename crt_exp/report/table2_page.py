@@ -22,6 +22,7 @@ from crt_exp.report.table2_verdicts import (
     power,
     scores,
     steps_of,
+    unjudged,
 )
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 from crt_exp.studies.fidelity import Arm
@@ -34,15 +35,18 @@ PAPER = {  # CRT Table 2, dev sets, base-sized models
     "ReLU": (81.39, 90.11, 88.85, 91.97, 52.08, 87.64, 84.56, 67.51),
     "FAVOR++": (81.25, 90.15, 89.58, 92.00, 54.95, 85.62, 85.78, 67.87),
     "uptrained FAVOR++": (82.29, 90.43, 89.73, 92.20, 58.85, 85.90, 88.73, 67.63)}
+NO_KIND = ("**No encoder can tell FAVOR+ and FAVOR++ apart: each kind failed a gate, and no other attention was put in "
+           "their place.**")
 COLOURS = {"relu": "#332288", "elu": "#009E73"}
 
 
 def write(size: str, found: Found, asked: dict[str, Sequence[Gate]], seconds: float) -> None:
-    verdicts = judged(claims(found))
-    said = "\n".join([beaten(found), "", *map(str, verdicts), "", *(f"- power: {line}." for line in power(found))])
+    verdicts = [*judged(claims(found)), *unjudged(found, asked)]
+    said = "\n".join([beaten(found) if found.kinds else NO_KIND, "", *map(str, verdicts), "",
+                      *(f"- power: {line}." for line in power(found))])
     parts = [said, "", "Small encoders, not the paper's BERT-base: compare rows within a table.\n",
              "## Gates\n", *(str(gate) for gates in asked.values() for gate in gates), "", stopped(found),
-             *(line for kind in found.kinds for line in section(found, kind)),
+             *(line for kind in found.setting.kinds for line in section(found, kind)),
              "## GLUE\n", glue_text(found), glue_table(found), "The paper's values (BERT-base):\n", paper_table(found)]
     rows = [*csv_rows(found), *(verdict.row() for verdict in verdicts)]
     path = write_report("table2", TITLE + ("" if size == "full" else " (small models)"), "\n".join(parts), rows,
@@ -62,7 +66,8 @@ def section(found: Found, kind: Kind) -> list[str]:
                       for record in trained)
     return [f"## Encoders of {kind.title}\n",
             f"Exact, on held-out text: {known}. By the frequency of tokens alone: {found.unigrams[kind.title]:.3f} "
-            "nats.\n", "Loss above exact attention trained on as long, nats:\n", loss_table(found, kind),
+            "nats.\n", *(["Loss above exact attention trained on as long, nats:\n", loss_table(found, kind)]
+                          if kind in found.kinds else []),
             "Layers (relative errors of their outputs on captured queries, keys and values, "
             f"m = {found.setting.m}):\n", layer_table(found, kind)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from crt_exp.report import palette, table2_glue
-from crt_exp.report.evidence import Claim, Gate, Interval, detectable, independent, won_by
+from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, detectable, independent, won_by
 from crt_exp.report.table2_runs import ELU, EXACT, JUDGED, UNIFORM, Kind, Setting
 from crt_exp.studies.fidelity import Arm
 
@@ -61,6 +61,18 @@ def error_ratio(looks: Sequence[dict[str, Any]]) -> float:
     logs = [np.log(plain / better) for look in looks
             for plain, better in zip(*(look["errors"][name] for name in JUDGED))]
     return float(np.exp(np.mean(logs)))
+
+
+def unjudged(found: Found, asked: Mapping[str, Sequence[Gate]]) -> list[Unjudged]:
+    """Of each kind that failed a gate, what its layers alone say."""
+    made = []
+    for kind in (kind for kind in found.setting.kinds if kind not in found.kinds):
+        ratios = [float(np.log(error_ratio([look]))) for look in found.looks_of(kind)]
+        text = (f"{kind.title}: FAVOR++ is nearer to exact attention than FAVOR+, m = {found.setting.m}, by the errors "
+                "of layers")
+        made.append(Unjudged(Claim(text, independent(ratios), "in the logarithm"),
+                             next(gate for gate in asked[kind.title] if not gate.passed)))
+    return made
 
 
 # ---- losses, by pair
