@@ -16,7 +16,7 @@ from crt_exp.report.table2_verdicts import Found, beaten, claims, gates, has_sig
 from crt_exp.runner.command_line import check_command_line
 from crt_exp.studies.fidelity import Arm
 
-SMALL = table2.SETTINGS["small"]
+SMALL = replace(table2.SETTINGS["small"], kinds=table2.SETTINGS["small"].kinds[:2])
 
 
 def keys_of(setting):

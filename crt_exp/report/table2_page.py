@@ -184,8 +184,8 @@ def facts(size: str, found: Found) -> str:
             "seed: held-out text, masks, order and Gaussian rows are the same in all its arms and at all steps; "
             f"encoders go round with the pairs, so intervals are mostly over noise. {setting.pairs} pairs directly "
             f"after the swap and of what is judged, {setting.other_pairs} of the other arms that train. Nothing was "
-            "chosen on the held-out text. GLUE by `task=glue "
-            f"{' '.join(setting.glue.options)}`, dev sets, last weights, {setting.glue.seeds} seeds, m = "
+            "chosen on the held-out text; heads of 8 joined because those of 16 had failed their gates. GLUE by "
+            f"`task=glue {' '.join(setting.glue.options)}`, dev sets, last weights, {setting.glue.seeds} seeds, m = "
             f"{setting.glue.m}; training examples: {examples}; differences by a paired bootstrap over examples. From "
             f"scratch: `{' '.join(setting.glue.scratch)}`. Orthogonal projections, never redrawn. Intervals of tables: "
             "95%, Student; p-values with Holm's correction.")

@@ -15,7 +15,7 @@ from crt_exp.studies.fidelity import Arm, arms_of
 
 SOURCES = ("tasks/mlm.py", "tasks/objectives.py", "models/encoders.py")
 HOME = runs.Home(Path("outputs/table2"), SOURCES)
-CHARACTERS, PIECES = "characters", "word pieces"
+CHARACTERS, PIECES, NARROW = "characters", "word pieces", "characters, heads of 8"
 EXACT, UNIFORM, ELU = Arm("exact", None), Arm("uniform", None), Arm("elu", None)
 LINEAR = ("relu", "favorp", "favorpp", "favorsharp")       # with projections
 JUDGED = ("favorp", "favorpp")
