@@ -100,21 +100,23 @@ class FittedOnce(nn.Module):
                 raise ValueError(f"{prefix}{name} was saved with (heads, clusters, d) = {tuple(saved.shape)}, but this "
                                  f"model has {tuple(own.shape)}: build it with as many clusters (features.queries and "
                                  "features.keys), or leave these buffers out")
-        for side in SIDES:  # as many rows as there are
-            if (saved := state_dict.get(prefix + side)) is not None:
-                setattr(self, side, torch.empty_like(saved, device=getattr(self, side).device))
+        self.make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.done = int(self.fits) > 0
 
+    def make_room(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        """Gives the samples as many rows as they have in a state that is about to be loaded."""
+        for side in SIDES:
+            saved, own = state.get(prefix + side), getattr(self, side)
+            if saved is not None and saved.ndim == 3:
+                setattr(self, side, own.new_zeros(own.shape[0], saved.shape[1], own.shape[2]))
+
 
 def make_room(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Gives the samples in `model` as many rows as they have in the state that it is about to load, so that shapes can
-    be compared name by name."""
+    """The same in all of a model, before shapes are compared name by name."""
     for path, module in model.named_modules():
-        for side in SIDES if isinstance(module, FittedOnce) else ():
-            saved, own = state.get(f"{path}.{side}"), getattr(module, side)
-            if saved is not None and saved.ndim == 3:
-                setattr(module, side, own.new_zeros(own.shape[0], saved.shape[1], own.shape[2]))
+        if isinstance(module, FittedOnce):
+            module.make_room(state, f"{path}.")
 
 
 def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from crt_exp.data import DataError
+from crt_exp.data.cache import cached, key_of
 from crt_exp.data.hub import from_hub
 from crt_exp.data.sources import SOURCES, Source, missing, task_folder
-from crt_exp.data.cache import cached, key_of
 from crt_exp.data.text import fingerprint, numbered_lines
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from crt_exp.data import DataError
+from crt_exp.data.cache import warn
 from crt_exp.data.hub import hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
-from crt_exp.data.cache import warn
 from crt_exp.data.text import numbered_lines
 
 SUFFIXES = (".flac", ".wav")

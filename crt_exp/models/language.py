@@ -216,11 +216,12 @@ def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:
     """
     same = mechanism.describe() == kept.mechanism.describe()
     of_attention = lambda name: ".attention." in name
-    make_room(model, kept.tensors)
-    own, found = model.state_dict(), dict(kept.tensors)
+    found = dict(kept.tensors)
     if kept.description.tied:
         found["head.weight"] = found.get("symbol.weight")
     taken = {name: tensor for name, tensor in found.items() if same or not of_attention(name)}
+    make_room(model, taken)
+    own = model.state_dict()
     wanted = {name for name in own if same or not of_attention(name)}
     wrong = sorted(wanted ^ taken.keys()) or sorted(name for name in wanted if taken[name].shape != own[name].shape)
     if wrong:
