@@ -5,6 +5,8 @@ exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma
 """
 
 import warnings
+from collections.abc import Callable
+from functools import cache
 from numbers import Real
 
 import numpy as np
@@ -27,6 +29,17 @@ ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
 
 
+@cache
+def map_of(features: str, kernel: str) -> FeatureMap:
+    """By its name, kept: reading conf/ takes longer than fitting to a few thousand rows."""
+    return Mechanism.of(features=features).map(kernel)
+
+
+@cache
+def sampler_of(name: str) -> Callable[..., torch.Tensor]:
+    return Mechanism.of("favorp", sampler=name).sampler
+
+
 class _RandomFeatureEstimator(BaseEstimator):
     """What the estimators share: mechanism and sampler by name or as objects, gamma, and the draw of the noise."""
 
@@ -40,10 +53,10 @@ class _RandomFeatureEstimator(BaseEstimator):
     def _map(self) -> FeatureMap:
         if isinstance(self.mechanism, FeatureMap):
             return self.mechanism
-        return Mechanism.of(features=self.mechanism).map(self.kernel)
+        return map_of(self.mechanism, self.kernel)
 
     def _sampler(self):
-        return self.sampler if callable(self.sampler) else Mechanism.of("favorp", sampler=self.sampler).sampler
+        return self.sampler if callable(self.sampler) else sampler_of(self.sampler)
 
     def _draw(self, m: int) -> torch.Generator:
         """The noise, the same for every dtype of the data; returns what further numbers may be drawn from."""
