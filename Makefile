@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml
 	fi
 	@touch $@
 
-demo: $(STAMP)  ## every mechanism on real embedded data: a table and a picture, in under a minute
+demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table and a picture, in under a minute
 	@$(PY) -m crt_exp.report demo --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
@@ -64,7 +64,7 @@ fig1: $(STAMP)  ## CRT Figure 1: the gain of OPRF over PosRF
 fig2: $(STAMP)  ## CRT Figure 2: log variance of every mechanism in four regimes
 performers-fig2: $(STAMP)  ## Performers Figure 2: where positive features beat trigonometric ones
 performers-fig4: $(STAMP)  ## Performers Figure 4: MSE of attention against m, with every mechanism and sampler
-performers-fig14: $(STAMP)  ## Performers Figure 14: how the error of attention goes through 1 to 12 layers
+performers-fig14: $(STAMP)  ## Performers Figure 14: how the error of attention goes through 1 to 12 layers (needs CRT_DATA)
 hadamard: $(STAMP)  ## structured projections: MSE, bias and time of iid, orthogonal, Hadamard k = 1, 2, 3, Givens
 fig3: $(STAMP)  ## CRT Figure 3: speech recognition with linear attention, word error rates (needs CRT_DATA)
 fig4-left: $(STAMP)  ## CRT Figure 4, left: a ViT with linear attention, uptrained from MAE and from scratch (needs CRT_DATA)

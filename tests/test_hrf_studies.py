@@ -1,6 +1,7 @@
 """Studies of hybrids: measured errors are those of the closed forms, FLOPs are counted, reports say what they found."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -183,6 +184,13 @@ def test_verdicts_follow_the_errors(factor, word):
     assert judged([kernel_arms.below("a below b", factor * better, worse)])[0].word == word
 
 
+def test_verdicts_follow_the_closed_forms_where_there_are_any():
+    measured = kernel_arms.below("a below b", [1.0, 1.1, 1.2], [0.5, 0.6, 0.5])
+    told = judged([kernel_arms.truly_below("a below b", 1.0, 3.0, measured)])[0]
+    assert told.word == "confirmed" and told.claim.difference.mean == pytest.approx(math.log(3))
+    assert "(closed forms; measured -0.7" in str(told)
+
+
 def test_constants_that_win_are_told_first():
     setting = hrf_pointwise.Setting((1.0,), 3)
     record = {"largest_error": 1.2}
@@ -261,6 +269,7 @@ def test_page_of_speech(folder, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ClusteredHybrid attention has no clusters yet")   # in so few steps
 def test_hrf_speech_at_tiny_sizes(monkeypatch, folder, tmp_path):
     """The real thing, a few steps of each run."""
     from tests.small_speech import write_digits

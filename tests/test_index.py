@@ -23,12 +23,12 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
     a_report(tmp_path, "second", [Unjudged(up, Gate("costs", 0.1, 0.5)).row()])
     a_report(tmp_path, "third", [{"m": 4}])
     index.main("small")
-    assert "4 orderings in 2 reports: 1 confirmed, 1 refuted, 2 open, 1 of these because a gate failed" \
+    assert "4 verdicts in 2 reports: 1 confirmed, 1 refuted, 2 open, 1 of these because a gate failed" \
         in capsys.readouterr().out
     text = (tmp_path / "index.md").read_text()
     assert "| [first](first.md) | 1 | 1 | 1 | 0123456789ab |" in text
     assert "| **confirmed** | up\\|wards | +1.1 ± 0.25 nats | 3 |" in text and "| 3 | not judged |" in text
-    assert "judges no ordering: [third](third.md)" in text
+    assert "Reports without a verdict: [third](third.md)" in text
     assert (tmp_path / "index.csv").read_text().count("\n") == 1 + 4
 
 

@@ -164,7 +164,7 @@ TABLE = (
     Source("protein", "trembl", "https://www.uniprot.org/proteomes", (
         proteome("Bacteria", "UP000000625_83333", 4000), proteome("Eukaryota", "UP000002311_559292", 5500)),
            size="4 MB", note="every *.fasta and *.fasta.gz with UniProt headers in the folder is read"),
-    Source("mnist", "pixels", "http://yann.lecun.com/exdb/mnist/", tuple(
+    Source("mnist", "variance", "http://yann.lecun.com/exdb/mnist/", tuple(
         File(f"mnist/{name}-ubyte.gz", f"{MNIST_SERVER}/{name}-ubyte.gz", digest=f"gunzip:{digest}")
         for name, digest in (
             ("train-images-idx3", "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),

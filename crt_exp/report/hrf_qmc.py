@@ -157,7 +157,7 @@ def facts(size: str, setting: Setting, names: tuple[str, str]) -> str:
     return (f"SIZE={size}. {setting.pairs} random pairs of different rows (seed {SEED}), {GROUPS} groups of "
             f"{setting.draws} draws. Columns standardised over the table, then all rows divided by one number that "
             f"gives them a root mean squared length of {' and '.join(f'{r:g}' for r in LENGTHS)}; the paper does not "
-            f"say how it scaled them, and its numbers are lost in the text at hand: it finds HRF best.{away} Hybrid: "
+            f"say how it scaled them, and its numbers are not compared here: it finds HRF best.{away} Hybrid: "
             f"{N} projections of the coefficient, {M} of both bases, which share theirs. Verdicts: logarithm of the "
             "MSE, mean over lengths, paired by group of draws; p by Holm over all."
             f"{palette.left_out(WITHOUT | WITHOUT_SAMPLERS)}")

@@ -40,7 +40,7 @@ PAIRS = [*(("HRF-C(3,3)", other) for other in ("HRF-A(16,8)", *LARGE)),   # (bet
 SIZES = {size: replace(setting, arms=(), plain=(), ms=(), pairs=(), others=(), speaker=None, swaps=8, seeds=3)
          for size, setting in fig3.SETTINGS.items()}
 PAPER = ("The paper (17 layers, LibriSpeech 960 h) has clustered hybrids best and all hybrids before FAVOR+ and "
-         "trigonometric features; its numbers are lost in the text at hand.")
+         "trigonometric features; its numbers are not compared here.")
 PHASES = {"swap": "directly after the swap", "uptrained": "after the swap and training"}
 
 

@@ -1,4 +1,5 @@
-"""make report: every ordering that a paper states and a report has judged, from the reports' own csv files."""
+"""make report: every verdict of the reports, on orderings that papers state and on bars and questions of our own, from
+their csv files."""
 
 import csv
 import re
@@ -38,16 +39,17 @@ def verdicts(path: Path) -> list[dict[str, str]]:
 def text(pages: list[Path], found: dict[str, list[dict[str, str]]]) -> str:
     judged = [page for page in pages if found[page.stem]]
     silent = ", ".join(f"[{page.stem}]({page.name})" for page in pages if page not in judged)
-    parts = ["# The papers' orderings: confirmed, refuted, open\n", f"{summary(found)}\n", counts(judged, found)]
+    parts = ["# Verdicts: orderings of the papers, and bars and questions of our own\n", f"{summary(found)}\n",
+             counts(judged, found)]
     parts += [section(page, found[page.stem]) for page in judged]
-    return "\n".join([*parts, f"Reports whose csv judges no ordering: {silent}." if silent else "",
+    return "\n".join([*parts, f"Reports without a verdict: {silent}." if silent else "",
                       "\nCommand: `make report`."]) + "\n"
 
 
 def summary(found: dict[str, list[dict[str, str]]]) -> str:
     told = Counter(row["verdict"] for rows in found.values() for row in rows)
     unjudged = sum("not_judged" in row for rows in found.values() for row in rows)
-    return (f"{sum(told.values())} orderings in {sum(map(bool, found.values()))} reports: "
+    return (f"{sum(told.values())} verdicts in {sum(map(bool, found.values()))} reports: "
             f"{', '.join(f'{told[word]} {word}' for word in WORDS)}, {unjudged} of these because a gate failed.")
 
 

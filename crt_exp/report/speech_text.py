@@ -268,7 +268,7 @@ def sample_text(found: Found) -> str:
             f"{r['losses'][-1][1]:.0f} in the last ones of {r['steps']}; test loss {r['loss']:.0f} nats an utterance"
             for arm, r in found.sample.items()]
     tested = round(next(iter(found.sample.values()))["utterances"])
-    return (f"The part of LibriSpeech that is at hand (some minutes of train-clean-100, {tested} test utterances) went "
+    return (f"The part of LibriSpeech used here (some minutes of train-clean-100, {tested} test utterances) went "
             f"through the same code. {'; '.join(told)}. It is far too small to learn recognition from: these figures "
             "say that the code reads and trains on real LibriSpeech, and nothing of the attention.")
 

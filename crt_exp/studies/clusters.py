@@ -2,7 +2,7 @@
 
 The paper's construction, where its text says it: two vectors, turned by two random orthogonal matrices each, are the
 centres of two clusters of queries and two of keys; signs of coordinates decide how well a real diagonal M can do; all
-points get a norm. Sizes, spreads and signs are lost in the text at hand: they are options here.
+points get a norm. Sizes, spreads and signs are options.
 """
 
 from collections.abc import Iterator
