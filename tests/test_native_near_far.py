@@ -114,6 +114,28 @@ def test_a_factor_of_queries_and_keys(dtype):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes, said", [(Sizes(8, 4, 0), "cells = 0"), (Sizes(0, 4, 4), "block = 0"),
+                                         (Sizes(-1, 4, 4), "block = -1"), (Sizes(8, -1, 4), "heavy = -1")])
+def test_sizes_that_cannot_be(sizes, said):
+    x, y, v = torch.randn(3, 1, 2, 50, 8)
+    with pytest.raises(ValueError, match=said):
+        near_far_attention(x, y, v, sizes)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_no_batch_another_type_another_device(served, monkeypatch):
+    if not served:
+        monkeypatch.setattr(native, "library", lambda: None)
+    x, y, v = torch.randn(3, 1, 2, 50, 8)
+    sizes = Sizes(8, 4, 4)
+    assert near_far_attention(x[:0], y[:0], v[:0], sizes).out.shape == (0, 2, 50, 8)
+    out = near_far_attention(x, y, v, sizes).out
+    torch.testing.assert_close(near_far_attention(x, y, v.double(), sizes).out, out.double(), rtol=1e-4, atol=1e-5)
+    if served:
+        with torch.device("meta"):
+            assert torch.equal(near_far_attention(x, y, v, sizes).out, out)
+
+
 def test_repeats_exactly_for_any_threads():
     x, y, v, grad, _ = tensors(Z=6, S=90)
     call = lambda: attended(x.transpose(0, 1), y[None], v[None], grad.transpose(0, 1))

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from crt_exp import Mechanism
-from crt_exp.attention.engines import native_library
 from crt_exp.features import GERF, OPRF, HypRF, PoisRF, PoisRFPlus, PosRF, Product, Sum, TrigRF
 from crt_exp.report import sampling as sampling_report
 from crt_exp.report import writing
@@ -24,7 +23,6 @@ from crt_exp.sampling import (
     TreeFeatures,
     Uniform,
     Unigram,
-    native_draws,
 )
 from crt_exp.sampling.tree import FAN, SumTree
 from crt_exp.studies import sampling as sampling_study
@@ -139,53 +137,6 @@ def test_all_levels_of_a_deep_tree_follow_the_law(head):
     ids = sampler.draw(query, target, 400_000).ids[0]
     assert follows(ids, q.scatter(0, target, 0.0))
     assert follows(ids // FAN, F.pad(q.scatter(0, target, 0.0), (0, -count % FAN)).view(-1, FAN).sum(1))
-
-
-@pytest.mark.skipif(native_library.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")
-@pytest.mark.parametrize("count, width", [(2, 1), (17, 5), (300, 33), (5 * 2**12, 4), (17 * 2**12 + 3, 7)])
-@pytest.mark.parametrize("left_out", [False, True])
-def test_the_loops_in_c_draw_what_pytorch_draws(count, width, left_out, monkeypatch):
-    """By the same uniform numbers; columns of unequal mass, rows without any, a row that is nearly all of a column."""
-    tree, weight = SumTree(count, width), torch.randn(6, width)
-    table = torch.rand(count, width) ** 8
-    table[::3] = 0
-    table[-1, 0] = 1e6
-    tree.leaves.copy_(table)
-    tree.resum()
-    mass, without = torch.rand(6, width).double() ** 4, torch.tensor([0, 1, count - 1, 1, 0, count // 2])
-    draws = []
-    for served in (native_draws.applies, lambda *levels: False):
-        monkeypatch.setattr(native_draws, "applies", served)
-        torch.manual_seed(3)
-        draws.append(tree.draw(mass, 500, without if left_out else None))
-    assert torch.equal(*draws)
-    assert not left_out or count < 10 or not bool((draws[0] == without[:, None]).any())
-    torch.testing.assert_close(native_draws.products(weight, tree.level0, draws[0]),
-                               torch.einsum("bm,bkm->bk", weight, tree.level0[draws[0]]), rtol=1e-4, atol=1e-4)
-
-
-def test_without_the_library_pytorch_draws(head, queries, targets, monkeypatch):
-    drawn = []
-    for library in (native_library.library, lambda: None):
-        monkeypatch.setattr(native_library, "library", library)
-        torch.manual_seed(3)
-        drawn.append(built(TreeFeatures, OPRF(), head, queries).draw(queries, targets, 50))
-    assert torch.equal(drawn[0].ids, drawn[1].ids)
-    torch.testing.assert_close(drawn[0].log_q, drawn[1].log_q)
-
-
-def test_sums_of_another_precision_are_read_as_what_they_are(monkeypatch):
-    """As after `.float()`, which the loops in C are not for: of more levels than are inverted at once."""
-    tree = SumTree(17 * 2**12, 3)
-    tree.leaves.copy_(torch.rand(17 * 2**12, 3))
-    tree.resum()
-    tree.float()
-    draws = []
-    for served in (native_draws.applies, lambda *levels: False):
-        monkeypatch.setattr(native_draws, "applies", served)
-        torch.manual_seed(3)
-        draws.append(tree.draw(torch.rand(6, 3), 500))
-    assert tree.start == 2 and torch.equal(*draws)
 
 
 def test_a_class_that_is_not_there_has_no_probability(head, queries):

@@ -66,9 +66,12 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
     (CPU). """
     check_inputs(x, y, v, None, (), causal, key_mask)
+    check_sizes(sizes)
     _check(x, y, causal, cross, codebook)
     B, Hkv = y.shape[:2]
     tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
+    if compute_dtype(*tensors) == torch.float64:
+        tensors = tuple(t.double() for t in tensors)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
     if call.in_c(*tensors):
@@ -82,6 +85,12 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
         seen = key_mask.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
         out = torch.where((seen > 0).unsqueeze(-1), out, 0.0)
     return Result(out, predicted.view(B, Hkv))
+
+
+def check_sizes(sizes: Sizes) -> None:
+    for name, least in (("block", 1), ("heavy", 0), ("cells", 1)):
+        if getattr(sizes, name) < least:
+            raise ValueError(f"{name} = {getattr(sizes, name)}: it must be at least {least}")
 
 
 def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook | None) -> None:

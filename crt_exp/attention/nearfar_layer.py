@@ -17,7 +17,7 @@ from crt_exp.attention.cells import Metric, Sizes, centres_of
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.layer import RandomFeatureAttention, in_backward, in_step
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar import Result, near_far_attention
+from crt_exp.attention.nearfar import Result, check_sizes, near_far_attention
 from crt_exp.attention.nearfar_causal import Codebook
 from crt_exp.attention.nearfar_decoding import NearFarState
 from crt_exp.attention.nearfar_features import FarFeatures, check_positive
@@ -203,9 +203,7 @@ def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | Non
         raise ValueError(f"preset = {preset!r}: choose one of {', '.join(PRESETS)}")
     given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order}
     sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
-    for name, least in (("block", 1), ("heavy", 0), ("cells", 1)):
-        if getattr(sizes, name) < least:
-            raise ValueError(f"{name} = {getattr(sizes, name)}: it must be at least {least}")
+    check_sizes(sizes)
     return sizes
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from crt_exp.attention.engines import native_library
 from crt_exp.attention.engines.native import NO_MEMORY
+from crt_exp.samplers.noise import transforming
 
 LEVELS = 16  # of a tree, as in tree_draws.c: more than 2**60 classes have
 SIZES = ("B", "k", "M", "rows", "nodes", "start", "threads")
@@ -22,10 +23,10 @@ class Draws(ctypes.Structure):
 
 def applies(table: Tensor, *sums: Tensor) -> bool:
     """Whether the table and the levels above it are for this engine: float32 and float64 on the CPU, as they were made,
-    where the library can be had."""
+    where the library can be had; not in graphs of torch.compile and transforms of torch.func."""
     return (table.device.type == "cpu" and table.dtype == torch.float32
             and all(level.dtype == torch.float64 for level in sums) and not torch.compiler.is_compiling()
-            and native_library.library() is not None)
+            and not transforming() and native_library.library() is not None)
 
 
 def rows_of(levels: list[Tensor], start: int, rows: int, ends: Tensor, mass: Tensor, u: Tensor,
@@ -35,7 +36,7 @@ def rows_of(levels: list[Tensor], start: int, rows: int, ends: Tensor, mass: Ten
     (B, k, _), M, nodes = u.shape, *ends.shape
     mass, ends, u = (t.contiguous() for t in (mass.double(), ends, u))
     without = None if without is None else without.long().contiguous()
-    ids = torch.empty(B, k, dtype=torch.long)
+    ids = u.new_empty(B, k, dtype=torch.long)
     pointers = [0, *(level.data_ptr() for level in levels[1:start])]
     _call("tree_draw", B=B, k=k, M=M, rows=rows, nodes=nodes, start=start, mass=mass, ends=ends, u=u, table=levels[0],
           levels=(ctypes.c_void_p * LEVELS)(*pointers), without=without, ids=ids)
@@ -47,7 +48,7 @@ def products(weight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     weight, ids = weight.contiguous(), ids.long().contiguous()
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}: the table has {len(table)} rows")
-    found = torch.empty(ids.shape)
+    found = table.new_empty(ids.shape)
     _call("tree_products", B=len(ids), k=ids.shape[1], M=weight.shape[1], weight=weight, table=table, ids=ids,
           products=found)
     return found

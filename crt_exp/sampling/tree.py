@@ -107,7 +107,8 @@ class SumTree(nn.Module):
             if without is not None:
                 self._leave_out(weights, number, node, without[:, None], taken)
             node = node * FAN + choose(weights, u[..., self.start + 1 - number])
-        return node.clamp(max=self.rows - 1)
+            node = node.clamp_(max=self._last(number))
+        return node
 
     def _invert(self, ends: Tensor, column: Tensor, u: Tensor, without: Tensor | None, taken: Tensor | None) -> Tensor:
         """Nodes (B, k) of level `start`, each in proportion to its column, whose sums up to each node are ends.
@@ -122,7 +123,11 @@ class SumTree(nn.Module):
             u = u * (1 - taken)
             u = torch.where(u + column >= ends[place] - taken, u + taken, u)
         found = torch.searchsorted(ends, u + column, right=True) - column * nodes
-        return found.clamp_(0, nodes - 1)
+        return found.clamp_(0, self._last(self.start))
+
+    def _last(self, number: int) -> int:
+        """The last node of a level with rows: where little of a column is left, rounding can choose one behind it."""
+        return (self.rows - 1) // FAN**number
 
     def _leave_out(self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor) -> None:
         """Takes the entries `taken` (B, k) of a row off the weights (B, k, FAN) of the child that it lies below."""

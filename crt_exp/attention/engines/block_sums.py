@@ -25,7 +25,7 @@ class _BlockSums(torch.autograd.Function):
         ctx.save_for_backward(cell)
         ctx.cells, ctx.lag, ctx.both = cells, lag, both
         own = torch.bmm(one_hot(cell, cells, rows.dtype).flatten(0, 1).mT, rows.flatten(0, 1))
-        return _summed(own.device)(own.view(*rows.shape[:2], cells, -1), lag, True, both)
+        return _summed(own.device)(own.view(*rows.shape[:2], cells, rows.shape[-1]), lag, True, both)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -34,7 +34,7 @@ class _BlockSums(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             later = _summed(grad.device)(grad, ctx.lag, ctx.both, True)
             rows = torch.bmm(one_hot(cell, ctx.cells, grad.dtype).flatten(0, 1), later.flatten(0, 1))
-        return rows.view(*cell.shape, -1), None, None, None, None
+        return rows.view(*cell.shape, rows.shape[-1]), None, None, None, None
 
 
 def _summed(device: torch.device):

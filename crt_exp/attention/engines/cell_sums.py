@@ -71,7 +71,7 @@ class _CellSums(torch.autograd.Function):
 def _at_cells(t: Tensor, cell: Tensor) -> Tensor:
     """Rows (Z, S, d) of t (Z, K, d)."""
     first = torch.arange(len(t), device=t.device).unsqueeze(-1) * t.shape[1]
-    return t.flatten(0, 1).index_select(0, (cell + first).flatten()).view(*cell.shape, -1)
+    return t.flatten(0, 1).index_select(0, (cell + first).flatten()).view(*cell.shape, t.shape[-1])
 
 
 def weighted(u: Tensor, cell: Tensor, cells: int) -> Tensor:

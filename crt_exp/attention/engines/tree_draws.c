@@ -34,6 +34,9 @@ INLINE int64_t at_most(const double *ends, int64_t n, double x) {
 
 INLINE int64_t below(int64_t number, int64_t count) { return number < count ? number : count - 1; }
 
+/* The nodes of a level that have rows: those behind them fill it up to a multiple of FAN. */
+INLINE int64_t nodes_of(const Draws *c, int64_t number) { return ((c->rows - 1) >> FAN_BITS * number) + 1; }
+
 /* The way down of the draws of one query, all of them a level at a time: while one is at work, the rows of those that
    follow are on their way to the cache. */
 typedef struct {
@@ -64,7 +67,7 @@ INLINE int64_t child(const Query *q, int64_t number, int64_t node, int64_t colum
     for (int i = 0; i < FAN; i++) ends[i] = sum += ends[i];
     int64_t chosen = 0;
     for (int i = 0; i < FAN; i++) chosen += ends[i] <= u * sum;
-    return first + below(chosen, FAN);
+    return below(first + chosen, nodes_of(c, number) < first + FAN ? nodes_of(c, number) : first + FAN);
 }
 
 INLINE void fetch(const Query *q, int64_t number, int64_t j) {
@@ -96,10 +99,10 @@ static void draw(const Query *q) {
         double x = u[j * step + 1] * (ends[c->nodes - 1] - less);
         if (q->out >= 0 && x >= ends[q->out >> FAN_BITS * c->start] - less) x += less;  /* behind what is left out */
         q->column[j] = column;
-        q->node[j] = below(at_most(ends, c->nodes, x), c->nodes);
+        q->node[j] = below(at_most(ends, c->nodes, x), nodes_of(c, c->start));
     }
     for (int64_t number = c->start - 1; number >= 0; number--) level_down(q, number, u + c->start + 1 - number, step);
-    for (int64_t j = 0; j < c->k; j++) c->ids[q->b * c->k + j] = below(q->node[j], c->rows);
+    for (int64_t j = 0; j < c->k; j++) c->ids[q->b * c->k + j] = q->node[j];
 }
 
 /* ids: rows, each in proportion to a column that is drawn in proportion to the mass of its query. */

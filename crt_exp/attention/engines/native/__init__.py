@@ -85,7 +85,7 @@ class Engine:
         if status == BAD_DIRECTIONS:
             raise NotFinite("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
-            check_result(torch.tensor(torch.inf))
+            check_result(torch.tensor(torch.inf, device="cpu"))
 
 
 def _view(t: Tensor) -> View:

@@ -65,8 +65,8 @@ def applies(*tensors: Tensor) -> bool:
 def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, factor: float = 1.0) -> Sets:
     """Of queries factor x (Z, G, S, d) and keys factor y (Z, S, d). Raises NotFinite where they are not finite."""
     (Z, S, d), n, K = y.shape, min(heavy, y.shape[1]), min(cells, y.shape[1])
-    flag = lambda *size: torch.empty(size, dtype=torch.bool)
-    place = lambda *size: torch.empty(size, dtype=torch.long)
+    flag = lambda *size: y.new_empty(size, dtype=torch.bool)
+    place = lambda *size: y.new_empty(size, dtype=torch.long)
     sets = Sets(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d), place(Z, n), flag(Z, n), flag(Z, S),
                 place(Z, S), y.new_empty(Z, K, d))
     _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), dv=d, block=1,
@@ -130,4 +130,4 @@ def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], 
     if status == NO_MEMORY:
         raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}")
     if status == NOT_FINITE:
-        check_result(torch.tensor(torch.inf))
+        check_result(torch.tensor(torch.inf, device="cpu"))
