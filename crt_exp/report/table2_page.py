@@ -10,7 +10,7 @@ from crt_exp.report import palette, table2_glue
 from crt_exp.report.evidence import Gate, independent, judged
 from crt_exp.report.fig4_page import show
 from crt_exp.report.table2_glue import MAJORITY, OVERLAP
-from crt_exp.report.table2_runs import EXACT, JUDGED, PIECES, Kind, scratch_arm
+from crt_exp.report.table2_runs import EXACT, JUDGED, Kind, scratch_arm
 from crt_exp.report.table2_verdicts import (
     Found,
     above,
@@ -98,14 +98,15 @@ def layer_table(found: Found, kind: Kind) -> str:
 
 
 def glue_text(found: Found) -> str:
-    told, glue = [], found.setting.glue
+    told, glue, kind = [], found.setting.glue, found.fine_tuned
     for data in found.controls:
         exact = scores(found.tuned, EXACT, data)
-        if exact:
+        if kind and exact:
             best = table2_glue.best_control(data, found.controls[data])
             word = "above" if np.mean(exact) > best else "no better than"
-            told.append(f"{TASKS[data].folder}: exact encoders of {PIECES} reach {np.mean(exact):.1f}, {word} the best "
-                        f"control's {best:.1f}{'' if data in found.datasets else ', so no other arm was trained'}.")
+            left = "" if data in found.datasets else ", so no other arm was trained"
+            told.append(f"{TASKS[data].folder}: exact encoders of {kind.title} reach {np.mean(exact):.1f}, {word} "
+                        f"the best control's {best:.1f}{left}.")
     known = {name: np.log(record["perplexity"]) for name, record in found.pretrained.items()}
     least = min(known.values(), default=float("nan"))
     shows = "little more than the words themselves" if least > found.scratch_unigram - 1 else "words in their context"

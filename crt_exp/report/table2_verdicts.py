@@ -34,6 +34,11 @@ class Found:
     scratch: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)     # attention, task, seed
     diverged: list[str] = field(default_factory=list)                       # runs of GLUE, which are not in these
 
+    @property
+    def fine_tuned(self) -> Kind | None:
+        """The encoders from which task=glue starts."""
+        return next((kind for kind in self.kinds if kind.fine_tuned), None)
+
     def looks_of(self, kind: Kind) -> list[dict[str, Any]]:
         return [look for (title, _), look in self.looks.items() if title == kind.title]
 
