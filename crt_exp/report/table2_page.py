@@ -187,8 +187,10 @@ def facts(size: str, found: Found) -> str:
             f"after the swap and of what is judged, {setting.other_pairs} of the other arms that train. Nothing was "
             "chosen on the held-out text; heads of 8 joined because those of 16 had failed their gates. GLUE by "
             f"`task=glue {' '.join(setting.glue.options)}`, dev sets, last weights, {setting.glue.seeds} seeds, m = "
-            f"{setting.glue.m}; training examples: {examples}; differences by a paired bootstrap over examples. From "
-            f"scratch: `{' '.join(setting.glue.scratch)}`. Orthogonal projections, never redrawn. Intervals of tables: "
+            f"{setting.glue.m}; training examples: {examples}; differences: paired by seed, the variance over seeds "
+            f"and that over examples (a bootstrap) added; a kind has {setting.encoders} encoders, and from scratch "
+            f"there is one pretraining an attention. From scratch: `{' '.join(setting.glue.scratch)}`. Orthogonal "
+            "projections, never redrawn. Intervals of tables: "
             "95%, Student; p-values with Holm's correction.")
 
 

@@ -84,7 +84,7 @@ class Glue:
     scratch_m: int = 64
     scratch_every: int = 16
     seeds: int = 4
-    scratch_arms: tuple[str, ...] = ("favorp", "elu", "relu", "favorpp", "exact")
+    scratch_arms: tuple[str, ...] = ("favorp", "elu", "relu", "favorpp", "exact", "uniform")
 
 
 @dataclass(frozen=True)
