@@ -1,6 +1,7 @@
 """Intervals, verdicts and gates: they cover what they say, and refuse what they cannot judge."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from crt_exp.report.evidence import (
     Claim,
     Gate,
     GateFailed,
+    Interval,
     Unjudged,
     bootstrapped,
     check_gates,
@@ -17,6 +19,7 @@ from crt_exp.report.evidence import (
     holm,
     independent,
     judged,
+    over_runs,
     overlapping,
     paired,
 )
@@ -51,6 +54,17 @@ def test_bootstrap_of_a_paired_difference():
     assert np.isclose(found.mean, gain.mean()) and found.n == 300
     assert np.isclose(found.half, 1.96 * gain.std() / 300**0.5, rtol=0.06) and found.p < 1e-4
     assert bootstrapped(lambda rows: 0.0, 5).p == 1
+
+
+def test_runs_and_examples_both_count():
+    """Covers the truth where scores of a few runs share a test set that was drawn, as that of runs alone does not."""
+    rng, covered = np.random.default_rng(3), Counter()
+    for _ in range(400):
+        runs = 0.5 + rng.normal(0, 0.5) + rng.normal(0, 0.5, 4)  # the examples' chance, the trainings'
+        found = over_runs(runs, Interval(0.5, 1.96 * 0.5, 0.0, 100))
+        covered["both"] += found.low <= 0.5 <= found.high
+        covered["runs"] += independent(runs).low <= 0.5 <= independent(runs).high
+    assert covered["both"] > 0.94 * 400 > 0.9 * 400 > covered["runs"]
 
 
 def test_holm_by_hand():

@@ -25,7 +25,7 @@ def keys_of(setting):
             for seed in range(setting.encoders)]
     datasets = setting.glue.datasets
     return [made, table2_runs.uptraining(setting, setting.kinds).values(), table2_runs.from_scratch(setting).values(),
-            table2_runs.fine_tuning(setting, datasets, table2_runs.glue_arms(setting)).values(),
+            table2_runs.fine_tuning(setting, setting.kinds[1], datasets, table2_runs.glue_arms(setting)).values(),
             table2_runs.scratch_tuning(setting, datasets).values()]
 
 
@@ -82,7 +82,8 @@ def found_of(distance=0.3, uniform=1.5, S=9.0, ratio=1.5, exact=0.8):
     found.controls = {"sst2": {"labels": labels, table2_glue.MAJORITY: [1] * 400, table2_glue.OVERLAP: None}}
     run = lambda share: {"answers": right(share), "score": share, "examples": 40.0, "available": 50.0}
     found.tuned = {key: run(exact - 0.2 * (key[0].name == "favorp"))
-                   for key in table2_runs.fine_tuning(setting, ["sst2"], table2_runs.glue_arms(setting))}
+                   for key in table2_runs.fine_tuning(setting, setting.kinds[1], ["sst2"],
+                                                     table2_runs.glue_arms(setting))}
     found.pretrained = dict.fromkeys(setting.glue.scratch_arms, {"perplexity": 300.0})
     found.scratch_unigram, found.datasets = 6.4, ["sst2"]
     found.scratch = {key: run(0.6) for key in table2_runs.scratch_tuning(setting, ["sst2"])}
@@ -165,12 +166,12 @@ def tiny(least):
     kinds = (Kind(CHARACTERS, (*common, f"task.vocabulary={table2_runs.vocabulary_folder(20)}"),
                   (stage(10, 8, 20, "5e-3"),), 4, "nearfar block=2 heavy=1 cells=2", 3, (8, 4), texts=3),
              Kind(PIECES, (*common, "task.vocabulary_size=150"), (stage(8, 8, 10, "5e-3"), stage(16, 4, 10, "5e-3")),
-                  4, "nearfar block=2 heavy=1 cells=2", 3, (8,), others=(), texts=3))
+                  4, "nearfar block=2 heavy=1 cells=2", 3, (8,), others=(), texts=3, fine_tuned=True))
     glue = Glue(("task.max_length=40", "task.cache_dir=null", "trainer.epochs=1", "trainer.eval_every=1000000",
                  "trainer.select=last", "trainer.batch=8", "trainer.lr=5e-3"),
                 ("exact", "uniform", "favorp", "favorpp"),
                 (*common, "task.vocabulary_size=150", "task.block=40", "trainer.batch=8", "trainer.steps=4"), m=8,
-                scratch_m=4, scratch_every=3, seeds=1, scratch_arms=("favorp", "favorpp", "exact"))
+                scratch_m=4, scratch_every=3, seeds=2, scratch_arms=("favorp", "favorpp", "exact"))
     return replace(SMALL, kinds=kinds, glue=glue, ms=(8, 4), pairs=2, other_pairs=1, steps=(2, 4), captures=1,
                    costs=least, heads=least, error=least, workers=1)
 

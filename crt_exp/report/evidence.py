@@ -74,6 +74,18 @@ def bootstrapped(statistic: Callable[[np.ndarray], float], n: int, draws: int = 
     return Interval(value, float(ndtri(1 - level / 2)) * error, p, n)
 
 
+def over_runs(values: Sequence[float], examples: Interval) -> Interval:
+    """Of a mean over independent runs that were all scored on the same examples, `examples` its interval by these.
+
+    Both variances count, for another training and for other examples; Student's law with the runs' degrees of freedom.
+    """
+    runs = independent(values)
+    t = float(stdtrit(runs.n - 1, 1 - LEVEL / 2))
+    error = math.hypot(runs.half / t, examples.half / float(ndtri(1 - LEVEL / 2)))
+    p = float(2 * stdtr(runs.n - 1, -abs(runs.mean) / error)) if error > 0 else float(runs.mean == 0)
+    return Interval(runs.mean, t * error, p, runs.n)
+
+
 def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
     """The true difference that n pairs (default: as many as given) would show with this power.
 

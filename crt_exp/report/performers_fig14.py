@@ -207,18 +207,26 @@ def layers(errors: Sequence[Sequence[float]]) -> list[tuple[int, list[float]]]:
 def statements(found: Found, verdicts: list[Verdict]) -> str:
     judged_as, lines = iter(verdicts), []
     for model in MODELS:
-        for f in MAPS:
-            arm = Arm(f, "orthogonal", M)
-            grown = over(behind(found, model, arm, -1), behind(found, model, arm, 1))
-            travelled = over(*(behind(found, model, arm, layer, "propagated") for layer in (-1, 2)))
-            lines.append([f, escaped(model), f"{middle(behind(found, model, arm, 1)):.3g}",
-                          f"{grown}, **{next(judged_as).word}**", f"{travelled}, **{next(judged_as).word}**"])
+        for arm in [Arm(f, "orthogonal", M) for f in MAPS]:
+            words = [f"**{next(judged_as).word}**" for _ in KINDS]
+            lines.append(growth(found, model, arm, [f", {word}" for word in words]))
+        lines.append(growth(found, model, UNIFORM, ["", ""]))
     rest = "\n".join(map(str, judged_as))
     return ("The paper's finding, small errors grow on their way through the layers, as ratios with their 95% interval "
             f"(orthogonal, m = {M}), judged with Holm's correction over all. An error of 1 is no approximation at "
-            f"all. The last layer is the {DEPTH}th, of the trained encoder number {depth(found, TRAINED)}.\n\n"
+            f"all. The last layer is the {DEPTH}th, of the trained encoder number {depth(found, TRAINED)}. Uniform "
+            "attention, which has no features, says what the layers themselves do to an error: only what a map does "
+            "beyond it is the map's.\n\n"
             + markdown(["map", "model", "error in layer 1", "last layer over layer 1, all approximated",
                         "last layer over layer 2, the first alone"], lines) + f"\n{rest}\n")
+
+
+def growth(found: Found, model: Model, arm: Arm, words: Sequence[str]) -> list[str]:
+    """A row: what the error is in the first layer, and what becomes of it."""
+    grown = over(behind(found, model, arm, -1), behind(found, model, arm, 1))
+    travelled = over(*(behind(found, model, arm, layer, "propagated") for layer in (-1, 2)))
+    return [arm.name if arm.m else named(arm), escaped(model), f"{middle(behind(found, model, arm, 1)):.3g}",
+            *(text + word for text, word in zip((grown, travelled), words))]
 
 
 def escaped(model: Model) -> str:

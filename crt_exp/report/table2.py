@@ -12,7 +12,17 @@ from typing import Any
 from crt_exp.report import table2_encoders, table2_glue, table2_page, table2_runs
 from crt_exp.report.evidence import Gate, check_gates
 from crt_exp.report.fidelity import ENCODER, GROWING, ONCE, grown, sizes, stage
-from crt_exp.report.table2_runs import CHARACTERS, EXACT, NARROW, PIECES, SOURCES, Glue, Kind, Setting
+from crt_exp.report.table2_runs import (
+    CHARACTERS,
+    EXACT,
+    NARROW,
+    NARROW_PIECES,
+    PIECES,
+    SOURCES,
+    Glue,
+    Kind,
+    Setting,
+)
 from crt_exp.report.table2_verdicts import Found, ended, gates, has_signal, power
 from crt_exp.report.writing import Cells
 
@@ -34,9 +44,14 @@ SETTINGS = {
                  batch=16, near_far="nearfar block=4 heavy=2 cells=4", every=48, trained_ms=(256, 64)),
             Kind(PIECES, (*sizes(128, 3, 8), *ENCODER, "task.vocabulary_size=4096", *ONCE),
                  (stage(18, 128, 3500, "2e-3"), *grown(GROWING[:5], 2304, 200, "1e-3"), stage(128, 16, 400, "1e-3")),
-                 batch=4, near_far="nearfar block=8 heavy=8 cells=16", every=16, trained_ms=(256,), others=()),
+                 batch=4, near_far="nearfar block=8 heavy=8 cells=16", every=16, trained_ms=(256,), others=(),
+                 fine_tuned=True),
             Kind(NARROW, (*sizes(128, 3, 16), LETTERS, *ONCE), (stage(34, 128, 2500, "2e-3"),),
-                 batch=16, near_far="nearfar block=4 heavy=2 cells=4", every=48, trained_ms=(256, 64))),
+                 batch=16, near_far="nearfar block=4 heavy=2 cells=4", every=48, trained_ms=(256, 64)),
+            Kind(NARROW_PIECES, (*sizes(128, 3, 16), *ENCODER, "task.vocabulary_size=4096", *ONCE),
+                 (stage(18, 128, 3500, "2e-3"), *grown(GROWING[:5], 2304, 200, "1e-3"), stage(128, 16, 400, "1e-3")),
+                 batch=4, near_far="nearfar block=8 heavy=8 cells=16", every=16, trained_ms=(256,), others=(),
+                 fine_tuned=True)),
         glue=Glue(options=(*SHORT, "trainer.lr=5e-4"), examples={"sst2": 4000},
                   arms=("exact", "uniform", "favorp", "favorpp"),
                   scratch=(*sizes(64, 2, 4), *ENCODER, "task.vocabulary_size=4096", *SCRATCH, *ONCE))),
@@ -46,9 +61,14 @@ SETTINGS = {
                  batch=32, near_far="nearfar block=4 heavy=2 cells=4", every=24, trained_ms=(256, 64)),
             Kind(PIECES, (*sizes(256, 4, 16), *ENCODER, "task.vocabulary_size=4096", *ONCE),
                  (stage(18, 256, 8000, "1e-3"), *grown(GROWING[:5], 4608, 400, "1e-3"), stage(128, 64, 3000, "5e-4")),
-                 batch=16, near_far="nearfar block=8 heavy=8 cells=16", every=8, trained_ms=(256, 64)),
+                 batch=16, near_far="nearfar block=8 heavy=8 cells=16", every=8, trained_ms=(256, 64),
+                 fine_tuned=True),
             Kind(NARROW, (*sizes(256, 4, 32), *ENCODER, LETTERS, *ONCE), (stage(34, 256, 8000, "1e-3"),),
-                 batch=32, near_far="nearfar block=4 heavy=2 cells=4", every=24, trained_ms=(256, 64))),
+                 batch=32, near_far="nearfar block=4 heavy=2 cells=4", every=24, trained_ms=(256, 64)),
+            Kind(NARROW_PIECES, (*sizes(256, 4, 32), *ENCODER, "task.vocabulary_size=4096", *ONCE),
+                 (stage(18, 256, 8000, "1e-3"), *grown(GROWING[:5], 4608, 400, "1e-3"), stage(128, 64, 3000, "5e-4")),
+                 batch=16, near_far="nearfar block=8 heavy=8 cells=16", every=8, trained_ms=(256, 64),
+                 fine_tuned=True)),
         glue=Glue(options=(*SHORT, "trainer.lr=2e-4"), arms=WIDE, examples={"sst2": 20000},
                   scratch=(*sizes(128, 4, 8), *ENCODER, "task.vocabulary_size=4096", "task.block=64",
                            "trainer.batch=128", "trainer.steps=5000", "trainer.lr=1e-3", *ONCE)),
@@ -61,10 +81,17 @@ SETTINGS = {
             Kind(PIECES, (*sizes(512, 8, 32), *ENCODER, "task.vocabulary_size=8192", "trainer.precision=bf16", *ONCE),
                  (stage(18, 512, 30000, "5e-4"), *grown(GROWING[:5], 9216, 2000, "5e-4"),
                   stage(128, 128, 10000, "2e-4")),
-                 batch=32, near_far="nearfar block=8 heavy=8 cells=16", every=4, trained_ms=(256, 64)),
+                 batch=32, near_far="nearfar block=8 heavy=8 cells=16", every=4, trained_ms=(256, 64),
+                 fine_tuned=True),
             Kind(NARROW, (*sizes(512, 8, 64), *ENCODER, LETTERS, "trainer.precision=bf16", *ONCE),
                  (stage(34, 256, 30000, "5e-4"),),
-                 batch=64, near_far="nearfar block=4 heavy=2 cells=4", every=12, trained_ms=(256, 64))),
+                 batch=64, near_far="nearfar block=4 heavy=2 cells=4", every=12, trained_ms=(256, 64)),
+            Kind(NARROW_PIECES, (*sizes(512, 8, 64), *ENCODER, "task.vocabulary_size=8192", "trainer.precision=bf16",
+                                 *ONCE),
+                 (stage(18, 512, 30000, "5e-4"), *grown(GROWING[:5], 9216, 2000, "5e-4"),
+                  stage(128, 128, 10000, "2e-4")),
+                 batch=32, near_far="nearfar block=8 heavy=8 cells=16", every=4, trained_ms=(256, 64),
+                 fine_tuned=True)),
         glue=Glue(options=("task.max_length=128", "task.bucketed=true", "trainer.eval_every=1000000",
                            "trainer.select=last", "trainer.lr=1e-4"), arms=WIDE,
                   datasets=("sst2", "stsb", "cola", "mrpc", "rte", "qnli", "qqp", "mnli"), scratch_m=256,
@@ -132,10 +159,10 @@ def glue(found: Found, models: Cells, cells: Cells) -> None:
     asked = {data: {"data": data} for data in datasets}
     fill(list(asked.values()), table2_glue.controls, "controls of GLUE")
     found.controls, found.datasets = values(cells, asked), [datasets[0]]
-    if PIECES in [kind.title for kind in found.kinds]:
-        tune(found, cells, datasets, [EXACT])
+    if kind := found.fine_tuned:
+        tune(found, kind, cells, datasets, [EXACT])
         found.datasets += [data for data in datasets[1:] if has_signal(found, data)]
-        tune(found, cells, found.datasets, table2_runs.glue_arms(setting))
+        tune(found, kind, cells, found.datasets, table2_runs.glue_arms(setting))
     made = table2_runs.from_scratch(setting)
     models.fill(list(made.values()), table2_encoders.train, "encoders from scratch", setting.workers)
     for key in made.values():
@@ -147,8 +174,8 @@ def glue(found: Found, models: Cells, cells: Cells) -> None:
     found.scratch = ended(found, values(cells, keys))
 
 
-def tune(found: Found, cells: Cells, datasets: Any, chosen: Any) -> None:
-    keys = table2_runs.fine_tuning(found.setting, datasets, chosen)
+def tune(found: Found, kind: Kind, cells: Cells, datasets: Any, chosen: Any) -> None:
+    keys = table2_runs.fine_tuning(found.setting, kind, datasets, chosen)
     cells.fill(list(keys.values()), table2_encoders.fine_tune, "fine-tuning", found.setting.workers)
     found.tuned |= ended(found, values(cells, keys))
 

@@ -1,13 +1,13 @@
 """GLUE for `table2`: what two controls answer, scores of answers, and their differences with a paired bootstrap."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from crt_exp.data import glue
 from crt_exp.metrics import METRICS
-from crt_exp.report.evidence import Interval, bootstrapped
+from crt_exp.report.evidence import Interval, bootstrapped, over_runs
 
 MAJORITY, OVERLAP = "majority class", "word overlap"
 CUTS = 101                 # quantiles of the overlap among which a class task chooses its cut
@@ -46,15 +46,19 @@ def cut(data: str, shared: np.ndarray, labels: Sequence[int], dev: np.ndarray) -
     return ((dev > at) == high).astype(int).tolist()
 
 
-def difference(data: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]],
-               labels: Sequence[float]) -> Interval:
-    """First minus second, points: each the mean score of its runs, the examples drawn anew for both alike."""
-    labels, of = np.asarray(labels), [np.asarray(each) for each in (first, second)]
+Runs = Mapping[int, Sequence[float]]  # seed -> answers
 
-    def gap(rows: np.ndarray) -> float:
-        means = [np.mean([score(data, answers[rows], labels[rows]) for answers in runs]) for runs in of]
-        return float(means[0] - means[1])
-    return bootstrapped(gap, len(labels))
+
+def difference(data: str, first: Runs, second: Runs, labels: Sequence[float]) -> Interval:
+    """First minus second, points, mean over the seeds that both have, with chance by another training and by other
+    examples. ValueError below two such seeds."""
+    labels = np.asarray(labels)
+    pairs = [(np.asarray(first[seed]), np.asarray(second[seed])) for seed in first if seed in second]
+
+    def gaps(rows: np.ndarray) -> list[float]:
+        return [score(data, a[rows], labels[rows]) - score(data, b[rows], labels[rows]) for a, b in pairs]
+    examples = bootstrapped(lambda rows: float(np.mean(gaps(rows))), len(labels))
+    return over_runs(gaps(np.arange(len(labels))), examples)
 
 
 def best_control(data: str, found: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from crt_exp.report import palette, table2_glue
 from crt_exp.report.evidence import Gate, independent, judged
 from crt_exp.report.fig4_page import show
 from crt_exp.report.table2_glue import MAJORITY, OVERLAP
-from crt_exp.report.table2_runs import EXACT, JUDGED, PIECES, Kind, scratch_arm
+from crt_exp.report.table2_runs import EXACT, JUDGED, Kind, scratch_arm
 from crt_exp.report.table2_verdicts import (
     Found,
     above,
@@ -98,14 +98,15 @@ def layer_table(found: Found, kind: Kind) -> str:
 
 
 def glue_text(found: Found) -> str:
-    told, glue = [], found.setting.glue
+    told, glue, kind = [], found.setting.glue, found.fine_tuned
     for data in found.controls:
         exact = scores(found.tuned, EXACT, data)
-        if exact:
+        if kind and exact:
             best = table2_glue.best_control(data, found.controls[data])
             word = "above" if np.mean(exact) > best else "no better than"
-            told.append(f"{TASKS[data].folder}: exact encoders of {PIECES} reach {np.mean(exact):.1f}, {word} the best "
-                        f"control's {best:.1f}{'' if data in found.datasets else ', so no other arm was trained'}.")
+            left = "" if data in found.datasets else ", so no other arm was trained"
+            told.append(f"{TASKS[data].folder}: exact encoders of {kind.title} reach {np.mean(exact):.1f}, {word} "
+                        f"the best control's {best:.1f}{left}.")
     known = {name: np.log(record["perplexity"]) for name, record in found.pretrained.items()}
     least = min(known.values(), default=float("nan"))
     shows = "little more than the words themselves" if least > found.scratch_unigram - 1 else "words in their context"
@@ -186,8 +187,10 @@ def facts(size: str, found: Found) -> str:
             f"after the swap and of what is judged, {setting.other_pairs} of the other arms that train. Nothing was "
             "chosen on the held-out text; heads of 8 joined because those of 16 had failed their gates. GLUE by "
             f"`task=glue {' '.join(setting.glue.options)}`, dev sets, last weights, {setting.glue.seeds} seeds, m = "
-            f"{setting.glue.m}; training examples: {examples}; differences by a paired bootstrap over examples. From "
-            f"scratch: `{' '.join(setting.glue.scratch)}`. Orthogonal projections, never redrawn. Intervals of tables: "
+            f"{setting.glue.m}; training examples: {examples}; differences: paired by seed, the variance over seeds "
+            f"and that over examples (a bootstrap) added; a kind has {setting.encoders} encoders, and from scratch "
+            f"there is one pretraining an attention. From scratch: `{' '.join(setting.glue.scratch)}`. Orthogonal "
+            "projections, never redrawn. Intervals of tables: "
             "95%, Student; p-values with Holm's correction.")
 
 

@@ -15,7 +15,8 @@ from crt_exp.studies.fidelity import Arm, arms_of
 
 SOURCES = ("tasks/mlm.py", "tasks/objectives.py", "models/encoders.py")
 HOME = runs.Home(Path("outputs/table2"), SOURCES)
-CHARACTERS, PIECES, NARROW = "characters", "word pieces", "characters, heads of 8"
+CHARACTERS, PIECES = "characters", "word pieces"
+NARROW, NARROW_PIECES = f"{CHARACTERS}, heads of 8", f"{PIECES}, heads of 8"
 EXACT, UNIFORM, ELU = Arm("exact", None), Arm("uniform", None), Arm("elu", None)
 LINEAR = ("relu", "favorp", "favorpp", "favorsharp")       # with projections
 JUDGED = ("favorp", "favorpp")
@@ -30,7 +31,7 @@ class Kind:
     batch: rows of a step of uptraining, in blocks of the last stage; near_far: near-far attention of a size for these
     blocks; every: line of the validation text that is held out; trained_ms: projections of the judged arms that are
     uptrained; others: arms with projections that are uptrained beside them; texts, spread over the validation text, on
-    which gates are asked.
+    which gates are asked; fine_tuned: of the kinds that pass them, task=glue starts from the first of these.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Kind:
     trained_ms: tuple[int, ...]
     others: tuple[str, ...] = ("relu", "favorsharp")
     texts: int = 32
+    fine_tuned: bool = False
 
     @property
     def block(self) -> int:
@@ -67,8 +69,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Glue:
-    """options, examples: of fine-tuning, and training examples of some tasks; arms: swapped into the encoders of word
-    pieces. The first of datasets stands; another joins where the exact encoders beat both controls.
+    """options, examples: of fine-tuning, and training examples of some tasks; arms: swapped into the encoders that
+    are fine-tuned. The first of datasets stands; another joins where the exact encoders beat both controls.
 
     scratch: options with which an encoder is pretrained with each attention from new weights; m: of all of these.
     """
@@ -82,7 +84,7 @@ class Glue:
     scratch_m: int = 64
     scratch_every: int = 16
     seeds: int = 4
-    scratch_arms: tuple[str, ...] = ("favorp", "elu", "relu", "favorpp", "exact")
+    scratch_arms: tuple[str, ...] = ("favorp", "elu", "relu", "favorpp", "exact", "uniform")
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,9 @@ def glue_arms(setting: Setting) -> list[Arm]:
     return arms_of(setting.glue.arms, [setting.glue.m])
 
 
-def fine_tuning(setting: Setting, datasets: Sequence[str], arms: Sequence[Arm]) -> dict[tuple[Arm, str, int], dict]:
-    """(arm, task, seed) -> key: exact encoders of word pieces, swapped and fine-tuned."""
-    kind = setting.kind(PIECES)
+def fine_tuning(setting: Setting, kind: Kind, datasets: Sequence[str],
+                arms: Sequence[Arm]) -> dict[tuple[Arm, str, int], dict]:
+    """(arm, task, seed) -> key: exact encoders of the kind, swapped and fine-tuned."""
     return {(arm, data, seed): {"overrides": [*of_data(data, seed, setting.glue), "task.init=uptrain"],
                                 **arm._asdict(), "option": "task.model", "start": setting.start(kind, seed)}
             for data in datasets for arm in arms for seed in range(setting.glue.seeds)}

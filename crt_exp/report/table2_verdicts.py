@@ -34,6 +34,11 @@ class Found:
     scratch: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)     # attention, task, seed
     diverged: list[str] = field(default_factory=list)                       # runs of GLUE, which are not in these
 
+    @property
+    def fine_tuned(self) -> Kind | None:
+        """The encoders from which task=glue starts."""
+        return next((kind for kind in self.kinds if kind.fine_tuned), None)
+
     def looks_of(self, kind: Kind) -> list[dict[str, Any]]:
         return [look for (title, _), look in self.looks.items() if title == kind.title]
 
@@ -160,16 +165,16 @@ def glue_claims(found: Found, data: str) -> list[Claim]:
 # ---- GLUE
 
 
-def answers(runs: dict[tuple[Any, str, Any], dict[str, Any]], data: str) -> dict[Any, list[list[float]]]:
-    """Of runs by arm, set and seed: arm -> answers of each of its runs on this set."""
-    made: dict[Any, list[list[float]]] = {}
-    for (arm, other, _), run in runs.items():
+def answers(runs: dict[tuple[Any, str, int], dict[str, Any]], data: str) -> dict[Any, table2_glue.Runs]:
+    """Of runs by arm, set and seed: arm -> seed -> answers on this set."""
+    made: dict[Any, dict[int, list[float]]] = {}
+    for (arm, other, seed), run in runs.items():
         if other == data:
-            made.setdefault(arm, []).append(run["answers"])
+            made.setdefault(arm, {})[seed] = run["answers"]
     return made
 
 
-def difference(found: Found, data: str, first: list[list[float]], second: list[list[float]]) -> Interval:
+def difference(found: Found, data: str, first: table2_glue.Runs, second: table2_glue.Runs) -> Interval:
     return table2_glue.difference(data, first, second, found.controls[data]["labels"])
 
 
