@@ -84,7 +84,7 @@ hrf-pointwise: $(STAMP)  ## HRF Figures 2 and 5: relative error of every map ove
 hrf-qmc: $(STAMP)  ## HRF Table 1: the angular hybrid beside quasi-Monte Carlo samplers, on wine and boston
 hrf-clusters: $(STAMP)  ## HRF Figure 6, Table 3: hybrids for vectors in clusters
 hrf-flops: $(STAMP)  ## HRF Appendix L: columns for a FLOP, and the error at equal FLOPs
-hrf-speech: $(STAMP)  ## HRF Table 2: speech recognition with hybrids, by the exact model of fig3 (needs CRT_DATA)
+hrf-speech: $(STAMP)  ## HRF Table 2: speech recognition with hybrids, by an exact model made as that of fig3 (needs CRT_DATA)
 fidelity: $(STAMP)  ## language models whose attention is swapped without training, and after a little of it (needs CRT_DATA)
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
 
