@@ -12,7 +12,7 @@ from crt_exp.report import runs, table2, table2_encoders, table2_glue, table2_pa
 from crt_exp.report.evidence import GateFailed, judged
 from crt_exp.report.fidelity import ENCODER, ONCE, sizes, stage
 from crt_exp.report.table2_runs import CHARACTERS, EXACT, PIECES, UNIFORM, Glue, Kind
-from crt_exp.report.table2_verdicts import Found, beaten, claims, gates, has_signal, power
+from crt_exp.report.table2_verdicts import Found, beaten, claims, gates, glue_claims, has_signal, power, unjudged
 from crt_exp.runner.command_line import check_command_line
 from crt_exp.studies.fidelity import Arm
 
@@ -63,7 +63,7 @@ def test_arms_of_a_pair_differ_in_attention_alone():
 
 def found_of(distance=0.3, uniform=1.5, S=9.0, ratio=1.5, exact=0.8):
     """All values: FAVOR+ above FAVOR++ by `distance` in nats, uniform attention above exact by `uniform`; `exact` is
-    the share of GLUE answers of exact encoders that are right, those of FAVOR+ a tenth fewer."""
+    the share of GLUE answers of exact encoders that are right, those of FAVOR+ and uniform attention fewer."""
     setting, rng = SMALL, np.random.default_rng(0)
     level = {"exact": 0.0, "uniform": uniform, "favorpp": 0.5, "favorp": 0.5 + distance, "nearfar": 0.01,
              "favorsharp": 0.2}
@@ -81,7 +81,7 @@ def found_of(distance=0.3, uniform=1.5, S=9.0, ratio=1.5, exact=0.8):
     right = lambda share: np.where(rng.random(400) < share, labels, 1 - np.array(labels)).tolist()
     found.controls = {"sst2": {"labels": labels, table2_glue.MAJORITY: [1] * 400, table2_glue.OVERLAP: None}}
     run = lambda share: {"answers": right(share), "score": share, "examples": 40.0, "available": 50.0}
-    found.tuned = {key: run(exact - 0.2 * (key[0].name == "favorp"))
+    found.tuned = {key: run(exact - 0.2 * (key[0].name == "favorp") - 0.3 * (key[0] == UNIFORM))
                    for key in table2_runs.fine_tuning(setting, setting.kinds[1], ["sst2"],
                                                      table2_runs.glue_arms(setting))}
     found.pretrained = dict.fromkeys(setting.glue.scratch_arms, {"perplexity": 300.0})
@@ -103,7 +103,7 @@ def test_verdicts_follow_the_losses(distance, word, monkeypatch):
     assert told["word pieces: near-far is nearer to exact attention than FAVOR++, m = 256 directly after the "
                 "swap"] == "confirmed"
     assert told["SST2: swapped into exact encoders and fine-tuned, FAVOR++ scores above FAVOR+, m = 256"] == "confirmed"
-    assert len(told) == 10 + (5 + 4) + 2
+    assert len(told) == 10 + (5 + 4) + 1
 
 
 @pytest.mark.parametrize("options, failed", [({}, None), ({"uniform": 0.4}, "uniform attention costs"),
@@ -112,6 +112,16 @@ def test_gates(options, failed):
     found = found_of(**options)
     told = [gate for kind in found.kinds for gate in gates(found, kind) if not gate.passed]
     assert len(told) == (2 if failed else 0) and all(failed in str(gate) for gate in told)
+
+
+def test_a_task_that_needs_no_attention_is_not_judged():
+    """As rows from scratch, which score alike with every attention."""
+    found = found_of()
+    passed, failed = (gate for _, gate in glue_claims(found, "sst2"))
+    assert passed.passed and not failed.passed
+    assert "what uniform attention costs, pretrained from scratch" in str(failed)
+    left, = unjudged(found, {})
+    assert "SST2: pretrained from scratch" in left.claim.text and left.gate == failed
 
 
 def test_controls_and_power_are_told():
@@ -153,7 +163,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     found.kinds, found.swaps, found.uptrained, found.tuned = [], {}, {}, {}
     table2_page.write("small", found, asked, 1.0)
     text = (tmp_path / "table2.md").read_text()
-    assert text.splitlines()[2].startswith("**No encoder can tell") and text.count("not judged") == 2
+    assert text.splitlines()[2].startswith("**No encoder can tell") and text.count("not judged") == 3
     assert "from scratch: FAVOR++, m = 64" in text and "power:" not in text
 
 
@@ -173,7 +183,7 @@ def tiny(least):
                 (*common, "task.vocabulary_size=150", "task.block=40", "trainer.batch=8", "trainer.steps=4"), m=8,
                 scratch_m=4, scratch_every=3, seeds=2, scratch_arms=("favorp", "favorpp", "exact"))
     return replace(SMALL, kinds=kinds, glue=glue, ms=(8, 4), pairs=2, other_pairs=1, steps=(2, 4), captures=1,
-                   costs=least, heads=least, error=least, workers=1)
+                   costs=least, heads=least, error=least, points=least, workers=1)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from crt_exp.report.table2_verdicts import (
     beaten,
     claims,
     difference,
+    glue_claims,
     label,
     power,
     scores,
@@ -45,7 +46,8 @@ def write(size: str, found: Found, asked: dict[str, Sequence[Gate]], seconds: fl
     said = "\n".join([beaten(found) if found.kinds else NO_KIND, "", *map(str, verdicts), "",
                       *(f"- power: {line}." for line in power(found))])
     parts = [said, "", "Small encoders, not the paper's BERT-base: compare rows within a table.\n",
-             "## Gates\n", *(str(gate) for gates in asked.values() for gate in gates), "", stopped(found),
+             "## Gates\n", *(str(gate) for gates in asked.values() for gate in gates),
+             *(str(gate) for data in found.datasets for _, gate in glue_claims(found, data)), "", stopped(found),
              *(line for kind in found.setting.kinds for line in section(found, kind)),
              "## GLUE\n", glue_text(found), glue_table(found), "The paper's values (BERT-base):\n", paper_table(found)]
     rows = [*csv_rows(found), *(verdict.row() for verdict in verdicts)]

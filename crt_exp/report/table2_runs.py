@@ -103,6 +103,7 @@ class Setting:
     costs: float = 0.5                      # least nats that uniform attention must cost
     heads: float = 0.5                      # least share of heads whose mean |x + y|^2 lies between 4 and 24
     error: float = 1.2                      # least error of FAVOR+ over that of FAVOR++
+    points: float = 2.0                     # least that uniform attention must cost on a task of GLUE
     workers: int | None = None              # runs at a time; None: one a core
 
     @property

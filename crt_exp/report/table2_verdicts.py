@@ -77,6 +77,8 @@ def unjudged(found: Found, asked: Mapping[str, Sequence[Gate]]) -> list[Unjudged
                 "of layers")
         made.append(Unjudged(Claim(text, independent(ratios), "in the logarithm"),
                              next(gate for gate in asked[kind.title] if not gate.passed)))
+    for data in found.datasets:
+        made += [Unjudged(claim, gate) for claim, gate in glue_claims(found, data) if not gate.passed]
     return made
 
 
@@ -114,7 +116,7 @@ def steps_of(found: Found, kind: Kind, arm: Arm) -> list[int]:
 
 def claims(found: Found) -> list[Claim]:
     made = [claim for kind in found.kinds for claim in [*judged_pairs(found, kind), *other_pairs(found, kind)]]
-    return made + [claim for data in found.datasets for claim in glue_claims(found, data)]
+    return made + [claim for data in found.datasets for claim, gate in glue_claims(found, data) if gate.passed]
 
 
 def judged_pairs(found: Found, kind: Kind) -> list[Claim]:
@@ -149,16 +151,20 @@ def claim(text: str, differences: np.ndarray) -> list[Claim]:
     return [Claim(text, independent(differences), "nats")] if len(differences) > 1 else []
 
 
-def glue_claims(found: Found, data: str) -> list[Claim]:
-    glue, made, name = found.setting.glue, [], data.upper()
-    swapped, scratch = answers(found.tuned, data), answers(found.scratch, data)
-    plain, better = (Arm(each, glue.m) for each in JUDGED)
-    if plain in swapped and better in swapped:
-        made.append(Claim(f"{name}: swapped into exact encoders and fine-tuned, FAVOR++ scores above FAVOR+, "
-                          f"m = {glue.m}", difference(found, data, swapped[better], swapped[plain]), "points"))
-    if set(JUDGED) <= set(scratch):
-        made.append(Claim(f"{name}: pretrained from scratch, FAVOR++ scores above FAVOR+, m = {glue.scratch_m}",
-                          difference(found, data, *(scratch[each] for each in reversed(JUDGED))), "points"))
+def glue_claims(found: Found, data: str) -> list[tuple[Claim, Gate]]:
+    """With what uniform attention costs there: where that is little, a task cannot tell mechanisms apart."""
+    glue, made = found.setting.glue, []
+    for how, m, runs, arm in (
+            ("swapped into exact encoders and fine-tuned", glue.m, found.tuned, lambda name, m: Arm(name, m)),
+            ("pretrained from scratch", glue.scratch_m, found.scratch, lambda name, m: name)):
+        of, (plain, better) = answers(runs, data), (arm(name, m) for name in JUDGED)
+        exact, uniform = arm("exact", None), arm("uniform", None)
+        if {plain, better, exact, uniform} <= of.keys():
+            costs = difference(found, data, of[exact], of[uniform]).mean
+            made.append((Claim(f"{data.upper()}: {how}, FAVOR++ scores above FAVOR+, m = {m}",
+                               difference(found, data, of[better], of[plain]), "points"),
+                         Gate(f"{data.upper()}: what uniform attention costs, {how}, in points", costs,
+                              found.setting.points)))
     return made
 
 
