@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from crt_exp.report import fig4_left, fig4_page, fig4_right, fig4_runs, vit_steps, writing
-from crt_exp.report.evidence import GateFailed, judged
+from crt_exp.report.evidence import GateFailed
 from crt_exp.report.fig4_runs import Bounds, Found, Setting
-from crt_exp.report.fig4_verdicts import claims, gates
+from crt_exp.report.fig4_verdicts import gates, verdicts
 from crt_exp.runner.command_line import check_command_line
 
 
@@ -96,10 +96,17 @@ def found(better=0.0, uniform=1.0, S=8.0, diverged=()):
 @pytest.mark.parametrize("better, word", [(0.3, "confirmed"), (-0.3, "refuted")])
 def test_verdicts_on_arms_follow_the_records(better, word):
     setting = replace(TINY, swaps=4, ms=(4, 8))
-    told = {verdict.claim.text: verdict.word for verdict in judged(claims(setting, found(better)))}
+    told = {verdict.claim.text: verdict.word for verdict in verdicts(setting, found(better))}
     assert len(told) == 2 + 2 + 2 + 1
     assert {w for text, w in told.items() if "ends less than" not in text} == {word}
     assert {w for text, w in told.items() if "ends less than" in text} == {"refuted"}  # 0.3 nats or more above exact
+
+
+def test_training_from_scratch_is_not_judged_where_attention_does_not_matter():
+    setting = replace(TINY, swaps=4, ms=(4, 8), least=Bounds())
+    told = [str(verdict) for verdict in verdicts(setting, found(uniform=0.1))]
+    left = [line for line in told if "not judged" in line]
+    assert len(told) == 7 and len(left) == 2 and all("from scratch" in line and "in nats is 0.0997" in line for line in left)
 
 
 def test_gates_fail_where_the_checkpoint_cannot_tell():
