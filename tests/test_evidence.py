@@ -22,6 +22,7 @@ from crt_exp.report.evidence import (
     over_runs,
     overlapping,
     paired,
+    within,
 )
 
 
@@ -65,6 +66,14 @@ def test_runs_and_examples_both_count():
         covered["both"] += found.low <= 0.5 <= found.high
         covered["runs"] += independent(runs).low <= 0.5 <= independent(runs).high
     assert covered["both"] > 0.94 * 400 > 0.9 * 400 > covered["runs"]
+
+
+def test_equivalence_is_confirmed_by_more_draws():
+    """The mean of |d| stays above the bound where the mean of d is 0."""
+    draws = np.random.default_rng(4).normal(0, 0.04, 400)
+    assert np.mean(np.abs(draws)) > 0.02
+    assert [judged([Claim("near", within(draws[:n], 0.02))])[0].word for n in (4, 400)] == ["open", "confirmed"]
+    assert judged([Claim("near", within(draws + 0.05, 0.02))])[0].word == "refuted"
 
 
 def test_holm_by_hand():

@@ -86,6 +86,16 @@ def over_runs(values: Sequence[float], examples: Interval) -> Interval:
     return Interval(runs.mean, t * error, p, runs.n)
 
 
+def within(values: Sequence[float], bound: float) -> Interval:
+    """How far the mean lies inside -bound to bound: a claim of equivalence, which more draws can confirm (two one-sided
+    tests). The mean of |values| could not: it does not go to 0 however equal the means are."""
+    found = independent(values)
+    inside = bound - abs(found.mean)
+    error = found.half / float(stdtrit(found.n - 1, 1 - LEVEL / 2))
+    p = float(2 * stdtr(found.n - 1, -abs(inside) / error)) if error > 0 else float(inside == 0)
+    return Interval(inside, found.half, p, found.n)
+
+
 def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
     """The true difference that n pairs (default: as many as given) would show with this power.
 

@@ -121,8 +121,8 @@ def control_text(found: Found) -> str:
     """The first line of the report: whether attention that looks at nothing does as well."""
     lines = []
     for phase in ("uptrained", "scratch", "speaker"):
-        for better, _ in found.setting.pairs:
-            arms = [Arm(better, m) for m in found.setting.ms]
+        for each in dict.fromkeys(name for pair in found.setting.pairs for name in pair):
+            arms = [Arm(each, m) for m in found.setting.ms]
             for name, arm in ((name, arm) for name in CONTROLS for arm in arms):
                 own, other = found.draws(phase, Arm(name), "wer"), found.draws(phase, arm, "wer")
                 if own and other and np.mean(own) < np.mean(other):
@@ -130,7 +130,7 @@ def control_text(found: Found) -> str:
                                  f"{PHASES[phase]}")
     if lines:
         return f"**A control has the lower word error rate**: {'; '.join(lines)}."
-    return "No control (uniform or identity attention) has a lower word error rate than the better arms."
+    return "No control (uniform or identity attention) has a lower word error rate than an arm that is judged."
 
 
 def reach(found: Found) -> str:
