@@ -144,22 +144,21 @@ class _Side:
         self.noise.check(x)
         check_dimension(self.centres, x)
         x = at_least_float32(x)
-        with torch.autocast(x.device.type, enabled=False):
-            cluster = nearest_row(x, self.centres)                     # (..., L, 1)
-            re = self._scaled(x, cluster, self.re)                     # (..., L others, d)
-            im = None if self.im is None else self._scaled(x, cluster, self.im)
-            half = rows_of((x.square() @ self.half.to(x).mT).unflatten(-1, (-1, self.others)), cluster.unsqueeze(-1))
-            f = exponential(self.noise, re, im, 0.0, False, self.key, half.flatten(-3).unsqueeze(-1))
-            f = Features(*(self._together(t) for t in f))
-            return Blocks((Selected.of(cluster, self.centres.shape[-2], f, self.others if self.key else 1),))
+        cluster = nearest_row(x, self.centres)                         # (..., L, 1)
+        re = self._scaled(x, cluster, self.re)                         # (..., others L, d)
+        im = None if self.im is None else self._scaled(x, cluster, self.im)
+        half = rows_of(product(x.square(), self.half.to(x)).unflatten(-1, (-1, self.others)), cluster.unsqueeze(-1))
+        f = exponential(self.noise, re, im, 0.0, False, self.key, half.squeeze(-2).mT.flatten(-2).unsqueeze(-1))
+        f = Features(*(self._together(t) for t in f))
+        return Blocks((Selected.of(cluster, self.centres.shape[-2], f, self.others if self.key else 1),))
 
     def _scaled(self, x: Tensor, cluster: Tensor, factors: Tensor) -> Tensor:
         factors = rows_of(factors.to(x), cluster).unflatten(-1, (self.others, x.shape[-1]))
-        return (x.unsqueeze(-2) * factors).flatten(-3, -2)
+        return (x.unsqueeze(-3) * factors.movedim(-2, -3)).flatten(-3, -2)
 
     def _together(self, t: Tensor) -> Tensor:
-        """(..., L others, D) -> (..., L, others D)."""
-        return t if t is ONE else t.unflatten(-2, (-1, self.others)).flatten(-2)
+        """(..., others L, D) -> (..., L, others D)."""
+        return t if t is ONE else t.unflatten(-2, (self.others, -1)).movedim(-3, -2).flatten(-2)
 
 
 class PairParams(NamedTuple):
@@ -315,7 +314,13 @@ def moments_by_cluster(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]
 def nearest_row(x: Tensor, centres: Tensor) -> Tensor:
     """The number of the nearest centre to each of x (..., L, d), the first of several: (..., L, 1)."""
     centres = centres.to(x)
-    return (x @ centres.mT - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1, keepdim=True)
+    return (product(x, centres) - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1, keepdim=True)
+
+
+def product(x: Tensor, rows: Tensor) -> Tensor:
+    """x (..., L, d) with each of rows (..., C, d), in their own precision whatever autocast says: (..., L, C)."""
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ rows.mT
 
 
 def nearest(x: Tensor, centres: Tensor) -> Tensor:
