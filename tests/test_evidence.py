@@ -18,11 +18,11 @@ from crt_exp.report.evidence import (
     detectable,
     holm,
     independent,
+    inside,
     judged,
     over_runs,
     overlapping,
     paired,
-    within,
 )
 
 
@@ -72,8 +72,9 @@ def test_equivalence_is_confirmed_by_more_draws():
     """The mean of |d| stays above the bound where the mean of d is 0."""
     draws = np.random.default_rng(4).normal(0, 0.04, 400)
     assert np.mean(np.abs(draws)) > 0.02
-    assert [judged([Claim("near", within(draws[:n], 0.02))])[0].word for n in (4, 400)] == ["open", "confirmed"]
-    assert judged([Claim("near", within(draws + 0.05, 0.02))])[0].word == "refuted"
+    word = lambda values: judged([Claim("near", independent(inside(values, 0.02)))])[0].word
+    assert [word(draws[:4]), word(draws), word(draws + 0.05), word(draws - 0.05)] == [
+        "open", "confirmed", "refuted", "refuted"]
 
 
 def test_holm_by_hand():

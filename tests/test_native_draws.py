@@ -14,24 +14,11 @@ V, D = 300, 4
 BOTH = (native_draws.applies, lambda *levels: False)
 
 
-@pytest.fixture(autouse=True)
-def seeded():
+@pytest.fixture
+def case():
+    """A head of V classes, queries, and their targets."""
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def head():
-    return nn.Linear(D, V)
-
-
-@pytest.fixture
-def queries():
-    return torch.randn(3, D)
-
-
-@pytest.fixture
-def targets():
-    return torch.tensor([0, 17, V - 1])
+    return nn.Linear(D, V), torch.randn(3, D), torch.tensor([0, 17, V - 1])
 
 
 def sampler_of(head, queries):
@@ -45,6 +32,7 @@ def sampler_of(head, queries):
 @pytest.mark.parametrize("left_out", [False, True])
 def test_the_loops_in_c_draw_what_pytorch_draws(count, width, left_out, monkeypatch):
     """By the same uniform numbers; columns of unequal mass, rows without any, a row that is nearly all of a column."""
+    torch.manual_seed(0)
     tree, weight = SumTree(count, width), torch.randn(6, width)
     table = torch.rand(count, width) ** 8
     table[::3] = 0
@@ -63,7 +51,8 @@ def test_the_loops_in_c_draw_what_pytorch_draws(count, width, left_out, monkeypa
                                torch.einsum("bm,bkm->bk", weight, tree.level0[draws[0]]), rtol=1e-4, atol=1e-4)
 
 
-def test_without_the_library_pytorch_draws(head, queries, targets, monkeypatch):
+def test_without_the_library_pytorch_draws(case, monkeypatch):
+    head, queries, targets = case
     drawn = []
     for library in (native_library.library, lambda: None):
         monkeypatch.setattr(native_library, "library", library)
@@ -75,6 +64,7 @@ def test_without_the_library_pytorch_draws(head, queries, targets, monkeypatch):
 
 def test_sums_of_another_precision_are_read_as_what_they_are(monkeypatch):
     """As after `.float()`, which the loops in C are not for: of more levels than are inverted at once."""
+    torch.manual_seed(0)
     tree = SumTree(17 * 2**12, 3)
     tree.leaves.copy_(torch.rand(17 * 2**12, 3))
     tree.resum()
@@ -91,6 +81,7 @@ def test_sums_of_another_precision_are_read_as_what_they_are(monkeypatch):
 @pytest.mark.parametrize("bias", [30.0, 40.0, 60.0])
 def test_a_target_that_holds_all_of_a_column_leads_to_no_row_behind_the_last(count, bias, monkeypatch):
     """Where nothing but rounding is left, the way down ends in a row that there is."""
+    torch.manual_seed(0)
     weight, of_classes = torch.randn(count, 8), torch.zeros(count)
     of_classes[5] = bias
     sampler = TreeFeatures(OPRF(), count, 8, m=16)
@@ -105,7 +96,8 @@ def test_a_target_that_holds_all_of_a_column_leads_to_no_row_behind_the_last(cou
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_default_type_decides_nothing(dtype, head, queries, targets):
+def test_the_default_type_decides_nothing(dtype, case):
+    head, queries, targets = case
     sampler = sampler_of(head, queries)
     torch.manual_seed(3)
     expected = sampler.draw(queries, targets, 7)
@@ -119,13 +111,15 @@ def test_the_default_type_decides_nothing(dtype, head, queries, targets):
     assert torch.equal(found.ids, expected.ids) and torch.equal(found.log_q, expected.log_q)
 
 
-def test_the_default_device_decides_nothing(head, queries, targets):
+def test_the_default_device_decides_nothing(case):
+    head, queries, targets = case
     sampler = sampler_of(head, queries)
     with torch.device("meta"):
         assert sampler.draw(queries, targets, 7).ids.device.type == "cpu"
 
 
-def test_transforms_of_functions_go_through_pytorch(head, queries, targets):
+def test_transforms_of_functions_go_through_pytorch(case):
+    head, queries, targets = case
     softmax = SampledSoftmax(sampler_of(head, queries), head, 5)
     loss = lambda h: softmax(h, targets)
     torch.manual_seed(3)

@@ -9,10 +9,10 @@ import pytest
 from small_bert import write_glue, write_text
 
 from crt_exp.report import runs, table2, table2_encoders, table2_glue, table2_page, table2_runs, writing
-from crt_exp.report.evidence import GateFailed, judged
+from crt_exp.report.evidence import GateFailed, Unjudged, Verdict
 from crt_exp.report.fidelity import ENCODER, ONCE, sizes, stage
 from crt_exp.report.table2_runs import CHARACTERS, EXACT, PIECES, UNIFORM, Glue, Kind
-from crt_exp.report.table2_verdicts import Found, beaten, claims, gates, glue_claims, has_signal, power, unjudged
+from crt_exp.report.table2_verdicts import Found, beaten, gates, glue_claims, has_signal, power, verdicts
 from crt_exp.runner.command_line import check_command_line
 from crt_exp.studies.fidelity import Arm
 
@@ -91,7 +91,7 @@ def found_of(distance=0.3, uniform=1.5, S=9.0, ratio=1.5, exact=0.8):
 
 
 def words(found):
-    return {verdict.claim.text: verdict.word for verdict in judged(claims(found))}
+    return {told.claim.text: told.word for told in verdicts(found, {}, glue_claims(found)) if isinstance(told, Verdict)}
 
 
 @pytest.mark.parametrize("distance, word", [(0.3, "confirmed"), (-0.3, "refuted")])
@@ -117,10 +117,10 @@ def test_gates(options, failed):
 def test_a_task_that_needs_no_attention_is_not_judged():
     """As rows from scratch, which score alike with every attention."""
     found = found_of()
-    passed, failed = (gate for _, gate in glue_claims(found, "sst2"))
+    passed, failed = (gate for _, gate in glue_claims(found))
     assert passed.passed and not failed.passed
     assert "what uniform attention costs, pretrained from scratch" in str(failed)
-    left, = unjudged(found, {})
+    left, = (told for told in verdicts(found, {}, glue_claims(found)) if isinstance(told, Unjudged))
     assert "SST2: pretrained from scratch" in left.claim.text and left.gate == failed
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, Gate, check_gates, detectable, independent, judged, within
+from crt_exp.report.evidence import Claim, Gate, check_gates, detectable, independent, inside, judged
 from crt_exp.report.hrf_sampled_runs import (
     FEATURES,
     FIXED,
@@ -75,9 +75,8 @@ def claims(found: Found) -> list[Claim]:
                           difference(found, fixed, name), "nats")
     for hybrid in HYBRIDS:
         for plain in ("favor", "favorp"):
-            apart = difference(found, hybrid, plain)
-            made += [Claim(f"negatives by the {label(hybrid)} and by {label(plain)} features end less than {NEAR:g} "
-                           "nats apart", within(apart, NEAR), "nats")] if len(apart) > 1 else []
+            made += claim(f"negatives by the {label(hybrid)} and by {label(plain)} features end less than {NEAR:g} "
+                          "nats apart", inside(difference(found, hybrid, plain), NEAR), "nats")
     made += claim("negatives by FAVOR++ end with a lower loss than those by FAVOR+",
                   difference(found, "favorp", "favorpp"), "nats")
     return made

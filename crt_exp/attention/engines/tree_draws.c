@@ -67,7 +67,7 @@ INLINE int64_t child(const Query *q, int64_t number, int64_t node, int64_t colum
     for (int i = 0; i < FAN; i++) ends[i] = sum += ends[i];
     int64_t chosen = 0;
     for (int i = 0; i < FAN; i++) chosen += ends[i] <= u * sum;
-    return below(first + chosen, nodes_of(c, number) < first + FAN ? nodes_of(c, number) : first + FAN);
+    return below(first + below(chosen, FAN), nodes_of(c, number));
 }
 
 INLINE void fetch(const Query *q, int64_t number, int64_t j) {
