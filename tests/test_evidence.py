@@ -16,6 +16,7 @@ from crt_exp.report.evidence import (
     bootstrapped,
     check_gates,
     detectable,
+    exactly,
     holm,
     independent,
     inside,
@@ -88,6 +89,12 @@ def test_verdicts_say_all_three_words():
     assert [v.word for v in verdicts] == ["confirmed", "refuted", "open"]
     assert "**refuted**: down: -1 ± 0.13 nats (n = 4" in str(verdicts[1])
     assert verdicts[0].row()["verdict"] == "confirmed" and verdicts[0].p > verdicts[0].claim.difference.p
+
+
+def test_a_closed_form_is_told_as_exact():
+    verdict = judged([Claim("less variance", exactly(1.234), "nats"), Claim("by draws", independent([1.0, -1.0]))])[0]
+    assert verdict.word == "confirmed" and verdict.row()["n"] == 0
+    assert str(verdict) == "- **confirmed**: less variance: +1.23 nats (exact)"
 
 
 def test_what_a_failed_gate_leaves_unjudged_is_open_with_its_figure():

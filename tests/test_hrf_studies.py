@@ -172,7 +172,8 @@ def test_report(report, folder, monkeypatch, capsys):
     report.main("small")
     name = report.__name__.rpartition(".")[2].replace("_", "-")
     text, said = (folder / f"{name}.md").read_text(), capsys.readouterr().out
-    assert said.count("**confirmed**") + said.count("**refuted**") + said.count("**open**") == text.count("p = ")
+    assert said.count("**confirmed**") + said.count("**refuted**") + said.count("**open**") == (
+        text.count("p = ") + text.count(" (exact)"))
     assert text.startswith("# HRF ") and "SIZE=small" in text and (folder / f"{name}.png").stat().st_size > 20_000
     assert "p_holm" in (folder / f"{name}.csv").read_text()
 
@@ -188,7 +189,7 @@ def test_verdicts_follow_the_closed_forms_where_there_are_any():
     measured = kernel_arms.below("a below b", [1.0, 1.1, 1.2], [0.5, 0.6, 0.5])
     told = judged([kernel_arms.truly_below("a below b", 1.0, 3.0, measured)])[0]
     assert told.word == "confirmed" and told.claim.difference.mean == pytest.approx(math.log(3))
-    assert "(closed forms; measured -0.7" in str(told)
+    assert "(closed forms; measured -0.7" in str(told) and str(told).endswith(" (exact)")
 
 
 def test_constants_that_win_are_told_first():
@@ -196,9 +197,10 @@ def test_constants_that_win_are_told_first():
     record = {"largest_error": 1.2}
     found = {(basis, name, 1.0): record | {"largest_error": 0.5 + (name == "pos")} for basis in hrf_pointwise.BASES
              for name in hrf_pointwise.MAPS}
-    assert "An estimate of zero has a smaller largest error than**: length 1, 16 " in hrf_pointwise.controls_that_win(
-        found, setting)
-    assert hrf_pointwise.controls_that_win({k: {"largest_error": 0.5} for k in found}, setting).startswith("No arm")
+    first = hrf_pointwise.controls_that_win(found, setting)
+    assert first.startswith("**An estimate of zero, by the largest error over angles, a control, beats 2 of ")
+    assert "length 1, 16 projections in all: FAVOR+ (pos)" in first
+    assert hrf_pointwise.controls_that_win({k: {"largest_error": 0.5} for k in found}, setting).startswith("None of")
 
 
 def test_arms_of_as_many_columns():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from crt_exp.report import index, writing
-from crt_exp.report.evidence import Claim, Gate, Unjudged, independent, judged
+from crt_exp.report.evidence import Claim, Gate, Unjudged, exactly, independent, judged
 
 COMMITTED = Path(__file__).parents[1] / "outputs/report"
 
@@ -22,14 +22,16 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
     a_report(tmp_path, "first", [{"m": 4, "loss": 2.0}, *(verdict.row() for verdict in judged([up, down, flat]))])
     a_report(tmp_path, "second", [Unjudged(up, Gate("costs", 0.1, 0.5)).row()])
     a_report(tmp_path, "third", [{"m": 4}])
+    a_report(tmp_path, "fourth", [judged([Claim("certain", exactly(2.5))])[0].row()])
     index.main("small")
-    assert "4 verdicts in 2 reports: 1 confirmed, 1 refuted, 2 open, 1 of these because a gate failed" \
+    assert "5 verdicts in 3 reports: 2 confirmed, 1 refuted, 2 open, 1 of these because a gate failed" \
         in capsys.readouterr().out
     text = (tmp_path / "index.md").read_text()
     assert "| [first](first.md) | 1 | 1 | 1 | 0123456789ab |" in text
     assert "| **confirmed** | up\\|wards | +1.1 ± 0.25 nats | 3 |" in text and "| 3 | not judged |" in text
+    assert "| **confirmed** | certain | +2.5 | exact |  |" in text
     assert "Reports without a verdict: [third](third.md)" in text
-    assert (tmp_path / "index.csv").read_text().count("\n") == 1 + 4
+    assert (tmp_path / "index.csv").read_text().count("\n") == 1 + 5
 
 
 def test_no_report_is_an_error(tmp_path, monkeypatch):

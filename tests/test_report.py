@@ -172,6 +172,7 @@ def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
     bench_estimators.main("small")
     table = (tmp_path / "bench-estimators.md").read_text()
     assert all(f"| {name} |" in table for name in bench_estimators.MAPS) and "gerf, angular" in table
+    assert "GaussianRandomProjection to" in table.splitlines()[2] and "a control" in table.splitlines()[2]
 
 
 def test_order_and_colours_are_of_files_that_exist():

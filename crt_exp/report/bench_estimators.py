@@ -2,15 +2,18 @@
 at equal columns and at equal projections, interleaved."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from sklearn.kernel_approximation import RBFSampler
+from sklearn.exceptions import DataDimensionalityWarning
+from sklearn.random_projection import GaussianRandomProjection
 
 from crt_exp.estimators import RandomFeatures
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, judged
+from crt_exp.report.evidence import Claim, judged, won_by
 from crt_exp.report.kernel_arms import below, over
 from crt_exp.report.writing import markdown, write_report
 
@@ -19,12 +22,12 @@ REST = 0.2  # seconds between timings, in which the threads of the library befor
 WITHOUT = palette.DENSE | dict.fromkeys(("gerf", *palette.HYBRIDS), "its features differ for the two sides of the "
                                         "kernel, which one transform cannot give")
 MAPS = palette.maps(WITHOUT)
-PEER = "RBFSampler"
+PEER, CONTROL = "RBFSampler", "GaussianRandomProjection"  # the control: a product with a matrix, and no kernel at all
 STEPS = ("fit", "transform")
 
 
 class Arm(NamedTuple):
-    """A map, or scikit-learn's, with so many output columns."""
+    """A map, or one of scikit-learn's, with so many output columns."""
 
     name: str
     columns: int = WIDTH
@@ -35,15 +38,18 @@ Seconds = dict[tuple[str, Arm, str], list[float]]  # dtype, arm, step -> of each
 
 def main(size: str) -> None:
     start = time.perf_counter()
+    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # the control may widen its input as maps do
     seconds = {place: values for dtype in (np.float32, np.float64) for place, values in measure(dtype).items()}
     verdicts = judged(claims(seconds))
-    said = "\n".join([*map(str, verdicts), "", *(table(seconds, dtype) for dtype in ("float32", "float64"))])
+    said = "\n".join([controls_that_win(seconds), "", *map(str, verdicts), "",
+                      *(table(seconds, dtype) for dtype in ("float32", "float64"))])
     rows = [{"features": arm.name, "columns": arm.columns, "dtype": dtype, "step": step,
              "seconds": float(np.median(values))} for (dtype, arm, step), values in seconds.items()]
     facts = (f"{ROWS:,} x {COLUMNS} standard normal inputs, gamma = 0.005, orthogonal noise, to {WIDTH} columns; maps "
              f"that make two columns of a projection also to {2 * WIDTH}, which are as many projections as {PEER} has. "
              f"{ROUNDS} interleaved rounds in rotating order, {REST} s of rest before each; medians and quartiles; the "
-             f"ratio is over {PEER} in the same round, geometric mean with its 95% interval over rounds; p by Holm."
+             f"ratio is over {PEER} in the same round, geometric mean with its 95% interval over rounds; p by Holm. "
+             f"{CONTROL}, also of scikit-learn, is the product alone, which every map computes as well: the control."
              f"{palette.left_out(WITHOUT)}")
     path = write_report("bench-estimators", f"Speed of RandomFeatures beside {PEER}", said,
                         [*rows, *(v.row() for v in verdicts)], None, facts, time.perf_counter() - start)
@@ -52,7 +58,7 @@ def main(size: str) -> None:
 
 def arms() -> list[Arm]:
     doubled = [Arm(name, 2 * WIDTH) for name in MAPS if palette.feature_map(name).width(1) == 2]
-    return [Arm(PEER), *map(Arm, MAPS), *doubled]
+    return [Arm(PEER), Arm(CONTROL), *map(Arm, MAPS), *doubled]
 
 
 def measure(dtype) -> Seconds:
@@ -68,7 +74,9 @@ def measure(dtype) -> Seconds:
     return found
 
 
-def model_of(arm: Arm) -> RBFSampler | RandomFeatures:
+def model_of(arm: Arm) -> RBFSampler | GaussianRandomProjection | RandomFeatures:
+    if arm.name == CONTROL:
+        return GaussianRandomProjection(n_components=arm.columns, random_state=0)
     if arm.name == PEER:
         return RBFSampler(gamma=0.005, n_components=arm.columns, random_state=0)
     return RandomFeatures(arm.name, n_components=arm.columns, gamma=0.005, random_state=0)
@@ -91,6 +99,16 @@ def claims(seconds: Seconds) -> list[Claim]:
     return [below(f"{dtype}: {name} transforms to {WIDTH} columns in less time than {PEER}",
                   seconds[dtype, Arm(name), "transform"], seconds[dtype, Arm(PEER), "transform"])
             for dtype in ("float32", "float64") for name in MAPS]
+
+
+def controls_that_win(seconds: Seconds) -> str:
+    """Transforms that take longer than the product alone, by medians."""
+    median = {place: float(np.median(values)) for place, values in seconds.items()}
+    mine = [arm for arm in arms() if arm.name not in (PEER, CONTROL)]
+    beaten = {dtype: [f"{arm.name} ({arm.columns} columns)" for arm in mine
+                      if median[dtype, arm, "transform"] > median[dtype, Arm(CONTROL), "transform"]]
+              for dtype in ("float32", "float64")}
+    return won_by(f"the product alone ({CONTROL} to {WIDTH} columns)", beaten, 2 * len(mine))
 
 
 def table(seconds: Seconds, dtype: str) -> str:

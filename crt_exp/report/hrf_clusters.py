@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from crt_exp.report import palette
-from crt_exp.report.evidence import Verdict, judged
+from crt_exp.report.evidence import Verdict, judged, won_by
 from crt_exp.report.kernel_arms import Arm, below, line, mechanism_of, over, truly_below
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 from crt_exp.studies.clusters import Clusters
@@ -122,15 +122,11 @@ def claims(found: Found) -> list:
 
 def controls_that_win(found: Found) -> str:
     """Sets in which the mean of the kernel has a smaller MSE at the smallest m."""
-    told = []
-    for number in SETS:
-        first = {name: found[number, name][0] for name in KINDS}
-        worse = [name for name, r in first.items() if r["mse"] > min(r["zero"], r["mean"])]
-        names = "every arm" if len(worse) == len(KINDS) else ", ".join(worse)
-        told += [f"set {number}: {names}"] if worse else []
-    return ("**The mean of the kernel, a constant, has a smaller MSE than these at the smallest m**: "
-            f"{'; '.join(told)}. The tables show from which m on an arm is better." if told else
-            "No arm has a larger MSE than a constant, zero or the mean of the kernel.")
+    first = {number: {name: found[number, name][0] for name in KINDS} for number in SETS}
+    beaten = {f"set {number}": [name for name, r in of.items() if r["mse"] > min(r["zero"], r["mean"])]
+              for number, of in first.items()}
+    told = won_by("the mean of the kernel, a constant, at the smallest m", beaten, len(KINDS) * len(SETS))
+    return f"{told} The tables show from which m on an arm is better."
 
 
 def ours(found: Found) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from crt_exp.report import palette
-from crt_exp.report.evidence import Verdict, judged
+from crt_exp.report.evidence import Verdict, judged, won_by
 from crt_exp.report.kernel_arms import (
     NAMES,
     Arm,
@@ -105,14 +105,9 @@ def claims(found: Found, setting: Setting) -> list:
 
 def controls_that_win(found: Found, setting: Setting) -> str:
     """Lengths at which an estimate of zero, whose relative error is 1, has a smaller largest error than an arm."""
-    told = []
-    for basis, what in BASES.items():
-        for r in setting.lengths:
-            worse = [NAMES[name] for name in MAPS if found[basis, name, r]["largest_error"] > 1]
-            names = "every arm" if len(worse) == len(MAPS) else ", ".join(worse)
-            told += [f"length {r:g}, {what}: {names}"] if worse else []
-    return f"**An estimate of zero has a smaller largest error than**: {'; '.join(told)}." if told else (
-        "No arm has a larger largest error than an estimate of zero.")
+    beaten = {f"length {r:g}, {what}": [NAMES[name] for name in MAPS if found[basis, name, r]["largest_error"] > 1]
+              for basis, what in BASES.items() for r in setting.lengths}
+    return won_by("an estimate of zero, by the largest error over angles", beaten, len(MAPS) * len(beaten))
 
 
 def in_closed_form(found: Found, setting: Setting) -> str:
