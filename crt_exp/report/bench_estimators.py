@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from sklearn.kernel_approximation import RBFSampler
 from sklearn.exceptions import DataDimensionalityWarning
+from sklearn.kernel_approximation import RBFSampler
 from sklearn.random_projection import GaussianRandomProjection
 
 from crt_exp.estimators import RandomFeatures
