@@ -8,8 +8,7 @@ from maps import independent
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, RandomFeatureAttention, attention, attention_reference
-from crt_exp.attention.engines import at_once
-from crt_exp.attention.engines import generic as chunked
+from crt_exp.attention.engines import at_once, chunks
 from crt_exp.features import OPRF, SDERF, AngularHybrid, ClusteredHybrid, GeomRF, HypRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.samplers.noise import precise
 
@@ -91,7 +90,7 @@ def test_at_once_equals_reference(phi, causal, queries, monkeypatch):
     y = y.masked_fill(~keep[:, None, :, None], torch.nan)
     x = x[:, :, 11 - queries:]
     for policy in ("none", "clamp"):
-        part = chunked.Call(phi, noise, params, causal, keep, chunked.Outputs(policy)).whole()
+        part = chunks.Call(phi, noise, params, causal, keep, chunks.Outputs(policy)).whole()
         out, = part.call.result.of(at_once.attend_at_once(x, y, v, part))
         torch.testing.assert_close(out, attention_reference(
             x, y, v, phi, noise, params, causal=causal, key_mask=keep, denominator=policy), rtol=1e-9, atol=1e-12)

@@ -8,8 +8,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from crt_exp import samplers
 from crt_exp.attention import DenominatorCount, RandomFeatureAttention, attention, attention_reference
-from crt_exp.attention.engines import generic as chunked
-from crt_exp.attention.engines import native
+from crt_exp.attention.engines import chunks, native
 from crt_exp.features import OPRF, SDERF, GeomRF, HypRF, PoisRF, PoisRFPlus, Statistics, Sum, TrigRF
 
 MAPS = [OPRF(), SDERF(), HypRF(), TrigRF(), GeomRF(), PoisRFPlus(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))]
@@ -46,9 +45,9 @@ def assert_same(both, tolerance=1e-9):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK", 4)
-    monkeypatch.setattr(chunked, "WIDE", 4)
-    monkeypatch.setattr(chunked, "PIECES", (4, 1))
+    monkeypatch.setattr(chunks, "CHUNK", 4)
+    monkeypatch.setattr(chunks, "WIDE", 4)
+    monkeypatch.setattr(chunks, "PIECES", (4, 1))
 
 
 @both_ways

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.engines.at_once import attend_at_once
-from crt_exp.attention.engines.generic import Call, Outputs, Rows, chunked_attention, chunked_partial
+from crt_exp.attention.engines.chunks import Call, Outputs, Rows
+from crt_exp.attention.engines.generic import chunked_attention, chunked_partial
 from crt_exp.attention.engines.operators import positive_attention, positive_partial
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish
 from crt_exp.attention.sequence import sequence_partial

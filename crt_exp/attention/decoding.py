@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
-from crt_exp.attention.engines.generic import PIECES, Call, Outputs, Part, chunks
+from crt_exp.attention.engines.chunks import PIECES, Call, Outputs, Part, chunks
 from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, merge
 from crt_exp.features.base import Bound, FeatureMap, Features

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, finite, transformed
-from crt_exp.attention.engines.generic import Call, Rows, chunked_partial, keys_state, read_state
+from crt_exp.attention.engines.chunks import Call, Rows
+from crt_exp.attention.engines.generic import chunked_partial, keys_state, read_state
 from crt_exp.attention.engines.operators import entered, form_partial, part_of
 from crt_exp.attention.partials import Partial, merge
 from crt_exp.features.base import FeatureMap

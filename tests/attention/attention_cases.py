@@ -6,8 +6,7 @@ from maps import MAPS, independent
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, attention
-from crt_exp.attention.engines import closed_form
-from crt_exp.attention.engines import generic as chunked
+from crt_exp.attention.engines import chunks, closed_form
 from crt_exp.features import OPRF, SDERF, SMREG, AngularHybrid, ClusteredHybrid, GeomRF, PosRF, Statistics, Sum, TrigRF
 from crt_exp.features.exponential import PositiveExponential
 
@@ -26,10 +25,10 @@ def set_chunks(monkeypatch, size):
     monkeypatch.setattr(closed_form, "CHUNK", size)
     monkeypatch.setattr(closed_form, "SEGMENT", 2 * size)
     monkeypatch.setattr(closed_form, "PIECES", (max(size // 2, 1), 1))
-    monkeypatch.setattr(chunked, "CHUNK", size)
-    monkeypatch.setattr(chunked, "WIDE", size)
-    monkeypatch.setattr(chunked, "PIECES", (size, max(size // 2, 1), 1))
-    monkeypatch.setattr(chunked, "KEPT", 2)
+    monkeypatch.setattr(chunks, "CHUNK", size)
+    monkeypatch.setattr(chunks, "WIDE", size)
+    monkeypatch.setattr(chunks, "PIECES", (size, max(size // 2, 1), 1))
+    monkeypatch.setattr(chunks, "KEPT", 2)
 
 
 class Case:

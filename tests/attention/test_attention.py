@@ -7,8 +7,7 @@ from maps import HYBRID, MAPS, independent
 
 from crt_exp import samplers
 from crt_exp.attention import DecodingState, DenominatorCount, attention, attention_reference, softmax_attention
-from crt_exp.attention.engines import closed_form, flash
-from crt_exp.attention.engines import generic as chunked
+from crt_exp.attention.engines import chunks, closed_form, flash
 from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, PoisRF, PosRF, TrigRF
 from crt_exp.nested import leaves, mapped, shared
 from crt_exp.samplers.noise import precise
@@ -224,8 +223,8 @@ def test_underflow_sends_a_segment_through_pieces(monkeypatch, by_products):
     """A late key so large that the terms of early rows underflow in its scale, in every engine."""
     taken = []
     monkeypatch.setattr(closed_form, "pieces", lambda *a, real=closed_form.pieces: taken.append(a[1]) or real(*a))
-    of_a_part = lambda self, *a, real=chunked.Part.pieces: taken.append(a[5]) or real(self, *a)
-    monkeypatch.setattr(chunked.Part, "pieces", of_a_part)
+    of_a_part = lambda self, *a, real=chunks.Part.pieces: taken.append(a[5]) or real(self, *a)
+    monkeypatch.setattr(chunks.Part, "pieces", of_a_part)
     for phi, early, late in ((OPRF(A=-0.05), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER)):
         taken.clear()
         case = Case(phi, L=40, S=40, dtype=torch.float32)

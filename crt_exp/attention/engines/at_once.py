@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.checks import compute_dtype, finite
-from crt_exp.attention.engines.generic import CHUNK, Part
+from crt_exp.attention.engines.chunks import CHUNK, Part
 from crt_exp.attention.partials import UNDERFLOW, Partial, merge, read, scale_keys, summarise, within
 from crt_exp.features.base import Features
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.attention.engines import closed_form, flash, native
 from crt_exp.attention.engines.at_once import attend_at_once
-from crt_exp.attention.engines.generic import Call, Part, plain_attention, plain_gradients
+from crt_exp.attention.engines.chunks import Call, Part, plain_attention
+from crt_exp.attention.engines.generic import plain_gradients
 from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
 from crt_exp.attention.partials import Partial, finish, normalised
 from crt_exp.features.base import ONE, Bound, Features
