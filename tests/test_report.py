@@ -70,10 +70,11 @@ def test_cells_resume(tmp_path, monkeypatch):
     assert len((tmp_path / "calls").read_text().split()) == 5 and list(other.known) == ['{"x": 0}']
 
 
-def test_names_of_lines_stand_apart_and_below_the_top():
-    assert writing.apart([0, 1, 50], 10, 100) == [-4.5, 5.5, 50]
-    assert writing.apart([0, 0, 12, 40], 10, 100) == [-6, 4, 14, 40] and writing.apart([], 10, 9) == []
-    assert writing.apart([80, 81, 82], 10, 90) == [70, 80, 90]
+def test_names_of_lines_stand_apart_and_within_the_axes():
+    assert writing.apart([0, 1, 50], 10, -9, 100) == [-4.5, 5.5, 50]
+    assert writing.apart([0, 1, 50], 10, 0, 55) == [0, 10, 50] and writing.apart([0, 1, 2], 10, 0, 15) == [-5, 5, 15]
+    assert writing.apart([0, 0, 12, 40], 10, -9, 100) == [-6, 4, 14, 40] and writing.apart([], 10, 0, 9) == []
+    assert writing.apart([80, 81, 82], 10, 0, 90) == [70, 80, 90]
 
 
 def test_caption_says_when_the_cells_were_made():
