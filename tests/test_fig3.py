@@ -62,7 +62,7 @@ def test_no_two_cells_share_a_key():
 def found(distance, uniform=60.0, S=10.0, ratio=2.0):
     """All values, FAVOR+ worse than FAVOR++ by `distance` in points of WER and in nats."""
     setting, rng = fig3.SETTINGS["small"], np.random.default_rng(0)
-    base = {"exact": 4.0, "uniform": uniform, "favorp": 20.0 + distance, "favorpp": 20.0}
+    base = {"exact": 4.0, "uniform": uniform, "identity": uniform, "favorp": 20.0 + distance, "favorpp": 20.0}
     wer = lambda arm: (base.get(arm.attention, 30.0) + 0.3 * rng.normal()) / 100
     metrics = lambda arm: {"wer": wer(arm), "cer": 0.1, "loss": 100 * wer(arm)}
     record = lambda arm: metrics(arm) | {"steps": 50, "seconds": 60.0, "utterances": 300.0,
@@ -93,8 +93,10 @@ def test_verdicts_follow_the_records(distance, word):
 
 
 def test_a_control_that_wins_is_named_first():
-    assert "has the lower word error rate**: uniform attention" in speech_text.control_text(found(1.0, uniform=10.0))
-    assert speech_text.control_text(found(1.0)).startswith("No control")
+    first = speech_text.control_text(found(1.0, uniform=25.0))
+    assert first.startswith("**Attention to no query and no key, a control, beats ")
+    assert "uniform attention directly after the swap: 7;" in first and "FAVOR++, m" not in first
+    assert speech_text.control_text(found(1.0)).startswith("None of")
 
 
 @pytest.mark.parametrize("change, told", [({"uniform": 4.0}, "costs nats"), ({"S": 2.0}, "share of heads"),
