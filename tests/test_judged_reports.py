@@ -8,7 +8,7 @@ import torch
 from small_bert import write_model, write_text
 
 from crt_exp.features import Statistics
-from crt_exp.report import fig2, hadamard, performers_fig2, performers_fig4, performers_fig14, table1, writing
+from crt_exp.report import fig1, fig2, hadamard, performers_fig2, performers_fig4, performers_fig14, table1, writing
 from crt_exp.report.evidence import judged, won_by
 from crt_exp.report.kernel_arms import least
 
@@ -82,6 +82,14 @@ def test_page_of_hadamard(page):
 
 
 # ---- Performers
+
+
+def test_fig1_says_where_the_estimate_zero_errs_by_less():
+    """Its square is the kernel's, of which one projection of PosRF has e^s - 1 times as much variance."""
+    zero = fig1.control()
+    assert torch.allclose(zero[1:], -torch.expm1(fig1.LENGTHS[1:]).log(), rtol=1e-9)
+    first = fig1.controls_that_win({8: fig1.utility(8)}, zero)
+    assert first.startswith("**The estimate 0 beside one projection of OPRF, a control, beats 5 of 6 arms.**")
 
 
 def found_fig14():
