@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result
+from crt_exp.attention.engines.chunks import chunks, shifted
 from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, denominator_gradients
 
 CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores
@@ -79,14 +80,6 @@ def tiles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
     for b in range(0, batch, per_batch):
         for h in range(0, heads, per_head):
             yield slice(b, min(b + per_batch, batch)), slice(h, min(h + per_head, heads))
-
-
-def chunks(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def shifted(tokens: slice, by: int) -> slice:
-    return slice(tokens.start + by, tokens.stop + by)
 
 
 class Memory:
