@@ -1,29 +1,21 @@
 """The engines in C equal those of PyTorch in float64, in outputs and gradients, however they are compiled and fed."""
 
 import ctypes
-import errno
-import logging
-import multiprocessing
-import os
 import platform
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from native_cases import Case, assert_near, needs_library
 
-from crt_exp import samplers
-from crt_exp.attention import attention, near_far_attention
+from crt_exp.attention import near_far_attention
 from crt_exp.attention.cells import Sizes
 from crt_exp.attention.engines import native, native_library
 from crt_exp.attention.engines.protocol import Form
-from crt_exp.features import OPRF, SMREG, HypRF, PosRF, Statistics
+from crt_exp.features import OPRF, SMREG, HypRF, PosRF
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
-needs_library = pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")
 SHAPES = {
     "usual": dict(L=130, S=130, d=64, dv=64, m=128),
     "one token": dict(L=1, S=1, d=2, dv=1, m=1),
@@ -36,38 +28,6 @@ SHAPES = {
     "grouped": dict(H=4, Hkv=2, L=90, S=90, d=8, dv=8, m=16),
     "long vectors": dict(L=300, S=300, d=8, dv=8, m=16, scale=3.0),
 }
-
-
-class Case:
-    def __init__(self, phi, B=2, H=2, Hkv=None, L=8, S=8, d=4, dv=4, m=8, scale=0.4, masked=False):
-        g = torch.Generator().manual_seed(0)
-        draw = lambda *shape: torch.randn(*shape, generator=g)
-        Hkv = Hkv or H
-        self.phi, self.noise = phi, samplers.orthogonal(m, d, g, batch=(H,))
-        self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
-        self.params = phi.fit(Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1)))
-        self.grad, self.mask = draw(B, H, L, dv), None
-        if masked:
-            self.mask = torch.rand(B, S, generator=g) > 0.3
-            self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)
-
-    def run(self, dtype=torch.float32, causal=False, x=None, y=None, v=None, grad=None):
-        """Outputs and gradients, with NaN in the padding."""
-        x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
-        x, y, v = (t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, y, v))
-        if self.mask is not None:
-            with torch.no_grad():
-                for t in (y, v):
-                    t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
-        out = attention(x, y, v, self.phi, self.noise, self.params, causal=causal, key_mask=self.mask)
-        grad = (self.grad if grad is None else grad).to(dtype)
-        return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
-
-
-def assert_near(ours, expected, tolerance=1e-5):
-    for name, a, b in zip(("out", "dx", "dy", "dv"), ours, expected, strict=True):
-        assert a.shape == b.shape and a.isfinite().all(), name
-        assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(min=1e-2), name
 
 
 @pytest.fixture
@@ -236,56 +196,6 @@ def test_not_finite(name, value, causal):
         case.run(causal=causal)
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """An empty cache folder, and a process that has not asked for the library yet.
-    Gives the folder of the libraries."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("CRT_EXP_NATIVE", raising=False)
-    native.library.cache_clear()
-    yield tmp_path / "crt_exp" / "native"
-    native.library.cache_clear()
-
-
-@pytest.fixture
-def small(cache, monkeypatch):
-    """The same with a library that compiles at once."""
-    if not shutil.which(os.environ.get("CC", "cc")):
-        pytest.skip("no C compiler here")
-    source = cache.parents[1] / "small.c"
-    source.write_text("int answer(void) { return 42; }\n")
-    monkeypatch.setattr(native_library, "SOURCES", (source,))
-    return cache
-
-
-def kept():
-    """The library's file, whole.
-    It is not loaded: a process that has one by this name would not look at the file again."""
-    with native_library.compiled() as file:
-        content = file.read_bytes()
-        assert b"answer" in content and len(content) > 10_000
-        return file
-
-
-def test_without_a_compiler(cache, monkeypatch, caplog):
-    """One warning that says what is missing and what it costs, and the same results."""
-    case = Case(OPRF(), L=70, S=70)
-    expected = case.run(torch.float64)
-    for compiler, reason in (("no-such-compiler", "no-such-compiler"), ("'unclosed", "No closing quotation")):
-        monkeypatch.setenv("CC", compiler)
-        native.library.cache_clear()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert_near(case.run(), expected)
-            case.run()
-        assert len(caplog.records) == 1 and reason in caplog.text and "Install a C compiler" in caplog.text
-    caplog.clear()
-    native.library.cache_clear()
-    monkeypatch.setenv("CRT_EXP_NATIVE", "0")
-    case.run()
-    assert native.library() is None and not caplog.records
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_every_compiler(compiler, built, monkeypatch):
@@ -297,164 +207,6 @@ def test_every_compiler(compiler, built, monkeypatch):
         case = Case(OPRF(), **SHAPES["odd sizes"])
         assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
     assert_near_far_is_near()
-
-
-@pytest.mark.slow
-@needs_library
-def test_built_ahead_of_use(tmp_path):
-    """By a command that says where the library lies and how long it took, once."""
-    def build():
-        done = subprocess.run([sys.executable, "-m", "crt_exp.attention.engines.native"], capture_output=True,
-                              text=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
-        return done.returncode, done.stdout + done.stderr
-
-    code, said = build()
-    library, = (tmp_path / "crt_exp" / "native").glob("*.so")
-    assert code == 0 and re.fullmatch(rf"{re.escape(str(library))} compiled in \d+\.\d s\n", said)
-    before = library.stat()
-    assert build() == (0, f"{library} was there already\n") and library.stat().st_ino == before.st_ino
-
-
-@pytest.mark.parametrize("name, value, reason", [("CC", "no-such-compiler", "cannot be built: .*no-such-compiler"),
-                                                 ("XDG_CACHE_HOME", "/dev/null", "cannot be kept .*name a folder"),
-                                                 ("CRT_EXP_NATIVE", "0", "nothing to compile")])
-def test_what_cannot_be_built_ahead_says_why(name, value, reason, cache, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=reason):
-        native_library.build()
-
-
-def test_message_of_the_compiler(small, caplog):
-    native_library.SOURCES[0].write_text("int main(void) { return 0 }\n")
-    with caplog.at_level(logging.WARNING):
-        assert native.library() is None
-    assert "error" in caplog.text and list(small.iterdir()) == []
-
-
-def test_compiled_once(small):
-    made = kept()
-    assert sorted(f.name for f in small.iterdir()) == sorted([made.name, made.with_suffix(".sha256").name])
-    before = made.stat()
-    assert kept() == made and made.stat().st_ino == before.st_ino  # not even written again
-
-
-def cut(file):
-    file.write_bytes(file.read_bytes()[:-5000])
-
-
-def spoil(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-DAMAGE = {"cut short": cut, "garbage": lambda file: file.write_text("garbage"), "one bit": spoil,
-          "empty": lambda file: file.write_bytes(b""), "no record": lambda file: file.with_suffix(".sha256").unlink(),
-          "record cut short": lambda file: file.with_suffix(".sha256").write_bytes(b"15"),
-          "only a record": lambda file: file.unlink()}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_library_is_compiled_anew(damage, small, caplog):
-    """It is not loaded, which could kill the process without a word, and the next process finds it whole."""
-    made = kept()
-    whole = made.read_bytes()
-    DAMAGE[damage](made)
-    assert kept() == made and made.read_bytes() == whole and not caplog.records
-    before = made.stat().st_ino
-    assert kept() == made and made.stat().st_ino == before
-
-
-@pytest.mark.slow
-@needs_library
-def test_cut_library_kills_no_process(cache):
-    """The real one, in processes of its own."""
-    code = "from crt_exp.attention.engines import native; print(native.library() is not None)"
-    run = lambda: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {
-        "XDG_CACHE_HOME": str(cache.parents[1])})
-    with native_library.compiled() as made:
-        cut(made)
-    done = run()
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
-
-
-STRANGE = {"library writable by others": lambda file: file.chmod(0o622),
-           "record writable by others": lambda file: file.with_suffix(".sha256").chmod(0o666),
-           "folder writable by others": lambda file: file.parent.chmod(0o770),
-           "outer folder writable by all": lambda file: file.parents[1].chmod(0o777)}
-
-
-@pytest.mark.parametrize("change", STRANGE)
-def test_what_others_could_have_written_is_not_loaded(change, small, caplog):
-    """A library with its right record, that somebody else might have put there."""
-    made = kept()
-    foreign = b"what another user wrote"
-    made.write_bytes(foreign)
-    native_library._record(made).write_bytes(native_library._seal(foreign))
-    STRANGE[change](made)
-    with caplog.at_level(logging.WARNING):
-        used = kept()
-    assert len(caplog.records) == 1 and "others can write to it" in caplog.text
-    if "folder" in change:
-        assert used != made and made.read_bytes() == foreign and not used.exists()
-    else:  # replaced: the folder is ours
-        assert used == made and kept() == made and made.stat().st_mode & 0o077 == 0
-
-
-def test_folder_of_another_user_is_not_used(small, monkeypatch, caplog):
-    made = kept()
-    monkeypatch.setattr(os, "geteuid", lambda: made.stat().st_uid + 1)
-    with caplog.at_level(logging.WARNING):
-        assert kept() != made
-    assert len(caplog.records) == 1 and "belongs to another user" in caplog.text
-
-
-@pytest.mark.slow
-@needs_library
-def test_cache_that_cannot_be_written(cache, monkeypatch, caplog, tmp_path):
-    """One warning; the engine works."""
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    case = Case(OPRF(), L=20, S=20)
-    with caplog.at_level(logging.WARNING):
-        assert native.applies(case.x)
-        assert_near(case.run(), case.run(torch.float64))
-    assert len(caplog.records) == 1 and "every process compiles them for itself" in caplog.text
-
-
-def test_full_disk_leaves_nothing_behind(small, monkeypatch, caplog):
-    def full(handle):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with caplog.at_level(logging.WARNING):
-        kept()
-    assert list(small.iterdir()) == [] and "No space left" in caplog.text
-
-
-def test_another_version_of_the_compiler_compiles_anew(small, monkeypatch, tmp_path):
-    compiler = tmp_path / "compiler"
-
-    def named(version):
-        compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec cc "$@"\n')
-        compiler.chmod(0o755)
-        return kept()
-
-    monkeypatch.setenv("CC", str(compiler))
-    assert named("one 12.1") == named("one 12.1") != named("one 12.2")
-
-
-def test_many_processes_at_once(small):
-    """All compile, all write, and each finds a whole library at every moment."""
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=kept) for _ in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * 8
-    assert len(list(small.iterdir())) == 2 and kept().parent == small
 
 
 @needs_library

@@ -1,0 +1,43 @@
+"""Attention that the engines in C serve, and how near it must be."""
+
+import pytest
+import torch
+
+from crt_exp import samplers
+from crt_exp.attention import attention
+from crt_exp.attention.engines import native
+from crt_exp.features import Statistics
+
+needs_library = pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")
+
+
+class Case:
+    def __init__(self, phi, B=2, H=2, Hkv=None, L=8, S=8, d=4, dv=4, m=8, scale=0.4, masked=False):
+        g = torch.Generator().manual_seed(0)
+        draw = lambda *shape: torch.randn(*shape, generator=g)
+        Hkv = Hkv or H
+        self.phi, self.noise = phi, samplers.orthogonal(m, d, g, batch=(H,))
+        self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
+        self.params = phi.fit(Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1)))
+        self.grad, self.mask = draw(B, H, L, dv), None
+        if masked:
+            self.mask = torch.rand(B, S, generator=g) > 0.3
+            self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)
+
+    def run(self, dtype=torch.float32, causal=False, x=None, y=None, v=None, grad=None):
+        """Outputs and gradients, with NaN in the padding."""
+        x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
+        x, y, v = (t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, y, v))
+        if self.mask is not None:
+            with torch.no_grad():
+                for t in (y, v):
+                    t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
+        out = attention(x, y, v, self.phi, self.noise, self.params, causal=causal, key_mask=self.mask)
+        grad = (self.grad if grad is None else grad).to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
+
+
+def assert_near(ours, expected, tolerance=1e-5):
+    for name, a, b in zip(("out", "dx", "dy", "dv"), ours, expected, strict=True):
+        assert a.shape == b.shape and a.isfinite().all(), name
+        assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(min=1e-2), name
