@@ -18,7 +18,7 @@ def arms(m: int, length: int, chunk: int, hashes: int, preset: str) -> dict[str,
 
 
 def drawn(which: str) -> tuple[tuple[str, str], ...]:
-    return tuple((which, arm) for arm in ("exact", "favorp", "favorpp", "uniform"))
+    return tuple((which, arm) for arm in ("exact", "nearfar", "favorpp", "favorp", "uniform"))
 
 
 CIFAR = ("task=pixels", "task.dataset=cifar10", *LAST)
