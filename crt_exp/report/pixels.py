@@ -30,7 +30,7 @@ SETTINGS = {
     "small": Setting(
         sets={"16 x 16": (*SMALL, "task.size=16", "trainer.batch=4", "trainer.steps=200", "trainer.eval_every=50"),
               "32 x 32": (*SMALL, "task.size=32", "trainer.batch=1", "trainer.steps=150", "trainer.eval_every=75")},
-        arms=arms(32, 3072, 64, 2, "cheap"), moved={}, drawn=drawn("16 x 16")),
+        arms=arms(32, 3072, 64, 2, "cheap"), moved={}, drawn=drawn("16 x 16"), seeds=5),
     "gpu": Setting(
         sets={"32 x 32": (*CIFAR, "task.evaluated=200", "task.preset=performer6", "trainer.lr=1e-3", "trainer.batch=16",
                           "trainer.precision=bf16", "trainer.steps=3000", "trainer.eval_every=500")},
