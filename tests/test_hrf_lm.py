@@ -134,7 +134,7 @@ def test_the_page_of_samplers_counts_runs_that_diverged(tmp_path, monkeypatch):
     found = sampled(-0.01, diverged=[("favor", seed) for seed in range(3)])
     hrf_sampled.write("small", hrf_sampled.SETTINGS["small"], found, [], 1.0)
     text = (tmp_path / "hrf-sampled.md").read_text()
-    assert "**Negatives from the uniform law, which knows no query" in text.splitlines()[2]
+    assert text.splitlines()[2] == "**The uniform law of negatives, a control, beats 5 of 5 arms.** test loss: 5."
     assert next(line for line in text.splitlines() if line.startswith("| trigonometric")).endswith("| 3 of 4 |")
     assert (tmp_path / "hrf-sampled.png").stat().st_size > 20_000
 
