@@ -272,7 +272,7 @@ def test_page_of_speech(folder, capsys):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ClusteredHybrid attention has no clusters yet")   # in so few steps
-def test_hrf_speech_at_tiny_sizes(monkeypatch, folder, tmp_path):
+def test_hrf_speech_at_tiny_sizes(monkeypatch, folder, tmp_path, one_thread):
     """The real thing, a few steps of each run."""
     from tests.small_speech import write_digits
 
