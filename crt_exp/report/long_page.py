@@ -102,7 +102,7 @@ class Page:
         verdicts = self.verdicts(found, gates)
         said = "\n".join([*self.controls_that_win(found, setting), *map(str, verdicts)])
         body = "\n".join([said, "", "What the sets can tell (trained models, mean over seeds), asked first: the other "
-                          "arms are trained on those that pass.", "",
+                          "arms are trained on those that pass, and those are drawn.", "",
                           *map(str, gates.values()), "", *(self.section(which, setting, found, costs)
                                                            for which in setting.sets), self.more(found)])
         rows = [*csv_rows(found, costs, self.metric), *(verdict.row() for verdict in verdicts)]
@@ -142,32 +142,30 @@ class Page:
     # ---- picture
 
     def figure(self, setting: Setting, found: Found, costs: Costs):
-        fig, axes = new_figure(2, len(setting.sets), figsize=(6.5 * len(setting.sets), 8.5), squeeze=False)
-        for (above, below), which in zip(axes.T, setting.sets):
+        """Of the sets that pass their gates; of all where none does."""
+        shown = [which for which, gate in self.gates(found, setting).items() if gate.passed] or [*setting.sets]
+        fig, axes = new_figure(2, len(shown), figsize=(6.5 * max(len(shown), 1.4), 8.5), squeeze=False)
+        for (above, below), which in zip(axes.T, shown):
             self.draw(above, which, setting, found)
             self.draw_costs(below, which, setting, found, costs)
         fig.tight_layout()
         return fig
 
     def draw_costs(self, ax, which: str, setting: Setting, found: Found, costs: Costs) -> None:
-        """The metric beside steps/s, the area of a point the memory; arms that were not trained on the axis below."""
+        """The metric beside steps/s, the area of a point the memory."""
         speeds = {arm: costs[which, arm] for arm in setting.arms if (which, arm) in costs}
-        points, below = [], []
+        points = []
         for arm, spent in speeds.items():
-            values, x = [*self.values(found, which, arm).values()], spent["steps_per_s"]
-            if values:
-                ax.scatter(x, np.mean(values), s=spent["bytes"] / 2**22, color=colour(arm), alpha=0.6, linewidths=0)
-                points.append((label(arm), x, np.mean(values), colour(arm)))
-            else:
-                below.append((label(arm), x, 0, colour(arm)))
+            if values := [*self.values(found, which, arm).values()]:
+                points.append((label(arm), spent["steps_per_s"], np.mean(values), colour(arm)))
+                ax.scatter(*points[-1][1:3], s=spent["bytes"] / 2**22, color=colour(arm), alpha=0.6, linewidths=0)
         ax.set(xlabel="steps/s in training", xscale="log",
                title=f"{which}: {self.told(' on test')}; area: memory")
         ax.margins(0, 0.3)
         rates = [spent["steps_per_s"] for spent in speeds.values()]
         ax.set_xlim(0.8 * min(rates), 1.25 * max(rates))
         plain_ticks(ax.xaxis)
-        name_points(ax, points, (9, -16, 19, -26), fontsize=8)
-        name_points(ax, below, (14, 52, 90, 128), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
+        name_points(ax, points, fontsize=8)
 
     def draw(self, ax, which: str, setting: Setting, found: Found) -> None:
         """Curves on validation, means over the seeds that did not diverge."""
@@ -196,22 +194,32 @@ def csv_rows(found: Found, costs: Costs, metric: str) -> list[dict[str, Any]]:
     return rows
 
 
-def name_points(ax, names: Sequence[tuple[str, float, float, str]], offsets: Sequence[float], **style) -> None:
-    """Writes (name, x, y, colour) above its point, by the first of the offsets (in points of print) at which it covers
-    no name before it, with a line down to it where it is far. The scales and limits of the axes must be set."""
+OFFSETS = (9, -18, 19, -28, 29, -38)  # of names from their points, in points of print
+RADIUS = 8                            # of a point, about
+
+
+def name_points(ax, names: Sequence[tuple[str, float, float, str]], **style) -> None:
+    """Writes (name, x, y, colour) above or below its point, by the first of OFFSETS at which it covers no name before
+    it and no other point, with a line to it. The scales and limits of the axes must be set."""
     from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
 
     ax.figure.canvas.draw()
+    radius = RADIUS * ax.figure.dpi / 72
+    places = [ax.transData.transform((x, y)) for _, x, y, _ in names]
+    points = [Bbox([place - radius, place + radius]) for place in places]
     taken = []
-    for name, x, y, shade in sorted(names, key=lambda each: each[1]):
+    for i in sorted(range(len(names)), key=lambda i: names[i][1]):
+        name, x, y, shade = names[i]
         line = {"arrowstyle": "-", "color": shade, "lw": 0.7, "shrinkB": 0}
         made = ax.annotate(name, (x, y), color=shade, textcoords="offset points", xytext=(0, 0), ha="center",
                            va="bottom", arrowprops=line, **style)
-        for offset in offsets:
+        others = [*points[:i], *points[i + 1:], *taken]
+        for offset in OFFSETS:
             made.set_position((0, offset))
             made.update_positions(ax.figure.canvas.get_renderer())
             box = Text.get_window_extent(made)
-            if not any(box.overlaps(other) for other in taken):
+            if not any(box.overlaps(other) for other in others):
                 break
         taken.append(box)
 
