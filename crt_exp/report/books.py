@@ -79,7 +79,6 @@ def positions(found: Found, which: str, arm: str) -> list[list[float]]:
 PAGE = Page(
     "books", "Performers Figure 5: exact weights in random features, on texts", "loss", "nats", -1,
     ("unigram_loss", "unigram"), least=0.5, claims=(
-        ("exact attention ends below uniform attention", "exact", "uniform"),
         ("positive features end below trigonometric ones", "favorp, moved", "favor, moved"),
         ("positive features end lower with redraws than without", "favorp, redrawn", "favorp, moved"),
         ("SMREG ends below FAVOR+, both redrawn", "smreg, redrawn", "favorp, redrawn"),

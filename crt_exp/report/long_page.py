@@ -1,6 +1,6 @@
 """The page of a report on long sequences: verdicts first, gates, a table of each set, and its picture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, independent, judged
 from crt_exp.report.fig4_page import show
-from crt_exp.report.long_runs import CONTROLS, Setting
+from crt_exp.report.long_runs import BLIND, CONTROLS, Setting
 from crt_exp.report.protein_page import colour, listed
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 
@@ -30,8 +30,8 @@ def label(arm: str) -> str:
 @dataclass(frozen=True)
 class Page:
     """What one report tells. metric: of the final record, `scale` times it in `unit`; sign: 1 where more is better, -1
-    where less is. baseline: the metric of what predicts without a model, and its name. least: what uniform attention
-    must cost for the orderings to be judged. claims: (text, arm that is better, arm that is worse)."""
+    where less is. baseline: the metric of what predicts without a model, and its name. least: what the controls that
+    look at no query and no key must cost for the orderings to be judged. claims: (text, the better arm, the worse)."""
 
     name: str
     title: str
@@ -69,9 +69,16 @@ class Page:
     # ---- verdicts
 
     def gates(self, found: Found, setting: Setting) -> dict[str, Gate]:
-        return {which: Gate(f"{which}: what uniform attention costs, in {self.points}",
-                            float(np.mean(self.gain(found, which, "exact", "uniform"))), self.least)
-                for which in setting.sets if len(self.gain(found, which, "exact", "uniform"))}
+        """What the better of the controls that look at no query and no key costs, of those that were trained."""
+        made = {}
+        for which in setting.sets:
+            costs = {name: float(np.mean(gain)) for name in BLIND
+                     if len(gain := self.gain(found, which, "exact", name))}
+            if costs:
+                named = " and ".join(costs) if len(costs) == 1 else f"the better of {' and '.join(costs)}"
+                made[which] = Gate(f"{which}: what {named} attention costs, in {self.points}", min(costs.values()),
+                                   self.least)
+        return made
 
     def verdicts(self, found: Found, gates: dict[str, Gate]) -> list[Verdict | Unjudged]:
         judging, left = [], []
@@ -87,13 +94,24 @@ class Page:
     def controls_that_win(self, found: Found, setting: Setting) -> list[str]:
         told = []
         for which in setting.sets:
-            mean = {arm: self.sign * np.mean([*values.values()]) for arm in setting.arms
-                    if (values := self.values(found, which, arm))}
-            for control in (each for each in CONTROLS if each in mean):
-                beaten = [label(arm) for arm in mean if arm not in CONTROLS and mean[control] >= mean[arm]]
+            for control, value, beside in self.controls(found, which, setting):
+                beaten = [label(arm) for arm in beside if arm.split(",")[0] not in CONTROLS
+                          and len(values := [*self.values(found, which, arm).values()])
+                          and self.sign * value >= self.sign * np.mean(values)]
                 if beaten:
-                    told.append(f"**{which}: {control} attention, a control, ends no worse than {listed(beaten)}.**\n")
+                    told.append(f"**{which}: {control}, a control, ends no worse than {listed(beaten)}.**\n")
         return told
+
+    def controls(self, found: Found, which: str, setting: Setting) -> Iterator[tuple[str, float, Iterable[str]]]:
+        """The name of each, its metric, and the arms that stand beside it: what no attention trains to, from new
+        weights or from those of the exact model, and what predicts without a model."""
+        for arms in (setting.arms, setting.moved):
+            for arm in arms:
+                name, *rest = arm.split(",")
+                if name in CONTROLS and (values := [*self.values(found, which, arm).values()]):
+                    yield f"{name} attention{','.join(['', *rest])}", float(np.mean(values)), arms
+        if (value := self.without_model(found, which)) is not None:
+            yield f"the {self.baseline[1]}", value, (*setting.arms, *setting.moved)
 
     # ---- page
 
@@ -111,7 +129,8 @@ class Page:
         print(f"{said}\nwritten: {path}")
 
     def section(self, which: str, setting: Setting, found: Found, costs: Costs) -> str:
-        rows = [[self.baseline[1], self.shown_baseline(found, which), "", "", "", ""]]
+        baseline = self.without_model(found, which)
+        rows = [[self.baseline[1], "" if baseline is None else f"{baseline:{self.spec}}", "", "", "", ""]]
         for arm in (*setting.arms, *setting.moved):
             values = np.array([*self.values(found, which, arm).values()])
             above = self.gain(found, which, arm, "exact") if arm != "exact" else []
@@ -125,9 +144,10 @@ class Page:
                    "memory, MiB", "diverged"]
         return f"## {which}\n\n{markdown(columns, rows)}"
 
-    def shown_baseline(self, found: Found, which: str) -> str:
+    def without_model(self, found: Found, which: str) -> float | None:
+        """The metric of the baseline."""
         records = [run["last"] for (w, _, _), run in found.items() if w == which and "last" in run]
-        return f"{self.scale * records[0][self.baseline[0]]:{self.spec}}" if records else ""
+        return self.scale * records[0][self.baseline[0]] if records else None
 
     def facts(self, size: str, setting: Setting) -> str:
         sets = "; ".join(f"{which}: `{' '.join(options)}`" for which, options in setting.sets.items())
