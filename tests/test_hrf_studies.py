@@ -159,7 +159,7 @@ def folder(tmp_path, monkeypatch):
 TINY = {hrf_pointwise: {"SETTINGS": {"small": hrf_pointwise.Setting((1.0, 1.5, 2.0), 3)}, "ANGLES": 5, "D": 8},
         hrf_qmc: {"SETTINGS": {"small": hrf_qmc.Setting(5, 2)}, "LENGTHS": (1.0,),
                   "ARMS": dict([*hrf_qmc.ARMS.items()][:5])},
-        hrf_clusters: {"SETTINGS": {"small": hrf_clusters.Setting(10, 5, (20, 50), 3)}},
+        hrf_clusters: {"SETTINGS": {"small": hrf_clusters.Setting(10, 5, (20, 50), 3)}, "DATA": range(3)},
         hrf_flops: {"SETTINGS": {"small": hrf_flops.Setting(2, {"features": (4000, 9000), "attention": (64000,)})},
                     "LENGTHS": (1.0,), "ANGLES": 5}}
 
@@ -194,13 +194,14 @@ def test_verdicts_follow_the_closed_forms_where_there_are_any():
 
 def test_constants_that_win_are_told_first():
     setting = hrf_pointwise.Setting((1.0,), 3)
-    record = {"largest_error": 1.2}
-    found = {(basis, name, 1.0): record | {"largest_error": 0.5 + (name == "pos")} for basis in hrf_pointwise.BASES
+    found = {(basis, name, 1.0): {"largest_closed_form": 0.5 + (name == "pos")} for basis in hrf_pointwise.BASES
              for name in hrf_pointwise.MAPS}
     first = hrf_pointwise.controls_that_win(found, setting)
-    assert first.startswith("**An estimate of zero, by the largest error over angles, a control, beats 2 of ")
+    assert first.startswith("**The better of two constants, zero and the mean of the kernel, by the largest error "
+                            "over angles, a control, beats 2 of ")
     assert "length 1, 16 projections in all: FAVOR+ (pos)" in first
-    assert hrf_pointwise.controls_that_win({k: {"largest_error": 0.5} for k in found}, setting).startswith("None of")
+    near = {place: {"largest_closed_form": 0.5} for place in found}
+    assert hrf_pointwise.controls_that_win(near, setting).startswith("None of")
 
 
 def test_arms_of_as_many_columns():
