@@ -167,7 +167,8 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
 def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
     from crt_exp.report import bench_estimators
 
-    for name, value in {"ROWS": 20, "ROUNDS": 2, "REST": 0}.items():
+    here = lambda call, **given: call(**given)                              # all in this process
+    for name, value in {"ROWS": 20, "PROCESSES": 2, "ROUNDS": 2, "REST": 0, "in_new_process": here}.items():
         monkeypatch.setattr(bench_estimators, name, value)
     monkeypatch.setattr(writing, "REPORT", tmp_path)
     bench_estimators.main("small")
