@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crt_exp.report import encoder_steps, fig3, speech_runs, speech_text, writing
-from crt_exp.report.evidence import GateFailed
+from crt_exp.report.evidence import GateFailed, Unjudged
 from crt_exp.report.speech_runs import Arm
 from crt_exp.runner.command_line import check_command_line
 
@@ -90,6 +90,17 @@ def test_verdicts_follow_the_records(distance, word):
     verdicts = speech_text.verdicts(found(distance))
     assert {v.word for v in verdicts} == {word} and len(verdicts) == 2 * (4 + len(fig3.SETTINGS["small"].others))
     assert "FAVOR++ beats FAVOR+ at m = 8 directly after the swap" in str(verdicts[0])
+
+
+def test_nothing_is_judged_where_uniform_attention_costs_little():
+    values = found(4.0)
+    for (phase, arm, _), record in values.trained.items():
+        if phase == "scratch" and arm.attention == "uniform":
+            record["loss"] = 4.4
+    told = {verdict.claim.text: verdict for verdict in speech_text.verdicts(values)}
+    left = [text for text, verdict in told.items() if isinstance(verdict, Unjudged)]
+    assert len(left) == 2 and all("from scratch" in text for text in left)
+    assert "uniform attention costs nats an utterance trained from scratch" in str(told[left[0]])
 
 
 def test_a_control_that_wins_is_named_first():

@@ -101,16 +101,28 @@ def verdicts(**results):
 def test_verdicts_on_proteins_follow_the_records(better, word):
     told = words(verdicts(generated=found(better)))
     paper = {text: w for text, w in told.items() if "uniform" not in text and "held-out" not in text}
-    assert len(told) == 2 * 8 + 1 and len(paper) == 2 * 4 + 1 and set(paper.values()) == {word}
+    assert len(told) == 2 * 7 + 1 and len(paper) == 2 * 4 + 1 and set(paper.values()) == {word}
     assert all(w == "confirmed" for text, w in told.items() if "FAVOR+ keeps" in text)
 
 
 def test_nothing_is_judged_where_uniform_attention_costs_little():
     told = verdicts(generated=found(0.2), uniprot=found(0.2, uniform=0.3))
     left = [verdict for verdict in told if isinstance(verdict, Unjudged)]
-    assert len(left) == len(told) - len(left) == 2 * 8 + 1
+    assert len(left) == len(told) - len(left) == 2 * 7 + 1
     assert all(verdict.claim.text.startswith("proteomes, ") and verdict.word == "open" for verdict in left)
     assert "what uniform attention costs (U), in nats is 0.3" in str(left[0])
+
+
+def test_held_out_sequences_have_a_gate_and_a_first_line_of_their_own():
+    runs = found(0.2)
+    for (way, name, _), run in runs.items():
+        if (way, name) == (B, "uniform"):
+            run["last"]["perplexity_ood"] = 5.0
+    left = [verdict for verdict in verdicts(generated=runs) if isinstance(verdict, Unjudged)]
+    assert len(left) == 1 and "generated families, B: on the held-out families exact" in left[0].claim.text
+    assert "what uniform attention costs on the held-out families (B), in nats" in str(left[0])
+    told = protein_page.controls_that_win({"generated": runs})
+    assert [line for line in told if "B, held-out families: uniform attention, a control" in line]
 
 
 def test_page_of_proteins_tells_controls_that_win_and_runs_that_diverged():

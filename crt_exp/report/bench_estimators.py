@@ -53,8 +53,8 @@ def main(size: str) -> None:
     facts = (f"{ROWS:,} x {COLUMNS} standard normal inputs, gamma = 0.005, orthogonal noise, to {WIDTH} columns; maps "
              f"that make two columns of a projection also to {2 * WIDTH}, which are as many projections as {PEER} has. "
              f"{PROCESSES} processes for each dtype with {ROUNDS} interleaved rounds in rotating order, {REST} s of "
-             f"rest before each; medians and quartiles of all rounds; the ratio is over {PEER} in the same round, geometric "
-             "mean with its 95% interval over processes; p by Holm. "
+             f"rest before each; medians and quartiles of all rounds; the ratio is over {PEER} in the same process, "
+             "geometric mean with its 95% interval over processes; p by Holm. "
              f"{CONTROL}, also of scikit-learn, is the product alone, which every map computes as well: the control."
              f"{palette.left_out(WITHOUT)}")
     path = write_report("bench-estimators", f"Speed of RandomFeatures beside {PEER}", said,
