@@ -115,8 +115,8 @@ def test_nothing_is_judged_where_uniform_attention_costs_little():
 
 def test_held_out_sequences_have_a_gate_and_a_first_line_of_their_own():
     runs = found(0.2)
-    for (way, name, _), run in runs.items():
-        if (way, name) == (B, "uniform"):
+    for (way, other, _), run in runs.items():
+        if (way, other) == (B, "uniform"):
             run["last"]["perplexity_ood"] = 5.0
     left = [verdict for verdict in verdicts(generated=runs) if isinstance(verdict, Unjudged)]
     assert len(left) == 1 and "generated families, B: on the held-out families exact" in left[0].claim.text
