@@ -12,7 +12,16 @@ from crt_exp.report import runs, table2, table2_encoders, table2_glue, table2_pa
 from crt_exp.report.evidence import GateFailed, Unjudged, Verdict
 from crt_exp.report.fidelity import ENCODER, ONCE, sizes, stage
 from crt_exp.report.table2_runs import CHARACTERS, EXACT, PIECES, UNIFORM, Glue, Kind
-from crt_exp.report.table2_verdicts import Found, beaten, gates, glue_claims, has_signal, power, verdicts
+from crt_exp.report.table2_verdicts import (
+    Found,
+    beaten,
+    beaten_on_glue,
+    gates,
+    glue_claims,
+    has_signal,
+    power,
+    verdicts,
+)
 from crt_exp.runner.command_line import check_command_line
 from crt_exp.studies.fidelity import Arm
 
@@ -122,6 +131,17 @@ def test_a_task_that_needs_no_attention_is_not_judged():
     assert "what uniform attention costs, pretrained from scratch" in str(failed)
     left, = (told for told in verdicts(found, {}, glue_claims(found)) if isinstance(told, Unjudged))
     assert "SST2: pretrained from scratch" in left.claim.text and left.gate == failed
+
+
+def test_controls_that_win_on_glue_are_told():
+    def told(exact, worst):
+        values = found_of(exact=exact)
+        for (row, _, _), run in values.scratch.items():
+            run["score"] = 0.6 + 0.1 * (row != worst)
+        return beaten_on_glue(values)
+    assert told(0.9, "uniform").startswith("None of ")
+    assert "SST-2: from scratch, ReLU." in told(0.9, "relu")
+    assert "FAVOR+, m = 256" in told(0.45, "uniform")                      # the majority class has about half right
 
 
 def test_controls_and_power_are_told():
