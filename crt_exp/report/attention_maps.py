@@ -21,12 +21,15 @@ from crt_exp.models import language
 from crt_exp.models.language import Kept, LanguageModel
 from crt_exp.report import amino_acids, attention_maps_page, protein_runs
 from crt_exp.report.attention_maps_page import Alike, Drawn, Found
+from crt_exp.report.evidence import Gate
+from crt_exp.report.redraw_checkpoint import after_swap
 from crt_exp.report.writing import Cells
 from crt_exp.swap.rollout import attention_matrices
 from crt_exp.swap.swap import fill_statistics
 
 FILE, ENTRY = "UP000000625_83333.fasta", "P0AA25"  # thioredoxin of E. coli; the paper's BPT1_BOVIN is of no proteome
 M, NOISES, SEQUENCES = 64, 8, 800                  # the paper's number of sequences
+COSTS = 0.5                                        # nats that uniform attention must cost, or nothing is judged
 BESIDE = ("favorpp", "favorp", "uniform")          # what an exact model is swapped to; the first is drawn
 SOURCES = ("report/amino_acids.py", "swap/rollout.py", "models/language.py", "models/transformer.py", "attention",
            "features", "data/fasta.py")
@@ -50,7 +53,18 @@ def main(size: str, *, run: str | None = None, input: str | None = None, entry: 
     count = len(found_runs)
     alike = Alike(values[:count], values[count:], amino_acids.frequencies(sequences_of(files)))
     facts = facts_of(size, found_runs, files, place, drawn, m=projections)
-    attention_maps_page.write(Found(drawn, alike), facts, cells.seconds())
+    gate = None if run else gate_of(found_runs, cells)
+    attention_maps_page.write(Found(drawn, alike, gate), facts, cells.seconds())
+
+
+def gate_of(runs: list[str], cells: Cells) -> Gate:
+    """Whether attention matters to these models: what their weights lose on the test split with uniform attention."""
+    keys = {(name, run): {"start": run, "name": name, "m": None, "seed": 0, "options": {}}
+            for run in runs for name in ("uniform", "exact")}
+    cells.fill(list(keys.values()), after_swap, "what uniform attention costs")
+    loss = {place: cells[key]["test"]["loss"] for place, key in keys.items()}
+    return Gate("what uniform attention costs these models directly after the swap, in nats",
+                float(np.mean([loss["uniform", run] - loss["exact", run] for run in runs])), COSTS)
 
 
 def exact_runs(size: str) -> list[str]:

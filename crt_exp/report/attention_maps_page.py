@@ -17,7 +17,7 @@ from crt_exp.report.amino_acids import (
     correlation,
     rank,
 )
-from crt_exp.report.evidence import Claim, independent, judged, paired
+from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, independent, judged, paired
 from crt_exp.report.palette import label
 from crt_exp.report.writing import markdown, new_figure, write_report
 
@@ -51,16 +51,21 @@ class Alike:
 
 @dataclass
 class Found:
+    """gate: whether attention matters to the models, of which nothing is judged where it does not; None: not asked, of
+    a run of the user's."""
+
     drawn: Drawn
     alike: Alike
+    gate: Gate | None = None
 
 
 def write(found: Found, facts: str, seconds: float) -> None:
     rows = correlations(found.alike)
-    verdicts = judged([*error_claims(found.drawn), *alike_claims(rows)])
+    verdicts = verdicts_of(found, rows)
     said = "\n".join([*map(str, verdicts), *([""] * bool(verdicts)), told(found, rows)])
     body = "\n".join([
-        said, "", "## Error of attention matrices of one entry, |A' - A| / |A|\n", error_table(found.drawn), ERRORS,
+        said, "", *([f"{found.gate}\n"] if found.gate else []),
+        "## Error of attention matrices of one entry, |A' - A| / |A|\n", error_table(found.drawn), ERRORS,
         "\n## Which amino acids are alike: correlation with BLOSUM62 over 190 pairs\n", alike_table(rows), CONTROLS])
     csv_rows = [{"what": "error", "attention": name, "draw": i, "layer": j, "error": e}
                 for name, draws in found.drawn.errors.items() for i, draw in enumerate(draws)
@@ -95,14 +100,22 @@ def correlations(found: Alike) -> dict[str, list[Correlation]]:
     return made
 
 
+def verdicts_of(found: Found, rows: dict[str, list[Correlation]]) -> list[Verdict | Unjudged]:
+    claims = [*error_claims(found.drawn), *alike_claims(rows)]
+    if found.gate is None or found.gate.passed:
+        return list(judged(claims))
+    return [Unjudged(claim, found.gate) for claim in claims]
+
+
 def error_claims(drawn: Drawn) -> list[Claim]:
-    """Of the mean over layers, over draws of the noise."""
+    """Of the mean over layers, over draws of the noise; of one entry and one model."""
     mean = {name: np.mean(draws, 1) for name, draws in drawn.errors.items()}
     first, made = mean[drawn.name], []
     if len(first) > 1:
-        made.append(Claim(f"the matrices of {label(drawn.name)} are nearer to the exact ones than uniform attention's",
-                          independent(mean["uniform"][0] - first)))
-        made += [Claim(f"... and than those of {label(name)}", paired(other, first)) for name, other in mean.items()
+        text = f"{drawn.entry}: the matrices of {label(drawn.name)} are nearer to the exact ones than"
+        unit = "of their norm"
+        made.append(Claim(f"{text} uniform attention's", independent(mean["uniform"][0] - first), unit))
+        made += [Claim(f"{text} those of {label(name)}", paired(other, first), unit) for name, other in mean.items()
                  if name not in (drawn.name, "uniform")]
     return made
 
@@ -112,10 +125,10 @@ def alike_claims(rows: dict[str, list[Correlation]]) -> list[Claim]:
     trained, random = ([c.r for c in rows[what]] for what in (TRAINED, RANDOM))
     if len(trained) < 2:
         return []
-    text = "the similarity of amino acids by attention correlates with BLOSUM62"
-    return [Claim(text, independent(trained)),
-            Claim(f"{text} more than with random weights", paired(trained, random)),
-            *(Claim(f"{text} more than by {what}", independent(np.subtract(trained, rows[what][0].r)))
+    text, unit = "the similarity of amino acids by attention correlates with BLOSUM62", "in r"
+    return [Claim(text, independent(trained), unit),
+            Claim(f"{text} more than with random weights", paired(trained, random), unit),
+            *(Claim(f"{text} more than by {what}", independent(np.subtract(trained, rows[what][0].r)), unit)
               for what in (COMPOSITION, FREQUENT))]
 
 

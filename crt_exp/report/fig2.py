@@ -1,5 +1,5 @@
 """make fig2: Figure 2 of Chefs' Random Tables, log variance over sigma in four regimes,
-positive and other maps apart."""
+positive and other maps apart, beside the error of the estimate 0."""
 
 import os
 
@@ -11,7 +11,7 @@ from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.discrete import MIN_RATE, P_RANGE, DiscreteRF
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, Verdict, independent, judged
+from crt_exp.report.evidence import Claim, Verdict, independent, judged, won_by
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 from crt_exp.studies.variance import REGIMES, log_variances, log_variances_of_set
 
@@ -20,6 +20,7 @@ MAPS = palette.maps(WITHOUT)
 INDEFINITE = tuple(name for name in MAPS if not palette.is_positive(name))
 POSITIVE = tuple(name for name in MAPS if palette.is_positive(name))
 DASHED = {"trig": "--", "pois_plus": "--"}  # they lie on other curves in some regimes
+ZERO, ZERO_LABEL = "zero", "zero (control)"  # the estimate 0, a line beside the maps
 SIGMAS = tuple(round(0.1 * i, 1) for i in range(1, 11))
 MARGINS = (0.1, 0.01, 0.001)                # of the shifted maps; conf/features has 0.01
 SHIFTED = ("pois_plus", "geom_plus")
@@ -36,7 +37,7 @@ Curves = dict[tuple[str, str, str], dict]   # fit, regime, map
 def main(size: str) -> None:
     images = image_regime()
     regimes = ("normal", "sphere", "heterogen", images)
-    keys = {(fit, r, n): {"fit": fit, "regime": r, "name": n} for fit in FITS for r in regimes for n in MAPS}
+    keys = {(fit, r, n): {"fit": fit, "regime": r, "name": n} for fit in FITS for r in regimes for n in (*MAPS, ZERO)}
     margins = {(fit, r, n): {"fit": fit, "regime": r, "name": n, "margins": list(MARGINS)}
                for fit in FITS for r in regimes for n in SHIFTED}
     cells = Cells("fig2").fill(list(keys.values()), curve, "Figure 2")
@@ -52,7 +53,7 @@ def write(curves: Curves, margins: dict[tuple[str, str, str], list[float]], regi
     rows = [{"fit": fit, "regime": r, "mechanism": n, "sigma": s, "mean_log_variance": mean, "std_log_variance": std,
              "clamped": found["clamped"]}
             for (fit, r, n), found in curves.items() for s, mean, std in zip(SIGMAS, found["mean"], found["std"])]
-    said = statements(curves, verdicts, images)
+    said = f"{where_zero_wins(curves, regimes)}\n\n{statements(curves, verdicts, images)}"
     parts = [said, resizing() if images == "mnist" else "", *(at_one(curves, regimes, fit) for fit in FITS),
              margin_table(margins, regimes)]
     path = write_report("fig2", "CRT Figure 2: log variance of the mechanisms", "\n".join(parts),
@@ -73,8 +74,10 @@ def image_regime() -> str:
 
 def facts(images: str) -> str:
     return (f"Log variance of one projection, Gaussian kernel, d = {D}, mean and standard deviation over {PAIRS} "
-            f"pairs (seed {SEED}), by the closed forms. Parameters are fitted to all pairs together (CRT 3.2.3), as "
-            "one has them in use, and beside that to each pair alone, which nobody has: an oracle. A rate that is 0 is "
+            f"pairs (seed {SEED}), by the closed forms. Zero: the log squared error of the estimate 0, which is the "
+            "kernel itself; m projections lower the variance of every map by log m, and not this. Parameters are "
+            "fitted to all pairs together (CRT 3.2.3), as one has them in use, and beside that to each pair alone, "
+            "which nobody has: an oracle. A rate that is 0 is "
             f"set to {MIN_RATE:g}: where that is so for most pairs, the variance is that of the clamp, which the table "
             f"says and the picture leaves out. Verdicts: Student over pairs, p by Holm over all. {image_facts(images)}"
             f"{palette.left_out(WITHOUT)}")
@@ -91,13 +94,14 @@ def curve(fit: str, regime: str, name: str) -> dict:
     """Over SIGMAS: mean and standard deviation over pairs; at the last one the value of each pair, and whether most of
     them are what a clamp makes of a variance of 0."""
     x, y = REGIMES[regime](PAIRS, D, torch.Generator().manual_seed(SEED))
-    phi = Mechanism.of(features=name).map("gaussian")
-    found = [FITS[fit](phi, s * x, s * y) for s in SIGMAS]
+    phi = None if name == ZERO else Mechanism.of(features=name).map("gaussian")
+    of_zero = lambda x, y: -(x - y).square().sum(-1)   # log of K^2
+    found = [FITS[fit](phi, s * x, s * y) if phi else of_zero(s * x, s * y) for s in SIGMAS]
     return {"mean": [f.mean().item() for f in found], "std": [f.std().item() for f in found],
             "pairs": found[-1].tolist(), "clamped": fit == "pair" and clamped(phi, x, y) > 0.5}
 
 
-def clamped(phi: FeatureMap, x: torch.Tensor, y: torch.Tensor) -> float:
+def clamped(phi: FeatureMap | None, x: torch.Tensor, y: torch.Tensor) -> float:
     """The share of pairs of which a rate is at the end of its range."""
     if not isinstance(phi, DiscreteRF):
         return 0.0
@@ -114,6 +118,14 @@ def by_margin(fit: str, regime: str, name: str, margins: list[float]) -> list[fl
 
 
 # ---- what it concludes
+
+
+def where_zero_wins(curves: Curves, regimes: tuple[str, ...]) -> str:
+    """At sigma = 1, by the means of parameters that one has in use."""
+    level = lambda name, r: curves["set", r, name]["mean"][-1]
+    beaten = {r: [n for n in MAPS if level(n, r) > level(ZERO, r)] for r in regimes}
+    return won_by("the estimate 0 beside one projection at sigma = 1, with parameters fitted to the set", beaten,
+                  len(MAPS) * len(regimes))
 
 
 def claims(curves: Curves, images: str) -> list[Claim]:
@@ -156,7 +168,7 @@ def resizing() -> str:
 
 
 def at_one(curves: Curves, regimes: tuple[str, ...], fit: str) -> str:
-    rows = [[n, *(shown(curves[fit, r, n]) for r in regimes)] for n in MAPS]
+    rows = [[ZERO_LABEL if n == ZERO else n, *(shown(curves[fit, r, n]) for r in regimes)] for n in (*MAPS, ZERO)]
     return (f"## Mean log variance at sigma = 1, nats, parameters {CALLED[fit]} (± standard deviation over pairs)\n\n"
             + markdown(["mechanism", *regimes], rows))
 
@@ -197,4 +209,6 @@ def draw(ax, curves: Curves, regime: str, names: tuple[str, ...]) -> None:
         if not of_pair["clamped"]:
             ax.plot(SIGMAS, of_pair["mean"], color=palette.colour(name), lw=1, ls=":")
         ends.append((name, SIGMAS[-1], of_set["mean"][-1], palette.colour(name)))
-    label_ends(ax, ends)
+    zero = curves["set", regime, ZERO]["mean"]
+    ax.plot(SIGMAS, zero, color=palette.CONTROL, lw=1.5)
+    label_ends(ax, [*ends, (ZERO, SIGMAS[-1], zero[-1], palette.CONTROL)])

@@ -50,7 +50,7 @@ SETTINGS = {
                  "trainer.log_every=100"),
         m=64, ms=(16, 64, 256), steps=(50, 100, 300), long=128, long_images=200, near=NEAR[0]),
     "gpu": Setting(
-        dataset="imagenette2-224", classes=10, images=("task.dataset=imagenette2-224", "task.size=128"), model=VIT_GPU,
+        dataset="imagenette2-320", classes=10, images=("task.dataset=imagenette2-320", "task.size=128"), model=VIT_GPU,
         mae=("task.sizes.decoder_width=128", "task.sizes.decoder_depth=2", "task.sizes.decoder_heads=4",
              "task.augment.flip=0.5", "trainer.batch=100", "trainer.steps=6000", "trainer.precision=bf16", *ONCE),
         fine_tuning=(*SEEN, "trainer.steps=3000", "trainer.precision=bf16", *ONCE),

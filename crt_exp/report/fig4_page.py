@@ -4,28 +4,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from crt_exp.data import images
 from crt_exp.report import palette
-from crt_exp.report.evidence import Gate, detectable, independent, judged
+from crt_exp.report.evidence import Gate, detectable, independent
 from crt_exp.report.fig4_runs import LINEAR, NAMES, NEAR_FAR, Found, Setting, ms_of
-from crt_exp.report.fig4_verdicts import after, claims, difference, error_ratio, swap_loss
+from crt_exp.report.fig4_verdicts import after, difference, error_ratio, scratch_gate, swap_loss, verdicts
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 
 TITLE = "CRT Figure 4, left: a ViT with linear attention, uptrained and from scratch"
 
 
 def write(size: str, setting: Setting, found: Found, passed: Sequence[Gate], seconds: float) -> None:
-    verdicts = judged(claims(setting, found))
-    said = "\n".join([*controls_that_win(found), *map(str, verdicts), "", power(found)])
+    told = verdicts(setting, found)
+    said = "\n".join([*controls_that_win(found), *map(str, told), "", power(found)])
     body = "\n".join([
         said, "", "Before any arm was trained, the exact checkpoint had to pass:", "", *map(str, passed), "",
         f"The measured error of FAVOR+ is {error_ratio(found, 'measured'):.3g} times that of FAVOR++ (m = {setting.m}, "
         "geometric mean over layers and draws), which is no gate: it would choose settings in which FAVOR++ wins.", "",
         "## Directly after the swap\n", swap_table(setting, found),
         f"## Uptrained from the exact checkpoint, m = {setting.m}\n", curve_table(found.uptrained, setting.steps),
-        f"## From scratch, m = {setting.m}\n", curve_table(found.scratch, ()),
+        f"## From scratch, m = {setting.m}\n", f"{scratch_gate(setting, found)}\n", curve_table(found.scratch, ()),
         f"## Why: the layers of the exact checkpoint, m = {setting.m}\n", layer_table(found), LAYERS,
         f"\n## Images of {setting.long} pixels a side, by the same weights\n", long_table(found), long_text(setting)])
-    rows = [*csv_rows(found), *(verdict.row() for verdict in verdicts)]
+    rows = [*csv_rows(found), *(verdict.row() for verdict in told)]
     title = TITLE + ("" if size == "full" else " (small models)")
     path = write_report("fig4-left", title, body, rows, figure(setting, found), facts(size, setting, found), seconds)
     print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
@@ -73,8 +74,9 @@ def long_text(setting: Setting) -> str:
 def facts(size: str, setting: Setting, found: Found) -> str:
     near = ", ".join(f"{key} {size}" for key, size in setting.near)
     made = "" if setting.mae is None else f"pretrained by `task=mae {' '.join((*setting.model, *setting.mae))}`, "
-    return (f"Images: {setting.dataset} (`{' '.join(setting.images)}`), all results on its val/, on which the "
-            "setting passed its gates and nothing else was chosen. The exact checkpoint: "
+    counted = ", ".join(f"{len(of):,} in {split}/" for split, of in images.load(setting.dataset).items())
+    return (f"Images: {setting.dataset} ({counted}; `{' '.join(setting.images)}`), all results on its val/, "
+            "on which the setting passed its gates and nothing else was chosen. The exact checkpoint: "
             f"{made}fine-tuned by `task=imagenet {' '.join(setting.fine_tuning)}`, accuracy "
             f"{found.exact['accuracy']:.3f}. Uptraining: `{' '.join(setting.uptraining)}`, {setting.steps[-1]} "
             f"steps, {setting.seeds} seeds of noise and order; from scratch: `{' '.join(setting.scratch)}`, "

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from crt_exp.report.evidence import Claim, Gate, independent, paired
+from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, independent, judged, paired
 from crt_exp.report.fig4_runs import LINEAR, Found, Setting
 
 NEAR = 0.1  # nats: a run from scratch that ends no further above exact attention counts as stable
@@ -37,10 +37,25 @@ def error_ratio(found: Found, which: str) -> float:
     return float(np.exp(np.mean(logs)))
 
 
+def scratch_gate(setting: Setting, found: Found) -> Gate:
+    """Whether so many steps from new weights tell attention from none."""
+    return Gate("what uniform attention costs from scratch, in nats",
+                float(np.mean(difference(found.scratch, "uniform", "exact", "loss"))), setting.least.costs)
+
+
 # ---- the paper's orderings, each as a difference that is above 0 where it holds, paired by seed
 
 
+def verdicts(setting: Setting, found: Found) -> list[Verdict | Unjudged]:
+    """Those from scratch only where attention matters there."""
+    gate, from_scratch = scratch_gate(setting, found), scratch_claims(setting, found)
+    if gate.passed:
+        return list(judged([*claims(setting, found), *from_scratch]))
+    return [*judged(claims(setting, found)), *(Unjudged(claim, gate) for claim in from_scratch)]
+
+
 def claims(setting: Setting, found: Found) -> list[Claim]:
+    """Of the exact checkpoint, swapped and uptrained."""
     made = []
     for m in setting.ms:
         losses = ([found.swaps[name, m, seed]["loss"] for seed in range(setting.swaps)] for name in LINEAR)
@@ -48,12 +63,15 @@ def claims(setting: Setting, found: Found) -> list[Claim]:
     for step in setting.steps:
         made += claim(f"after {step} steps of uptraining FAVOR++ loses less than FAVOR+, m = {setting.m}",
                       difference(found.uptrained, "favorp", "favorpp", "loss", step), "nats")
-    for title, curves in (("uptrained", found.uptrained), ("from scratch", found.scratch)):
-        made += claim(f"{title}, FAVOR++ ends more accurate than FAVOR+, m = {setting.m}",
-                      100 * difference(curves, "favorpp", "favorp", "accuracy"), "points")
-    made += claim(f"from scratch FAVOR++ ends less than {NEAR:g} nats above exact attention",
-                  NEAR - difference(found.scratch, "favorpp", "exact", "loss"), "nats")
-    return made
+    return made + claim(f"uptrained, FAVOR++ ends more accurate than FAVOR+, m = {setting.m}",
+                        100 * difference(found.uptrained, "favorpp", "favorp", "accuracy"), "points")
+
+
+def scratch_claims(setting: Setting, found: Found) -> list[Claim]:
+    return [*claim(f"from scratch, FAVOR++ ends more accurate than FAVOR+, m = {setting.m}",
+                   100 * difference(found.scratch, "favorpp", "favorp", "accuracy"), "points"),
+            *claim(f"from scratch FAVOR++ ends less than {NEAR:g} nats above exact attention",
+                   NEAR - difference(found.scratch, "favorpp", "exact", "loss"), "nats")]
 
 
 def claim(text: str, differences: np.ndarray, unit: str) -> list[Claim]:

@@ -85,7 +85,7 @@ def facts(size: str, found: Found) -> str:
             f"{found.setting.draws} draws; a seed's Gaussian rows are the same for all arms without parts. Hybrids: "
             f"{COEFFICIENTS} features of the coefficient, m / {COEFFICIENTS} projections of each base. Verdicts: "
             "logarithms of the distances, mean over m, paired by seed; p by Holm over all. The paper's own numbers are "
-            "lost in the text at hand; it finds hybrids best.")
+            "not compared here; it finds hybrids best.")
 
 
 # ---- tables

@@ -12,7 +12,7 @@ import numpy as np
 
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.report import fig3, palette, speech_runs
-from crt_exp.report.evidence import Claim, Gate, Verdict, check_gates, detectable, judged, paired
+from crt_exp.report.evidence import Claim, Gate, Verdict, check_gates, detectable, independent, judged, paired
 from crt_exp.report.speech_runs import SOURCES, Arm, Setting
 from crt_exp.report.speech_text import shown
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
@@ -40,7 +40,7 @@ PAIRS = [*(("HRF-C(3,3)", other) for other in ("HRF-A(16,8)", *LARGE)),   # (bet
 SIZES = {size: replace(setting, arms=(), plain=(), ms=(), pairs=(), others=(), speaker=None, swaps=8, seeds=3)
          for size, setting in fig3.SETTINGS.items()}
 PAPER = ("The paper (17 layers, LibriSpeech 960 h) has clustered hybrids best and all hybrids before FAVOR+ and "
-         "trigonometric features; its numbers are lost in the text at hand.")
+         "trigonometric features; its numbers are not compared here.")
 PHASES = {"swap": "directly after the swap", "uptrained": "after the swap and training"}
 
 
@@ -185,8 +185,8 @@ def facts(size: str, found: Found) -> str:
     setting = found.setting
     return (f"SIZE={size}. WER and losses of the test split, mean and 95% Student interval over {setting.swaps} noises "
             f"after the swap and {setting.seeds} runs trained on (order of the data, masks, noise); the exact model is "
-            "one, that of make fig3. Columns as in the paper, which does not say how it counts them: clustered hybrids "
-            "have I J m, angular ones (m, n) = (16, 8) and (8, 8) 3 m (n + 1), whose positive base is PosRF; "
+            "one, made as that of make fig3. Columns as in the paper, which does not say how it counts them: clustered "
+            "hybrids have I J m, angular ones (m, n) = (16, 8) and (8, 8) 3 m (n + 1), whose positive base is PosRF; "
             f"trigonometric features two for a projection. Clusters: fitted to {speech_runs.CALIBRATED} batches of "
             "training where nothing is trained, else in the first 10 steps, then kept; M real. Verdicts: differences "
             f"paired by seed, p by Holm over all. `task=librispeech {' '.join(setting.data)}`; exact: "
@@ -200,7 +200,7 @@ def figure(found: Found):
     for ax, (phase, what) in zip(axes, PHASES.items()):
         for place, (name, arm) in enumerate(ARMS.items()):
             if values := found.draws(phase, name, "loss"):
-                half = 1.96 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0
+                half = independent(values).half if len(values) > 1 else 0
                 ax.errorbar(np.mean(values), place, xerr=half, marker="o", ms=5, capsize=2,
                             color=palette.colour(arm.attention))
         for name in CONTROLS:

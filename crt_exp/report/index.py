@@ -1,4 +1,5 @@
-"""make report: every ordering that a paper states and a report has judged, from the reports' own csv files."""
+"""make report: every verdict of the reports, on orderings that papers state and on bars and questions of our own, from
+their csv files."""
 
 import csv
 import re
@@ -38,16 +39,17 @@ def verdicts(path: Path) -> list[dict[str, str]]:
 def text(pages: list[Path], found: dict[str, list[dict[str, str]]]) -> str:
     judged = [page for page in pages if found[page.stem]]
     silent = ", ".join(f"[{page.stem}]({page.name})" for page in pages if page not in judged)
-    parts = ["# The papers' orderings: confirmed, refuted, open\n", f"{summary(found)}\n", counts(judged, found)]
+    parts = ["# Verdicts: orderings of the papers, and bars and questions of our own\n", f"{summary(found)}\n",
+             counts(judged, found)]
     parts += [section(page, found[page.stem]) for page in judged]
-    return "\n".join([*parts, f"Reports whose csv judges no ordering: {silent}." if silent else "",
+    return "\n".join([*parts, f"Reports without a verdict: {silent}." if silent else "",
                       "\nCommand: `make report`."]) + "\n"
 
 
 def summary(found: dict[str, list[dict[str, str]]]) -> str:
     told = Counter(row["verdict"] for rows in found.values() for row in rows)
     unjudged = sum("not_judged" in row for rows in found.values() for row in rows)
-    return (f"{sum(told.values())} orderings in {sum(map(bool, found.values()))} reports: "
+    return (f"{sum(told.values())} verdicts in {sum(map(bool, found.values()))} reports: "
             f"{', '.join(f'{told[word]} {word}' for word in WORDS)}, {unjudged} of these because a gate failed.")
 
 
@@ -66,8 +68,7 @@ def made_by(page: Path) -> str:
 
 
 def section(page: Path, rows: list[dict[str, str]]) -> str:
-    shown = [[f"**{row['verdict']}**", row["claim"].replace("|", "\\|"), difference(row), row.get("n", ""),
-              number(row["p_holm"]) if "p_holm" in row else "not judged" if "not_judged" in row else ""]
+    shown = [[f"**{row['verdict']}**", row["claim"].replace("|", "\\|"), difference(row), *chance(row)]
              for row in sorted(rows, key=lambda row: WORDS.index(row["verdict"]))]
     return f"## [{page.stem}]({page.name})\n\n" + markdown(["verdict", "claim", "difference", "n", "p"], shown)
 
@@ -76,8 +77,20 @@ def difference(row: dict[str, str]) -> str:
     """With its 95% interval, above 0 where the claim holds."""
     if "difference" not in row:
         return ""
-    half = f" ± {number(row['difference_ci95'])}" if "difference_ci95" in row else ""
+    half = f" ± {number(row['difference_ci95'])}" if "difference_ci95" in row and not exact(row) else ""
     return f"{float(row['difference']):+.3g}{half} {row.get('unit', '')}".rstrip()
+
+
+def chance(row: dict[str, str]) -> tuple[str, str]:
+    """How many draws, and the p-value."""
+    if exact(row):
+        return "exact", ""
+    return row.get("n", ""), number(row["p_holm"]) if "p_holm" in row else "not judged" if "not_judged" in row else ""
+
+
+def exact(row: dict[str, str]) -> bool:
+    """By a closed form, without any draw."""
+    return row.get("n") == "0"
 
 
 def number(value: str) -> str:

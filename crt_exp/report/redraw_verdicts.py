@@ -83,16 +83,15 @@ def gap(found: Found, first: Arm, second: Arm, setting: Setting, step: int) -> n
 
 def verdicts_of(setting: Setting, found: dict[World, Found], asked: dict[World, list[Gate]]
                 ) -> list[Verdict | Unjudged]:
-    """Orderings are judged in every world, recovery only where there is something to recover."""
+    """None is judged in a world whose exact models cannot tell mechanisms apart: it counts in no correction."""
     judging, left = [], []
     for world, here in found.items():
-        judging += [named(world, claim) for claim in orderings(setting, world, here)]
-        failed = [gate for gate in asked[world] if not gate.passed]
-        for claim in recoveries(setting, world, here):
-            if failed:
-                left.append(Unjudged(named(world, claim), failed[0]))
-            else:
-                judging.append(named(world, claim))
+        made = [*orderings(setting, world, here), *recoveries(setting, world, here)]
+        claims = [named(world, claim) for claim in made]
+        if failed := [gate for gate in asked[world] if not gate.passed]:
+            left += [Unjudged(claim, failed[0]) for claim in claims]
+        else:
+            judging += claims
     return [*judged(judging), *left]
 
 

@@ -1,14 +1,12 @@
 """make sampling: sampled softmax, its cost against the number of classes, its gradient beside the full softmax's."""
 
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, Gate, check_gates, independent, judged, paired
+from crt_exp.report.evidence import Claim, Gate, check_gates, independent, judged, paired, won_by
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies import sampling as study
+from crt_exp.studies.memory import in_new_process
 
 CLASSES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 LARGEST = {64: 10_000_000, 256: 1_000_000, 1024: 1_000_000}  # classes by m: the tables of 1024 take 5 GB
@@ -38,7 +36,8 @@ def main(size: str) -> None:
     steps = Cells("sampling-steps", SOURCES).fill(step_keys, step_cell, "steps", workers=1)
     drifts = Cells("sampling-drift", SOURCES).fill(drift_keys, study.drift, "drift", workers=1)
     verdicts = gradient_verdicts(gradient_keys, errors)
-    answer = targets(draw_keys, draws, step_keys, steps)
+    control = beaten(gradient_keys, errors, step_keys, steps)
+    answer = f"{control}\n\n{targets(draw_keys, draws, step_keys, steps)}"
     body = "\n".join([answer, "## Time of a draw, ms\n", draw_table(draw_keys, draws), "## Time of a step, ms\n",
                       step_table(step_keys, steps), "## Gradients\n", *map(str, gates), "", *map(str, verdicts), "",
                       gradient_table(gradient_keys, errors), "## Drift of the tables\n",
@@ -72,17 +71,11 @@ def rounds(classes: int) -> int:
 
 
 def draw_cell(**key: Any) -> dict[str, dict[str, float]]:
-    return in_new_process(study.draw_times, key)
+    return in_new_process(study.draw_times, **key)
 
 
 def step_cell(**key: Any) -> dict[str, tuple[float, float]]:
-    return in_new_process(study.step_times, key)
-
-
-def in_new_process(measure: Callable[..., Any], key: dict[str, Any]) -> Any:
-    """In a process that gives its memory back at the end, and has done nothing before."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure, **key).result()
+    return in_new_process(study.step_times, **key)
 
 
 # ---- tables
@@ -150,6 +143,20 @@ def gradient_verdicts(keys, cells):
                 claims.append(Claim(f"{word} of the gradient below log-uniform's, {name}, |h| |e| = {spread:g}",
                                     paired(of("log-uniform", what), of(name, what)), "of the squared gradient"))
     return judged(claims)
+
+
+def beaten(keys, cells, step_keys, steps) -> str:
+    """Where log-uniform negatives, which look at no query, have no more bias or variance than a law of features, and
+    the numbers of classes at which a step with them takes no longer."""
+    mean = lambda name, what, spread: independent(of_seeds(keys, cells, spread, name, what)).mean
+    names = laws(cells[keys[0]])
+    places = {f"{word}, |h| |e| = {spread:g}": [name for name in names
+                                                if mean("log-uniform", what, spread) <= mean(name, what, spread)]
+              for spread in SPREADS for what, word in (("bias_sq", "squared bias"), ("variance", "variance"))}
+    slower = lambda key: steps[key]["log-uniform"][0] <= steps[key]["tree features"][0]
+    faster = [f"{key['classes']:,}" for key in step_keys if slower(key)]
+    return (f"{won_by('the log-uniform law', places, len(names) * len(places))} A step with it takes less time than "
+            f"with features down the tree at {' and '.join(faster) or 'no number of'} classes.")
 
 
 def laws(found: dict[str, Any]) -> list[str]:
