@@ -32,6 +32,14 @@ class Interval:
     def high(self) -> float:
         return self.mean + self.half
 
+    def told(self, unit: str, p: float | None = None) -> str:
+        """In a verdict's line, p as corrected there; a closed form has neither width nor draws."""
+        unit = f" {unit}" if unit else ""
+        if not self.n:
+            return f"{self.mean:+.3g}{unit} (exact)"
+        chance = "" if p is None else f", p = {p:.2g}"
+        return f"{self:+.3g}{unit} (n = {self.n}{chance})"
+
     def __format__(self, spec: str) -> str:
         return f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
 
@@ -43,7 +51,7 @@ def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
 
 def exactly(value: float) -> Interval:
     """Of what a closed form tells without any draw: an interval of no width."""
-    return Interval(value, 0.0, float(value == 0), 1)
+    return Interval(value, 0.0, float(value == 0), 0)
 
 
 def overlapping(values: Sequence[float], test_share: float, level: float = LEVEL) -> Interval:
@@ -86,14 +94,10 @@ def over_runs(values: Sequence[float], examples: Interval) -> Interval:
     return Interval(runs.mean, t * error, p, runs.n)
 
 
-def within(values: Sequence[float], bound: float) -> Interval:
-    """How far the mean lies inside -bound to bound: a claim of equivalence, which more draws can confirm (two one-sided
-    tests). The mean of |values| could not: it does not go to 0 however equal the means are."""
-    found = independent(values)
-    inside = bound - abs(found.mean)
-    error = found.half / float(stdtrit(found.n - 1, 1 - LEVEL / 2))
-    p = float(2 * stdtr(found.n - 1, -abs(inside) / error)) if error > 0 else float(inside == 0)
-    return Interval(inside, found.half, p, found.n)
+def inside(values: np.ndarray, bound: float) -> np.ndarray:
+    """Draws of how far the mean lies inside -bound to bound: a claim of equivalence, which more draws can confirm (two
+    one-sided tests). The mean of bound - |values| could not: it stays below bound however equal the means are."""
+    return bound - np.sign(np.sum(values)) * values
 
 
 def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
@@ -148,9 +152,7 @@ class Verdict:
 
     def __str__(self) -> str:
         """A line of a list in Markdown."""
-        unit = f" {self.claim.unit}" if self.claim.unit else ""
-        found = self.claim.difference
-        return f"- **{self.word}**: {self.claim.text}: {found:+.3g}{unit} (n = {found.n}, p = {self.p:.2g})"
+        return f"- **{self.word}**: {self.claim.text}: {self.claim.difference.told(self.claim.unit, self.p)}"
 
 
 def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
@@ -184,9 +186,8 @@ class Unjudged:
                 "unit": self.claim.unit, "n": found.n, "not_judged": f"{self.gate.text}: {self.gate.value:.3g}"}
 
     def __str__(self) -> str:
-        unit = f" {self.claim.unit}" if self.claim.unit else ""
-        return (f"- **{self.word}**, not judged: {self.claim.text}: {self.claim.difference:+.3g}{unit} "
-                f"(n = {self.claim.difference.n}); {self.gate.text} is {self.gate.value:.3g}")
+        return (f"- **{self.word}**, not judged: {self.claim.text}: {self.claim.difference.told(self.claim.unit)}; "
+                f"{self.gate.text} is {self.gate.value:.3g}")
 
 
 class GateFailed(ValueError):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from crt_exp.data import images
 from crt_exp.report import palette
 from crt_exp.report.evidence import Gate, detectable, independent
 from crt_exp.report.fig4_runs import LINEAR, NAMES, NEAR_FAR, Found, Setting, ms_of
@@ -73,8 +74,9 @@ def long_text(setting: Setting) -> str:
 def facts(size: str, setting: Setting, found: Found) -> str:
     near = ", ".join(f"{key} {size}" for key, size in setting.near)
     made = "" if setting.mae is None else f"pretrained by `task=mae {' '.join((*setting.model, *setting.mae))}`, "
-    return (f"Images: {setting.dataset} (`{' '.join(setting.images)}`), all results on its val/, on which the "
-            "setting passed its gates and nothing else was chosen. The exact checkpoint: "
+    counted = ", ".join(f"{len(of):,} in {split}/" for split, of in images.load(setting.dataset).items())
+    return (f"Images: {setting.dataset} ({counted}; `{' '.join(setting.images)}`), all results on its val/, "
+            "on which the setting passed its gates and nothing else was chosen. The exact checkpoint: "
             f"{made}fine-tuned by `task=imagenet {' '.join(setting.fine_tuning)}`, accuracy "
             f"{found.exact['accuracy']:.3f}. Uptraining: `{' '.join(setting.uptraining)}`, {setting.steps[-1]} "
             f"steps, {setting.seeds} seeds of noise and order; from scratch: `{' '.join(setting.scratch)}`, "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, Verdict, judged
+from crt_exp.report.evidence import Claim, Verdict, judged, won_by
 from crt_exp.report.kernel_arms import NAMES, Arm, below, grid, line, mechanism_of, spread, truly_below
 from crt_exp.report.writing import Cells, label_ends, markdown, write_report
 from crt_exp.studies.flops import Flops
@@ -116,14 +116,13 @@ def flops_ratio(found: Found, counted: str, r: float, hybrid: str, other: str) -
 
 
 def controls_that_win(found: Found) -> str:
-    told = []
-    for counted, r in dict.fromkeys((counted, r) for counted, r, _ in found):
-        most = {name: [one["budget"] for one in found[counted, r, name] if one["m"] and one["closed_form"] > 1]
-                for name in KINDS}
-        worse = ", ".join(f"{name} up to {max(lost)}" for name, lost in most.items() if lost)
-        told += [f"{WHAT[counted]}, length {r:g}: {worse} FLOPs"] if worse else []
-    return f"**An estimate of zero, whose relative error is 1, is better than**: {'; '.join(told)}." if told else (
-        "No arm is worse than an estimate of zero, whose relative error is 1.")
+    """An estimate of zero, whose relative error is 1, beside each arm at each budget that it can keep."""
+    kept = {(*place, one["budget"]): one["closed_form"] for place, each in found.items() for one in each if one["m"]}
+    beaten: dict[str, list[str]] = {}
+    for (counted, r, name, budget), error in kept.items():
+        if error > 1:
+            beaten.setdefault(f"{WHAT[counted]}, length {r:g}", []).append(f"{name} with {budget:,} FLOPs")
+    return won_by("an estimate of zero, by the closed forms", beaten, len(kept))
 
 
 # ---- the page

@@ -11,7 +11,7 @@ import numpy as np
 from crt_exp.data import DataError
 from crt_exp.data.tabular import load
 from crt_exp.report import palette
-from crt_exp.report.evidence import Verdict, independent, judged
+from crt_exp.report.evidence import Verdict, independent, judged, won_by
 from crt_exp.report.kernel_arms import NAMES, Arm, below, distinct, mechanism_of, of_columns, over, resolution, spread
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies.qmc import QMC
@@ -96,15 +96,11 @@ def claims(found: Found, names: tuple[str, str]) -> list:
 
 
 def controls_that_win(found: Found) -> str:
-    told = []
-    for table, r, basis in dict.fromkeys((table, r, basis) for table, r, basis, _ in found):
-        each = {name: found[table, r, basis, name] for name in ARMS}
-        worse = [name for name, one in each.items() if one["mse"] > min(one["zero"], one["mean"])]
-        names = "every arm" if len(worse) == len(ARMS) else ", ".join(worse)
-        told += [f"{table}, length {r:g}, {BASES[basis]}: {names}"] if worse else []
-    constant = "constant, zero or the mean of the kernel"
-    return (f"**A {constant}, has a smaller error than**: {'; '.join(told)}." if told else
-            f"No arm has a larger error than a {constant}.")
+    beaten: dict[str, list[str]] = {}
+    for (table, r, basis, name), one in found.items():
+        if one["mse"] > min(one["zero"], one["mean"]):
+            beaten.setdefault(f"{table}, length {r:g}, {BASES[basis]}", []).append(name)
+    return won_by("a constant, zero or the mean of the kernel", beaten, len(found))
 
 
 def best(found: Found, names: tuple[str, str]) -> str:

@@ -68,8 +68,7 @@ def made_by(page: Path) -> str:
 
 
 def section(page: Path, rows: list[dict[str, str]]) -> str:
-    shown = [[f"**{row['verdict']}**", row["claim"].replace("|", "\\|"), difference(row), row.get("n", ""),
-              number(row["p_holm"]) if "p_holm" in row else "not judged" if "not_judged" in row else ""]
+    shown = [[f"**{row['verdict']}**", row["claim"].replace("|", "\\|"), difference(row), *chance(row)]
              for row in sorted(rows, key=lambda row: WORDS.index(row["verdict"]))]
     return f"## [{page.stem}]({page.name})\n\n" + markdown(["verdict", "claim", "difference", "n", "p"], shown)
 
@@ -78,8 +77,20 @@ def difference(row: dict[str, str]) -> str:
     """With its 95% interval, above 0 where the claim holds."""
     if "difference" not in row:
         return ""
-    half = f" ± {number(row['difference_ci95'])}" if "difference_ci95" in row else ""
+    half = f" ± {number(row['difference_ci95'])}" if "difference_ci95" in row and not exact(row) else ""
     return f"{float(row['difference']):+.3g}{half} {row.get('unit', '')}".rstrip()
+
+
+def chance(row: dict[str, str]) -> tuple[str, str]:
+    """How many draws, and the p-value."""
+    if exact(row):
+        return "exact", ""
+    return row.get("n", ""), number(row["p_holm"]) if "p_holm" in row else "not judged" if "not_judged" in row else ""
+
+
+def exact(row: dict[str, str]) -> bool:
+    """By a closed form, without any draw."""
+    return row.get("n") == "0"
 
 
 def number(value: str) -> str:

@@ -44,7 +44,7 @@ SETTINGS = {
                             "trainer.steps=250", "trainer.eval_every=125", *FEWER),
               "image": ("task=lra", "task.dataset=image", "trainer.batch=4", "trainer.steps=50",
                         "trainer.eval_every=50", *FEWER)},
-        arms=arms(16, 1024, 16, 4, 2, 8, FEW, 4, 4), moved={}),
+        arms=arms(16, 1024, 16, 4, 2, 8, FEW, 4, 4), moved={}, seeds=5),
     "gpu": Setting(
         sets={"ListOps": ("task=lra", "trainer.steps=3000", "trainer.eval_every=500", *LARGE),
               "image": ("task=lra", "task.dataset=image", "trainer.steps=3000", "trainer.eval_every=500", *LARGE[1:])},
@@ -59,7 +59,6 @@ SETTINGS = {
 PAGE = Page(
     "lra", "Performers Figure 19: the Long Range Arena", "accuracy", "%", 1,
     ("majority_accuracy", "most frequent class"), least=3.0, scale=100.0, spec=".1f", claims=(
-        ("exact attention is more accurate than uniform attention", "exact", "uniform"),
         ("FAVOR+ is more accurate than Linformer", "favorp", "linformer"),
         ("FAVOR+ is more accurate than Reformer", "favorp", "reformer"),
         ("ELU is more accurate than FAVOR+", "elu", "favorp"),

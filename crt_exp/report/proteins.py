@@ -27,9 +27,10 @@ def main(size: str) -> None:
     for dataset in DATASETS:
         first = [key for (_, name, _), key in keys[dataset].items() if name in ("exact", *CONTROLS)]
         trained(first, setting, f"{dataset}: exact and controls")
-        cells = trained(list(keys[dataset].values()), setting, f"{dataset}: training")
+    every = [key for here in keys.values() for key in here.values()]
+    cells = trained(every, setting, "training")
     found = {dataset: values(cells, here) for dataset, here in keys.items()}
-    protein_page.write(size, setting, found, cells.seconds([key for here in keys.values() for key in here.values()]))
+    protein_page.write(size, setting, found, cells.seconds(every))
 
 
 def runs_of(setting: Setting, dataset: Dataset) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -6,6 +6,7 @@ trained on, all arms on the same text, masks and Gaussian rows. task=glue follow
 the paper's rows, smaller encoders that were pretrained with each attention.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,23 @@ SCRATCH = ("task.block=64", "trainer.batch=32", "trainer.steps=1000", "trainer.l
 SHORT = ("task.max_length=64", "task.bucketed=true", "trainer.epochs=2", "trainer.eval_every=1000000",
          "trainer.select=last")
 WIDE = ("exact", "uniform", "relu", "elu", "favorp", "favorpp", "favorsharp", "nearfar block=8 heavy=8 cells=16")
+
+
+def narrow(kind: Kind, title: str) -> Kind:
+    """The same with twice the heads, half as wide."""
+    name = "task.sizes.num_attention_heads="
+    heads = lambda option: f"{name}{2 * int(option.removeprefix(name))}" if option.startswith(name) else option
+    return replace(kind, title=title, options=tuple(map(heads, kind.options)))
+
+
+def with_narrow(characters: Kind, pieces: Kind) -> tuple[Kind, ...]:
+    return characters, pieces, narrow(characters, NARROW), narrow(pieces, NARROW_PIECES)
+
+
+WORDS = Kind(PIECES, (*sizes(128, 3, 8), *ENCODER, "task.vocabulary_size=4096", *ONCE),
+             (stage(18, 128, 3500, "2e-3"), *grown(GROWING[:5], 2304, 200, "1e-3"), stage(128, 16, 400, "1e-3")),
+             batch=4, near_far="nearfar block=8 heavy=8 cells=16", every=16, trained_ms=(256,), others=(),
+             fine_tuned=True)
 SETTINGS = {
     # heads of 16 and blocks that begin short: with heads of 32 neither FAVOR+ nor FAVOR++ is better than uniform
     # attention, and with blocks of 128 from the start a masked model does not leave its unigram law. Heads of 8 joined
@@ -42,30 +60,18 @@ SETTINGS = {
         kinds=(
             Kind(CHARACTERS, (*sizes(128, 3, 8), *ENCODER, LETTERS, *ONCE), (stage(34, 96, 2000, "2e-3"),),
                  batch=16, near_far="nearfar block=4 heavy=2 cells=4", every=48, trained_ms=(256, 64)),
-            Kind(PIECES, (*sizes(128, 3, 8), *ENCODER, "task.vocabulary_size=4096", *ONCE),
-                 (stage(18, 128, 3500, "2e-3"), *grown(GROWING[:5], 2304, 200, "1e-3"), stage(128, 16, 400, "1e-3")),
-                 batch=4, near_far="nearfar block=8 heavy=8 cells=16", every=16, trained_ms=(256,), others=(),
-                 fine_tuned=True),
+            WORDS,
             Kind(NARROW, (*sizes(128, 3, 16), LETTERS, *ONCE), (stage(34, 128, 2500, "2e-3"),),
                  batch=16, near_far="nearfar block=4 heavy=2 cells=4", every=48, trained_ms=(256, 64)),
-            Kind(NARROW_PIECES, (*sizes(128, 3, 16), *ENCODER, "task.vocabulary_size=4096", *ONCE),
-                 (stage(18, 128, 3500, "2e-3"), *grown(GROWING[:5], 2304, 200, "1e-3"), stage(128, 16, 400, "1e-3")),
-                 batch=4, near_far="nearfar block=8 heavy=8 cells=16", every=16, trained_ms=(256,), others=(),
-                 fine_tuned=True)),
+            narrow(WORDS, NARROW_PIECES)),
         glue=Glue(options=(*SHORT, "trainer.lr=5e-4"), examples={"sst2": 4000},
                   arms=("exact", "uniform", "favorp", "favorpp"),
                   scratch=(*sizes(64, 2, 4), *ENCODER, "task.vocabulary_size=4096", *SCRATCH, *ONCE))),
     "gpu": Setting(
-        kinds=(
+        kinds=with_narrow(
             Kind(CHARACTERS, (*sizes(256, 4, 16), *ENCODER, LETTERS, *ONCE), (stage(34, 256, 8000, "1e-3"),),
                  batch=32, near_far="nearfar block=4 heavy=2 cells=4", every=24, trained_ms=(256, 64)),
             Kind(PIECES, (*sizes(256, 4, 16), *ENCODER, "task.vocabulary_size=4096", *ONCE),
-                 (stage(18, 256, 8000, "1e-3"), *grown(GROWING[:5], 4608, 400, "1e-3"), stage(128, 64, 3000, "5e-4")),
-                 batch=16, near_far="nearfar block=8 heavy=8 cells=16", every=8, trained_ms=(256, 64),
-                 fine_tuned=True),
-            Kind(NARROW, (*sizes(256, 4, 32), *ENCODER, LETTERS, *ONCE), (stage(34, 256, 8000, "1e-3"),),
-                 batch=32, near_far="nearfar block=4 heavy=2 cells=4", every=24, trained_ms=(256, 64)),
-            Kind(NARROW_PIECES, (*sizes(256, 4, 32), *ENCODER, "task.vocabulary_size=4096", *ONCE),
                  (stage(18, 256, 8000, "1e-3"), *grown(GROWING[:5], 4608, 400, "1e-3"), stage(128, 64, 3000, "5e-4")),
                  batch=16, near_far="nearfar block=8 heavy=8 cells=16", every=8, trained_ms=(256, 64),
                  fine_tuned=True)),
@@ -74,20 +80,11 @@ SETTINGS = {
                            "trainer.batch=128", "trainer.steps=5000", "trainer.lr=1e-3", *ONCE)),
         workers=4),
     "full": Setting(
-        kinds=(
+        kinds=with_narrow(
             Kind(CHARACTERS, (*sizes(512, 8, 32), *ENCODER, LETTERS, "trainer.precision=bf16", *ONCE),
                  (stage(34, 256, 30000, "5e-4"),),
                  batch=64, near_far="nearfar block=4 heavy=2 cells=4", every=12, trained_ms=(256, 64)),
             Kind(PIECES, (*sizes(512, 8, 32), *ENCODER, "task.vocabulary_size=8192", "trainer.precision=bf16", *ONCE),
-                 (stage(18, 512, 30000, "5e-4"), *grown(GROWING[:5], 9216, 2000, "5e-4"),
-                  stage(128, 128, 10000, "2e-4")),
-                 batch=32, near_far="nearfar block=8 heavy=8 cells=16", every=4, trained_ms=(256, 64),
-                 fine_tuned=True),
-            Kind(NARROW, (*sizes(512, 8, 64), *ENCODER, LETTERS, "trainer.precision=bf16", *ONCE),
-                 (stage(34, 256, 30000, "5e-4"),),
-                 batch=64, near_far="nearfar block=4 heavy=2 cells=4", every=12, trained_ms=(256, 64)),
-            Kind(NARROW_PIECES, (*sizes(512, 8, 64), *ENCODER, "task.vocabulary_size=8192", "trainer.precision=bf16",
-                                 *ONCE),
                  (stage(18, 512, 30000, "5e-4"), *grown(GROWING[:5], 9216, 2000, "5e-4"),
                   stage(128, 128, 10000, "2e-4")),
                  batch=32, near_far="nearfar block=8 heavy=8 cells=16", every=4, trained_ms=(256, 64),

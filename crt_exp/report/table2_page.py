@@ -7,7 +7,7 @@ import numpy as np
 
 from crt_exp.data.glue import TASKS
 from crt_exp.report import palette, table2_glue
-from crt_exp.report.evidence import Gate, independent, judged
+from crt_exp.report.evidence import Gate, independent
 from crt_exp.report.fig4_page import show
 from crt_exp.report.table2_glue import MAJORITY, OVERLAP
 from crt_exp.report.table2_runs import EXACT, JUDGED, Kind, scratch_arm
@@ -16,14 +16,14 @@ from crt_exp.report.table2_verdicts import (
     above,
     answers,
     beaten,
-    claims,
+    beaten_on_glue,
     difference,
     glue_claims,
     label,
     power,
     scores,
     steps_of,
-    unjudged,
+    verdicts,
 )
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 from crt_exp.studies.fidelity import Arm
@@ -42,15 +42,16 @@ COLOURS = {"relu": "#332288", "elu": "#009E73"}
 
 
 def write(size: str, found: Found, asked: dict[str, Sequence[Gate]], seconds: float) -> None:
-    verdicts = [*judged(claims(found)), *unjudged(found, asked)]
-    said = "\n".join([beaten(found) if found.kinds else NO_KIND, "", *map(str, verdicts), "",
+    of_glue = glue_claims(found)
+    told = verdicts(found, asked, of_glue)
+    said = "\n".join([beaten(found) if found.kinds else NO_KIND, "", beaten_on_glue(found), "", *map(str, told), "",
                       *(f"- power: {line}." for line in power(found))])
     parts = [said, "", "Small encoders, not the paper's BERT-base: compare rows within a table.\n",
              "## Gates\n", *(str(gate) for gates in asked.values() for gate in gates),
-             *(str(gate) for data in found.datasets for _, gate in glue_claims(found, data)), "", stopped(found),
+             *(str(gate) for _, gate in of_glue), "", stopped(found),
              *(line for kind in found.setting.kinds for line in section(found, kind)),
              "## GLUE\n", glue_text(found), glue_table(found), "The paper's values (BERT-base):\n", paper_table(found)]
-    rows = [*csv_rows(found), *(verdict.row() for verdict in verdicts)]
+    rows = [*csv_rows(found), *(verdict.row() for verdict in told)]
     path = write_report("table2", TITLE + ("" if size == "full" else " (small models)"), "\n".join(parts), rows,
                         figure(found), facts(size, found), seconds)
     print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")

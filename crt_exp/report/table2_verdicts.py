@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from crt_exp.data.glue import TASKS
 from crt_exp.report import palette, table2_glue
-from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, detectable, independent, won_by
+from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, Verdict, detectable, independent, judged, won_by
 from crt_exp.report.table2_runs import ELU, EXACT, JUDGED, UNIFORM, Kind, Setting
 from crt_exp.studies.fidelity import Arm
 
@@ -77,8 +79,6 @@ def unjudged(found: Found, asked: Mapping[str, Sequence[Gate]]) -> list[Unjudged
                 "of layers")
         made.append(Unjudged(Claim(text, independent(ratios), "in the logarithm"),
                              next(gate for gate in asked[kind.title] if not gate.passed)))
-    for data in found.datasets:
-        made += [Unjudged(claim, gate) for claim, gate in glue_claims(found, data) if not gate.passed]
     return made
 
 
@@ -114,9 +114,15 @@ def steps_of(found: Found, kind: Kind, arm: Arm) -> list[int]:
 # ---- claims, each a difference that is above 0 where it holds
 
 
+def verdicts(found: Found, asked: Mapping[str, Sequence[Gate]],
+             of_glue: Sequence[tuple[Claim, Gate]]) -> list[Verdict | Unjudged]:
+    judging = [*claims(found), *(claim for claim, gate in of_glue if gate.passed)]
+    left = [Unjudged(claim, gate) for claim, gate in of_glue if not gate.passed]
+    return [*judged(judging), *unjudged(found, asked), *left]
+
+
 def claims(found: Found) -> list[Claim]:
-    made = [claim for kind in found.kinds for claim in [*judged_pairs(found, kind), *other_pairs(found, kind)]]
-    return made + [claim for data in found.datasets for claim, gate in glue_claims(found, data) if gate.passed]
+    return [claim for kind in found.kinds for claim in [*judged_pairs(found, kind), *other_pairs(found, kind)]]
 
 
 def judged_pairs(found: Found, kind: Kind) -> list[Claim]:
@@ -151,20 +157,19 @@ def claim(text: str, differences: np.ndarray) -> list[Claim]:
     return [Claim(text, independent(differences), "nats")] if len(differences) > 1 else []
 
 
-def glue_claims(found: Found, data: str) -> list[tuple[Claim, Gate]]:
-    """With what uniform attention costs there: where that is little, a task cannot tell mechanisms apart."""
+def glue_claims(found: Found) -> list[tuple[Claim, Gate]]:
+    """Of each task, with what uniform attention costs there: where that is little, it cannot tell mechanisms apart."""
     glue, made = found.setting.glue, []
-    for how, m, runs, arm in (
-            ("swapped into exact encoders and fine-tuned", glue.m, found.tuned, lambda name, m: Arm(name, m)),
-            ("pretrained from scratch", glue.scratch_m, found.scratch, lambda name, m: name)):
+    for data, (how, m, runs, arm) in product(found.datasets, (
+            ("swapped into exact encoders and fine-tuned", glue.m, found.tuned, Arm),
+            ("pretrained from scratch", glue.scratch_m, found.scratch, lambda name, m: name))):
         of, (plain, better) = answers(runs, data), (arm(name, m) for name in JUDGED)
-        exact, uniform = arm("exact", None), arm("uniform", None)
-        if {plain, better, exact, uniform} <= of.keys():
-            costs = difference(found, data, of[exact], of[uniform]).mean
+        exact, uniform = (scores(runs, arm(name, None), data) for name in ("exact", "uniform"))
+        if {plain, better} <= of.keys() and exact and uniform:
             made.append((Claim(f"{data.upper()}: {how}, FAVOR++ scores above FAVOR+, m = {m}",
                                difference(found, data, of[better], of[plain]), "points"),
-                         Gate(f"{data.upper()}: what uniform attention costs, {how}, in points", costs,
-                              found.setting.points)))
+                         Gate(f"{data.upper()}: what uniform attention costs, {how}, in points",
+                              float(np.mean(exact) - np.mean(uniform)), found.setting.points)))
     return made
 
 
@@ -233,3 +238,20 @@ def beaten(found: Found) -> str:
                 if np.mean(d) >= 0:
                     places.setdefault(f"{kind.title}, {when(step)}", []).append(label(arm))
     return won_by("uniform attention", places, count)
+
+
+def beaten_on_glue(found: Found) -> str:
+    """Arms that score no better than uniform attention that was trained as they were, or than no model at all."""
+    places: dict[str, list[str]] = {}
+    count = 0
+    for data, controls in found.controls.items():
+        groups = ((found.tuned, UNIFORM, label, ""), (found.scratch, "uniform", palette.label, "from scratch, "))
+        for runs, uniform, called, how in groups:
+            mean = {row: np.mean(scores(runs, row, data)) for row in dict.fromkeys(row for row, other, _ in runs
+                                                                                  if other == data)}
+            bar = max(table2_glue.best_control(data, controls), mean.get(uniform, -np.inf))
+            for row in (row for row in mean if row != uniform):
+                count += 1
+                if mean[row] <= bar:
+                    places.setdefault(TASKS[data].folder, []).append(f"{how}{called(row)}")
+    return won_by("the best of uniform attention and answers without a model", places, count) if count else ""

@@ -202,8 +202,8 @@ def new_figure(*args, **kwargs):
 
 
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
-    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and no
-    higher than the axes where there is room below. Lines that end far to the left of others are no concern of theirs.
+    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and
+    within the height of the axes where there is room. Lines that end far to the left of others do not concern them.
 
     The scales and limits of the axes must be set.
     """
@@ -214,7 +214,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
     places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
     for column in columns(places, ax.bbox.width / 5):
         column.sort(key=lambda place: place[1])
-        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y1)
+        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
         for up, (right, _, name, colour) in zip(heights, column):
             ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
                     clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
@@ -231,8 +231,9 @@ def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
     return found
 
 
-def apart(ascending: Sequence[float], least: float, top: float) -> list[float]:
-    """The heights that are nearest to these in their squares, `least` apart and not above the top."""
+def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
+    """The heights that are nearest to these in their squares, `least` apart, moved above the bottom and then below the
+    top, which holds where there is no room for all."""
     pools: list[tuple[float, int]] = []  # sum and count of those that touch each other, each less what is below it
     for i, height in enumerate(ascending):
         total, count = height - i * least, 1
@@ -241,6 +242,9 @@ def apart(ascending: Sequence[float], least: float, top: float) -> list[float]:
         pools.append((total, count))
     found = [total / count for total, count in pools for _ in range(count)]
     found = [height + i * least for i, height in enumerate(found)]
+    for i in range(len(found)):
+        found[i] = max(found[i], bottom)
+        bottom = found[i] + least
     for i in reversed(range(len(found))):
         found[i] = min(found[i], top)
         top = found[i] - least
