@@ -124,13 +124,13 @@ class _RandomFeatureEstimator(BaseEstimator):
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomFeatureEstimator):
     """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
 
-    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf pois geom pois_plus geom_plus pois_coord) or a
-    FeatureMap. sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig and hyp make two of a
-    projection, and one of the last where the number is odd, which leaves the estimate unbiased. gamma: as in
-    RBFSampler, sigma^2 / 2 or 'scale'. gerf and the hybrids have different maps for the two sides and raise in
-    `transform`: use KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k. pois_plus and
-    geom_plus raise for rows below the least entry that they were fitted to; a map with a larger `margin` leaves them
-    room. X may be sparse; Z is dense.
+    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord)
+    or a FeatureMap. sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig, hyp, sderf and
+    auto make two of a projection, and one of the last where the number is odd, which leaves the estimate unbiased.
+    gamma: as in RBFSampler, sigma^2 / 2 or 'scale'. gerf and the hybrids, with kernel="softmax" sderf and auto too,
+    have different maps for the two sides and raise in `transform`: use KernelRegressionClassifier or
+    KernelRegressionRegressor, or phi_q and phi_k. pois_plus and geom_plus raise for rows below the least entry that
+    they were fitted to; a map with a larger `margin` leaves them room. X may be sparse; Z is dense.
 
     Attributes: map_, params_, noise_, gamma_, center_, n_features_in_; random_weights_ (n_features, n_components) and
     random_offset_ (n_components,) of trig, where Z = sqrt(2 / n_components) cos(X random_weights_ + random_offset_) as

@@ -216,10 +216,10 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
 
     m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules,
     counted from 0 (negative: from the end) in the order of `describe_attention`; default all. sampler: another one, by
-    name or itself. seed: of the noise; None is 0, so that the same call gives the same noise. causal: whether layers
-    begin as causal ones, by default what their class says; each call's mask decides. saved: a Hugging Face model loaded
-    by from_pretrained from a folder that a swapped model was saved to gets its noise and statistics from there,
-    whatever the seed. options: further keys of the file.
+    name or itself. redraw_every, normalize_qk: see `RandomFeatureAttention`. seed: of the noise; None is 0, so that the
+    same call gives the same noise. causal: whether layers begin as causal ones, by default what their class says; each
+    call's mask decides. saved: a Hugging Face model loaded by from_pretrained from a folder that a swapped model was
+    saved to gets its noise and statistics from there, whatever the seed. options: further keys of the file.
 
     Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training,
     loses keys: each with its probability for all queries of a head at once, since the matrix is never formed.

@@ -63,7 +63,7 @@ def options(arguments: list[str]) -> dict[str, str]:
 
 
 def transcribe(given: dict[str, str]) -> int:
-    """Prints what is heard in each file; 1 where some could not be read, which are named and counted."""
+    """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
     longest, files = segment_length(given.get("segment", "20")), audio_files(given["input"])
     found, tensors = recogniser.load(given["run"], "run")
     model, bad = recogniser.load_whole(found, tensors, f"run = {given['run']}"), []

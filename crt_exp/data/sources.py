@@ -50,13 +50,13 @@ def uci(name: str, path: str, page: str, rows: int, digest: str, embedded: bool 
     """A file of the UCI Machine Learning Repository: `path` on its server, the page's id and title in `page`."""
     url = f"https://archive.ics.uci.edu/ml/machine-learning-databases/{path}"
     file = File(f"uci/{path.rsplit('/', 1)[-1]}", url, rows=rows, digest=f"rows:{digest}")
-    return Source(f"uci/{name}", "uci", page if "://" in page else f"https://archive.ics.uci.edu/dataset/{page}",
+    return Source(f"uci/{name}", "uci qmc", page if "://" in page else f"https://archive.ics.uci.edu/dataset/{page}",
                   (file,), embedded)
 
 
 def sklearn_set(name: str, size: str) -> Source:
     page = f"https://scikit-learn.org/stable/modules/generated/sklearn.datasets.load_{name}.html"
-    return Source(f"uci/{name}", "uci", page, embedded=True, size=size)
+    return Source(f"uci/{name}", "uci qmc", page, embedded=True, size=size)
 
 
 def glue(task: str, lines: dict[str, int], archive: str = "", note: str = "") -> Source:
@@ -64,7 +64,8 @@ def glue(task: str, lines: dict[str, int], archive: str = "", note: str = "") ->
     url = f"https://dl.fbaipublicfiles.com/glue/data/{archive}" if archive else ""
     files = tuple(File(f"glue/{task}/{part}.tsv", url, f"{task}/{part}.tsv" if url else "", rows)
                   for part, rows in lines.items())
-    return Source(f"glue/{task}", "glue", "https://gluebenchmark.com/tasks", files, note=note)
+    read_by = "glue lra" if task == "SST-2" else "glue"
+    return Source(f"glue/{task}", read_by, "https://gluebenchmark.com/tasks", files, note=note)
 
 
 def librispeech(part: str, utterances: int, size: str, sha256: str) -> Source:
@@ -136,7 +137,7 @@ TABLE = (
             ("valid", 3370, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
             ("test", 3761, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"))), size="35 MB"),
     # The order of the articles in the training file differs between copies, so only its size is checked.
-    Source("wikitext2", "mlm ptb books", "https://huggingface.co/datasets/Salesforce/wikitext", tuple(
+    Source("wikitext2", "mlm ptb books lra", "https://huggingface.co/datasets/Salesforce/wikitext", tuple(
         File(f"wikitext2/wiki.{part}.tokens", WIKITEXT2_ARCHIVE, f"wikitext-2/wiki.{part}.tokens", rows, digest=digest)
         for part, rows, digest in (
             ("train", 23767, "size:10797148"),

@@ -22,7 +22,7 @@ from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.nested import Nested
-from crt_exp.samplers import bias_record, bias_sentence
+from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.studies import layers
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error

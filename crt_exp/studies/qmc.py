@@ -9,7 +9,7 @@ from torch import Tensor
 from crt_exp.data.tabular import load
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers import bias_record, bias_sentence
+from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, at_least, checked
 from crt_exp.studies.pairs import check_estimates, generator, log_relative_mse, squared_errors
 from crt_exp.studies.uci import scaler

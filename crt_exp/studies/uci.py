@@ -18,7 +18,7 @@ from crt_exp.data.tabular import load
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers import bias_record, bias_sentence
+from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, above, below, checked
 
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
