@@ -81,6 +81,25 @@ def test_features_by_name():
             make(signed)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("features", ["auto", "hrf_cluster"])
+def test_far_features_that_are_fitted_are_fitted(features, causal):
+    """By training passes, and by a calibration; in a layer without a codebook too."""
+    name, (q, k, v, _) = {"hrf_cluster": "clustered"}.get(features, features), tensors(L=40, dtype=torch.float32)
+
+    def make():
+        return Mechanism.of("nearfar", far="features", features=name, m=16, fit_steps=2).layer(2, 4, causal=causal)
+
+    trained, calibrated = make(), make().eval()
+    assert not trained.features.clusters.done and trained.learns
+    for _ in range(3):
+        trained(q, k, v)
+    with calibrated.calibration():
+        calibrated(q, k, v)
+    for layer in (trained, calibrated):
+        assert layer.features.clusters.done and layer.eval()(q, k, v).isfinite().all()
+
+
 def test_a_causal_layer_says_once_that_it_has_no_codebook():
     layer, (q, k, v, _) = NearFar(2, 4, causal=True, block=3, heavy=2).eval(), tensors(dtype=torch.float32)
     with pytest.warns(UserWarning, match="no codebook yet"):

@@ -97,4 +97,4 @@ def check_positive(phi: FeatureMap) -> None:
     f = phi.phi_k(x, noise, phi.fit(Statistics.of(x, x))).dense()
     if f.value is not ONE:
         raise ValueError(f"far = features takes positive features, and those of {phi} have signs: choose features=pos, "
-                         "oprf, sderf, hyp, smreg, pois_plus or geom_plus")
+                         "oprf, sderf, auto, hyp, smreg, pois_plus or geom_plus")

@@ -68,7 +68,8 @@ class NearFar(LinearAttention):
             check_positive(phi)
             self.sizes = self.sizes._replace(cells=1, first_order=False)
             self.features = RandomFeatureAttention(phi, sampler, m, heads, d, kv_heads=kv_heads, causal=causal,
-                                                   cross=cross, scaling=1.0, seed=seed, layer=layer)
+                                                   cross=cross, scaling=1.0, fit_steps=fit_steps, seed=seed,
+                                                   layer=layer)
         self.clusters = FittedAgain(CodebookMaker(self.sizes.cells), self.kv_heads, d, fit_steps) if makes else None
         self.predicted = None    # mean predicted error of the calls of the last calibration, of cells
         self._said = False
@@ -81,11 +82,11 @@ class NearFar(LinearAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
-        changing = self.training and not in_backward() and self.uses_codebook(q, k)
+        changing = self.training and not in_backward()
         if changing and not in_step():
-            self._advance()
+            self._advance(self.uses_codebook(q, k))
         result = self._attend(q, k, v, key_mask)
-        if changing or (self.calibrated is not None and self.uses_codebook(q, k)):
+        if changing or self.calibrated is not None:
             self._note(q, k, key_mask)
         if self.calibrated is not None:
             self.predicted += float(result.predicted.mean())
@@ -110,9 +111,13 @@ class NearFar(LinearAttention):
                                   codebook=book, key_mask=key_mask, factor=self.scale)
 
     def _far(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> FarFeatures:
-        features = self.features
-        features.causal, features.cross = self.causal, self.cross
+        features = self._as_called()
         return FarFeatures(features.phi, features.noise, features._params(x, y, key_mask), self.kv_heads)
+
+    def _as_called(self) -> RandomFeatureAttention:
+        """The far features, causal or across as this layer now is."""
+        self.features.causal, self.features.cross = self.causal, self.cross
+        return self.features
 
     # ---- the codebook
 
@@ -133,7 +138,9 @@ class NearFar(LinearAttention):
 
     @property
     def learns(self) -> bool:
-        return self.clusters is not None and (self.causal or self.cross)
+        """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
+        book = self.clusters is not None and (self.causal or self.cross)
+        return book or (self.features is not None and self._as_called().learns)
 
     @property
     def version(self) -> int:
@@ -153,19 +160,21 @@ class NearFar(LinearAttention):
             raise ValueError("near-far attention with far = features has no decoding state: take far = cells")
         return NearFarState(self.sizes, self.codebook(), self.kv_heads, self.version)
 
-    def _advance(self) -> None:
-        if transforming():
+    def _advance(self, uses_codebook: bool) -> None:
+        if uses_codebook and transforming():
             raise ValueError("this layer changes its codebook in training mode, which transforms of torch.func cannot "
                              "follow: call eval() before")
-        self.clusters.advance()
+        if uses_codebook:
+            self.clusters.advance()
         if self.features is not None:
-            self.features._advance()
+            self._as_called()._advance()
 
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
-        self.clusters.note(self.scaled(q), self.scaled(k), key_mask if same else None, key_mask)
+        if self.uses_codebook(q, k):
+            same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
+            self.clusters.note(self.scaled(q), self.scaled(k), key_mask if same else None, key_mask)
         if self.features is not None:
-            self.features._see(self.scaled(q), self.scaled(k), key_mask)
+            self._as_called()._see(self.scaled(q), self.scaled(k), key_mask)
 
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
