@@ -62,7 +62,7 @@ class Found:
 def write(found: Found, facts: str, seconds: float) -> None:
     rows = correlations(found.alike)
     verdicts = verdicts_of(found, rows)
-    said = "\n".join([*map(str, verdicts), *([""] * bool(verdicts)), told(found, rows)])
+    said = "\n".join([told(found, rows), *([""] * bool(verdicts)), *map(str, verdicts)])
     body = "\n".join([
         said, "", *([f"{found.gate}\n"] if found.gate else []),
         "## Error of attention matrices of one entry, |A' - A| / |A|\n", error_table(found.drawn), ERRORS,

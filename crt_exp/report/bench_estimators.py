@@ -16,14 +16,16 @@ from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, judged, won_by
 from crt_exp.report.kernel_arms import below, over
 from crt_exp.report.writing import markdown, write_report
+from crt_exp.studies.memory import in_new_process
 
-ROWS, COLUMNS, WIDTH, ROUNDS = 100_000, 64, 256, 11
+ROWS, COLUMNS, WIDTH = 100_000, 64, 256
+PROCESSES, ROUNDS = 5, 3  # rounds of each process
 REST = 0.2  # seconds between timings, in which the threads of the library before stop spinning
 WITHOUT = palette.DENSE | dict.fromkeys(("gerf", *palette.HYBRIDS), "its features differ for the two sides of the "
                                         "kernel, which one transform cannot give")
 MAPS = palette.maps(WITHOUT)
 PEER, CONTROL = "RBFSampler", "GaussianRandomProjection"  # the control: a product with a matrix, and no kernel at all
-STEPS = ("fit", "transform")
+STEPS, DTYPES = ("fit", "transform"), ("float32", "float64")
 
 
 class Arm(NamedTuple):
@@ -33,22 +35,26 @@ class Arm(NamedTuple):
     columns: int = WIDTH
 
 
-Seconds = dict[tuple[str, Arm, str], list[float]]  # dtype, arm, step -> of each round
+Seconds = dict[tuple[str, Arm, str], list[float]]  # dtype, arm, step -> of each round, process by process
 
 
 def main(size: str) -> None:
     start = time.perf_counter()
-    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # the control may widen its input as maps do
-    seconds = {place: values for dtype in (np.float32, np.float64) for place, values in measure(dtype).items()}
+    seconds: Seconds = {}
+    for process in range(PROCESSES):
+        for dtype in DTYPES[::-1 if process % 2 else 1]:
+            for place, values in in_new_process(measure, dtype=dtype, process=process).items():
+                seconds[place] = seconds.get(place, []) + values
     verdicts = judged(claims(seconds))
     said = "\n".join([controls_that_win(seconds), "", *map(str, verdicts), "",
-                      *(table(seconds, dtype) for dtype in ("float32", "float64"))])
+                      *(table(seconds, dtype) for dtype in DTYPES)])
     rows = [{"features": arm.name, "columns": arm.columns, "dtype": dtype, "step": step,
              "seconds": float(np.median(values))} for (dtype, arm, step), values in seconds.items()]
     facts = (f"{ROWS:,} x {COLUMNS} standard normal inputs, gamma = 0.005, orthogonal noise, to {WIDTH} columns; maps "
              f"that make two columns of a projection also to {2 * WIDTH}, which are as many projections as {PEER} has. "
-             f"{ROUNDS} interleaved rounds in rotating order, {REST} s of rest before each; medians and quartiles; the "
-             f"ratio is over {PEER} in the same round, geometric mean with its 95% interval over rounds; p by Holm. "
+             f"{PROCESSES} processes for each dtype with {ROUNDS} interleaved rounds in rotating order, {REST} s of "
+             f"rest before each; medians and quartiles of all rounds; the ratio is over {PEER} in the same process, "
+             "geometric mean with its 95% interval over processes; p by Holm. "
              f"{CONTROL}, also of scikit-learn, is the product alone, which every map computes as well: the control."
              f"{palette.left_out(WITHOUT)}")
     path = write_report("bench-estimators", f"Speed of RandomFeatures beside {PEER}", said,
@@ -61,16 +67,18 @@ def arms() -> list[Arm]:
     return [Arm(PEER), Arm(CONTROL), *map(Arm, MAPS), *doubled]
 
 
-def measure(dtype) -> Seconds:
+def measure(dtype: str, process: int) -> Seconds:
+    """Of one process, by its number: its rounds begin where the last one's ended."""
+    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # the control may widen its input as maps do
     X = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(dtype)
     models = {arm: model_of(arm) for arm in arms()}
     for model in models.values():
         model.fit(X[:1000]).transform(X[:1000])
-    found: Seconds = {(np.dtype(dtype).name, arm, step): [] for arm in models for step in STEPS}
-    for turn in range(ROUNDS):
+    found: Seconds = {(dtype, arm, step): [] for arm in models for step in STEPS}
+    for turn in range(process * ROUNDS, (process + 1) * ROUNDS):
         for arm, model in rotated(list(models.items()), turn):
             for step in STEPS:
-                found[np.dtype(dtype).name, arm, step].append(timed(getattr(model, step), X))
+                found[dtype, arm, step].append(timed(getattr(model, step), X))
     return found
 
 
@@ -97,8 +105,14 @@ def rotated(items: list, by: int) -> list:
 def claims(seconds: Seconds) -> list[Claim]:
     """Of this library, not of a paper: as many columns take no longer than scikit-learn's."""
     return [below(f"{dtype}: {name} transforms to {WIDTH} columns in less time than {PEER}",
-                  seconds[dtype, Arm(name), "transform"], seconds[dtype, Arm(PEER), "transform"])
-            for dtype in ("float32", "float64") for name in MAPS]
+                  of_process(seconds[dtype, Arm(name), "transform"]),
+                  of_process(seconds[dtype, Arm(PEER), "transform"]))
+            for dtype in DTYPES for name in MAPS]
+
+
+def of_process(values: Sequence[float]) -> list[float]:
+    """The geometric mean of each process."""
+    return np.exp(np.reshape(np.log(values), (PROCESSES, -1)).mean(1)).tolist()
 
 
 def controls_that_win(seconds: Seconds) -> str:
@@ -107,7 +121,7 @@ def controls_that_win(seconds: Seconds) -> str:
     mine = [arm for arm in arms() if arm.name not in (PEER, CONTROL)]
     beaten = {dtype: [f"{arm.name} ({arm.columns} columns)" for arm in mine
                       if median[dtype, arm, "transform"] > median[dtype, Arm(CONTROL), "transform"]]
-              for dtype in ("float32", "float64")}
+              for dtype in DTYPES}
     return won_by(f"the product alone ({CONTROL} to {WIDTH} columns)", beaten, 2 * len(mine))
 
 
@@ -115,7 +129,8 @@ def table(seconds: Seconds, dtype: str) -> str:
     rows = []
     for arm in arms():
         cells = [cell for step in STEPS for cell in (
-            spread(seconds[dtype, arm, step]), over(seconds[dtype, arm, step], seconds[dtype, Arm(PEER), step]))]
+            spread(seconds[dtype, arm, step]),
+            over(of_process(seconds[dtype, arm, step]), of_process(seconds[dtype, Arm(PEER), step])))]
         rows.append([arm.name, arm.columns, *cells])
     header = ["features", "columns", *(text for step in STEPS for text in (f"{step}, s", f"of {PEER}'s"))]
     return f"## {dtype}\n\n" + markdown(header, rows)

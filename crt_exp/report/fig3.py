@@ -136,7 +136,9 @@ def write(name: str, title: str, size: str, found: text.Found, passed: list, sec
     verdicts = text.verdicts(found)
     said = "\n".join([text.control_text(found), "", *map(str, verdicts), "", text.reach(found), "", text.reason(found)])
     parts = [said, "", text.resolution(found), "", PAPER, "", "## Word error rates\n", text.results(found),
-             "## Gates\n", *map(str, passed), "", "## Attention layer by layer\n", text.layers(found),
+             "## Gates\n", "Asked of the exact model, before arms were trained:\n", *map(str, passed), "",
+             "Asked wherever something is claimed, on the test split:\n",
+             *map(str, text.cost_gates(found).values()), "", "## Attention layer by layer\n", text.layers(found),
              "## Other exact models, directly after the swap\n", text.temperatures(found),
              "## The encoder against the length of audio\n",
              f"Seconds: median [quartiles]; then peak memory in MiB. {text.faster(found)}\n", text.encoder(found),

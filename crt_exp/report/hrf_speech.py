@@ -12,7 +12,7 @@ import numpy as np
 
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.report import fig3, palette, speech_runs
-from crt_exp.report.evidence import Claim, Gate, Verdict, check_gates, detectable, judged, paired
+from crt_exp.report.evidence import Claim, Gate, Verdict, check_gates, detectable, independent, judged, paired
 from crt_exp.report.speech_runs import SOURCES, Arm, Setting
 from crt_exp.report.speech_text import shown
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
@@ -200,7 +200,7 @@ def figure(found: Found):
     for ax, (phase, what) in zip(axes, PHASES.items()):
         for place, (name, arm) in enumerate(ARMS.items()):
             if values := found.draws(phase, name, "loss"):
-                half = 1.96 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0
+                half = independent(values).half if len(values) > 1 else 0
                 ax.errorbar(np.mean(values), place, xerr=half, marker="o", ms=5, capsize=2,
                             color=palette.colour(arm.attention))
         for name in CONTROLS:

@@ -1,6 +1,6 @@
 """The page of a report on long sequences: verdicts first, gates, a table of each set, and its picture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, independent, judged
 from crt_exp.report.fig4_page import show
-from crt_exp.report.long_runs import CONTROLS, Setting
+from crt_exp.report.long_runs import BLIND, CONTROLS, Setting
 from crt_exp.report.protein_page import colour, listed
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
 
@@ -30,8 +30,8 @@ def label(arm: str) -> str:
 @dataclass(frozen=True)
 class Page:
     """What one report tells. metric: of the final record, `scale` times it in `unit`; sign: 1 where more is better, -1
-    where less is. baseline: the metric of what predicts without a model, and its name. least: what uniform attention
-    must cost for the orderings to be judged. claims: (text, arm that is better, arm that is worse)."""
+    where less is. baseline: the metric of what predicts without a model, and its name. least: what the controls that
+    look at no query and no key must cost for the orderings to be judged. claims: (text, the better arm, the worse)."""
 
     name: str
     title: str
@@ -69,9 +69,16 @@ class Page:
     # ---- verdicts
 
     def gates(self, found: Found, setting: Setting) -> dict[str, Gate]:
-        return {which: Gate(f"{which}: what uniform attention costs, in {self.points}",
-                            float(np.mean(self.gain(found, which, "exact", "uniform"))), self.least)
-                for which in setting.sets if len(self.gain(found, which, "exact", "uniform"))}
+        """What the better of the controls that look at no query and no key costs, of those that were trained."""
+        made = {}
+        for which in setting.sets:
+            costs = {name: float(np.mean(gain)) for name in BLIND
+                     if len(gain := self.gain(found, which, "exact", name))}
+            if costs:
+                named = " and ".join(costs) if len(costs) == 1 else f"the better of {' and '.join(costs)}"
+                made[which] = Gate(f"{which}: what {named} attention costs, in {self.points}", min(costs.values()),
+                                   self.least)
+        return made
 
     def verdicts(self, found: Found, gates: dict[str, Gate]) -> list[Verdict | Unjudged]:
         judging, left = [], []
@@ -87,13 +94,24 @@ class Page:
     def controls_that_win(self, found: Found, setting: Setting) -> list[str]:
         told = []
         for which in setting.sets:
-            mean = {arm: self.sign * np.mean([*values.values()]) for arm in setting.arms
-                    if (values := self.values(found, which, arm))}
-            for control in (each for each in CONTROLS if each in mean):
-                beaten = [label(arm) for arm in mean if arm not in CONTROLS and mean[control] >= mean[arm]]
+            for control, value, beside in self.controls(found, which, setting):
+                beaten = [label(arm) for arm in beside if arm.split(",")[0] not in CONTROLS
+                          and len(values := [*self.values(found, which, arm).values()])
+                          and self.sign * value >= self.sign * np.mean(values)]
                 if beaten:
-                    told.append(f"**{which}: {control} attention, a control, ends no worse than {listed(beaten)}.**\n")
+                    told.append(f"**{which}: {control}, a control, ends no worse than {listed(beaten)}.**\n")
         return told
+
+    def controls(self, found: Found, which: str, setting: Setting) -> Iterator[tuple[str, float, Iterable[str]]]:
+        """The name of each, its metric, and the arms that stand beside it: what no attention trains to, from new
+        weights or from those of the exact model, and what predicts without a model."""
+        for arms in (setting.arms, setting.moved):
+            for arm in arms:
+                name, *rest = arm.split(",")
+                if name in CONTROLS and (values := [*self.values(found, which, arm).values()]):
+                    yield f"{name} attention{','.join(['', *rest])}", float(np.mean(values)), arms
+        if (value := self.without_model(found, which)) is not None:
+            yield f"the {self.baseline[1]}", value, (*setting.arms, *setting.moved)
 
     # ---- page
 
@@ -102,7 +120,7 @@ class Page:
         verdicts = self.verdicts(found, gates)
         said = "\n".join([*self.controls_that_win(found, setting), *map(str, verdicts)])
         body = "\n".join([said, "", "What the sets can tell (trained models, mean over seeds), asked first: the other "
-                          "arms are trained on those that pass.", "",
+                          "arms are trained on those that pass, and those are drawn.", "",
                           *map(str, gates.values()), "", *(self.section(which, setting, found, costs)
                                                            for which in setting.sets), self.more(found)])
         rows = [*csv_rows(found, costs, self.metric), *(verdict.row() for verdict in verdicts)]
@@ -111,7 +129,8 @@ class Page:
         print(f"{said}\nwritten: {path}")
 
     def section(self, which: str, setting: Setting, found: Found, costs: Costs) -> str:
-        rows = [[self.baseline[1], self.shown_baseline(found, which), "", "", "", ""]]
+        baseline = self.without_model(found, which)
+        rows = [[self.baseline[1], "" if baseline is None else f"{baseline:{self.spec}}", "", "", "", ""]]
         for arm in (*setting.arms, *setting.moved):
             values = np.array([*self.values(found, which, arm).values()])
             above = self.gain(found, which, arm, "exact") if arm != "exact" else []
@@ -125,9 +144,10 @@ class Page:
                    "memory, MiB", "diverged"]
         return f"## {which}\n\n{markdown(columns, rows)}"
 
-    def shown_baseline(self, found: Found, which: str) -> str:
+    def without_model(self, found: Found, which: str) -> float | None:
+        """The metric of the baseline."""
         records = [run["last"] for (w, _, _), run in found.items() if w == which and "last" in run]
-        return f"{self.scale * records[0][self.baseline[0]]:{self.spec}}" if records else ""
+        return self.scale * records[0][self.baseline[0]] if records else None
 
     def facts(self, size: str, setting: Setting) -> str:
         sets = "; ".join(f"{which}: `{' '.join(options)}`" for which, options in setting.sets.items())
@@ -142,32 +162,30 @@ class Page:
     # ---- picture
 
     def figure(self, setting: Setting, found: Found, costs: Costs):
-        fig, axes = new_figure(2, len(setting.sets), figsize=(6.5 * len(setting.sets), 8.5), squeeze=False)
-        for (above, below), which in zip(axes.T, setting.sets):
+        """Of the sets that pass their gates; of all where none does."""
+        shown = [which for which, gate in self.gates(found, setting).items() if gate.passed] or [*setting.sets]
+        fig, axes = new_figure(2, len(shown), figsize=(6.5 * max(len(shown), 1.4), 8.5), squeeze=False)
+        for (above, below), which in zip(axes.T, shown):
             self.draw(above, which, setting, found)
             self.draw_costs(below, which, setting, found, costs)
         fig.tight_layout()
         return fig
 
     def draw_costs(self, ax, which: str, setting: Setting, found: Found, costs: Costs) -> None:
-        """The metric beside steps/s, the area of a point the memory; arms that were not trained on the axis below."""
+        """The metric beside steps/s, the area of a point the memory."""
         speeds = {arm: costs[which, arm] for arm in setting.arms if (which, arm) in costs}
-        points, below = [], []
+        points = []
         for arm, spent in speeds.items():
-            values, x = [*self.values(found, which, arm).values()], spent["steps_per_s"]
-            if values:
-                ax.scatter(x, np.mean(values), s=spent["bytes"] / 2**22, color=colour(arm), alpha=0.6, linewidths=0)
-                points.append((label(arm), x, np.mean(values), colour(arm)))
-            else:
-                below.append((label(arm), x, 0, colour(arm)))
+            if values := [*self.values(found, which, arm).values()]:
+                points.append((label(arm), spent["steps_per_s"], np.mean(values), colour(arm)))
+                ax.scatter(*points[-1][1:3], s=spent["bytes"] / 2**22, color=colour(arm), alpha=0.6, linewidths=0)
         ax.set(xlabel="steps/s in training", xscale="log",
                title=f"{which}: {self.told(' on test')}; area: memory")
         ax.margins(0, 0.3)
         rates = [spent["steps_per_s"] for spent in speeds.values()]
         ax.set_xlim(0.8 * min(rates), 1.25 * max(rates))
         plain_ticks(ax.xaxis)
-        name_points(ax, points, (9, -16, 19, -26), fontsize=8)
-        name_points(ax, below, (14, 52, 90, 128), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
+        name_points(ax, points, fontsize=8)
 
     def draw(self, ax, which: str, setting: Setting, found: Found) -> None:
         """Curves on validation, means over the seeds that did not diverge."""
@@ -196,22 +214,32 @@ def csv_rows(found: Found, costs: Costs, metric: str) -> list[dict[str, Any]]:
     return rows
 
 
-def name_points(ax, names: Sequence[tuple[str, float, float, str]], offsets: Sequence[float], **style) -> None:
-    """Writes (name, x, y, colour) above its point, by the first of the offsets (in points of print) at which it covers
-    no name before it, with a line down to it where it is far. The scales and limits of the axes must be set."""
+OFFSETS = (9, -18, 19, -28, 29, -38)  # of names from their points, in points of print
+RADIUS = 8                            # of a point, about
+
+
+def name_points(ax, names: Sequence[tuple[str, float, float, str]], **style) -> None:
+    """Writes (name, x, y, colour) above or below its point, by the first of OFFSETS at which it covers no name before
+    it and no other point, with a line to it. The scales and limits of the axes must be set."""
     from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
 
     ax.figure.canvas.draw()
+    radius = RADIUS * ax.figure.dpi / 72
+    places = [ax.transData.transform((x, y)) for _, x, y, _ in names]
+    points = [Bbox([place - radius, place + radius]) for place in places]
     taken = []
-    for name, x, y, shade in sorted(names, key=lambda each: each[1]):
+    for i in sorted(range(len(names)), key=lambda i: names[i][1]):
+        name, x, y, shade = names[i]
         line = {"arrowstyle": "-", "color": shade, "lw": 0.7, "shrinkB": 0}
         made = ax.annotate(name, (x, y), color=shade, textcoords="offset points", xytext=(0, 0), ha="center",
                            va="bottom", arrowprops=line, **style)
-        for offset in offsets:
+        others = [*points[:i], *points[i + 1:], *taken]
+        for offset in OFFSETS:
             made.set_position((0, offset))
             made.update_positions(ax.figure.canvas.get_renderer())
             box = Text.get_window_extent(made)
-            if not any(box.overlaps(other) for other in taken):
+            if not any(box.overlaps(other) for other in others):
                 break
         taken.append(box)
 

@@ -18,7 +18,8 @@ SOURCES = ("tasks/sequences.py", "tasks/lra.py", "tasks/pixels.py", "tasks/books
            "models/classifier.py", "models/carried.py", "models/transformer.py", "data/labelled.py", "data/listops.py",
            "data/pathfinder.py", "data/pixels.py", "data/books.py", "attention/reformer.py", "attention/baselines.py")
 HOME = runs.Home(Path("outputs/long"), SOURCES)
-CONTROLS = ("uniform", "identity", "window")
+BLIND = ("uniform", "identity")                              # controls that look at no query and no key
+CONTROLS = (*BLIND, "window")
 GATE_ARMS = ("exact", "uniform")
 FEW = ("attention.block=8", "attention.heavy=8", "attention.cells=8")  # of near-far attention on rows as short as 64
 TIMED, WARM = 8, 2                                           # steps of the run that is timed, and those before

@@ -1,14 +1,12 @@
 """make sampling: sampled softmax, its cost against the number of classes, its gradient beside the full softmax's."""
 
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, Gate, check_gates, independent, judged, paired, won_by
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies import sampling as study
+from crt_exp.studies.memory import in_new_process
 
 CLASSES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
 LARGEST = {64: 10_000_000, 256: 1_000_000, 1024: 1_000_000}  # classes by m: the tables of 1024 take 5 GB
@@ -73,17 +71,11 @@ def rounds(classes: int) -> int:
 
 
 def draw_cell(**key: Any) -> dict[str, dict[str, float]]:
-    return in_new_process(study.draw_times, key)
+    return in_new_process(study.draw_times, **key)
 
 
 def step_cell(**key: Any) -> dict[str, tuple[float, float]]:
-    return in_new_process(study.step_times, key)
-
-
-def in_new_process(measure: Callable[..., Any], key: dict[str, Any]) -> Any:
-    """In a process that gives its memory back at the end, and has done nothing before."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure, **key).result()
+    return in_new_process(study.step_times, **key)
 
 
 # ---- tables

@@ -12,11 +12,12 @@ import numpy as np
 
 from crt_exp.report import palette
 from crt_exp.report.encoder_steps import METHODS
-from crt_exp.report.evidence import Claim, Gate, Verdict, detectable, independent, judged, paired, won_by
+from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, detectable, independent, judged, paired, won_by
 from crt_exp.report.speech_runs import BEAM, MAIN, Arm, Setting, compared
 from crt_exp.report.writing import label_ends, markdown, new_figure
 
 RANGE = (4.0, 24.0)  # of |x + y|^2: below it all maps are good, above it none is
+COSTS = 0.5          # nats an utterance, that uniform attention must cost
 CONTROLS = ("uniform", "identity")  # they look at no query and no key
 NAMES = {"favor": "FAVOR trig", "hyp": "FAVOR+ hyp", "exact": "exact", "uniform": "uniform", "identity": "identity"}
 TICKS = (1, 2, 5, 10, 15, 20, 30, 50, 100, 200)  # of word error rates, %
@@ -69,7 +70,7 @@ def gates(setting: Setting, looked: Mapping[Arm, dict[str, list]],
     better, worse = (looked[Arm(name, setting.ms[0])] for name in setting.pairs[0])
     S = np.concatenate(worse["S"])
     cost, inside = loss("uniform") - loss("exact"), float(np.mean(np.clip(S, *RANGE) == S))
-    made = [Gate("uniform attention in place of exact attention costs nats an utterance", cost, least=0.5),
+    made = [Gate("uniform attention in place of exact attention costs nats an utterance", cost, COSTS),
             Gate(f"share of heads whose mean |x + y|^2 lies in {RANGE[0]:g} to {RANGE[1]:g}", inside, least=0.5)]
     if None not in (*better["predicted"], *worse["predicted"]):
         names = [label(Arm(name)) for name in setting.pairs[0]]
@@ -82,30 +83,39 @@ def ratio(better: dict[str, list], worse: dict[str, list]) -> float:
     return float(np.median(np.concatenate(worse["predicted"]) / np.concatenate(better["predicted"])))
 
 
-def claims(found: Found) -> list[Claim]:
-    """Each says that the better arm of a pair is better; of as many draws as both have, paired by seed."""
-    made = []
+def claims(found: Found) -> dict[str, list[Claim]]:
+    """By where they were measured. Each says that the better arm of a pair is better; of as many draws as both have,
+    paired by seed."""
+    made: dict[str, list[Claim]] = {}
     for better, worse in found.setting.pairs:
         for m in found.setting.ms:
-            for phase in ("swap", "uptrained", "scratch", "speaker"):
+            said = f"{label(Arm(better))} beats {label(Arm(worse))} at m = {m}"
+            for phase, where in PHASES.items():
                 metric, unit = ("loss", "nats an utterance") if phase == "swap" else ("wer", "points of WER")
                 first, second = (found.draws(phase, Arm(name, m), metric) for name in (worse, better))
                 if first and second:
-                    text = f"{label(Arm(better))} beats {label(Arm(worse))} at m = {m} {PHASES[phase]}"
-                    made.append(Claim(text, paired(first, second), unit))
-    return made + other_claims(found)
-
-
-def other_claims(found: Found) -> list[Claim]:
-    """Directly after the swap in the further exact models."""
-    made = []
-    for name, _ in found.setting.others:
-        for better, worse in found.setting.pairs:
-            for m in found.setting.ms:
-                text = f"{label(Arm(better))} beats {label(Arm(worse))} at m = {m} {PHASES['swap']}, {name}"
+                    made.setdefault(where, []).append(Claim(f"{said} {where}", paired(first, second), unit))
+            for name, _ in found.setting.others:
                 losses = (other_losses(found, name, Arm(each, m)) for each in (worse, better))
-                made.append(Claim(text, paired(*losses), "nats an utterance"))
+                made.setdefault(in_other(name), []).append(
+                    Claim(f"{said} {in_other(name)}", paired(*losses), "nats an utterance"))
     return made
+
+
+def in_other(name: str) -> str:
+    """One of the further exact models, by what differs in it."""
+    return f"{PHASES['swap']}, {name}"
+
+
+def cost_gates(found: Found) -> dict[str, Gate]:
+    """What uniform attention costs, wherever something is claimed: nothing is judged where that is too little."""
+    losses = {where: [found.draws(phase, Arm(each), "loss") for each in ("uniform", "exact")]
+              for phase, where in PHASES.items()}
+    losses |= {in_other(name): [other_losses(found, name, Arm(each)) for each in ("uniform", "exact")]
+               for name, _ in found.setting.others}
+    return {where: Gate(f"uniform attention costs nats an utterance {where}",
+                        float(np.mean(uniform) - np.mean(exact)) if uniform and exact else np.nan, COSTS)
+            for where, (uniform, exact) in losses.items() if where in claims(found)}
 
 
 def other_losses(found: Found, name: str, arm: Arm) -> list[float]:
@@ -113,8 +123,11 @@ def other_losses(found: Found, name: str, arm: Arm) -> list[float]:
             if (where, other) == (name, arm)]
 
 
-def verdicts(found: Found) -> list[Verdict]:
-    return judged(claims(found))
+def verdicts(found: Found) -> list[Verdict | Unjudged]:
+    gates, made = cost_gates(found), claims(found)
+    told = judged([claim for where, each in made.items() for claim in each if gates[where].passed])
+    return [*told, *(Unjudged(claim, gates[where]) for where, each in made.items() for claim in each
+                     if not gates[where].passed)]
 
 
 def control_text(found: Found) -> str:
@@ -269,7 +282,7 @@ def sample_text(found: Found) -> str:
             "say that the code reads and trains on real LibriSpeech, and nothing of the attention.")
 
 
-def rows(found: Found, judgements: Sequence[Verdict]) -> list[dict[str, Any]]:
+def rows(found: Found, judgements: Sequence[Verdict | Unjudged]) -> list[dict[str, Any]]:
     """For the csv."""
     made = [verdict.row() for verdict in judgements]
     for phase, metric, _ in (*COLUMNS, ("speaker", "loss", 2)):

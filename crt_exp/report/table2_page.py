@@ -16,6 +16,7 @@ from crt_exp.report.table2_verdicts import (
     above,
     answers,
     beaten,
+    beaten_on_glue,
     difference,
     glue_claims,
     label,
@@ -43,7 +44,7 @@ COLOURS = {"relu": "#332288", "elu": "#009E73"}
 def write(size: str, found: Found, asked: dict[str, Sequence[Gate]], seconds: float) -> None:
     of_glue = glue_claims(found)
     told = verdicts(found, asked, of_glue)
-    said = "\n".join([beaten(found) if found.kinds else NO_KIND, "", *map(str, told), "",
+    said = "\n".join([beaten(found) if found.kinds else NO_KIND, "", beaten_on_glue(found), "", *map(str, told), "",
                       *(f"- power: {line}." for line in power(found))])
     parts = [said, "", "Small encoders, not the paper's BERT-base: compare rows within a table.\n",
              "## Gates\n", *(str(gate) for gates in asked.values() for gate in gates),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from crt_exp.data.glue import TASKS
 from crt_exp.report import palette, table2_glue
 from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, Verdict, detectable, independent, judged, won_by
 from crt_exp.report.table2_runs import ELU, EXACT, JUDGED, UNIFORM, Kind, Setting
@@ -237,3 +238,20 @@ def beaten(found: Found) -> str:
                 if np.mean(d) >= 0:
                     places.setdefault(f"{kind.title}, {when(step)}", []).append(label(arm))
     return won_by("uniform attention", places, count)
+
+
+def beaten_on_glue(found: Found) -> str:
+    """Arms that score no better than uniform attention that was trained as they were, or than no model at all."""
+    places: dict[str, list[str]] = {}
+    count = 0
+    for data, controls in found.controls.items():
+        groups = ((found.tuned, UNIFORM, label, ""), (found.scratch, "uniform", palette.label, "from scratch, "))
+        for runs, uniform, called, how in groups:
+            mean = {row: np.mean(scores(runs, row, data)) for row in dict.fromkeys(row for row, other, _ in runs
+                                                                                  if other == data)}
+            bar = max(table2_glue.best_control(data, controls), mean.get(uniform, -np.inf))
+            for row in (row for row in mean if row != uniform):
+                count += 1
+                if mean[row] <= bar:
+                    places.setdefault(TASKS[data].folder, []).append(f"{how}{called(row)}")
+    return won_by("the best of uniform attention and answers without a model", places, count) if count else ""
