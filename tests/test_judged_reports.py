@@ -15,6 +15,13 @@ from crt_exp.report.kernel_arms import least
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_draws():
+    """Every test draws the same numbers, alone or among others."""
+    global RNG
+    RNG = np.random.default_rng(0)
+
+
 def errors(level, n=15):
     return (level * RNG.lognormal(0, 0.05, n)).tolist()
 
