@@ -79,6 +79,8 @@ class NearFar(LinearAttention):
             raise ValueError("near-far attention cannot split a sequence over processes (group=...): its near keys and "
                              "heavy keys may lie on any of them. Take favorpp")
         super().__setattr__(name, value)
+        if name in ("causal", "cross") and getattr(self, "features", None) is not None:
+            setattr(self.features, name, value)                   # far features are called as the layer is
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
@@ -111,13 +113,8 @@ class NearFar(LinearAttention):
                                   codebook=book, key_mask=key_mask, factor=self.scale)
 
     def _far(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> FarFeatures:
-        features = self._as_called()
+        features = self.features
         return FarFeatures(features.phi, features.noise, features._params(x, y, key_mask), self.kv_heads)
-
-    def _as_called(self) -> RandomFeatureAttention:
-        """The far features, causal or across as this layer now is."""
-        self.features.causal, self.features.cross = self.causal, self.cross
-        return self.features
 
     # ---- the codebook
 
@@ -140,7 +137,7 @@ class NearFar(LinearAttention):
     def learns(self) -> bool:
         """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
         book = self.clusters is not None and (self.causal or self.cross)
-        return book or (self.features is not None and self._as_called().learns)
+        return book or (self.features is not None and self.features.learns)
 
     @property
     def version(self) -> int:
@@ -167,14 +164,14 @@ class NearFar(LinearAttention):
         if uses_codebook:
             self.clusters.advance()
         if self.features is not None:
-            self._as_called()._advance()
+            self.features._advance()
 
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         if self.uses_codebook(q, k):
             same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
             self.clusters.note(self.scaled(q), self.scaled(k), key_mask if same else None, key_mask)
         if self.features is not None:
-            self._as_called()._see(self.scaled(q), self.scaled(k), key_mask)
+            self.features._see(self.scaled(q), self.scaled(k), key_mask)
 
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():

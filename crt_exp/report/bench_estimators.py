@@ -14,7 +14,7 @@ from sklearn.random_projection import GaussianRandomProjection
 from crt_exp.estimators import RandomFeatures
 from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, judged, won_by
-from crt_exp.report.kernel_arms import below, over
+from crt_exp.report.kernel_arms import below, of_processes, over
 from crt_exp.report.writing import markdown, write_report
 from crt_exp.studies.memory import in_new_process
 
@@ -105,14 +105,9 @@ def rotated(items: list, by: int) -> list:
 def claims(seconds: Seconds) -> list[Claim]:
     """Of this library, not of a paper: as many columns take no longer than scikit-learn's."""
     return [below(f"{dtype}: {name} transforms to {WIDTH} columns in less time than {PEER}",
-                  of_process(seconds[dtype, Arm(name), "transform"]),
-                  of_process(seconds[dtype, Arm(PEER), "transform"]))
+                  of_processes(seconds[dtype, Arm(name), "transform"], PROCESSES),
+                  of_processes(seconds[dtype, Arm(PEER), "transform"], PROCESSES))
             for dtype in DTYPES for name in MAPS]
-
-
-def of_process(values: Sequence[float]) -> list[float]:
-    """The geometric mean of each process."""
-    return np.exp(np.reshape(np.log(values), (PROCESSES, -1)).mean(1)).tolist()
 
 
 def controls_that_win(seconds: Seconds) -> str:
@@ -130,7 +125,8 @@ def table(seconds: Seconds, dtype: str) -> str:
     for arm in arms():
         cells = [cell for step in STEPS for cell in (
             spread(seconds[dtype, arm, step]),
-            over(of_process(seconds[dtype, arm, step]), of_process(seconds[dtype, Arm(PEER), step])))]
+            over(of_processes(seconds[dtype, arm, step], PROCESSES),
+                 of_processes(seconds[dtype, Arm(PEER), step], PROCESSES)))]
         rows.append([arm.name, arm.columns, *cells])
     header = ["features", "columns", *(text for step in STEPS for text in (f"{step}, s", f"of {PEER}'s"))]
     return f"## {dtype}\n\n" + markdown(header, rows)

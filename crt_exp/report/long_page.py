@@ -124,7 +124,7 @@ class Page:
                           *map(str, gates.values()), "", *(self.section(which, setting, found, costs)
                                                            for which in setting.sets), self.more(found)])
         rows = [*csv_rows(found, costs, self.metric), *(verdict.row() for verdict in verdicts)]
-        path = write_report(self.name, self.title, body, rows, self.figure(setting, found, costs),
+        path = write_report(self.name, self.title, body, rows, self.figure(setting, found, costs, gates),
                             self.facts(size, setting), seconds)
         print(f"{said}\nwritten: {path}")
 
@@ -161,9 +161,9 @@ class Page:
 
     # ---- picture
 
-    def figure(self, setting: Setting, found: Found, costs: Costs):
+    def figure(self, setting: Setting, found: Found, costs: Costs, gates: dict[str, Gate]):
         """Of the sets that pass their gates; of all where none does."""
-        shown = [which for which, gate in self.gates(found, setting).items() if gate.passed] or [*setting.sets]
+        shown = [which for which, gate in gates.items() if gate.passed] or [*setting.sets]
         fig, axes = new_figure(2, len(shown), figsize=(6.5 * max(len(shown), 1.4), 8.5), squeeze=False)
         for (above, below), which in zip(axes.T, shown):
             self.draw(above, which, setting, found)

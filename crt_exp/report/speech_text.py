@@ -109,13 +109,14 @@ def in_other(name: str) -> str:
 
 def cost_gates(found: Found) -> dict[str, Gate]:
     """What uniform attention costs, wherever something is claimed: nothing is judged where that is too little."""
+    claimed = claims(found)
     losses = {where: [found.draws(phase, Arm(each), "loss") for each in ("uniform", "exact")]
               for phase, where in PHASES.items()}
     losses |= {in_other(name): [other_losses(found, name, Arm(each)) for each in ("uniform", "exact")]
                for name, _ in found.setting.others}
     return {where: Gate(f"uniform attention costs nats an utterance {where}",
                         float(np.mean(uniform) - np.mean(exact)) if uniform and exact else np.nan, COSTS)
-            for where, (uniform, exact) in losses.items() if where in claims(found)}
+            for where, (uniform, exact) in losses.items() if where in claimed}
 
 
 def other_losses(found: Found, name: str, arm: Arm) -> list[float]:
