@@ -150,9 +150,17 @@ def test_kernels_that_diverge_are_named_and_counted():
     cosine = kernels.Arm("cos", normalize=False)
     text = kernels.stopped(kernel_runs({cosine, kernels.LINEAR_TRANSFORMER}))
     assert "9 of 69 runs diverged" in text and "Of the Linear Transformer 6 of 6 did" in text
-    assert "- cos, no denominators (unidirectional), seed 2: step 7: loss nan" in text
+    assert "- cos without denominators (unidirectional), seed 2: step 7: loss nan" in text
     row = next(line for line in kernels.table(kernel_runs({cosine})).splitlines() if line.startswith("| cos |"))
     assert row.endswith("| 0 of 3 | diverged | diverged | 3 of 3 | 0 of 3 |")
+
+
+def test_the_first_line_names_arms_without_denominators_and_those_that_never_end():
+    runs = kernel_runs({kernels.Arm("cos", normalize=False)})
+    runs |= {(U, kernels.Arm("abs", normalize=False), seed): ended(2.95, seed) for seed in range(3)}
+    text = kernels.controls_that_win({GENERATED: runs})
+    beaten = "beats 2 of 21 arms.** generated families: abs without denominators, cos without denominators."
+    assert text == f"**Uniform attention, a control, {beaten}\n\n**The law of letters, by frequency, a control, {beaten}"
 
 
 def test_the_kernel_beside_relu_is_chosen_on_validation():
@@ -167,7 +175,7 @@ def test_kernels_are_not_judged_where_uniform_attention_costs_little():
     told = {type(verdict): verdict.claim.text for verdict in kernels.verdicts_of(results)}
     assert told[Unjudged].startswith("proteomes: ") and told[Verdict].startswith("generated families: ")
     text = kernels.summary(results, kernels.verdicts_of(results))
-    assert "**proteomes: uniform attention, a control, ends no worse than" not in text  # it ends below none of them
+    assert text.startswith("None of 42 arms is worse than uniform attention, a control.")
     assert "- **failed**: what uniform attention costs" in kernels.section(REAL, results[REAL])
 
 
