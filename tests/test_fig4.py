@@ -28,6 +28,7 @@ MEMORY = {(n, name): 2.0 * n * (n / 784 if name == vit_steps.FORMED else 1) for 
 @pytest.mark.parametrize("favorpp, word", [(1.0, "confirmed"), (3.0, "refuted")])
 def test_verdicts_on_steps_follow_the_times(favorpp, word, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "REPORT", tmp_path)
+    monkeypatch.setattr(fig4_right, "PROCESSES", 3)
     fig4_right.write(step_times(3.0, 1.0, favorpp), MEMORY, 1.0)
     told = capsys.readouterr().out
     assert [line.split("**")[1] for line in told.splitlines() if line.startswith("- ")] == 3 * [word]
@@ -57,10 +58,11 @@ def test_fig4_right_at_small_sizes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fig4_right, "TOKENS", (64, 256))
     monkeypatch.setattr(fig4_right, "MEMORY_TOKENS", (64, 256))
     monkeypatch.setattr(fig4_right, "BARS", {256: 0.01})
-    monkeypatch.setattr(fig4_right, "rounds", lambda tokens: 4)
+    monkeypatch.setattr(fig4_right, "rounds", lambda tokens: 2)
+    monkeypatch.setattr(fig4_right, "PROCESSES", 2)
     fig4_right.main("small")
     assert "confirmed**: FAVOR++ makes more than 0.01 times" in capsys.readouterr().out
-    assert len((tmp_path / "outputs/fig4-right/cells.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "outputs/fig4-right/cells.jsonl").read_text().splitlines()) == 4
 
 
 # ---- fig4-left

@@ -30,7 +30,8 @@ def found(exact=6.0, long=1.0, late=1.0, uniform=0.0):
     trained["relu", 2] = {"diverged": "step 1"}
     memory = {(name, n): float(n) for name, lengths in proteins_long.MEMORY.items() for n in lengths}
     drawn = {(name, n): turned(n % 3, late if n == 8000 else 1.0) for name in ("exact", "favorpp") for n in (100, 8000)}
-    return Found(trained, times, {1024: turned(0, 1.0), 8192: turned(1, 1.0), 32768: turned(2, long)}, memory, drawn)
+    flat = {1024: turned(0, 1.0), 8192: turned(1, 1.0), 32768: turned(2, long)}
+    return Found(trained, times, flat, memory, drawn, processes=3)
 
 
 @pytest.mark.parametrize("results, word", [(found(), "confirmed"), (found(exact=2.0, long=1.5, late=1.5), "refuted")],
@@ -44,6 +45,21 @@ def test_verdicts_follow_the_times(results, word, tmp_path, monkeypatch, capsys)
     assert "| wide model, 8192 |" in text and f"| {FORMED} |" in text and "| ReLU |" in text
     assert (tmp_path / "proteins-long.png").stat().st_size > 30_000
     assert (tmp_path / "proteins-long.csv").read_text().count("diverged") == 1
+
+
+def test_the_first_lines_tell_which_arms_lose_to_a_control():
+    results = found(uniform=-0.01)
+    results.trained["exact", 0]["last"]["unigram_perplexity"] = 1.0
+    text = proteins_long_page.controls_that_win(results)
+    assert text.startswith("**Uniform attention, a control, beats 4 of 4 arms.**")
+    assert "**The law of letters, by frequency, a control, beats 4 of 4 arms.** proteomes, 2 steps: " in text
+    assert proteins_long_page.controls_that_win(found(uniform=1.0)).startswith("None of 4 arms")
+
+
+def test_times_are_judged_by_process():
+    """Rounds of a process are not independent: six rounds of three processes count as three."""
+    differences = [claim.difference for claim in proteins_long_page.claims(found())]
+    assert [difference.n for difference in differences] == 5 * [3]
 
 
 def test_curves_that_tell_nothing_are_said_to():
@@ -69,7 +85,7 @@ def test_every_part_steps_with_its_own_attention(one_thread, monkeypatch):
 def test_letters_are_drawn_at_their_positions(one_thread):
     sizes = {"heads": 2, "layers": 1, "d_ff": 8, "d": 16}
     found = protein_steps.generation(["exact", "favorpp"], [5, 20], 3, sizes, 4)
-    assert [[len(values) for values in of_name] for of_name in found] == 2 * [[3, 3]]
+    assert [len(values) for values in found] == 4 * [3]
 
 
 @pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])
@@ -94,7 +110,7 @@ def test_all_of_it_at_a_tiny_size(tmp_path, monkeypatch, capsys, one_thread):
     of_other = [o for o in small.options if not any(o.split("=")[0] == p.split("=")[0] for p in options)]
     monkeypatch.setitem(proteins_long.SETTINGS, "small", proteins_long.Setting((*of_other, *options), 3, 8, 1, 2))
     for name, value in {"LENGTHS": (64, 128), "LONG": 128, "MEMORY": {"exact": (64, 128), FORMED: (64,)},
-                        "POSITIONS": (8, 40), "LETTERS_DRAWN": 4, "FLAT_ROUNDS": 2,
+                        "POSITIONS": (8, 40), "LETTERS_DRAWN": 4, "FLAT_ROUNDS": 2, "PROCESSES": 2,
                         "TRAINED": ("exact", "favorpp", "uniform")}.items():
         monkeypatch.setattr(proteins_long, name, value)
     monkeypatch.setattr(proteins_long, "DRAWING", proteins_long.DRAWING | {"sizes": protein_steps.SIZES[MODEL], "m": 8})

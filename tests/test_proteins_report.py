@@ -160,7 +160,8 @@ def test_the_first_line_names_arms_without_denominators_and_those_that_never_end
     runs |= {(U, kernels.Arm("abs", normalize=False), seed): ended(2.95, seed) for seed in range(3)}
     text = kernels.controls_that_win({GENERATED: runs})
     beaten = "beats 2 of 21 arms.** generated families: abs without denominators, cos without denominators."
-    assert text == f"**Uniform attention, a control, {beaten}\n\n**The law of letters, by frequency, a control, {beaten}"
+    assert text == (f"**Uniform attention, a control, {beaten}\n\n"
+                    f"**The law of letters, by frequency, a control, {beaten}")
 
 
 def test_the_kernel_beside_relu_is_chosen_on_validation():

@@ -13,8 +13,8 @@ from sklearn.random_projection import GaussianRandomProjection
 
 from crt_exp.estimators import RandomFeatures
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, judged, won_by
-from crt_exp.report.kernel_arms import below, of_processes, over
+from crt_exp.report.evidence import Claim, judged, of_processes, won_by
+from crt_exp.report.kernel_arms import below, over
 from crt_exp.report.writing import markdown, write_report
 from crt_exp.studies.memory import in_new_process
 

@@ -100,6 +100,16 @@ def inside(values: np.ndarray, bound: float) -> np.ndarray:
     return bound - np.sign(np.sum(values)) * values
 
 
+def in_a_row(processes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """The rounds of every arm that was timed, one process after the other."""
+    return {arm: [took for each in processes for took in each[arm]] for arm in processes[0]}
+
+
+def of_processes(times: Sequence[float], processes: int) -> np.ndarray:
+    """The geometric mean of each process, whose rounds stand in a row: what is independent of times are processes."""
+    return np.exp(np.reshape(np.log(times), (processes, -1)).mean(1))
+
+
 def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
     """The true difference that n pairs (default: as many as given) would show with this power.
 

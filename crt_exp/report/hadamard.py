@@ -13,8 +13,8 @@ from crt_exp.attention import DenominatorCount, attention, exact_attention
 from crt_exp.features import PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, judged, won_by
-from crt_exp.report.kernel_arms import below, of_processes, over, resolution
+from crt_exp.report.evidence import Claim, in_a_row, judged, of_processes, won_by
+from crt_exp.report.kernel_arms import below, over, resolution
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
 from crt_exp.studies.memory import in_new_process
 from crt_exp.studies.projections import Projections
@@ -61,8 +61,7 @@ def main(size: str) -> None:
     cells.fill(list(beside.values()), controls, "controls").fill(list(biased.values()), bias, "bias")
     cells.fill(list(timed.values()), times_of, "times", workers=1)
     found = {place: cells[key] for place, key in keys.items()}
-    times = {n: {arm: [t for i in range(PROCESSES) for t in cells[timed[n, i]][arm]] for arm in cells[timed[n, 0]]}
-             for n in LENGTHS}
+    times = {n: in_a_row([cells[timed[n, i]] for i in range(PROCESSES)]) for n in LENGTHS}
     write(size, found, {scale: cells[key] for scale, key in beside.items()},
           {place: cells[key] for place, key in biased.items()}, times, cells.seconds())
 

@@ -90,11 +90,6 @@ def resolution(what: str, first: Sequence[float], second: Sequence[float]) -> st
     return f"A difference of {least:.2g} in the logarithm of {what} would be shown with a probability of 80%, alone."
 
 
-def of_processes(times: Sequence[float], processes: int) -> list[float]:
-    """The geometric mean of each process, whose rounds stand in a row."""
-    return np.exp(np.reshape(np.log(times), (processes, -1)).mean(1)).tolist()
-
-
 def distinct(keys: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each key of a cell once."""
     found: list[dict[str, Any]] = []

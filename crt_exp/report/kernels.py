@@ -100,6 +100,11 @@ def last(found: Found, arm: Arm, metric: str, way: str = U) -> dict[int, float]:
             if (d, other) == (way, arm) and "last" in run and run["last"][metric] is not None}
 
 
+def mean(found: Found, arm: Arm, metric: str) -> float:
+    """Of the runs that ended with a number; of none, infinite."""
+    return float(np.mean([*last(found, arm, metric).values()] or [np.inf]))
+
+
 def difference(found: Found, first: Arm, second: Arm, metric: str) -> np.ndarray:
     a, b = last(found, first, metric), last(found, second, metric)
     return np.array([a[seed] - b[seed] for seed in a if seed in b])
@@ -184,10 +189,10 @@ def controls_that_win(found: dict[Dataset, Found]) -> str:
     arms = [arm for arm in ARMS[U] if arm != CONTROLS[1]]
     uniform, letters = {}, {}
     for dataset, here in found.items():
-        mean = lambda arm, metric: np.mean([*last(here, arm, metric).values()] or [np.inf])
-        uniform[SOURCE[dataset]] = [str(arm) for arm in arms if mean(arm, "loss") > mean(CONTROLS[1], "loss")]
+        least = mean(here, CONTROLS[1], "loss")
+        uniform[SOURCE[dataset]] = [str(arm) for arm in arms if mean(here, arm, "loss") > least]
         letters[SOURCE[dataset]] = [str(arm) for arm in arms if not last(here, arm, "loss") or mean(
-            arm, "perplexity") > mean(arm, "unigram_perplexity")]
+            here, arm, "perplexity") > mean(here, arm, "unigram_perplexity")]
     of = len(arms) * len(found)
     return f"{won_by('uniform attention', uniform, of)}\n\n{won_by('the law of letters, by frequency', letters, of)}"
 
@@ -293,10 +298,10 @@ def draw(ax, found: Found, arms: Sequence[Arm]) -> None:
         if not curves:
             continue
         steps = [point["step"] for point in curves[0]]
-        mean = np.mean([[100 * point["accuracy"] for point in curve] for curve in curves], 0)
-        ax.plot(steps, mean, color=colour(arm), ls="-" if arm.projection else "--", lw=1.4, marker="o", ms=2.5)
+        middle = np.mean([[100 * point["accuracy"] for point in curve] for curve in curves], 0)
+        ax.plot(steps, middle, color=colour(arm), ls="-" if arm.projection else "--", lw=1.4, marker="o", ms=2.5)
         ends.append((f"{arm.kernel if arm.projection else LINEAR}{f' ({stops} diverged)' if stops else ''}", steps[-1],
-                     mean[-1], colour(arm)))
+                     middle[-1], colour(arm)))
     label_ends(ax, ends)
 
 

@@ -131,9 +131,9 @@ def memory(name: str, length: int) -> float:
 
 @torch.no_grad()
 def generation(names: Sequence[str], positions: Sequence[int], rounds: int, sizes: Sizes,
-               m: int) -> list[list[list[float]]]:
-    """Milliseconds of a letter behind so many: of each name, at each position, in each round; all take their turn in
-    every round, and each goes on from where its last letter was."""
+               m: int) -> list[list[float]]:
+    """Milliseconds of a letter behind so many in each round: of each name and, within it, each position; all take
+    their turn in every round, and each goes on from where its last letter was."""
     begun, token = {}, drawn(1, 1)
     for name in names:
         model = language_model(name, max(positions) + rounds + WARM, sizes, m).eval()
@@ -149,4 +149,4 @@ def generation(names: Sequence[str], positions: Sequence[int], rounds: int, size
             model(token, pasts=pasts)
             if turn >= WARM:
                 found[case].append(1e3 * (time.perf_counter() - start))
-    return [[found[name, position] for position in positions] for name in names]
+    return [found[name, position] for name in names for position in positions]

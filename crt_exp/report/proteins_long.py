@@ -5,11 +5,13 @@ drawing letters are those of models with random weights (protein_steps.py), on t
 """
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from crt_exp.models.language import sizes_of
 from crt_exp.report import protein_steps, proteins_long_page, runs
+from crt_exp.report.evidence import in_a_row
 from crt_exp.report.protein_steps import FORMED, LAYER, MODEL, WIDE, rows
 from crt_exp.report.proteins_long_page import Found
 from crt_exp.report.writing import Cells
@@ -20,9 +22,9 @@ TIMED = ("exact", "favorpp", "uniform")
 LENGTHS, LONG = (1024, 8192, 32768), 8192
 MEMORY = {"exact": LENGTHS, "favorpp": LENGTHS, "uniform": LENGTHS,
           FORMED: (1024, LONG)}            # 8 heads, 32768 letters: 34 GB for one matrix, and several are needed
-POSITIONS, LETTERS_DRAWN = (100, 1000, 4000, 8000), 40
+POSITIONS, LETTERS_DRAWN = (100, 1000, 4000, 8000), 10  # letters drawn by each process, at each position
 DRAWING = {"names": ["exact", "favorpp"], "sizes": sizes_of("performer6", {}, "sizes"), "m": 128}
-FLAT_ROUNDS = 8
+PROCESSES, FLAT_ROUNDS = 5, 2              # rounds of each process
 TRAINING_SOURCES = ("tasks/trembl.py", "tasks/sequences.py", "models/language.py", "models/transformer.py",
                     "data/protein.py", "data/fasta.py", "attention/generalized.py")
 HOME = runs.Home(Path("outputs/proteins-long"), TRAINING_SOURCES)
@@ -60,19 +62,20 @@ def main(size: str) -> None:
     cells.fill(list(runs_of.values()), train, "training", workers=setting.workers)
     timing = Cells("proteins-long-times", TIME_SOURCES)
     parts = [(part, length) for part in (LAYER, MODEL) for length in LENGTHS] + [(WIDE, LONG)]
-    steps = {case: steps_key(*case) for case in parts}
-    timing.fill(list(steps.values()), times, "training steps", workers=1)
-    flat = {"part": MODEL, "cases": [["favorpp", n, rows(MODEL, n)] for n in LENGTHS], "rounds": FLAT_ROUNDS}
-    timing.fill([flat], times, "FAVOR++ at all lengths", workers=1)
+    steps = {case: by_process(steps_key(*case)) for case in parts}
+    timing.fill([key for keys in zip(*steps.values()) for key in keys], times, "training steps", workers=1)
+    flat = by_process({"part": MODEL, "cases": [["favorpp", n, rows(MODEL, n)] for n in LENGTHS],
+                       "rounds": FLAT_ROUNDS})
+    timing.fill(flat, times, "FAVOR++ at all lengths", workers=1)
     peaks = {(name, n): {"name": name, "length": n} for name, lengths in MEMORY.items() for n in lengths}
     timing.fill(list(peaks.values()), memory, "memory", workers=1)
-    drawing = {**DRAWING, "positions": list(POSITIONS), "rounds": LETTERS_DRAWN}
-    timing.fill([drawing], drawn, "drawing letters", workers=1)
+    drawing = by_process({**DRAWING, "positions": list(POSITIONS), "rounds": LETTERS_DRAWN})
+    timing.fill(drawing, drawn, "drawing letters", workers=1)
+    of = lambda names, keys: in_a_row([dict(zip(names, timing[key])) for key in keys])
+    places = list(product(DRAWING["names"], POSITIONS))
     found = Found({arm: cells[key] for arm, key in runs_of.items()},
-                  {case: dict(zip(TIMED, timing[key])) for case, key in steps.items()},
-                  dict(zip(LENGTHS, timing[flat])), {case: timing[key] for case, key in peaks.items()},
-                  {(name, n): values for name, of_name in zip(drawing["names"], timing[drawing])
-                   for n, values in zip(POSITIONS, of_name)})
+                  {case: of(TIMED, keys) for case, keys in steps.items()}, of(LENGTHS, flat),
+                  {case: timing[key] for case, key in peaks.items()}, of(places, drawing), PROCESSES)
     proteins_long_page.write(size, found, facts(size, setting, found), cells.seconds() + timing.seconds())
 
 
@@ -99,11 +102,16 @@ def steps_key(part: str, length: int) -> dict[str, Any]:
 
 
 def rounds(length: int) -> int:
-    """Fewer of the long ones, and at least 4, for quartiles."""
-    return max(4, min(7, 40960 // length))
+    """Of each process: more of the short ones, whose times vary more."""
+    return 2 if length < LONG else 1
 
 
-def times(part: str, cases: list[list], rounds: int) -> list[list[float]]:
+def by_process(key: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same work in each process, by its number."""
+    return [{**key, "process": i} for i in range(PROCESSES)]
+
+
+def times(part: str, cases: list[list], rounds: int, process: int) -> list[list[float]]:
     return in_new_process(protein_steps.times, part=part, cases=cases, rounds=rounds)
 
 
@@ -111,7 +119,7 @@ def memory(name: str, length: int) -> float:
     return in_new_process(protein_steps.memory, name=name, length=length)
 
 
-def drawn(**arguments: Any) -> list[list[list[float]]]:
+def drawn(process: int, **arguments: Any) -> list[list[float]]:
     return in_new_process(protein_steps.generation, **arguments)
 
 
@@ -119,7 +127,8 @@ def facts(size: str, setting: Setting, found: Found) -> str:
     import torch
 
     shown = lambda sizes: "({heads}, {layers}, {d_ff}, {d})".format(**sizes)
-    counts = ", ".join(f"{len(methods['exact'])} at {n} ({part})" for (part, n), methods in found.times.items())
+    counts = ", ".join(f"{len(methods['exact']) // PROCESSES} at {n} ({part})"
+                       for (part, n), methods in found.times.items())
     made = f"`{' '.join(setting.options)}`, {setting.steps} steps, m = {setting.m}, {setting.seeds} seeds"
     return (f"Training: {made}; a seed means the same weights, rows and order in all arms; SIZE={size}. Sizes are "
             f"(heads, layers, d_ff, d). Times: float32, {torch.get_num_threads()} threads, causal, random letters, no "
@@ -128,7 +137,9 @@ def facts(size: str, setting: Setting, found: Found) -> str:
             f"layer {protein_steps.HEADS} heads of {protein_steps.D} in training mode; m = "
             f"{', '.join(f'{m} ({part})' for part, m in protein_steps.M.items())}. A step of model and layer reads "
             f"{protein_steps.A_STEP} letters whatever the length of their rows. All methods take their turn in every "
-            f"round, after one to warm up; rounds: {counts}. Every number of letters has a process of its own, and so "
-            "has every peak of resident memory, of one row. Letters are drawn from a model of "
-            f"{shown(DRAWING['sizes'])}, m = {DRAWING['m']}, {LETTERS_DRAWN} rounds, all positions in every round. "
+            f"round, after one to warm up; {PROCESSES} processes for each number of letters, rounds of each: {counts}. "
+            "Tables show all rounds; verdicts are over processes, of each its own ratio. Every peak of resident "
+            "memory, of one row, has a process of its own. Letters are drawn from a model of "
+            f"{shown(DRAWING['sizes'])}, m = {DRAWING['m']}, {LETTERS_DRAWN} rounds of each of {PROCESSES} "
+            "processes, all positions in every round. "
             "Intervals: 95%, Student; p-values with Holm's correction.")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, detectable, independent, judged
+from crt_exp.report.evidence import Claim, detectable, independent, judged, of_processes, won_by
 from crt_exp.report.palette import label
 from crt_exp.report.protein_steps import FORMED, LAYER, MODEL, rows
 from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
@@ -23,18 +23,23 @@ COLOURS = {"uniform": palette.CONTROL, "exact": palette.EXACT, FORMED: "#0072B2"
 class Found:
     """All that was computed. trained: by name and seed. times: milliseconds of a step by part and L, then by name.
     flat: of the model with FAVOR++ by L. memory: MiB by name and L. drawn: milliseconds of a letter by name and
-    position."""
+    position. processes: how many took each of the times, whose rounds stand one process after the other."""
 
     trained: dict[tuple[str, int], dict[str, Any]]
     times: dict[tuple[str, int], dict[str, list[float]]]
     flat: dict[int, list[float]]
     memory: dict[tuple[str, int], float]
     drawn: dict[tuple[str, int], list[float]]
+    processes: int
+
+    def ratios(self, first: Sequence[float], second: Sequence[float]) -> np.ndarray:
+        """Of two times, one for each process: all take their turn in it, so that load from outside hits them alike."""
+        return of_processes(first, self.processes) / of_processes(second, self.processes)
 
 
 def write(size: str, found: Found, facts: str, seconds: float) -> None:
     verdicts = judged(claims(found))
-    said = "\n".join([*map(str, verdicts), "", learned(found), "", limits(found)])
+    said = "\n".join([controls_that_win(found), "", *map(str, verdicts), "", learned(found), "", limits(found)])
     body = "\n".join([
         said, "", "## Training on the proteomes\n", training_table(found),
         "## Letters a second in training: median [quartiles]\n", speed_table(found),
@@ -49,20 +54,35 @@ def write(size: str, found: Found, facts: str, seconds: float) -> None:
 
 
 def claims(found: Found) -> list[Claim]:
-    """Of each round its own ratio, so that load from outside hits both sides alike."""
     made = [Claim(f"the {part} trains more than {FASTER:g} times as fast with FAVOR++ as with exact attention at "
-                  f"{n} letters", independent(np.divide(times["exact"], times["favorpp"]) - FASTER), "times")
+                  f"{n} letters", independent(found.ratios(times["exact"], times["favorpp"]) - FASTER), "times")
             for (part, n), times in found.times.items() if n == LONG]
     short, longest = min(found.flat), max(found.flat)
-    kept = np.divide(found.flat[short], found.flat[longest])
+    kept = found.ratios(found.flat[short], found.flat[longest])
     made.append(Claim(f"the model with FAVOR++ reads more than {FLAT:g} times as many letters a second at {longest} "
                       f"as at {short}", independent(kept - FLAT), "times"))
     positions = [n for name, n in found.drawn if name == "favorpp"]
     first, last = min(positions), max(positions)
-    later = np.divide(found.drawn["favorpp", last], found.drawn["favorpp", first])
+    later = found.ratios(found.drawn["favorpp", last], found.drawn["favorpp", first])
     made.append(Claim(f"FAVOR++ draws a letter behind {last} in less than {STEADY:g} times the time of one behind "
                       f"{first}", independent(STEADY - later), "times"))
     return made
+
+
+def controls_that_win(found: Found) -> str:
+    """Which attention that is trained ends worse on test than uniform attention, and than the frequencies of
+    letters."""
+    mean = {name: np.mean(losses) for name, _ in found.trained if (losses := [*final(found, name).values()])}
+    step = next(iter(final(found, "exact", "step").values()))
+    controls = {"uniform attention": mean.pop("uniform"), "the law of letters, by frequency": letters(found)}
+    where = f"proteomes, {step} steps"
+    return "\n\n".join(won_by(control, {where: [label(name) for name in mean if mean[name] > loss]}, len(mean))
+                       for control, loss in controls.items())
+
+
+def letters(found: Found) -> float:
+    """The loss on test of the training letters' frequencies."""
+    return float(np.log(next(iter(final(found, "exact", "unigram_perplexity").values()))))
 
 
 def final(found: Found, name: str, metric: str = "loss") -> dict[int, float]:
@@ -83,14 +103,14 @@ def learned(found: Found) -> str:
     if len(lost) < 2:
         return "Training has fewer than two pairs of runs: it shows no difference."
     gap, (steps, *_) = independent(lost), final(found, "exact", "step").values()
-    unigram = np.log(next(iter(final(found, "exact", "unigram_perplexity").values())))
     exact = np.mean(list(final(found, "exact").values()))
     start = f"After {steps} steps uniform attention ends {gap:+.4f} nats from exact attention"
     if gap.low <= 0:
         return (f"**The training curves tell no attention from another.** {start}, which has {exact:.3f} where the "
-                f"unigrams of the training letters have {unigram:.3f}: what queries and keys would find is not learned "
-                "yet. They show that all arms train at this length, not which would be better after the paper's "
-                "100,000 steps: there its exact model stops at 19% of the letters, its larger Performer reaches 24%.")
+                f"unigrams of the training letters have {letters(found):.3f}: what queries and keys would find is not "
+                "learned yet. They show that all arms train at this length, not which would be better after the "
+                "paper's 100,000 steps: there its exact model stops at 19% of the letters, its larger Performer "
+                "reaches 24%.")
     ends = independent(difference(found, "favorpp", "exact"))
     return (f"{start}, so that attention matters; FAVOR++ ends {ends:+.4f} nats from it. The paper's finding, 19% of "
             "the letters against 24%, is on a larger Performer than the exact model that fits, after 100,000 steps: "
