@@ -28,8 +28,9 @@ def seeded():
 
 
 @pytest.fixture
-def one_thread():
-    """Threads only wait for each other on models of a few numbers."""
+def one_thread(monkeypatch):
+    """Threads only wait for each other on models of a few numbers, here and in new processes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

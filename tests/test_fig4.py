@@ -51,7 +51,7 @@ def test_every_method_of_fig4_right_steps(one_thread):
 
 
 @pytest.mark.slow
-def test_fig4_right_at_small_sizes(tmp_path, monkeypatch, capsys):
+def test_fig4_right_at_small_sizes(tmp_path, monkeypatch, capsys, one_thread):
     """The real measurement; memory comes from processes of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
@@ -61,7 +61,8 @@ def test_fig4_right_at_small_sizes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fig4_right, "rounds", lambda tokens: 2)
     monkeypatch.setattr(fig4_right, "PROCESSES", 2)
     fig4_right.main("small")
-    assert "confirmed**: FAVOR++ makes more than 0.01 times" in capsys.readouterr().out
+    told = next(line for line in capsys.readouterr().out.splitlines() if "FAVOR++ makes more than 0.01 times" in line)
+    assert "times (n = 2, p = " in told  # the processes
     assert len((tmp_path / "outputs/fig4-right/cells.jsonl").read_text().splitlines()) == 4
 
 
