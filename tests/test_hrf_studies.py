@@ -260,7 +260,8 @@ def test_verdicts_on_speech_follow_the_records(distance, word):
     assert {v.word for v in judged(hrf_speech.claims(found))} == {word}
     passed = hrf_speech.gates(found.after, found.looked)
     assert passed[0].passed == (distance > 0) and passed[1].passed
-    assert hrf_speech.controls_that_win(found).startswith("No arm" if distance > 0 else "**A control")
+    beaten = "None of 15 arms is worse than u" if distance > 0 else "**U"
+    assert hrf_speech.controls_that_win(found).startswith(f"{beaten}niform attention")
 
 
 @pytest.mark.slow
