@@ -12,7 +12,17 @@ import numpy as np
 
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.report import fig3, palette, speech_runs
-from crt_exp.report.evidence import Claim, Gate, Verdict, check_gates, detectable, independent, judged, paired
+from crt_exp.report.evidence import (
+    Claim,
+    Gate,
+    Verdict,
+    check_gates,
+    detectable,
+    independent,
+    judged,
+    paired,
+    won_by,
+)
 from crt_exp.report.speech_runs import SOURCES, Arm, Setting
 from crt_exp.report.speech_text import shown
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
@@ -123,14 +133,14 @@ def claims(found: Found) -> list[Claim]:
 
 
 def controls_that_win(found: Found) -> str:
-    told = []
+    """Arms whose word error rate is above that of uniform attention."""
+    beaten, of = {}, 0
     for phase, what in PHASES.items():
-        own = np.mean(found.draws(phase, "uniform", "wer"))
-        worse = [f"{name} {np.mean(wer):.1f}%" for name in ARMS if (wer := found.draws(phase, name, "wer"))
-                 and np.mean(wer) > own]
-        told += [f"{what}, uniform attention {own:.1f}%, {', '.join(worse)}"] if worse else []
-    return f"**A control has the lower word error rate**: {'; '.join(told)}." if told else (
-        "No arm has a higher word error rate than uniform attention.")
+        mean = {name: np.mean(wer) for name in ("uniform", *ARMS) if (wer := found.draws(phase, name, "wer"))}
+        control = mean.pop("uniform")
+        beaten[what] = [name for name in mean if mean[name] > control]
+        of += len(mean)
+    return won_by("uniform attention, by the word error rate", beaten, of)
 
 
 def resolution(found: Found) -> str:
