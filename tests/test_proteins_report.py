@@ -178,6 +178,7 @@ def test_kernels_are_not_judged_where_uniform_attention_costs_little():
     text = kernels.summary(results, kernels.verdicts_of(results))
     assert text.startswith("None of 42 arms is worse than uniform attention, a control.")
     assert "- **failed**: what uniform attention costs" in kernels.section(REAL, results[REAL])
+    assert not kernels.gate(kernel_runs({kernels.Arm("uniform")})).passed
 
 
 # ---- redraw

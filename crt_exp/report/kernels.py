@@ -131,20 +131,22 @@ def best_other(found: Found) -> Arm | None:
     return max(ended, key=ended.get) if ended else None
 
 
-def gates(found: Found) -> list[Gate]:
-    """None where no exact model ended beside a uniform one."""
+def gate(found: Found) -> Gate:
+    """It fails where no exact model ended beside a uniform one."""
     costs = difference(found, *CONTROLS[::-1], "loss")
-    return [Gate("what uniform attention costs (U), in nats", float(np.mean(costs)), COSTS)] if len(costs) else []
+    return Gate("what uniform attention costs (U), in nats", float(np.mean(costs)) if len(costs) else np.nan, COSTS)
 
 
 def verdicts_of(found: dict[Dataset, Found]) -> list[Verdict | Unjudged]:
     """Of both sources together; none is judged where attention gains too little."""
     judging, left = [], []
     for dataset, here in found.items():
-        failed = [gate for gate in gates(here) if not gate.passed]
+        asked = gate(here)
         made = [replace(claim, text=f"{SOURCE[dataset]}: {claim.text}") for claim in claims(here)]
-        left += [Unjudged(claim, failed[0]) for claim in made if failed]
-        judging += [] if failed else made
+        if asked.passed:
+            judging += made
+        else:
+            left += [Unjudged(claim, asked) for claim in made]
     return [*judged(judging), *left]
 
 
@@ -179,7 +181,7 @@ def summary(found: dict[Dataset, Found], verdicts: Sequence[Verdict | Unjudged])
 
 
 def section(dataset: Dataset, found: Found) -> str:
-    return "\n".join([f"## {SOURCE[dataset].capitalize()}\n", *map(str, gates(found)), "", stopped(found), "",
+    return "\n".join([f"## {SOURCE[dataset].capitalize()}\n", str(gate(found)), "", stopped(found), "",
                       "Next letters (U):\n", table(found), *both_ways(found)])
 
 

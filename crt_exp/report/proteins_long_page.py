@@ -72,6 +72,8 @@ def claims(found: Found) -> list[Claim]:
 def controls_that_win(found: Found) -> str:
     """Which attention that is trained ends worse on test than uniform attention, and than the frequencies of
     letters."""
+    if not (final(found, "exact") and final(found, "uniform")):
+        return "No run of exact or none of uniform attention ended: nothing stands beside a control."
     mean = {name: np.mean(losses) for name, _ in found.trained if (losses := [*final(found, name).values()])}
     step = next(iter(final(found, "exact", "step").values()))
     controls = {"uniform attention": mean.pop("uniform"), "the law of letters, by frequency": letters(found)}
