@@ -4,6 +4,7 @@ Training on the proteomes is the command line's, task=trembl with task.chains=tr
 drawing letters are those of models with random weights (protein_steps.py), on this machine's CPU whatever the size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -71,12 +72,16 @@ def main(size: str) -> None:
     timing.fill(list(peaks.values()), memory, "memory", workers=1)
     drawing = by_process({**DRAWING, "positions": list(POSITIONS), "rounds": LETTERS_DRAWN})
     timing.fill(drawing, drawn, "drawing letters", workers=1)
-    of = lambda names, keys: in_a_row([dict(zip(names, timing[key])) for key in keys])
     places = list(product(DRAWING["names"], POSITIONS))
     found = Found({arm: cells[key] for arm, key in runs_of.items()},
-                  {case: of(TIMED, keys) for case, keys in steps.items()}, of(LENGTHS, flat),
-                  {case: timing[key] for case, key in peaks.items()}, of(places, drawing), PROCESSES)
+                  {case: of_all(timing, keys, TIMED) for case, keys in steps.items()}, of_all(timing, flat, LENGTHS),
+                  {case: timing[key] for case, key in peaks.items()}, of_all(timing, drawing, places), PROCESSES)
     proteins_long_page.write(size, found, facts(size, setting, found), cells.seconds() + timing.seconds())
+
+
+def of_all(timing: Cells, keys: list[dict[str, Any]], names: Sequence) -> dict[Any, list[float]]:
+    """name -> milliseconds of every round, process by process."""
+    return in_a_row([dict(zip(names, timing[key])) for key in keys])
 
 
 # ---- cells: the key of each is all that it depends on
