@@ -8,7 +8,7 @@ import numpy as np
 from crt_exp.report import palette, vit_steps
 from crt_exp.report.evidence import Claim, in_a_row, independent, judged, of_processes
 from crt_exp.report.vit_steps import FORMED
-from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, write_report
+from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, plain_ticks, write_report
 from crt_exp.studies.memory import in_new_process
 
 TOKENS = (64, 196, 784, 1024, 3136, 4096, 12544, 16384)
@@ -167,6 +167,7 @@ def figure(found: dict[int, dict[str, list[float]]], memory: dict[tuple[int, str
         ax.set(xscale="log", yscale="log", title=title, xlabel="tokens")
         ax.set_xticks(list(found), [f"{n // 1024}k" if n % 1024 == 0 else n for n in found], fontsize=7, rotation=45)
         ax.minorticks_off()
+        plain_ticks(ax.yaxis)
         label_ends(ax, here)
     fig.tight_layout()
     return fig

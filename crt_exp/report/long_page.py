@@ -11,7 +11,7 @@ from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, independent,
 from crt_exp.report.fig4_page import show
 from crt_exp.report.long_runs import BLIND, CONTROLS, Setting
 from crt_exp.report.protein_page import colour, listed
-from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
+from crt_exp.report.writing import label_ends, markdown, new_figure, plain_ticks, write_report
 
 Found = dict[tuple[str, str, int], dict[str, Any]]           # (set, arm, seed) -> what `train` gave
 Costs = dict[tuple[str, str], dict[str, float]]              # (set, arm) -> what `cost` gave
@@ -242,12 +242,3 @@ def name_points(ax, names: Sequence[tuple[str, float, float, str]], **style) -> 
             if not any(box.overlaps(other) for other in others):
                 break
         taken.append(box)
-
-
-def plain_ticks(axis) -> None:
-    """Numbers as they are, on an axis of logarithms that may span less than a decade."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(NullFormatter())

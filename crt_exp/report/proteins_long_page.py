@@ -10,7 +10,7 @@ from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, detectable, independent, judged, of_processes, won_by
 from crt_exp.report.palette import label
 from crt_exp.report.protein_steps import FORMED, LAYER, MODEL, rows
-from crt_exp.report.writing import label_ends, markdown, new_figure, write_report
+from crt_exp.report.writing import label_ends, markdown, new_figure, plain_ticks, write_report
 
 TITLE = "Performers Figure 7, right: chains of proteins"
 LONG = 8192
@@ -214,17 +214,20 @@ def figure(found: Found):
     of_part = {part: {n: times for (other, n), times in found.times.items() if other == part}
                for part in (MODEL, LAYER)}
     for ax, (part, times) in zip(axes[0, 1:], of_part.items()):
-        speeds = {name: [(n, np.median(rates(part, n, t[name]))) for n, t in times.items()] for name in names}
+        speeds = {name: {n: rates(part, n, t[name]) for n, t in times.items()} for name in names}
         against(ax, speeds, f"letters a second in training, {part}")
-    gains = {part: [(n, np.median(np.divide(t["exact"], t["favorpp"]))) for n, t in times.items()]
+    gains = {part: {n: np.divide(t["exact"], t["favorpp"]) for n, t in times.items()}
              for part, times in of_part.items()}
     against(axes[1, 0], gains, "letters a second, FAVOR++ over exact")
-    by_name = lambda values: {name: [(n, np.median(v)) for (other, n), v in values.items() if other == name]
-                              for name in dict.fromkeys(name for name, _ in values)}
     against(axes[1, 1], by_name(found.memory), "peak memory of a step on one row, model, MiB")
     against(axes[1, 2], by_name(found.drawn), "milliseconds of a drawn letter", "letters before it")
     fig.tight_layout()
     return fig
+
+
+def by_name(found: dict[tuple[str, int], Any]) -> dict[str, dict[int, Any]]:
+    return {name: {n: values for (other, n), values in found.items() if other == name}
+            for name in dict.fromkeys(name for name, _ in found)}
 
 
 def draw_curves(ax, found: Found) -> None:
@@ -240,12 +243,17 @@ def draw_curves(ax, found: Found) -> None:
     label_ends(ax, ends)
 
 
-def against(ax, lines: dict[str, list[tuple[int, float]]], title: str, what: str = "letters a row") -> None:
-    """Medians against letters, both on logarithmic scales."""
+def against(ax, lines: dict[str, dict[int, Any]], title: str, what: str = "letters a row") -> None:
+    """Medians against letters, both on logarithmic scales; bars are quartiles, where there is more than one value."""
+    ends = []
     for name, points in lines.items():
-        ax.plot(*zip(*points), color=colour(name), marker="o", ms=3, lw=1.4)
-    ticks = [n for n, _ in max(lines.values(), key=len)]
+        low, middle, high = np.transpose([np.percentile(values, (25, 50, 75)) for values in points.values()])
+        ax.errorbar(list(points), middle, yerr=(middle - low, high - middle), color=colour(name), marker="o", ms=3,
+                    lw=1.4, elinewidth=0.8)
+        ends.append((label(name), list(points)[-1], middle[-1], colour(name)))
+    ticks = list(max(lines.values(), key=len))
     ax.set(xscale="log", yscale="log", title=title, xlabel=what)
     ax.set_xticks(ticks, ticks, fontsize=7)
     ax.minorticks_off()
-    label_ends(ax, [(label(name), *points[-1], colour(name)) for name, points in lines.items()])
+    plain_ticks(ax.yaxis)
+    label_ends(ax, ends)
