@@ -206,7 +206,7 @@ def plain_ticks(axis) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
