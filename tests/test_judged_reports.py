@@ -180,6 +180,7 @@ def test_poles_of_performers_fig2_are_no_numbers():
         assert found[0] == -math.inf and found[1] == math.inf and math.isfinite(found[2])
     zero = performers_fig2.log_ratio(performers_fig2.of_zero, angles, ones).tolist()
     assert zero[0] == -math.inf and all(map(math.isfinite, zero[1:]))
+    assert f"{performers_fig2.ANGLES[90]:.2f}" == "0.00"  # and not -0.00
 
 
 def test_performers_fig2_says_where_the_estimate_zero_is_nearer():

@@ -12,7 +12,7 @@ from crt_exp.report import palette
 from crt_exp.report.writing import markdown, new_figure, write_report
 from crt_exp.studies.variance import log_variances
 
-ANGLES = torch.linspace(-math.pi, math.pi, 181, dtype=torch.float64)
+ANGLES = torch.arange(-90, 91, dtype=torch.float64) * (math.pi / 90)  # the middle one is 0 without rounding
 LENGTHS = torch.linspace(-2, 2, 161, dtype=torch.float64)
 WITHOUT = {"trig": "the map that the others are measured against", "smreg": "it estimates a kernel of its own",
            **palette.APART,
