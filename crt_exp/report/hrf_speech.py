@@ -25,7 +25,7 @@ from crt_exp.report.evidence import (
 )
 from crt_exp.report.speech_runs import SOURCES, Arm, Setting
 from crt_exp.report.speech_text import shown
-from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.report.writing import Cells, markdown, new_figure, plain_ticks, write_report
 
 
 def clusters(queries: int, keys: int, m: int) -> Arm:
@@ -219,6 +219,7 @@ def figure(found: Found):
             ax.text(at, -0.8, name, ha="center", va="bottom", fontsize=8,
                     color=palette.EXACT if name == "exact" else palette.CONTROL)
         ax.set(xscale="log", xlabel=f"nats an utterance, {what}")
+        plain_ticks(ax.xaxis)
     axes[0].set_yticks(range(len(ARMS)), list(ARMS))
     axes[0].set_ylim(len(ARMS) - 0.5, -0.9)
     fig.tight_layout()

@@ -201,6 +201,15 @@ def new_figure(*args, **kwargs):
     return plt.subplots(*args, **kwargs)
 
 
+def plain_ticks(axis) -> None:
+    """Numbers as they are, on an axis of logarithms that may span less than a decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
     """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and
     within the height of the axes where there is room. Lines that end far to the left of others do not concern them.
