@@ -161,13 +161,17 @@ def figure(found: dict[int, dict[str, list[float]]], memory: dict[tuple[int, str
         axes[0].errorbar(tokens, middle, yerr=spread, color=colour(name), marker="o", ms=3, lw=1.4, capsize=2)
         peaks = [(n, mib) for (n, other), mib in memory.items() if other == name]
         axes[1].plot(*zip(*peaks), color=colour(name), marker="o", ms=3, lw=1.4)
-        ends[0].append((label(name), tokens[-1], middle[-1], colour(name)))
-        ends[1].append((label(name), *peaks[-1], colour(name)))
+        for here, end in zip(ends, ((tokens[-1], middle[-1]), peaks[-1])):
+            here.append((label(name), *end, colour(name)))
     for ax, title, here in zip(axes, ("training steps per second", "peak memory of a step, MiB"), ends):
         ax.set(xscale="log", yscale="log", title=title, xlabel="tokens")
         ax.set_xticks(list(found), [f"{n // 1024}k" if n % 1024 == 0 else n for n in found], fontsize=7, rotation=45)
         ax.minorticks_off()
         plain_ticks(ax.yaxis)
-        label_ends(ax, here)
+        label_ends(ax, [end for end in here if end[0] != FORMED])
+        for name, *end, shade in here:
+            if name == FORMED:  # it ends amid the others
+                ax.annotate(name, end, color=shade, textcoords="offset points", xytext=(-6, 0), ha="right", va="center",
+                            fontsize=8)
     fig.tight_layout()
     return fig
