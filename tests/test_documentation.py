@@ -1,4 +1,4 @@
-"""README.md and docs/: code runs, commands exist, links lead somewhere, and figures are those of the reports."""
+"""README.md and docs/: code runs, recipes work, commands and keys exist."""
 
 import importlib
 import os
@@ -6,15 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import yaml
 from omegaconf import OmegaConf
+from pages import BLOCKS, PAGES, ROOT, Block, project
 
 from crt_exp import Mechanism, predict, sample, samplers, transcribe
 from crt_exp.attention import attention_reference
@@ -25,29 +24,7 @@ from crt_exp.features import Statistics
 from crt_exp.report import __main__ as report_command
 from crt_exp.runner.command_line import check_command_line
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "make"}
-
-
-class Block(NamedTuple):
-    """A fenced block; `title` is the name of the file that it holds, where it is one, and `section` its ## heading."""
-
-    page: Path
-    section: str
-    language: str
-    title: str
-    text: str
-
-
-def blocks_of(page):
-    for part in re.split(r"^## ", page.read_text(), flags=re.M):
-        for head, text in re.findall(r"^```([^\n]*)\n(.*?)^```$", part, re.S | re.M):
-            title = re.search(r'title="([^"]+)"', head)
-            yield Block(page, part.partition("\n")[0], head.split(" ")[0], title[1] if title else "", text)
-
-
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 # by the recipes' tests below, and on two processes by test_sequence.py
 OTHERWISE = ("add-your-own.md", "sequence_parallel.md")
 EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name not in OTHERWISE]
@@ -374,97 +351,3 @@ def flattened(prefix, node):
         yield name
         if isinstance(value, dict):
             yield from flattened(name, value)
-
-
-# ---- links, names and figures ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_that_are_named_exist(page):
-    """`tests/maps.py`, `conf/attention/`: what begins like a path of the repository is one, or a file of a recipe."""
-    own = {block.title for block in BLOCKS if block.title}
-    for path in re.findall(r"`((?:crt_exp|conf|tests|docs)/[\w./-]+)`", page.read_text()):
-        assert path in own or (ROOT / path).exists(), path
-
-
-def test_site_holds_every_page():
-    nav = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
-
-
-def test_api_names_exist():
-    for page in (ROOT / "docs" / "api").glob("*.md"):
-        found = re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", page.read_text(), re.M)
-        assert found
-        for module, members in found:
-            for name in members.split(", "):
-                assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
-
-
-def table_of_tasks():
-    """The rows of the front page's table, a task or two in each."""
-    page = (ROOT / "README.md").read_text()
-    lines = [line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in cells] for cells in lines if len(cells) == 5]
-    return [cells for cells in rows if not cells[0].startswith(("task", "---"))]
-
-
-def rows_of_tasks():
-    """Those whose report is there."""
-    for cells in table_of_tasks():
-        if "](outputs/report/" in cells[4]:
-            yield pytest.param(*cells, id=cells[0].split(":")[0])
-
-
-@pytest.mark.parametrize("task, data, command, minutes, result", list(rows_of_tasks()))
-def test_command_and_time_are_those_of_the_report(task, data, command, minutes, result):
-    """The command is that of the report which the row links, and so is the time."""
-    report = (ROOT / re.search(r"\]\((outputs/report/[^)]+)\)", result)[1]).read_text()
-    asked = re.search(r"Command: `([^`]+)`", report)[1].removesuffix(" SIZE=small")
-    target = re.sub("^(make|python -m crt_exp.report) ", "", asked).replace("_", "-")
-    assert command.strip("`").removeprefix("make ") == target
-    seconds = float(re.search(r"(\d+) s of computing", report)[1])
-    assert abs(int(minutes) - seconds / 60) < 1
-
-
-def paragraphs_on_reports():
-    for page in PAGES:
-        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text()):
-            if "outputs/report/" in text and not text.startswith("```"):
-                yield pytest.param(page, text, id=f"{page.stem}: {text[:30]}")
-
-
-@pytest.mark.parametrize("page, text", list(paragraphs_on_reports()))
-def test_numbers_beside_a_report_are_its_own(page, text):
-    """Decimals and counts of three digits that a paragraph or a row tells stand in one of the reports that it links."""
-    links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
-    reports = "".join((page.parent / link).with_suffix(".md").read_text() for link in links)
-    told = re.sub(r"` \| \d+ \| ", "", text)  # minutes are another test's
-    numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", told)
-    assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
-
-
-def test_tasks_of_the_front_page_exist():
-    """It names those with a report; the page of commands names all."""
-    page = (ROOT / "docs" / "commands.md").read_text().split("## Tasks and their data")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(choices("task"))
-    named = {name for row in table_of_tasks() for name in re.findall(r"`(\w+)`", row[0])}
-    assert named <= set(choices("task"))
-
-
-def test_citation_and_version_agree():
-    import crt_exp
-
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == project()["version"] == crt_exp.__version__ and cited["license"] == project()["license"]
-    assert all({"title", "authors", "year"} <= set(paper) for paper in cited["references"])
-
-
-def project():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
