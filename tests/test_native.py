@@ -10,7 +10,7 @@ import torch
 from native_cases import Case, assert_near, needs_library
 
 from crt_exp.attention import near_far_attention
-from crt_exp.attention.cells import Sizes
+from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.engines import native, native_library
 from crt_exp.attention.engines.protocol import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF

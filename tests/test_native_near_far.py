@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from crt_exp.attention import near_far_attention, nearfar
-from crt_exp.attention.cells import Sizes, mean_spread
+from crt_exp.attention import near_far_attention
+from crt_exp.attention.nearfar import call as nearfar
+from crt_exp.attention.nearfar.choice import Sizes, mean_spread
 from crt_exp.attention.engines import native
-from crt_exp.attention.engines.native import near_far
+from crt_exp.attention.nearfar.engine import native as near_far
 from crt_exp.nonfinite import NotFinite
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),

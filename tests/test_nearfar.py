@@ -5,11 +5,12 @@ import pytest
 import torch
 from nearfar_cases import book, codebook, same, tensors
 
-from crt_exp.attention import NearFar, near_far_attention, nearfar, softmax_attention, uniform_attention
-from crt_exp.attention.cells import Choice, Metric, Sizes, levels, moments, scores, summed, weights
-from crt_exp.attention.engines.block_sums import block_sums, one_hot
-from crt_exp.attention.nearfar_causal import Codebook, kept_and_left
-from crt_exp.attention.nearfar_features import FarFeatures
+from crt_exp.attention import NearFar, near_far_attention, softmax_attention, uniform_attention
+from crt_exp.attention.nearfar import call as nearfar
+from crt_exp.attention.nearfar.choice import Choice, Metric, Sizes, levels, moments, scores, summed, weights
+from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
+from crt_exp.attention.nearfar.causal import Codebook, kept_and_left
+from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.features import PosRF
 from crt_exp.samplers import iid
 

@@ -6,7 +6,7 @@ from nearfar_cases import tensors
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention
 from crt_exp.attention import NearFar, near_far_attention
-from crt_exp.attention.cells import Sizes
+from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.mechanism import Mechanism
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,8 +17,7 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.generalized import Generalized
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar import near_far_attention
-from crt_exp.attention.nearfar_layer import NearFar
+from crt_exp.attention.nearfar import NearFar, near_far_attention
 from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, softmax_partial
 from crt_exp.attention.reference import attention_reference, softmax_attention
 from crt_exp.attention.reformer import Reformer

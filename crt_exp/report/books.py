@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from crt_exp.attention.nearfar_layer import PRESETS
+from crt_exp.attention.nearfar import PRESETS
 from crt_exp.report.long_page import Found, Page, label
 from crt_exp.report.long_runs import FEW, LAST, Setting, attention, filled, model, window
 from crt_exp.report.writing import markdown

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from crt_exp.attention.nearfar_layer import PRESETS
+from crt_exp.attention.nearfar import PRESETS
 from crt_exp.report.long_page import Page
 from crt_exp.report.long_runs import LAST, Setting, attention, filled, model, window
 

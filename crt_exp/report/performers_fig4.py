@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from crt_exp.attention.nearfar_layer import PRESETS
+from crt_exp.attention.nearfar import PRESETS
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, Verdict, independent, judged, won_by

@@ -25,9 +25,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FILES = ("vectors.h", "products.c", "native.c", "near_far.h", "near_far_choice.c", "near_far_states.c",
-         "near_far_cells.c", "near_far.c", "tree_draws.c")
-SOURCES = tuple(Path(__file__).with_name(name) for name in FILES)
+ENGINES = Path(__file__).parent
+NEAR_FAR = ENGINES.parent / "nearfar" / "engine"
+SOURCES = (*(ENGINES / name for name in ("vectors.h", "products.c", "native.c", "tree_draws.c")),
+           *(NEAR_FAR / name for name in ("constants.h", "near_far.h", "choice.c", "states.c", "cells.c",
+                                          "near_far.c")))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 3 times the time"
 SILENCE = "CRT_EXP_NATIVE=0 silences this"
@@ -104,8 +106,8 @@ def compiled() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="crt_exp-") as private:
         made = Path(private) / name
         sources = [file for file in SOURCES if file.suffix == ".c"]
-        subprocess.run([*command, "-o", made, *sources, "-lm"], check=True, capture_output=True, text=True,
-                       errors="replace", timeout=300)
+        subprocess.run([*command, f"-I{ENGINES}", "-o", made, *sources, "-lm"], check=True, capture_output=True,
+                       text=True, errors="replace", timeout=300)
         try:
             kept = made if folder is None else _keep(made, folder / name)
         except OSError as e:

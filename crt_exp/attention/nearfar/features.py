@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.engines.sets import HIDDEN, Gathered
+from crt_exp.attention.nearfar.engine.constants import HIDDEN
+from crt_exp.attention.nearfar.engine.sets import Gathered
 from crt_exp.attention.partials import Partial, finish, merge, normalised, read, scale_keys, summarise
 from crt_exp.features.base import ONE, FeatureMap, Features, Params
 from crt_exp.features.statistics import Statistics

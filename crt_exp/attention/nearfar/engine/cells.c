@@ -1,5 +1,5 @@
 /* What the keys of a head leave in its cells, and the gradients of that: see near_far.h. The formulas are those of
-   engines/cell_sums.py and attention/cells.py. */
+   engines/cell_sums.py and attention/nearfar/choice.py. */
 
 #include "near_far.h"
 

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.cells import Metric, Sizes, moments, nearest, scores, weights
+from crt_exp.attention.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.checks import check_inputs, compute_dtype
-from crt_exp.attention.engines.block_sums import one_hot
-from crt_exp.attention.engines.sets import HIDDEN, Weighted, plain_gather
-from crt_exp.attention.nearfar_causal import Codebook, cells_of, displaced, outer, slope
+from crt_exp.attention.nearfar.engine.block_sums import one_hot
+from crt_exp.attention.nearfar.engine.constants import HIDDEN
+from crt_exp.attention.nearfar.engine.sets import Weighted, plain_gather
+from crt_exp.attention.nearfar.causal import Codebook, cells_of, displaced, outer, slope
 
 
 class Kept(NamedTuple):

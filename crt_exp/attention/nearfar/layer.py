@@ -13,14 +13,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.cells import Metric, Sizes, centres_of
+from crt_exp.attention.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.layer import RandomFeatureAttention, in_backward, in_step
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar import Result, check_sizes, near_far_attention
-from crt_exp.attention.nearfar_causal import Codebook
-from crt_exp.attention.nearfar_decoding import NearFarState
-from crt_exp.attention.nearfar_features import FarFeatures, check_positive
+from crt_exp.attention.nearfar.call import Result, check_sizes, near_far_attention
+from crt_exp.attention.nearfar.causal import Codebook
+from crt_exp.attention.nearfar.decoding import NearFarState
+from crt_exp.attention.nearfar.features import FarFeatures, check_positive
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.nested import Nested

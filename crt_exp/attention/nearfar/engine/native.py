@@ -1,8 +1,8 @@
 """Near-far attention of a sequence to itself in both directions on CPUs in float32, in C: the twin of
-attention/cells.py in the choice of the sets, and of engines/windows.py, cell_sums.py and block_sums.py in what they
-give. See near_far_choice.c, near_far_cells.c and near_far.c.
+nearfar/choice.py in the choice of the sets, and of windows.py, cell_sums.py and block_sums.py in what they give. See
+choice.c, cells.c and near_far.c.
 
-Legend as in attention/nearfar.py: Z = batch x key heads, G query heads of each, S tokens, d, dv; n heavy keys, K cells.
+Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, S tokens, d, dv; n heavy keys, K cells.
 """
 
 import ctypes

@@ -8,7 +8,7 @@ blocks of b tokens, n heavy keys, K cells. A query of block t sees
 - a cell's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
 
 Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
-by (crt_exp/attention/cells.py), carry no gradient, all sums do. Derived here. """
+by (crt_exp/attention/nearfar/choice.py), carry no gradient, all sums do. Derived here. """
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.cells import (
+from crt_exp.attention.nearfar.choice import (
     Choice,
     Metric,
     Sizes,
@@ -31,12 +31,13 @@ from crt_exp.attention.cells import (
     without,
 )
 from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
-from crt_exp.attention.engines.block_sums import block_sums, one_hot
-from crt_exp.attention.engines.native import near_far as native
-from crt_exp.attention.engines.sets import HIDDEN, Weighted, Window, nothing
-from crt_exp.attention.engines.windows import gather
-from crt_exp.attention.nearfar_causal import Causal, Codebook
-from crt_exp.attention.nearfar_features import FarFeatures
+from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
+from crt_exp.attention.nearfar.engine import native
+from crt_exp.attention.nearfar.engine.constants import HIDDEN
+from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
+from crt_exp.attention.nearfar.engine.windows import gather
+from crt_exp.attention.nearfar.causal import Causal, Codebook
+from crt_exp.attention.nearfar.features import FarFeatures
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets

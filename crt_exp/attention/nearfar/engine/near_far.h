@@ -1,13 +1,14 @@
-/* What the kernels of near-far attention share: near_far_choice.c chooses the sets, near_far.c takes the queries
-   through them, and near_far_cells.c has what the cells amount to. One thread takes one head (of keys, with the G query
+/* What the kernels of near-far attention share: choice.c chooses the sets, near_far.c takes the queries
+   through them, and cells.c has what the cells amount to. One thread takes one head (of keys, with the G query
    heads that share it).
 
-   Legend as in attention/nearfar.py: Z heads of keys, G query heads of each, S tokens, d, dv; N blocks of b tokens, n
+   Legend as in attention/nearfar/call.py: Z heads of keys, G query heads of each, S tokens, d, dv; N blocks of b tokens, n
    heavy keys, K cells. Queries x, keys y less their shift, values v; z = y root, w = y.tilt; u_j = exp(w_j - level of
    the cell). Rows with d columns are dp apart, with dv + 1 columns lv. */
 
 #pragma once
 
+#include "constants.h"
 #include "vectors.h"
 
 typedef struct {
@@ -22,8 +23,6 @@ typedef struct {
     float *level, *sums, *spread, *slope;                 /* (Z, K), (Z, K, d + 2), (Z, K), (Z, dv, d) */
     float *logsum, *share;                                /* (Z, G, S): base 2; the weight of the cells */
 } NearFar;
-
-static const float LEAST = 1e-30f;  /* weights below it count as none */
 
 /* to += factor from */
 INLINE void add_row(float *to, float factor, const float *from, int64_t n) {
@@ -42,7 +41,6 @@ INLINE void put_row(float *to, float factor, const float *from, int n) {
 /* ---- One head, for sets that have been chosen ---- */
 
 enum { QUERIES = 64, SEGMENT = 256 };  /* of a piece; tokens of a segment, unless one block has more */
-static const float HIDDEN = -1e30f;    /* the logit of a key that is not there */
 
 /* R queries of a piece, `most` at most; T blocks in a segment; M = n + K shared keys: heavy ones, then the means mu of
    cells. A state (K, lv) holds sums [V, N] of u [v, 1] over the keys of some blocks. Logs and logits are in base 2. */
@@ -101,7 +99,7 @@ void sums_backward(Head *e);
 /* Adds what the gradients to the states of other segments and to the sums give to those of the keys. */
 void keys_backward(Head *e);
 
-/* States (near_far_states.c). Adds u [v, 1] of the keys of block s to one. */
+/* States (states.c). Adds u [v, 1] of the keys of block s to one. */
 void add_block(const Head *e, int64_t s, float *state);
 
 /* The state of all blocks, and of those beyond the first after each segment; then those that each block of segment g

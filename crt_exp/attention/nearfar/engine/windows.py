@@ -2,7 +2,7 @@
 matrices, with its closed form in the backward pass.
 
 With G = [g, -g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to
-[V, N] e^logit G. Windows are overlapping views of the keys, never copies. native/near_far.py is the faster twin for
+[V, N] e^logit G. Windows are overlapping views of the keys, never copies. native.py is the faster twin for
 sequences that attend to themselves, in float32 on CPUs. Derived here. """
 
 import copy
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, transformed
-from crt_exp.attention.engines.sets import Gathered, Weighted, Window, log_weight, near_bias, over, plain_gather
+from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, log_weight, near_bias, over, plain_gather
 
 ROWS = 4096      # queries of a chunk
 

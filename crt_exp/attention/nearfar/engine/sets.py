@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HIDDEN = -1e30   # the logit of a key that is not there
-LEAST = 1e-30    # weights N below it count as none
+from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST
 
 
 class Window(NamedTuple):

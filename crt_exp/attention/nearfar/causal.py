@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.attention.cells import (
+from crt_exp.attention.nearfar.choice import (
     Cells,
     Metric,
     Sizes,
@@ -29,10 +29,11 @@ from crt_exp.attention.cells import (
     without,
 )
 from crt_exp.attention.checks import check_result, compute_dtype
-from crt_exp.attention.engines.block_sums import block_sums
-from crt_exp.attention.engines.sets import HIDDEN, LEAST, Weighted, Window, nothing
-from crt_exp.attention.engines.windows import gather
-from crt_exp.attention.nearfar_features import FarFeatures
+from crt_exp.attention.nearfar.engine.block_sums import block_sums
+from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST
+from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
+from crt_exp.attention.nearfar.engine.windows import gather
+from crt_exp.attention.nearfar.features import FarFeatures
 
 
 class Codebook(NamedTuple):

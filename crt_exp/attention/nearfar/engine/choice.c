@@ -1,12 +1,9 @@
-/* Which keys are heavy and which cells hold the rest: the twin of Metric.of and Choice.of in attention/cells.py.
+/* Which keys are heavy and which cells hold the rest: the twin of Metric.of and Choice.of in attention/nearfar/choice.py.
 
    The measured keys z are kept by chunks of 64 tokens, transposed, so that distances to centres are products of few
    rows, and what follows is done for a vector of tokens at a time. */
 
 #include "near_far.h"
-
-enum { PICKS = 8 };               /* centres that are chosen at a time */
-static const double RIDGE = 1e-6; /* of the mean square of queries, added to their second moments */
 
 typedef struct {
     const NearFar *c;

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, transformed
-from crt_exp.attention.engines.block_sums import one_hot
-from crt_exp.attention.engines.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.attention.engines.sets import LEAST
+from crt_exp.attention.nearfar.engine.block_sums import one_hot
+from crt_exp.attention.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
+from crt_exp.attention.nearfar.engine.constants import LEAST, PICKS, RIDGE
 
-PICKS = 8       # centres that are chosen at a time
-RIDGE = 1e-6    # of the mean square of queries, added to Sigma_x
 STEEPEST = 60.0  # nats by which the weight of a key may exceed that of its cell's centre, where the centre is older
 
 

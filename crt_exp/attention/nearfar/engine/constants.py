@@ -1,0 +1,10 @@
+"""The numbers of constants.h, which the C sources share."""
+
+import re
+from pathlib import Path
+
+_TEXT = Path(__file__).with_suffix(".h").read_text()
+_NUMBERS = dict(re.findall(r"^#define (\w+) +\(?([-+.e\d]+)", _TEXT, re.MULTILINE))
+
+PICKS = int(_NUMBERS["PICKS"])
+RIDGE, LEAST, HIDDEN = (float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN"))
