@@ -9,6 +9,11 @@ import torch
 EMPTY = float("-inf")
 
 
+def first_of(keep):
+    """The place from which blocks are counted."""
+    return int(keep.nonzero()[0]) if keep.any() else 0
+
+
 def measure(x, y, keep):
     """c, tilt and the lower triangular root of Sigma_x, of one sequence."""
     x, y = x.detach(), y.detach()
@@ -58,7 +63,7 @@ def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, 
     pool = keep & ~is_heavy
     centres = picked(z, w, pool, min(cells, S))
     cell = torch.cdist(z, centres).argmin(-1)
-    at = torch.arange(S) // block
+    at = (torch.arange(S) - first_of(keep)).div(block, rounding_mode="floor")
     near = torch.zeros(L, S, dtype=torch.bool) if cross else (at[:, None] - at).abs() <= 1
     far = ~near & pool
     logits = (x @ y.T).masked_fill(~(near & keep | is_heavy), EMPTY)
@@ -142,8 +147,8 @@ def causal_head(x, y, v, keep, book, *, block, heavy, first_order=False, mass=Tr
     cell = torch.cdist(z, places).argmin(-1)
     out = []
     for i in range(L):
-        at = i + S - L
-        first = max(0, (at // block - 1) * block)                                     # of the window
+        at, start = i + S - L, first_of(keep)
+        first = start + max(0, ((at - start) // block - 1) * block)                   # of the window
         past = [j for j in range(first) if keep[j]]
         best = sorted(past, key=lambda j: (-float(score[j]), j))[:heavy]
         exact = [j for j in range(first, at + 1) if keep[j]] + best

@@ -2,8 +2,8 @@
 
 import torch
 
-from crt_exp.attention.nearfar.choice import Metric
 from crt_exp.attention.nearfar.causal import Codebook
+from crt_exp.attention.nearfar.choice import Metric
 
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):

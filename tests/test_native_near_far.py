@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from crt_exp.attention import near_far_attention
+from crt_exp.attention.engines import native
 from crt_exp.attention.nearfar import call as nearfar
 from crt_exp.attention.nearfar.choice import Sizes, mean_spread
-from crt_exp.attention.engines import native
 from crt_exp.attention.nearfar.engine import native as near_far
 from crt_exp.nonfinite import NotFinite
 

@@ -7,9 +7,9 @@ from nearfar_cases import book, codebook, same, tensors
 
 from crt_exp.attention import NearFar, near_far_attention, softmax_attention, uniform_attention
 from crt_exp.attention.nearfar import call as nearfar
+from crt_exp.attention.nearfar.causal import Codebook, kept_and_left
 from crt_exp.attention.nearfar.choice import Choice, Metric, Sizes, levels, moments, scores, summed, weights
 from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
-from crt_exp.attention.nearfar.causal import Codebook, kept_and_left
 from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.features import PosRF
 from crt_exp.samplers import iid
@@ -198,6 +198,36 @@ def test_padding_is_truncation(causal, L):
     out = call(queries, *bad, key_mask=keep)
     torch.testing.assert_close(out[:, :, :L], call(*(t[:, :, :L] for t in (x, y, v))))
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])     # float32: in C, where it is for that
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lead", [3, 5, 12])
+def test_rows_that_begin_with_padding_are_as_alone(causal, lead, dtype):
+    """On both sides: `lead` places of padding before the first token of row 0, one behind that of row 1."""
+    x, y, v, keep = tensors(L=24, H=4, dtype=dtype)
+    keep[:] = True
+    keep[0, :lead], keep[1, -1] = False, False
+    bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
+    parts = codebook(book(dtype=dtype), 2) if causal else None
+    call = lambda *t, book=parts, **mask: near_far_attention(*t, Sizes(5, 4, 3, True), causal=causal, codebook=book,
+                                                             **mask).out
+    out = call(*bad, key_mask=keep)
+    close = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    rows = slice(lead, 24), slice(0, 23)
+    alone = [call(*(t[[i], :, at] for t in (x, y, v)), book=parts and parts.at(slice(2 * i, 2 * i + 2)))
+             for i, at in enumerate(rows)]
+    same(torch.cat([out[[i], :, at] for i, at in enumerate(rows)], 2), torch.cat(alone, 2), (x, y, v), **close)
+    assert out.isfinite().all()
+
+
+def test_queries_behind_the_padding_of_their_rows():
+    """The last queries of longer sequences, each row's padding its own."""
+    x, y, v, keep = tensors(L=24)
+    keep[:] = True
+    keep[0, :7], keep[1, :2], parts = False, False, codebook(book(), 2)
+    call = lambda x: near_far_attention(x, y, v, Sizes(5, 4, 3, True), causal=True, codebook=parts, key_mask=keep).out
+    same(call(x[:, :, 15:]), call(x)[:, :, 15:], (x, y, v))
 
 
 def test_no_key_gives_no_output_and_no_gradient():

@@ -6,6 +6,7 @@ from nearfar_cases import tensors
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention
 from crt_exp.attention import NearFar, near_far_attention
+from crt_exp.attention.nearfar import layer as nearfar_layer
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.mechanism import Mechanism
 
@@ -40,6 +41,63 @@ def test_token_by_token_is_the_whole_sequence(options):
     other.select(torch.tensor([1, 1]))
     assert other.length == 17 and state.length == 31
     assert torch.equal(*other.step(*(layer.scaled(t[[1, 1], :, 17:18]) for t in (x, y)), v[[1, 1], :, 17:18]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"first_order": True}])
+def test_decoding_counts_each_row_from_its_first_token(options):
+    layer = layer_of(**options)
+    x, y, v, keep = tensors(H=4, L=31)
+    keep[:] = True
+    keep[0, :11], keep[1, :4], keep[0, 20] = False, False, False
+    bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
+    expected = layer(*bad, keep)
+    for prefill in (0, 7, 11, 17):                                         # within the padding of row 0, and behind it
+        state, (q, k) = layer.decoding(), (layer.scaled(t) for t in bad[:2])
+        if prefill:
+            state.take(k[:, :, :prefill], bad[2][:, :, :prefill], keep[:, :prefill])
+        out = torch.cat([state.step(*(t[:, :, i:i + 1] for t in (q, k, bad[2])), keep[:, i:i + 1])
+                         for i in range(prefill, 31)], 2)
+        torch.testing.assert_close(out, expected[:, :, prefill:])
+    alone = layer(*(t[[0], :, 11:] for t in bad), keep[[0], 11:])
+    torch.testing.assert_close(expected[[0], :, 11:], alone)
+
+
+@torch.no_grad()
+def test_long_rows_alone_are_to_first_order(monkeypatch):
+    monkeypatch.setattr(nearfar_layer, "LONG", 20)
+    layer = layer_of(causal=False)
+    x, y, v, keep = tensors(H=4, L=25)
+    keep[:] = True
+    keep[0, 15:] = False
+    out = layer(x, y, v, keep)
+    torch.testing.assert_close(out[[0], :, :15], layer(*(t[[0], :, :15] for t in (x, y, v))))
+    torch.testing.assert_close(out[[1]], layer(*(t[[1]] for t in (x, y, v))))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_empty_batch(causal):
+    layer = layer_of(causal)
+    q, k, v = (torch.zeros(0, heads, 9, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out = layer(q, k, v, torch.ones(0, 9, dtype=torch.bool))
+    out.sum().backward()
+    assert out.shape == q.shape and v.grad.shape == v.shape
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_vmap_and_export(causal):
+    layer = layer_of(causal)
+    q, k, v = (torch.stack(parts) for parts in zip(*(tensors(H=4, seed=seed)[:3] for seed in range(3))))
+    keep = torch.ones(3, 2, 23, dtype=torch.bool)
+    keep[1, 0, :5] = False
+    expected = torch.stack([layer(*row) for row in zip(q, k, v, keep)])
+    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v, keep), expected)
+    inputs = q[0].detach(), k[0].detach(), v[0].detach()
+    program = torch.export.export(layer, inputs, strict=False).module()
+    torch.testing.assert_close(program(*inputs), layer(*inputs))
+    with pytest.raises(ValueError, match="cannot be exported with a length that is left open"):
+        open_length = {2: torch.export.Dim("length", min=2, max=99)}
+        torch.export.export(layer, inputs, dynamic_shapes=(open_length,) * 3, strict=False)
 
 
 def test_names_and_sizes():
@@ -162,6 +220,11 @@ def test_swapped_decoders_generate_what_they_do_without_a_cache():
     ids, calls = torch.randint(40, (2, 13)), {"do_sample": False, "max_new_tokens": 14}
     with_cache = model.generate(ids, **calls)
     assert torch.equal(with_cache, model.generate(ids, use_cache=False, **calls))
+    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), ids[:1, :7]], 1)             # beside a row without padding
+    mask = torch.tensor([[0] * 6 + [1] * 7, [1] * 13])
+    both = model.generate(torch.cat([padded, ids[1:]]), attention_mask=mask, **calls)[:, 13:]
+    for row, alone in enumerate((ids[:1, :7], ids[1:])):
+        assert torch.equal(both[[row]], model.generate(alone, **calls)[:, alone.shape[1]:])
 
 
 def test_the_study_of_approximation_takes_it(typed):

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
+from crt_exp.attention.nearfar.causal import Causal, Codebook
 from crt_exp.attention.nearfar.choice import (
     Choice,
     Metric,
@@ -30,14 +32,13 @@ from crt_exp.attention.nearfar.choice import (
     ungrouped,
     without,
 )
-from crt_exp.attention.checks import check_gradient, check_inputs, compute_dtype, transformed
-from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
 from crt_exp.attention.nearfar.engine import native
+from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
 from crt_exp.attention.nearfar.engine.windows import gather
-from crt_exp.attention.nearfar.causal import Causal, Codebook
 from crt_exp.attention.nearfar.features import FarFeatures
+from crt_exp.attention.nearfar.padding import Shift
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
@@ -60,8 +61,9 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
     queries were as large as the keys. causal: needs `codebook`, of earlier sequences; query i stands at i + S - L.
     far: random features, in place of the cells. key_mask (B, S), True = keep; a query that sees no key gets 0. No more
-    heavy keys and cells than keys are taken, and a length that the block does not divide is padded. Exact where block
-    >= S, heavy >= S, or every key is the only one of its cell. Differentiable in x, y and v, sets and measure constant.
+    heavy keys and cells than keys are taken, and a length that the block does not divide is padded; blocks are counted
+    from the first real token of each row. Exact where block >= S, heavy >= S, or every key is the only one of its cell.
+    Differentiable in x, y and v, sets and measure constant.
 
     Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
     nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
@@ -69,12 +71,23 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     check_inputs(x, y, v, None, (), causal, key_mask)
     check_sizes(sizes)
     _check(x, y, causal, cross, codebook)
+    if key_mask is not None and not cross and x.shape[2] == y.shape[2]:
+        x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)    # padding may hold NaN
+    call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
+    shift = None if cross else Shift.of(key_mask, sizes.block)
+    if shift is None:
+        return _result(call, x, y, v, key_mask, factor)
+    out, predicted = _result(call, *map(shift.there, (x, y, v)), shift.mask(key_mask), factor)
+    return Result(shift.back(out), predicted)
+
+
+def _result(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, factor: float) -> Result:
     B, Hkv = y.shape[:2]
-    tensors = (x.unflatten(1, (Hkv, -1)).flatten(0, 1), y.flatten(0, 1), v.flatten(0, 1))   # (Z, G, L, d), (Z, S, .)
+    x = x.unflatten(1, (Hkv, x.shape[1] // Hkv))
+    tensors = tuple(t.flatten(0, 1) for t in (x, y, v))                                     # (Z, G, L, d), (Z, S, .)
     if compute_dtype(*tensors) == torch.float64:
         tensors = tuple(t.double() for t in tensors)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
-    call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
     if call.in_c(*tensors):
         call = replace(call, factor=factor)
     elif factor != 1:
@@ -83,7 +96,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
         out, predicted = _computed(call, *tensors, keep)
     out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
     if key_mask is not None:  # of a query without keys what was gathered means nothing
-        seen = key_mask.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
+        causal = isinstance(call, Causal)
+        seen = key_mask.cumsum(-1)[:, None, y.shape[2] - x.shape[3]:] if causal else key_mask.any(-1)[:, None, None]
         out = torch.where((seen > 0).unsqueeze(-1), out, 0.0)
     return Result(out, predicted.view(B, Hkv))
 
@@ -97,6 +111,9 @@ def check_sizes(sizes: Sizes) -> None:
 def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook | None) -> None:
     if causal and codebook is None:
         raise ValueError("causal near-far attention needs a codebook: one of this sequence would tell of the future")
+    if isinstance(y.shape[2], torch.SymInt) and torch.compiler.is_exporting():
+        raise ValueError("near-far attention cannot be exported with a length that is left open, on which its blocks, "
+                         "heavy keys and cells depend: export it for each length, or take favorpp")
     if not causal and not cross and x.shape[2] != y.shape[2]:
         raise ValueError(f"near-far attention of {x.shape[2]} queries to {y.shape[2]} keys: one sequence needs as many "
                          "of both; give cross=True where queries and keys are of different ones")

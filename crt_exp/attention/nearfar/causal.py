@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.attention.nearfar.choice import (
     Cells,
     Metric,
@@ -28,7 +29,6 @@ from crt_exp.attention.nearfar.choice import (
     weights,
     without,
 )
-from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.attention.nearfar.engine.block_sums import block_sums
 from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST
 from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
@@ -87,14 +87,15 @@ def kept_and_left(score: Tensor, b: int, heavy: int) -> Left:
     padded = F.pad(score, (0, N * b - S), value=-torch.inf)
     held = torch.zeros(Z, heavy, dtype=torch.long, device=score.device)
     values = score.new_full((Z, heavy), -torch.inf)
-    places = [held.new_zeros(Z, N, heavy + b), score.new_full((Z, N, heavy + b), -torch.inf)]
+    none = held.new_zeros(Z, heavy + b), score.new_full((Z, heavy + b), -torch.inf)
+    steps = [none] * min(N, 2)
     for t in range(2, N):
         new = torch.arange((t - 2) * b, (t - 1) * b, device=score.device)
-        order, found = displaced(held, values, new.expand(Z, -1), padded[:, (t - 2) * b:(t - 1) * b])
-        places[0][:, t], places[1][:, t] = order, found
-        held, values = order[:, :heavy], found[:, :heavy]
-    there = places[1] > -torch.inf
-    return Left(places[0][..., :heavy], there[..., :heavy], places[0][..., heavy:], there[..., heavy:])
+        steps.append(displaced(held, values, new.expand(Z, -1), padded[:, (t - 2) * b:(t - 1) * b]))
+        held, values = (found[:, :heavy] for found in steps[-1])
+    order, found = (torch.stack(parts, 1) for parts in zip(*steps))
+    there = found > -torch.inf
+    return Left(order[..., :heavy], there[..., :heavy], order[..., heavy:], there[..., heavy:])
 
 
 @dataclass(frozen=True)

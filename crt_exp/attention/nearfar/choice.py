@@ -75,7 +75,7 @@ def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
 
 def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
     """|z|^2 / 2 + w (Z, S), the log of the mean of e^(x.y) under Gaussian queries; -inf for masked keys."""
-    found = torch.linalg.vector_norm(z, dim=-1).square_().div_(2).add_(w)
+    found = _squares(z) / 2 + w
     return found if keep is None else found.masked_fill(~keep, -torch.inf)
 
 
@@ -84,28 +84,32 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
     count; cells <= S. PICKS at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
     far or at first to the mean; and one pass of Lloyd's algorithm."""
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
-    squares = torch.linalg.vector_norm(z, dim=-1).square_()
+    squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
     D, picks = _to_nearest(z, squares, mean), []
     while (left := cells - PICKS * len(picks)) > 0:
         chosen = (log_u + D.log()).topk(min(PICKS, left)).indices                              # (Z, PICKS)
         picks.append(z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1])))
-        D = torch.minimum(D, _to_nearest(z, squares, picks[-1])).scatter_(1, chosen, 0.0)
+        D = torch.minimum(D, _to_nearest(z, squares, picks[-1])).scatter(1, chosen, 0.0)
     centres = torch.cat(picks, 1)
     members = weighted(u.squeeze(-1), nearest(z, centres), cells)
     N = members.sum(1).unsqueeze(-1)
     return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)
 
 
+def _squares(z: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(z, dim=-1).square()
+
+
 def nearest(z: Tensor, centres: Tensor) -> Tensor:
     """Which of the centres (Z or 1, K, d) is nearest to each of z (Z, S, d): (Z, S)."""
-    return (z @ centres.mT).sub_(centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1)
+    return (z @ centres.mT - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1)
 
 
 def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
     """Squared distances (Z, S) to the nearest of the centres (Z, k, d); squares |z|^2."""
     offsets = centres.square().sum(-1).unsqueeze(-2)
-    return torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add_(squares).clamp_(min=0)
+    return torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares).clamp(min=0)
 
 
 class Choice(NamedTuple):
@@ -123,8 +127,7 @@ class Choice(NamedTuple):
         """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy keys and cells than keys are taken."""
         z, w = y @ metric.root, metric.log_weights(y)
         top = scores(z, w, keep).topk(min(heavy, y.shape[1]))
-        pool = torch.ones_like(w, dtype=torch.bool) if keep is None else keep.clone()
-        pool.scatter_(1, top.indices, False)
+        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, top.indices, False)
         centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(cells, y.shape[1]))
         return cls(top.indices, top.values > -torch.inf, pool, nearest(z, centres), centres)
 
@@ -210,7 +213,7 @@ def blocks(t: Tensor, b: int) -> Tensor:
     padding = -t.shape[1] % b
     if padding:
         t = torch.cat([t, t.new_zeros(len(t), padding, *t.shape[2:])], 1)
-    return t.unflatten(1, (-1, b))
+    return t.unflatten(1, (t.shape[1] // b, b))    # no -1: a batch may be empty
 
 
 def without(t: Tensor, keep: Tensor | None) -> Tensor:
@@ -225,4 +228,4 @@ def grouped(x: Tensor, b: int) -> Tensor:
 
 def ungrouped(t: Tensor, heads: int, length: int) -> Tensor:
     """(Z, N, G b, k) -> (Z, G, L, k)."""
-    return t.unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+    return t.unflatten(2, (heads, t.shape[2] // heads)).transpose(1, 2).flatten(2, 3)[:, :, :length]

@@ -1,7 +1,8 @@
 """Near-far attention token by token: the keys of two blocks, the heavy ones and sums over cells, whatever the length.
 
-Legend: B batch, Hkv key heads, G query heads of a group, Z = B Hkv, b tokens of a block, n heavy keys, K cells, d, dv.
-"""
+Each row of a batch counts its tokens from its first real one, as the parallel pass does: what a row gives does not
+depend on the padding in front of it. Legend: B batch, Hkv key heads, G query heads of a group, Z = B Hkv, T new tokens,
+b tokens of a block, n heavy keys, K cells, d, dv. """
 
 import copy
 from collections.abc import Hashable
@@ -10,21 +11,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.checks import check_inputs, compute_dtype
+from crt_exp.attention.nearfar.causal import Codebook, cells_of, displaced, outer, slope
+from crt_exp.attention.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import Weighted, plain_gather
-from crt_exp.attention.nearfar.causal import Codebook, cells_of, displaced, outer, slope
+from crt_exp.attention.nearfar.padding import first_kept
 
 
 class Kept(NamedTuple):
     """What is remembered, (B, Hkv, ...) each: never changed in place."""
 
     sums: Tensor      # (., K, dv + d + 2): of the keys of the cells
-    keys: Tensor      # (., n + w, d): heavy ones, then those of the last blocks
-    values: Tensor    # (., n + w, dv)
-    score: Tensor     # (., n + w): -inf for keys that are not there
+    keys: Tensor      # (., n + 2 b, d): heavy ones, then those of the last blocks
+    values: Tensor    # (., n + 2 b, dv)
+    score: Tensor     # (., n + 2 b): -inf for keys that are not there
     outers: Tensor    # (., dv, d): of the keys of the cells, where values are to first order
 
     def flat(self) -> "Kept":
@@ -44,6 +46,7 @@ class NearFarState:
     def __init__(self, sizes: Sizes, codebook: Codebook, heads: int, version: Hashable = None):
         self.sizes, self.codebook, self.heads, self.version = sizes, codebook, heads, version
         self.length, self.kept = 0, None
+        self.counts: list[int] = []    # of each row: tokens since its first real one
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
@@ -59,8 +62,10 @@ class NearFarState:
         out = v.new_empty(*x.shape[:3], v.shape[3])
         for i in range(x.shape[2]):
             at = slice(i, i + 1)
-            self._add(y[:, :, at], v[:, :, at], None if key_mask is None else key_mask[:, at])
-            out[:, :, i] = self._read(x[:, :, i])
+            seen = None if key_mask is None else key_mask[:, at]
+            self._take(y[:, :, at], v[:, :, at], seen)
+            query = x[:, :, i] if seen is None else torch.where(seen[:, None] | x[:, :, i].isfinite(), x[:, :, i], 0.0)
+            out[:, :, i] = self._read(query)
         return out
 
     @torch.no_grad()
@@ -68,11 +73,27 @@ class NearFarState:
         """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,Hkv,T,d), v (B,Hkv,T,dv)."""
         check_inputs(y, y, v, None, (), True, key_mask)
         self._check(y, version)
-        done, b = 0, self.sizes.block
-        while done < y.shape[2]:
-            at = slice(done, min(done + b - self.length % b, y.shape[2]))
-            self._add(y[:, :, at], v[:, :, at], None if key_mask is None else key_mask[:, at])
-            done = at.stop
+        self._take(y, v, key_mask)
+
+    def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+        """In pieces, of which each ends where a block of its row does."""
+        (B, T), b = (len(y), y.shape[2]), self.sizes.block
+        if self.kept is None:
+            self.counts, self.kept = [0] * B, self._empty(y, v)
+        done = self._leading(key_mask, B, T)
+        while min(done) < T:
+            sizes = [min(b - count % b, T - at) for count, at in zip(self.counts, done)]
+            self._add(y, v, key_mask, done, sizes)
+            done = [at + size for at, size in zip(done, sizes)]
+            self.counts = [count + size for count, size in zip(self.counts, sizes)]
+        self.length += T
+
+    def _leading(self, key_mask: Tensor | None, B: int, T: int) -> list[int]:
+        """How many of the new tokens of each row are padding before its first real one."""
+        if key_mask is None or all(self.counts):
+            return [0] * B
+        first = torch.where(key_mask.any(1), first_kept(key_mask), T).tolist()
+        return [0 if count else at for count, at in zip(self.counts, first)]
 
     def copy(self) -> "NearFarState":
         """The same state, to go on from here in two ways."""
@@ -82,6 +103,7 @@ class NearFarState:
         """Keeps these batch entries, in this order: what a beam search needs."""
         if self.kept is not None:
             self.kept = Kept(*(t[rows] for t in self.kept))
+            self.counts = [self.counts[row] for row in rows.tolist()]
 
     def _check(self, y: Tensor, version: Hashable) -> None:
         if version is not None and version != self.version:
@@ -96,38 +118,53 @@ class NearFarState:
         shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in (shift, tilt, root, centres))
         return Codebook(Metric(shift, tilt, root), centres)
 
-    def _add(self, y: Tensor, v: Tensor, keep: Tensor | None) -> None:
-        """New tokens within one block."""
+    def _add(self, y: Tensor, v: Tensor, key_mask: Tensor | None, done: list[int], sizes: list[int]) -> None:
+        """Tokens done, ..., done + size - 1 of each row, within one block of it."""
         B, Hkv = y.shape[:2]
-        dtype, keep = compute_dtype(y, v), None if keep is None else keep.repeat_interleave(Hkv, 0)
-        y, v = y.flatten(0, 1).to(dtype), v.flatten(0, 1).to(dtype)
-        if keep is not None:  # padding may hold NaN
-            y, v = (torch.where(keep.unsqueeze(-1), t, 0.0) for t in (y, v))
+        dtype, n, b = compute_dtype(y, v), self.sizes.heavy, self.sizes.block
         book = self._book(B, dtype)
-        kept = (self._empty(y, v, book) if self.kept is None else self.kept).flat()
-        n, b = self.sizes.heavy, self.sizes.block
-        if self.length % b == 0 and kept.keys.shape[1] == n + 2 * b:
-            kept = self._moved(kept, book)
-        y = y - book.metric.shift
-        score = scores(y @ book.metric.root, book.metric.log_weights(y), keep)
-        kept = Kept(kept.sums, torch.cat([kept.keys, y], 1), torch.cat([kept.values, v], 1),
-                    torch.cat([kept.score, score], 1), kept.outers)
-        self.kept, self.length = kept.of(B), self.length + y.shape[1]
+        full = [row for row in range(B) if sizes[row] and self.counts[row] >= 2 * b and self.counts[row] % b == 0]
+        kept = self._moved(self.kept, full) if full else self.kept
+        span = torch.arange(max(sizes))
+        there = span < torch.tensor(sizes).unsqueeze(1)                                   # (B, t)
+        places = (torch.tensor(done).unsqueeze(1) + span).clamp(max=y.shape[2] - 1).to(y.device)
+        slots = torch.tensor([n + (c if c < 2 * b else b + c % b) for c in self.counts]).unsqueeze(1) + span
+        slots, there = torch.where(there, slots, n + 2 * b).to(y.device), there.to(y.device)
+        seen = there if key_mask is None else there & key_mask.gather(1, places)
+        of_rows = lambda t: t.gather(2, places[:, None, :, None].expand(-1, Hkv, -1, t.shape[-1]))
+        y, v = (torch.where(seen[:, None, :, None], of_rows(t).to(dtype), 0.0) for t in (y, v))   # padding may hold NaN
+        y = (y.flatten(0, 1) - book.metric.shift).unflatten(0, (B, Hkv))
+        score = scores((y.flatten(0, 1) @ book.metric.root), book.metric.log_weights(y.flatten(0, 1)), None)
+        score = score.unflatten(0, (B, Hkv)).masked_fill(~seen[:, None], -torch.inf)
+        new = zip((kept.keys, kept.values, kept.score.unsqueeze(-1)), (y, v, score.unsqueeze(-1)))
+        keys, values, score = (_written(old, slots, t) for old, t in new)
+        self.kept = Kept(kept.sums, keys, values, score.squeeze(-1), kept.outers)
 
-    def _empty(self, y: Tensor, v: Tensor, book: Codebook) -> Kept:
-        (Z, _, d), n, K, dv = y.shape, self.sizes.heavy, book.centres.shape[1], v.shape[-1]
-        empty = Kept(y.new_zeros(Z, K, dv + d + 2), y.new_zeros(Z, n, d), y.new_zeros(Z, n, dv),
-                     y.new_full((Z, n), -torch.inf), y.new_zeros(Z, dv, d if self.sizes.first_order else 0))
-        return empty.of(Z // self.heads)
+    def _empty(self, y: Tensor, v: Tensor) -> Kept:
+        (B, Hkv, _, d), dv, K, first = y.shape, v.shape[-1], self.codebook.centres.shape[1], self.sizes.first_order
+        w, new = self.sizes.heavy + 2 * self.sizes.block, y.to(compute_dtype(y, v)).new_zeros
+        return Kept(new(B, Hkv, K, dv + d + 2), new(B, Hkv, w, d), new(B, Hkv, w, dv),
+                    new(B, Hkv, w).fill_(-torch.inf), new(B, Hkv, dv, d if first else 0))
 
-    def _moved(self, kept: Kept, book: Codebook) -> Kept:
-        """The first block leaves the window: its keys and the heavy ones of the lowest scores go to their cells."""
+    def _moved(self, kept: Kept, full: list[int]) -> Kept:
+        """In these rows the first block leaves the window: its keys and the heavy ones of the lowest scores go to their
+        cells."""
+        if len(full) == len(kept.sums):
+            return self._without_a_block(kept.flat(), len(full)).of(len(full))
+        rows = torch.tensor(full, device=kept.keys.device)
+        moved = self._without_a_block(Kept(*(t[rows] for t in kept)).flat(), len(full)).of(len(full))
+        return Kept(*(t.index_copy(0, rows, part) for t, part in zip(kept, moved)))
+
+    def _without_a_block(self, kept: Kept, batch: int) -> Kept:
         n, b, Z = self.sizes.heavy, self.sizes.block, len(kept.keys)
+        book = self._book(batch, kept.keys.dtype)
         places = torch.arange(n + b, device=kept.keys.device).expand(Z, -1)
         order, score = displaced(places[:, :n], kept.score[:, :n], places[:, n:], kept.score[:, n:n + b])
         keys, values = (t.gather(1, order.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (kept.keys, kept.values))
-        rest = (torch.cat([new[:, :n], old[:, n + b:]], 1) for new, old in
-                ((keys, kept.keys), (values, kept.values), (score, kept.score)))
+        free = kept.score.new_full((Z, b), -torch.inf)
+        rest = (torch.cat([new[:, :n], old[:, n + b:], empty], 1) for new, old, empty in
+                ((keys, kept.keys, torch.zeros_like(kept.keys[:, :b])),
+                 (values, kept.values, torch.zeros_like(kept.values[:, :b])), (score, kept.score, free)))
         rows, cell = _rows(keys[:, n:], values[:, n:], score[:, n:] > -torch.inf, book)
         outers = kept.outers
         if self.sizes.first_order:
@@ -151,6 +188,13 @@ class NearFarState:
             out = out + found.share * ((q - book.metric.tilt.unsqueeze(1)) @ C.mT)
         out = torch.where(found.logsum > HIDDEN / 2, out, 0.0)  # no key yet
         return out.view(B, x.shape[1], dv)
+
+
+def _written(old: Tensor, slots: Tensor, new: Tensor) -> Tensor:
+    """old (B, Hkv, w, k) with new (B, Hkv, t, k) at the slots (B, t) of each row; w is nowhere."""
+    out = torch.cat([old, old[:, :, :1]], 2)
+    out.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+    return out[:, :, :-1]
 
 
 def _rows(y: Tensor, v: Tensor, joins: Tensor, book: Codebook) -> tuple[Tensor, Tensor]:

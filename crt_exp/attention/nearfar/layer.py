@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.layer import RandomFeatureAttention, in_backward, in_step
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.nearfar.call import Result, check_sizes, near_far_attention
 from crt_exp.attention.nearfar.causal import Codebook
+from crt_exp.attention.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.attention.nearfar.decoding import NearFarState
 from crt_exp.attention.nearfar.features import FarFeatures, check_positive
 from crt_exp.features.base import FeatureMap
@@ -99,12 +99,29 @@ class NearFar(LinearAttention):
         return self._attend(q, k, v, key_mask).out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
+        if self.first_order is not None or self.preset == "quality" or self.causal or k.shape[2] < LONG:
+            return self._with_sizes(self.sizes, q, k, v, key_mask)
+        long = self.sizes._replace(first_order=True)
+        if key_mask is None:
+            return self._with_sizes(long, q, k, v, None)
+        return self._by_length(long, key_mask.sum(1) >= LONG, q, k, v, key_mask)
+
+    def _by_length(self, sizes: Sizes, long: Tensor, *inputs: Tensor) -> Result:
+        """By these sizes the rows that are `long` (B,), the others by those of the layer: no row's outputs depend on
+        how long the others are."""
+        if torch.compiler.is_compiling() or transforming():
+            parts = (self._with_sizes(s, *inputs) for s in (sizes, self.sizes))
+            return Result(*(torch.where(long.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(*parts)))
+        if long.all() or not long.any():
+            return self._with_sizes(sizes if long.any() else self.sizes, *inputs)
+        parts = [self._with_sizes(s, *(t[rows] for t in inputs)) for rows, s in ((long, sizes), (~long, self.sizes))]
+        order = torch.cat([rows.nonzero().squeeze(1) for rows in (long, ~long)]).argsort()
+        return Result(*(torch.cat(both)[order] for both in zip(*parts)))
+
+    def _with_sizes(self, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
         book, cross = None, self.cross or q.shape[2] != k.shape[2]
         if self.causal or (cross and self.clusters is not None and self.clusters.done):
             book = self.codebook(len(q))
-        sizes = self.sizes
-        if self.first_order is None and self.preset != "quality":
-            sizes = sizes._replace(first_order=not self.causal and k.shape[2] >= LONG)
         if self.features is not None:
             q, k = self.scaled(q), self.scaled(k)
             return near_far_attention(q, k, v, sizes, causal=self.causal, cross=cross, codebook=book,

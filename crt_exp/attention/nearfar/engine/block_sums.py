@@ -44,17 +44,19 @@ def _summed(device: torch.device):
 def one_hot(cell: Tensor, cells: int, dtype: torch.dtype) -> Tensor:
     """(..., cells): 1 at the cell of each row."""
     out = torch.zeros(*cell.shape, cells, dtype=dtype, device=cell.device)
-    return out.scatter_(-1, cell.unsqueeze(-1), 1.0)
+    return out.scatter(-1, cell.unsqueeze(-1), 1.0) if transformed() else out.scatter_(-1, cell.unsqueeze(-1), 1.0)
 
 
 def _at_lag(own: Tensor, lag: int, before: bool, after: bool) -> Tensor:
     """Of sums (Z, n, ...) of each block those of the blocks up to t - lag and from t + lag on."""
     n = own.shape[1]
-    total = torch.zeros_like(own)
-    if n > lag and before:
-        total[:, lag:] = own[:, :n - lag].cumsum(1)
-    if n > lag and after:
-        total[:, :n - lag] += own[:, lag:].flip(1).cumsum(1).flip(1)
+    if n <= lag:
+        return torch.zeros_like(own)
+    none, total = torch.zeros_like(own[:, :lag]), 0
+    if before:
+        total = torch.cat([none, own[:, :n - lag].cumsum(1)], 1)
+    if after:
+        total = total + torch.cat([own[:, lag:].flip(1).cumsum(1).flip(1), none], 1)
     return total
 
 

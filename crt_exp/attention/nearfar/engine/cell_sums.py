@@ -76,4 +76,4 @@ def _at_cells(t: Tensor, cell: Tensor) -> Tensor:
 
 def weighted(u: Tensor, cell: Tensor, cells: int) -> Tensor:
     """(Z, S, K): the weights u (Z, S) of keys at their cells."""
-    return u.new_zeros(*u.shape, cells).scatter_(2, cell.unsqueeze(-1), u.unsqueeze(-1))
+    return u.new_zeros(*u.shape, cells).scatter(2, cell.unsqueeze(-1), u.unsqueeze(-1))

@@ -90,10 +90,10 @@ class _Near:
         count, first = grad.shape[0], self.first(at)
         for i, part in enumerate(grad.split(self.b, 1)):
             rows = flat[(first + i) * self.b:(first + i + count) * self.b]
-            rows.view(count, self.b, -1).add_(part)
+            rows.view(count, self.b, part.shape[-1]).add_(part)
 
     def unflat(self, flat: Tensor) -> Tensor:
-        return flat[self.b:-self.b].view(self.Z, self.N, self.b, -1)
+        return flat[self.b:-self.b].view(self.Z, self.N, self.b, flat.shape[-1])
 
 
 def _flat(t: Tensor) -> Tensor:
