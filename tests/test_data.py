@@ -313,3 +313,22 @@ def test_embedded_set_is_the_official_file(name):
 def test_importing_the_command_loads_no_heavy_library():
     code = "import sys, crt_exp.data.__main__; print(*{'torch', 'sklearn', 'pandas', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+@pytest.mark.parametrize("options, by", [
+    ("task=uci task.dataset=iris", "task.dataset=iris, which is embedded"),
+    ("task=trembl", "task.dataset=generated: leave it out, or set task.dataset=uniprot"),
+    ("task=ptb task.corpus=generated", "task.corpus=generated"),
+    ("task=ptb task.corpus=some.txt", "task.corpus=some.txt"),
+    ("task=lra task.dataset=pathfinder", "task.dataset=pathfinder"),
+    ("task=books task.text=some.txt", "task.text"),
+    ("task=books task.hub.name=some/set", "task.hub.name"),
+    ("task=mlm task.text=some.txt", "task.text"),
+    ("task=mlm task.hub.name=some/set trainer.steps=1", "task.hub.name"),
+    ("task=librispeech task.source=hub trainer.steps=1", "task.source=hub"),
+])
+def test_a_folder_that_is_not_used_is_refused(typed, options, by, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.txt").write_text("some words of a text\n" * 40)
+    code, _, err = typed(*options.split(), "task.data_dir=/some/folder", "logger=none")
+    assert code == 2 and f"task.data_dir = /some/folder is not used by {by}" in err, err

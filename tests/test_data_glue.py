@@ -368,3 +368,8 @@ def test_published_counts(name):
     if name == "cola":
         assert load(name).sentence1[0] == "Our friends won't buy this analysis, let alone the next one we propose."
         assert np.mean(load(name, "dev").labels) == pytest.approx(721 / 1043)
+
+
+def test_a_folder_beside_the_hub_is_refused(tmp_path):
+    with pytest.raises(DataError, match="task.data_dir = .* is not used by task.source=hub"):
+        load("cola", "train", tmp_path, source="hub")

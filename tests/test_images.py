@@ -2,6 +2,7 @@
 
 import os
 import random
+import tarfile
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_images import picture, write_images, write_shards
+from small_images import add, picture, write_images, write_shards
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
@@ -263,14 +264,77 @@ def test_mistakes_in_shards_are_named(shards, tmp_path):
         list(Streamed(HUB | {"data_files": shards, "image": "jpg"}).asked("val", Plan(12)))
     cut = tmp_path / "cut-0.tar"
     cut.write_bytes(Path(shards["train"].replace("*", "0")).read_bytes()[:5000])
-    with pytest.raises(DataError, match="webdataset cannot be read .*unexpected end of data"):
+    with pytest.raises(DataError, match="cut-0.tar: damaged behind its 3 examples .unexpected end of data.*unreadable"):
         Streamed(HUB | {"data_files": {"train": str(cut)}})
-    whole = shards["train"].replace("*", "1")
-    source = Streamed(HUB | {"data_files": {"train": whole, "validation": [whole, str(cut)]}})
-    with pytest.raises(DataError, match=r"cannot be read after its image \d+ \(of .*tar\): unexpected end of data"):
-        list(source.asked("val", Plan(12)))
+    with pytest.raises(DataError, match="no file fits '.*none-..tar'"):
+        Streamed(HUB | {"data_files": shards | {"train": str(tmp_path / "none-*.tar")}})
+    with pytest.raises(DataError, match="names train but not 'validation'"):
+        Streamed(HUB | {"data_files": {"train": shards["train"]}})
+    with pytest.raises(DataError, match="validation_images = 13, but validation holds 12 images"):
+        Streamed(HUB | {"data_files": shards, "validation_images": 13})
     with pytest.raises(DataError, match="someone/no-such-images cannot be read from the Hugging Face hub"):
         Streamed(HUB | {"name": "someone/no-such-images"})
+
+
+def damage(content, headers):
+    """Each a shard that readers of tar files take for one of 5 of its 6 examples."""
+    at = headers[10]
+    yield "a byte of a header", content[:at + 100] + bytes([content[at + 100] ^ 4]) + content[at + 101:]
+    yield "a header of zeros", content[:at] + bytes(512) + content[at + 512:]
+    yield "cut before a header", content[:at]
+    yield "cut in a header", content[:at + 200]
+    yield "cut in an image", content[:at + 600]
+
+
+def test_damaged_shards_are_refused_or_left_out_and_counted(shards, tmp_path):
+    whole = Path(shards["validation"].replace("*", "0"))
+    with tarfile.open(whole) as tar:
+        headers = [member.offset for member in tar]
+    for what, content in damage(whole.read_bytes(), headers):
+        (tmp_path / "bad.tar").write_bytes(content)
+        files = shards | {"validation": [str(tmp_path / "bad.tar"), str(whole)]}
+        with pytest.raises(DataError, match="bad.tar: .*(damaged|cut at byte)"):
+            Streamed(HUB | {"data_files": files, "validation_images": 6})
+        with pytest.warns(UserWarning, match="1 of 2 shards are damaged and left out: .*bad.tar"):
+            source = Streamed(HUB | {"data_files": files, "validation_images": 6}, skip=True)
+        assert sum(map(len, source.asked("val", Plan(4)))) == 6, what
+    (tmp_path / "val-0.tar").write_bytes(whole.read_bytes())
+    (tmp_path / "index.json").write_text('{"shardlist": [{"url": "val-0.tar", "nsamples": 7}]}')
+    with pytest.raises(DataError, match="it holds 6 examples, but index.json says 7"):
+        Streamed(HUB | {"data_files": shards | {"validation": str(tmp_path / "val-0.tar")}})
+
+
+@pytest.mark.parametrize("members, message", [
+    ({"cls": b"1"}, "there is no png"),
+    ({"png": b"image", "cls": b"dog"}, "a label is not a whole number .b'dog'"),
+    ({"png": b"image", "cls": b"1.5"}, "a label is not a whole number .b'1.5'"),
+    ({"png": b"image", "cls": b"1", "pth": b""}, "z.pth is pickled"),
+])
+def test_odd_examples_of_shards_are_named(members, message, tmp_path):
+    with tarfile.open(tmp_path / "odd.tar", "w") as tar:
+        for key in map(str, range(6)):
+            add(tar, f"{key}.png", b"image")
+            add(tar, f"{key}.cls", b"1")
+        for kind, content in members.items():
+            add(tar, f"z.{kind}", content)
+    files = dict.fromkeys(("train", "validation"), str(tmp_path / "odd.tar"))
+    with pytest.raises(DataError, match=message):
+        list(Streamed(HUB | {"data_files": files, "validation_images": 7}).asked("val", Plan(4)))
+
+
+def test_odd_folders_are_named(tmp_path):
+    root = write_images(tmp_path / "images", train=1, val=1)
+    (root / "train" / "class0" / "again").symlink_to(root / "train")
+    with pytest.raises(DataError, match="class0/again/class0 is, or lies behind, a link to a folder above it"):
+        images.load("images", root)
+    (root / "train" / "class0" / "again").unlink()
+    os.mkfifo(root / "train" / "class0" / "pipe.png")
+    found = images.load("images", root)["train"]
+    with pytest.raises(images.Unreadable, match="pipe.png cannot be read as an image: a pipe, socket or device"):
+        [found.read(source) for source in found.sources]
+    os.mkdir(os.fsencode(root / "train") + b"/\xff")
+    with pytest.raises(DataError, match="the class folder .* is not UTF-8"):
+        images.load("images", root)
 
 
 # ---- real images and the data command ------------------------------------------------------------------------------

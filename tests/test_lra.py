@@ -248,7 +248,7 @@ def test_it_learns(typed, tmp_path):
     (["+task.rules.arguments=1"], ["task.rules.arguments = 1", "at least 2"]),
     (["+task.rules.shortest=60", "+task.rules.depth=1"], ["0 different sequences", "task.rules.shortest"]),
     (["task.dataset=image"], ["task.rules are those of listops and pathfinder"]),
-    (["task.dataset=pathfinder", "task.data_dir=/nowhere"], ["leave task.data_dir out"]),
+    (["task.dataset=pathfinder", "task.data_dir=/nowhere"], ["is not used by task.dataset=pathfinder"]),
     (["task.data_dir=/nowhere"], ["/nowhere/basic_train.tsv, which is not there"]),
     (["task.dataset=lists"], ["task.dataset = lists", "retrieval"]),
     (["trainer.sequence_parallel=2"], ["1 processes do not make groups", "trainer.processes=2"]),

@@ -20,7 +20,7 @@ from torch import Tensor
 from crt_exp.data import DataError
 from crt_exp.data.cache import cached, key_of
 from crt_exp.data.hub import from_hub
-from crt_exp.data.sources import SOURCES, Source, missing, task_folder
+from crt_exp.data.sources import SOURCES, Source, missing, no_folder, task_folder
 from crt_exp.data.text import fingerprint, numbered_lines
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
         raise DataError(f"GLUE's {task.folder} has no split {split!r}; it has {', '.join(task.splits)}.")
     if source not in ("files", "hub"):
         raise DataError(f"source={source} is unknown; use files or hub.")
+    if source == "hub":
+        no_folder(data_dir, "task.source=hub", "leave it out, or set task.source=files")
     examples = from_files(task, split, data_dir) if source == "files" else read_hub(task, split)
     return examples.subsample(n, seed)
 

@@ -24,7 +24,7 @@ def hub_examples(name: str, config: str | None = None, split: str = "train", ran
     from datasets.distributed import split_dataset_by_node
 
     load = lambda: load_dataset(name, config, split=split, streaming=True, data_files=data_files)
-    stream = prepared(from_hub(load, name, otherwise))
+    stream = prepared(from_hub(load, name, otherwise, first_of(data_files, split)))
 
     def examples(epoch: int, skip: int) -> Iterator[dict[str, Any]]:
         shuffled = stream.shuffle(seed=order_seed(seed, epoch), buffer_size=buffer) if buffer else stream
@@ -33,19 +33,41 @@ def hub_examples(name: str, config: str | None = None, split: str = "train", ran
     return examples
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of what a reader says."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if text.startswith("invalid literal for int()"):
+        return f"a label is not a whole number ({text.rsplit(': ', 1)[-1]})"
+    if "share the same prefix or the same types" in text:
+        return "its first examples do not all have the same members (an image and a label each)"
+    return text
+
+
+def first_of(data_files: Any, split: str) -> str | None:
+    """The first of the files, or of their patterns."""
+    while data_files and not isinstance(data_files, str):
+        data_files = data_files.get(split) if isinstance(data_files, dict) else data_files[0]
+    return data_files or None
+
+
 def order_seed(seed: int, epoch: int) -> int:
     """Of the order of a pass."""
     return int(np.random.SeedSequence((seed, 2, epoch)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text files of your own.") -> Any:
-    """`load()`, whose errors become one DataError: no connection, no such set, no such configuration or split."""
+def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text files of your own.",
+             files: str | None = None) -> Any:
+    """`load()`, whose errors become one DataError: no connection, no such set, no such configuration or split.
+
+    files: those that are read in place of a set of the hub. """
     from datasets.exceptions import DatasetsError
 
     try:
         return load()
     except (OSError, EOFError, ValueError, TarError, DatasetsError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
+        if files:
+            raise DataError(f"{name} cannot read {files}: {reason}.") from None
         raise DataError(f"{name} cannot be read from the Hugging Face hub: {reason}.\n"
                         "Check the name and the network; without network, a set works that was loaded once "
                         f"(HF_HUB_OFFLINE=1).\n{otherwise}") from None

@@ -9,12 +9,14 @@ from itertools import chain, count, islice, repeat
 from typing import Any, TypedDict
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError
+from crt_exp.data import DataError, shards
 from crt_exp.data import images as data
-from crt_exp.data.hub import hub_examples
+from crt_exp.data.hub import hub_examples, reason_of
 from crt_exp.data.loading import Example
 from crt_exp.data.plan import Plan
 from crt_exp.schema import Count, Whole
+
+WEBDATASET = "webdataset"                                    # of data_files that are tar shards
 
 
 class Hub(TypedDict):
@@ -33,11 +35,34 @@ class Hub(TypedDict):
 
 
 class Streamed:
-    """Splits "train", without end, and "val", of which the first `validation_images` are read."""
+    """Splits "train", without end, and "val", of which the first `validation_images` are read.
 
-    def __init__(self, hub: Hub):
+    skip: shards that are damaged are named and left out; without it they are a DataError, as too few images are."""
+
+    def __init__(self, hub: Hub, skip: bool = False):
         self.hub = hub
+        if hub["name"] == WEBDATASET:
+            self.hub = hub | {"data_files": self.whole_shards(skip)}
         self.classes = self.class_names()
+
+    def whole_shards(self, skip: bool) -> Any:
+        """The shards of both splits, those on this machine looked through."""
+        hub, files = self.hub, {}
+        for split, least in ((hub["split"], 1), (hub["validation"], hub["validation_images"])):
+            paths = shards.local(hub["data_files"], split)
+            if paths is None:
+                return hub["data_files"]
+            whole = shards.intact(paths, skip)
+            count = sum(shard.examples for shard in whole)
+            if count < least:
+                raise self.too_few(count) if count else DataError(f"{paths[0]} holds no example: members are named "
+                                                                  "KEY.jpg and KEY.cls")
+            files[split] = [shard.path for shard in whole]
+        return files
+
+    def too_few(self, count: int) -> DataError:
+        return DataError(f"task.hub.validation_images = {self.hub['validation_images']}, but {self.hub['validation']} "
+                         f"holds {count} images: set it to {count} or less")
 
     def class_names(self) -> tuple[str, ...]:
         """Those that the set tells, else numbers. Raises ConfigError where nobody says how many."""
@@ -89,8 +114,12 @@ class Streamed:
         read = self.whole(self.examples(self.hub["validation"], buffer=0, prepared=self.encoded)(0, 0))
         first, last = (self.hub["validation_images"] * rank // plan.world for rank in (plan.rank, plan.rank + 1))
         mine = islice(enumerate(read), first, last)
+        count = first
         while batch := [self.example(number, example) for number, example in islice(mine, plan.batch)]:
+            count += len(batch)
             yield batch
+        if count < last:
+            raise self.too_few(count)
 
     def whole(self, examples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """All examples of a pass. Raises DataError where there is none, and where a file ends before its time."""
@@ -103,14 +132,17 @@ class Streamed:
             raise
         except Exception as error:  # tarfile and zlib have their own
             place = f"{number} (of {file})" if file else number
-            raise DataError(f"{self.hub['name']} cannot be read after its image {place}: {error}") from None
+            raise DataError(f"{self.hub['name']} cannot be read after its image {place}: {reason_of(error)}") from None
         if not number:
             raise DataError(f"{self.hub['name']} has no image for this process: it needs one for each process")
 
     def example(self, number: int, example: dict[str, Any]) -> Example:
-        """Raises DataError for a label that is no class."""
+        """Raises DataError for a label that is no class, and where there is no image."""
         image, label = example.get(self.hub["image"]), example.get(self.hub["label"])
         name = str(example.get("__key__") or (image or {}).get("path") or f"image {number}")
+        if not image:
+            raise DataError(f"{self.hub['name']}, {name}: there is no {self.hub['image']}. Check task.hub.image, or "
+                            "leave such examples out of the set.")
         if not isinstance(label, int) or not 0 <= label < len(self.classes):
             raise DataError(f"{self.hub['name']}, {name}: {self.hub['label']} = {label} is none of the "
                             f"{len(self.classes)} classes. Check task.hub.label and task.hub.classes.")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from crt_exp.data import DataError
+from crt_exp.data import DataError, check_regular
 from crt_exp.data.sources import SOURCES, task_folder
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -99,6 +99,8 @@ def listed(folder: Path) -> dict[str, list[str]]:
     if not folder.is_dir():
         raise DataError(f"{folder} is not there: a folder of images holds train/<class>/ and val/<class>/.")
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if odd := [name for name in classes if readable(name) != name]:
+        raise DataError(f"{folder}: the name of the class folder {readable(odd[0])!r} is not UTF-8: rename it")
     if not classes:
         raise DataError(f"{folder} holds no class folders: images lie in {folder.name}/<class>/.")
     found = {name: sorted(below(folder / name)) for name in classes}
@@ -110,12 +112,22 @@ def listed(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def below(folder: Path, prefix: str = "") -> Iterator[str]:
+def below(folder: Path, prefix: str = "", above: frozenset = frozenset()) -> Iterator[str]:
+    """Image files of a folder and those in it. Raises DataError for a link to a folder above it."""
+    found = os.stat(folder)
+    place = found.st_dev, found.st_ino
+    if place in above:
+        raise DataError(f"{readable(str(folder))} is, or lies behind, a link to a folder above it: remove the link")
     for entry in os.scandir(folder):
         if entry.is_dir():
-            yield from below(Path(entry.path), f"{prefix}{entry.name}/")
+            yield from below(Path(entry.path), f"{prefix}{entry.name}/", above | {place})
         elif entry.name.lower().endswith(SUFFIXES):
             yield prefix + entry.name
+
+
+def readable(name: str) -> str:
+    """The name of a file, with marks in place of bytes that are not UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def of_files(root: Path, split: str, files: dict[str, list[str]]) -> Images:
@@ -137,8 +149,10 @@ def read(source: str | Path | bytes, name: str = "") -> Any:
     """
     from PIL import Image, UnidentifiedImageError
 
-    name = name or str(source)
+    name = name or readable(str(source))
     try:
+        if not isinstance(source, bytes):
+            check_regular(source)
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:

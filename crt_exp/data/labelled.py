@@ -17,6 +17,7 @@ import numpy as np
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, glue, images, listops, pathfinder
+from crt_exp.data.sources import no_folder
 from crt_exp.data.cache import cached, key_of
 from crt_exp.data.pixels import squared
 from crt_exp.data.text import content, numbered_lines, official_file
@@ -66,8 +67,7 @@ def load(dataset: Dataset, data_dir: str | None, rules: dict[str, Any], preset: 
         read = read_listops(Path(data_dir).expanduser()) if data_dir else None
         return Arena(read or drawn(dataset, rules, preset, seed, cache_dir), len(listops.SYMBOLS), 10)
     if dataset == "pathfinder":
-        if data_dir is not None:
-            raise ConfigError("task.dataset=pathfinder is drawn from its rules: leave task.data_dir out")
+        no_folder(data_dir, "task.dataset=pathfinder, which is drawn from its rules")
         return Arena(drawn(dataset, rules, preset, seed, cache_dir), BYTES, 2)
     if dataset == "image":
         return grey_images(data_dir, held_out)

@@ -204,6 +204,12 @@ def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
     return root / name if root else None
 
 
+def no_folder(data_dir: str | Path | None, by: str, instead: str = "leave it out") -> None:
+    """Raises DataError where a folder is given to something that reads none: it would be taken for what was read."""
+    if data_dir:
+        raise DataError(f"task.data_dir = {data_dir} is not used by {by}: {instead}")
+
+
 def missing(name: str, path: Path | None, file: int = 0) -> DataError:
     """The error for a file of source `name` that is not at `path`; None: nobody said where the data are."""
     source = SOURCES[name]

@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from crt_exp.data import DataError, chess
-from crt_exp.data.sources import SOURCES, Source, missing, task_folder
+from crt_exp.data.sources import SOURCES, Source, missing, no_folder, task_folder
 
 CODINGS = ("ordinal", "onehot")
 
@@ -166,10 +166,11 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
 
     Official files are read from `data_dir` (the option task.data_dir), by default $CRT_DATA/uci. A set that needs no
     file is made on the spot; of those, wine and chess are read from their files where `data_dir` is given, and the
-    others take no notice of it. Raises DataError for an unknown name, and for a file that is missing or is not the
-    published one, down to its number of rows.
+    others refuse it. Raises DataError for an unknown name, and for a file that is missing or is not the published one,
+    down to its number of rows.
     """
     if name in EMBEDDED and not (data_dir and name in LAYOUTS):
+        no_folder(data_dir, f"task.dataset={name}, which is embedded")
         return EMBEDDED[name](name)
     if name not in LAYOUTS:
         near = difflib.get_close_matches(str(name), names(), n=1)

@@ -16,6 +16,7 @@ from typing import Annotated, NamedTuple, TypedDict
 import numpy as np
 
 from crt_exp.data import DataError
+from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED, numbered_lines, official_file
 from crt_exp.schema import Count, Positive, Whole, at_least
 
@@ -64,6 +65,8 @@ def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) ->
     <unk>. Equal counts are ordered by the word, so that the ids do not depend on the order of the articles. A word that
     the training text lacks counts as <unk>. Raises DataError where there is none.
     """
+    if name not in OFFICIAL:
+        no_folder(data_dir, f"task.corpus={name}, a file of its own")
     parts = official_parts(name, data_dir) if name in OFFICIAL else parts_of(Path(name).expanduser())
     counts = Counter(parts[0].words)
     rare = {word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)}

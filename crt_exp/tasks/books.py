@@ -16,6 +16,7 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, books
+from crt_exp.data.sources import no_folder
 from crt_exp.data.books import Apart, Packed, Source, Text, piece
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.glue import bucketed
@@ -102,6 +103,8 @@ class Books(SymbolTask):
             raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
         if (self.validation_text is None) != (self.test_text is None):
             raise ConfigError("task.validation_text and task.test_text go together: give both, or none")
+        if self.hub["name"] is not None or self.text is not None:
+            no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
         if self.hub["name"] is not None:
             return {split: Source((), self.hub, name) for split, name in zip(NAMES, self.hub["splits"])}
         if self.text is None:

@@ -32,7 +32,7 @@ class ImageTask(Task):
 
     def __post_init__(self):
         self.check_source()
-        self.images = Streamed(self.hub) if self.hub["name"] is not None else self.listed()
+        self.images = Streamed(self.hub, self.unreadable == "skip") if self.hub["name"] is not None else self.listed()
         self.classes = self.images.classes
         workers = 0 if self.embedded else fitting_workers()  # processes cost more than images of 8 x 8 pixels
         self.loader = Loader(workers if self.workers is None else self.workers, self.unreadable == "skip")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, speech
+from crt_exp.data.sources import no_folder
 from crt_exp.data.plan import packed
 from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
 from crt_exp.mechanism import Mechanism
@@ -158,6 +159,7 @@ class LibriSpeech(Task):
     def read(self, split: str) -> Iterable[speech.Utterance]:
         faults = self.faults[split]
         if self.streamed:
+            no_folder(self.data_dir, "task.source=hub", "leave it out, or set task.source=files")
             return islice(self.hub_pass(split, faults)(0), self.hub["held_out"])
         if self.corpus == "fsdd":
             return speech.digit_strings(self.recordings, split, self.strings[split], self.held_out_speaker)

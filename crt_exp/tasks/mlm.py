@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data import text as data
+from crt_exp.data.sources import no_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.schema import Count, NotNegative, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
@@ -98,6 +99,8 @@ class MLM(Task):
         self.objective = objective_of(self.causal, self.share, self.whole_words, self.lowercase)
         self.check_options()
         self.streamed = self.hub["name"] is not None
+        if self.streamed:
+            no_folder(self.data_dir, "task.hub.name")
         self.files = {} if self.streamed else self.local_files()
         self.test = "test" if "test" in self.files else None
         scratch = self.model is None and self.init == "scratch"
@@ -133,6 +136,7 @@ class MLM(Task):
         """The files of each split, where there are any."""
         own = {"validation": data.text_files(self.validation_text)} if self.validation_text else {}
         if self.text is not None:
+            no_folder(self.data_dir, "task.text")
             return {"train": data.text_files(self.text)} | own
         names = {"train": "train", "validation": "valid", "test": "test"}
         return {split: [data.official_file("wikitext2", name, self.data_dir)] for split, name in names.items()} | own

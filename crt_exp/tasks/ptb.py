@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import words as data
+from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
@@ -76,6 +77,8 @@ class PTB(Task):
     def __post_init__(self):
         self.carried: dict[str, Tensor] = {}
         self.queries: list[float] = []
+        if self.corpus == "generated":
+            no_folder(self.data_dir, "task.corpus=generated", "leave it out, or set task.corpus=ptb")
         self.chain = data.Chain.of(self.generated) if self.corpus == "generated" else None
         self.text = (self.chain.corpus(self.generated) if self.chain
                      else data.corpus(self.corpus, self.data_dir, self.min_count))

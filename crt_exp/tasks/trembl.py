@@ -15,6 +15,7 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
+from crt_exp.data.sources import no_folder
 from crt_exp.data.families import Families, Options
 from crt_exp.data.glue import bucketed
 from crt_exp.data.protein import LETTERS, Chains, Rows, Singles
@@ -69,6 +70,8 @@ class TrEMBL(SymbolTask):
         if self.validation_share + self.test_share >= 1:
             raise ConfigError(f"task.validation_share = {self.validation_share} and task.test_share = "
                               f"{self.test_share} leave nothing to train on")
+        if self.made:
+            no_folder(self.data_dir, "task.dataset=generated", "leave it out, or set task.dataset=uniprot")
         if self.made and (self.families or self.held_out_files is not None):
             raise ConfigError("task.families and task.held_out_files are for dataset=uniprot: generated families are "
                               "held out by task.generated.held_out")
