@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, families, protein
+from crt_exp.data import DataError, families, fasta, protein
+from crt_exp.data.__main__ import main
 from crt_exp.data.fasta import entries, fasta_files, indexed
 from crt_exp.data.plan import Plan
 from crt_exp.data.protein import LETTERS, Chains, Singles
@@ -73,6 +74,7 @@ GOOD = ">tr|A00000|X_Y\nACD\n"
     ("ACD\n>tr|A1|X_Y\nACD\n", ["line 1", "'ACD' is no header"]),
     (GOOD + ">A00001 some protein\nACD\n", ["line 3", "'>A00001 some protein' is no header of UniProt"]),
     (GOOD + ">tr|A00001|\nACD\n", ["line 3", "is no header of UniProt"]),
+    (GOOD + ">tr|A0000123456789012|X_Y\nACD\n", ["line 3", "'A0000123456789012' has 17 letters"]),
     (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["line 3", "A00001 has no sequence"]),
     (GOOD + ">tr|A00001|X_Y\n\n", ["line 3", "A00001 has no sequence"]),
     (GOOD + ">tr|A00001|X_Y\nACD\nACJD\n", ["line 5", "'J' in A00001 is no amino acid", LETTERS]),
@@ -129,6 +131,46 @@ def test_a_stale_index_is_built_anew_and_said(tmp_path, caplog):
     assert "bytes where it had" in caplog.text
     next(cache.glob("*/ends")).write_bytes(b"")
     assert len(indexed([path], LETTERS, cache)) == 2 and "its file ends is not as it was written" in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(fasta.ARRAYS))
+@pytest.mark.parametrize("large", [False, True])
+def test_a_damaged_index_is_built_anew_and_said(name, large, tmp_path, caplog, monkeypatch, capsys):
+    """Overwritten by as many bytes: sizes tell nothing."""
+    monkeypatch.setattr(fasta, "SAMPLED", 0 if large else 1 << 30)
+    path, cache = write(tmp_path / "a.fasta", ["ACDE" * 500, "FGH" * 500]), tmp_path / "cache"
+    index = indexed([path], LETTERS, cache)
+    before = {part: np.array(getattr(index, part)) for part in ("ends", "hashes", "files", "accessions")}
+    file = next(cache.glob(f"*/{name}"))
+    file.write_bytes(bytes(b ^ 1 for b in file.read_bytes()))
+    assert main(["verify", "--index", str(cache)]) == 1 and f"its file {name} is not" in capsys.readouterr().out
+    after = indexed([path], LETTERS, cache)
+    assert f"its file {name} is not as it was written: it is built anew" in caplog.text
+    assert all(np.array_equal(values, getattr(after, part)) for part, values in before.items())
+    assert protein.decode(after.sequence(0)) == "ACDE" * 500
+    assert main(["verify", "--index", str(cache)]) == 0
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64])
+def test_entries_do_not_depend_on_the_blocks_that_are_read(block, tmp_path, monkeypatch):
+    path = write(tmp_path / "a.fasta", sequences(20))
+    expected = list(entries(path, LETTERS))
+    monkeypatch.setattr(fasta, "BLOCK", block)
+    assert list(entries(path, LETTERS)) == expected
+
+
+def test_an_entry_without_end_is_refused_soon(tmp_path, monkeypatch):
+    """As a gz file of zeros and the like: no more than the limit and a block are read."""
+    read = []
+    real = fasta.blocks
+    monkeypatch.setattr(fasta, "LONGEST", 1 << 16)
+    monkeypatch.setattr(fasta, "BLOCK", 1 << 12)
+    monkeypatch.setattr(fasta, "blocks", lambda path: (read.append(len(b)) or b for b in real(path)))
+    path = tmp_path / "a.fasta.gz"
+    path.write_bytes(gzip.compress(b">tr|A00000|X_Y\n" + b"A" * (1 << 20)))
+    with pytest.raises(DataError, match="line 1: an entry of more than 65536 bytes"):
+        list(entries(path, LETTERS))
+    assert sum(read) <= (1 << 16) + (1 << 13)
 
 
 def test_an_index_that_cannot_be_kept_is_made_and_said(tmp_path, caplog):

@@ -32,17 +32,19 @@ def parser() -> argparse.ArgumentParser:
     add(commands, run_fetch, "fetch", "download from the official server; continues, checks, replaces bad files",
         name="a folder such as uci, or one set such as uci/abalone")
     add(commands, run_verify, "verify", "compare the files that are there with the published ones",
-        name="a folder or one set; all, if left out", nargs="?")
+        name="a folder or one set; all, if left out", nargs="?").add_argument(
+        "--index", metavar="DIR", help="compare all bytes of the indexes of proteins in DIR (task.cache_dir) instead")
     return root
 
 
 def add(commands, run: Callable[[argparse.Namespace], int], title: str, text: str, name: str = "",
-        nargs: str | None = None) -> None:
+        nargs: str | None = None) -> argparse.ArgumentParser:
     command = commands.add_parser(title, help=text, description=text)
     command.set_defaults(run=run)
     command.add_argument("--dir", help="the folder that holds uci/, glue/ and so on (default: $CRT_DATA)")
     if name:
         command.add_argument("name", metavar="NAME", help=name, nargs=nargs)
+    return command
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -117,7 +119,20 @@ def fetchable_first(chosen: Iterable[Source]) -> list[Source]:
     return sorted(chosen, key=lambda source: not all(file.url for file in source.files))
 
 
+def verify_indexes(directory: Path) -> int:
+    from crt_exp.data import fasta
+
+    folders = sorted(directory.expanduser().glob("proteins-*"))
+    if not folders:
+        raise DataError(f"{directory} holds no index of proteins.")
+    found = [(str(folder), fasta.damaged(folder, whole=True)) for folder in folders]
+    print_table([(folder, "bad" if reason else "intact", reason or "") for folder, reason in found])
+    return int(any(reason for _, reason in found))
+
+
 def run_verify(options: argparse.Namespace) -> int:
+    if options.index is not None:
+        return verify_indexes(Path(options.index))
     root = data_root(options.dir)
     if root is None:
         raise DataError("Nobody said where the data are: give --dir DIR, or set CRT_DATA=DIR.")

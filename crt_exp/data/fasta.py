@@ -1,7 +1,8 @@
 """Official UniProt FASTA files (plain or gz, reviewed `sp|` and unreviewed `tr|`), and an index of their sequences.
 
 The index holds letters as numbers, memory-mapped, and is built once for a list of files. It is stale where a file has
-another size than when it was built, or another time of change and another checksum: then it is built anew, and said.
+another size than when it was built, or another time of change and another checksum, and where one of its own files is
+not as it was written, by its digest: then it is built anew, and said.
 """
 
 import gzip
@@ -22,9 +23,11 @@ import numpy as np
 from crt_exp.data import DataError
 from crt_exp.data.cache import alone, key_of, warn
 
-FORMAT = 1
+FORMAT = 2
 BLOCK = 1 << 22                                              # bytes that are read at once
 BATCH = 1 << 14                                              # entries that are written at once
+LONGEST = 1 << 24                                            # bytes of an entry; proteins have up to 45,000
+SAMPLED = 1 << 30                                            # bytes of an index file: larger ones are sampled
 LONGEST_NAME = 16                                            # bytes of an accession; UniProt's have 10, isoforms 13
 HEADER = re.compile(rb"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|\S")
 SUFFIXES = (".fasta", ".fa", ".fasta.gz", ".fa.gz")
@@ -60,7 +63,10 @@ def entries(path: Path, letters: str) -> Iterator[Entry]:
     for line, record in records(path):
         header, _, body = record.partition(b"\n")
         found = HEADER.match(header)
-        if found is None or len(found[1]) > LONGEST_NAME:
+        if found is not None and len(found[1]) > LONGEST_NAME:
+            raise DataError(f"{path}, line {line}: the accession {shown(found[1])} has {len(found[1])} letters, and at "
+                            f"most {LONGEST_NAME} are kept: shorten it.")
+        if found is None:
             raise DataError(f"{path}, line {line}: {shown(b'>' + header)} is no header of UniProt, which begins "
                             ">sp|P12345|NAME or >tr|A0A0B1|NAME.")
         tokens = body.translate(table, b"\r\n")
@@ -73,19 +79,24 @@ def entries(path: Path, letters: str) -> Iterator[Entry]:
 
 def records(path: Path) -> Iterator[tuple[int, bytes]]:
     """Each entry without its ">", and the line that it begins at. Raises DataError."""
-    line, rest, first = 1, b"", True
+    line, pieces, end = 1, [], None                         # of the entry that is being read; a line feed held back
     for block in blocks(path):
-        if first and not block.startswith(b">"):
+        if end is None and not block.startswith(b">"):
             begins = shown(block.partition(b"\n")[0])
             raise DataError(f"{path}, line 1: {begins} is no header: a FASTA file begins with '>'.")
-        *complete, rest = (rest + block[first:]).split(b"\n>")
-        first = False
-        for record in complete:
+        block = block[1:] if end is None else end + block
+        end = b"\n" if block.endswith(b"\n") else b""       # ">" may begin the next block
+        *complete, rest = block[:len(block) - len(end)].split(b"\n>")
+        for piece in complete:
+            record, pieces = b"".join((*pieces, piece)), []
             yield line, record
             line += record.count(b"\n") + 1
-    if first:
+        pieces.append(rest)
+        if sum(map(len, pieces)) > LONGEST:
+            raise DataError(f"{path}, line {line}: an entry of more than {LONGEST} bytes. Is it a file of proteins?")
+    if end is None:
         raise DataError(f"{path}: the file is empty.")
-    yield line, rest
+    yield line, b"".join((*pieces, end))
 
 
 def blocks(path: Path) -> Iterator[bytes]:
@@ -204,7 +215,7 @@ def build(files: Sequence[Path], letters: str, folder: Path) -> None:
         for number, file in enumerate(files):
             for entry in entries(file, letters):
                 writer.add(entry, number)
-    manifest = {"format": FORMAT, "sources": before, "sizes": writer.sizes()}
+    manifest = {"format": FORMAT, "sources": before, "digests": {name: digests(folder / name) for name in ARRAYS}}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
@@ -231,9 +242,6 @@ class Writer:
         self.files["tokens"].write(b"".join(tokens))
         self.end, self.pending = int(ends[-1]), []
 
-    def sizes(self) -> dict[str, int]:
-        return {name: (self.folder / name).stat().st_size for name in ARRAYS}
-
     def __enter__(self) -> "Writer":
         return self
 
@@ -249,6 +257,31 @@ def hash_of(accession: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(accession, digest_size=4).digest(), "little")
 
 
+def digests(file: Path) -> dict[str, Any]:
+    """Size and checksums of a file of an index: of the whole, and of 1024 samples of it where it is large."""
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        whole = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"size": size, "sha256": whole, "samples": sampled(file, size) if size > SAMPLED else None}
+
+
+def sampled(file: Path, size: int) -> str:
+    digest, step = hashlib.sha256(), max(1, size // 1024)
+    with open(file, "rb") as stream:
+        for start in range(0, size, step):
+            stream.seek(start)
+            digest.update(stream.read(min(step, 1 << 16)))
+    return digest.hexdigest()
+
+
+def intact(file: Path, written: dict[str, Any], whole: bool) -> bool:
+    """Whether a file is as it was written, all of it if `whole`, else by samples where it is large."""
+    size = file.stat().st_size
+    if size != written["size"] or whole or written["samples"] is None:
+        return size == written["size"] and digests(file)["sha256"] == written["sha256"]
+    return sampled(file, size) == written["samples"]
+
+
 def described(file: Path) -> dict[str, Any]:
     """Size, time of change and checksum of a file. Raises DataError."""
     try:
@@ -260,14 +293,24 @@ def described(file: Path) -> dict[str, Any]:
         raise DataError(f"{file}: the file cannot be read ({error.strerror or error}).") from None
 
 
-def stale(folder: Path, files: Iterable[Path]) -> str | None:
-    """Why an index cannot be used; None where it can. A file is read only where its size is as it was and its time of
-    change is not."""
+def damaged(folder: Path, whole: bool) -> str | None:
+    """Why the files of an index are not as they were written; None where they are. whole: reads all of them, where
+    samples of large ones are enough else."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        for name, size in manifest["sizes"].items():
-            if (folder / name).stat().st_size != size:
-                return f"its file {name} is not as it was written"
+        bad = [name for name in ARRAYS if not intact(folder / name, manifest["digests"][name], whole)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({error})"
+    return f"its file {bad[0]} is not as it was written" if bad else None
+
+
+def stale(folder: Path, files: Iterable[Path]) -> str | None:
+    """Why an index cannot be used; None where it can. A file of sequences is read only where its size is as it was and
+    its time of change is not."""
+    if reason := damaged(folder, whole=False):
+        return reason
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
         for file, saved in zip(files, manifest["sources"], strict=True):
             stat = file.stat()
             if stat.st_size != saved["size"]:
