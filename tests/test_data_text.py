@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data import DataError
 from crt_exp.data.text import (
     IGNORED,
@@ -326,3 +327,10 @@ def test_wikitext2_with_berts_vocabulary(tmp_path):
     assert blocks.shape[1] == 128 and blocks.max() < 30522 and 0.8 * 245569 < blocks.size < 1.3 * 245569
     text = tokenizer.decode(blocks[:50].ravel())
     assert "@" not in text and "< unk" not in text and "[UNK]" in text
+
+
+def test_a_word_without_end_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("some words\n" + "x" * 100_001 + " and more\n")
+    with pytest.raises(DataError, match="a.txt, line 2: a word of 100001 characters, and at most 100000 are taken"):
+        byte_pairs([path], 300)

@@ -4,6 +4,7 @@ A document is a file, or an example of a set of the hub; END stands behind each.
 line end counts as one, for it is predicted too. Legend: n tokens of a text, L tokens of a row.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,16 @@ import numpy as np
 from crt_exp.data import DataError
 from crt_exp.data.byte_pairs import UNKNOWN
 from crt_exp.data.cache import cached, key_of
-from crt_exp.data.text import content, fingerprint, hub_documents, lines_of, numbered_lines, text_files, token_lists
+from crt_exp.data.text import (
+    Spans,
+    content,
+    fingerprint,
+    hub_documents,
+    lines_of,
+    numbered_lines,
+    text_files,
+    token_spans,
+)
 
 FIRST = 10**8                                                # of the hub, for a vocabulary
 
@@ -29,20 +39,20 @@ class Source(NamedTuple):
     hub: dict | None = None
     split: str | None = None
 
-    def documents(self, unknown: str) -> Iterator[tuple[list[str], int]]:
-        """Lines of each document and its words. Raises DataError for a document without a word."""
+    def documents(self, unknown: str) -> Iterator[tuple[list[str], list[int]]]:
+        """Lines of each document and the words of each. Raises DataError for a document without a word."""
         for name, lines, words in self._all(unknown):
             if not lines:
                 raise DataError(f"{name}: the text is empty. Leave it out, or get it again.")
             yield lines, words
 
-    def _all(self, unknown: str) -> Iterator[tuple[str, list[str], int]]:
+    def _all(self, unknown: str) -> Iterator[tuple[str, list[str], list[int]]]:
         for file in self.files:
-            words = sum(len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip())
+            words = [len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip()]
             yield str(file), [f"{line}\n" for line in lines_of([file], unknown)], words
         for i, text in enumerate(self._streamed()):
             lines = [f"{line}\n" for line in text.splitlines() if line.strip()]
-            yield f"{self.hub['name']}, {self.split}, document {i}", lines, sum(len(line.split()) + 1 for line in lines)
+            yield f"{self.hub['name']}, {self.split}, document {i}", lines, [len(line.split()) + 1 for line in lines]
 
     def _streamed(self) -> Iterable[str]:
         """Blank examples, which sets of lines have, are left out."""
@@ -80,21 +90,16 @@ def files_of(paths: str | Sequence[str]) -> Source:
 @dataclass(frozen=True, eq=False)
 class Text:
     """tokens (n,) int32, END behind each document, or each line where lines stand apart; ends: the places behind these.
-    words: how many words the tokens stand for."""
+    words (n,) float32: how many words end with each token."""
 
     tokens: np.ndarray
     ends: np.ndarray
-    words: float
-
-    @property
-    def ratio(self) -> float:
-        """Tokens of a word."""
-        return len(self.tokens) / self.words
+    words: np.ndarray
 
     def part(self, first: int, last: int) -> "Text":
-        """Tokens first to last, and their share of the words."""
+        """Tokens first to last."""
         ends = self.ends[(self.ends > first) & (self.ends <= last)] - first
-        return Text(self.tokens[first:last], ends, self.words * (last - first) / len(self.tokens))
+        return Text(self.tokens[first:last], ends, self.words[first:last])
 
     def held_out(self, share: float, apart: bool) -> dict[str, "Text"]:
         """The last two shares are for validation and test; where lines stand apart they stay whole. Raises
@@ -112,19 +117,32 @@ class Text:
 
 def read(source: Source, tokenizer, end: int, apart: bool, cache_dir: str | Path | None = None) -> Text:
     """The tokens of a source; those of files are kept in `cache_dir` by content. Raises DataError."""
-    key = key_of("books 1", apart, end, fingerprint(tokenizer), *source.key())
+    key = key_of("books 2", apart, end, fingerprint(tokenizer), *source.key())
     arrays = cached(None if source.hub else cache_dir, key, lambda: tokenized(source, tokenizer, end, apart))
-    return Text(arrays["tokens"], arrays["ends"], float(arrays["words"][0]))
+    return Text(arrays["tokens"], arrays["ends"], arrays["words"])
 
 
 def tokenized(source: Source, tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
-    parts, counts, words = [np.zeros(0, np.int32)], [], 0
+    tokens, words, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], []
     for lines, found in source.documents(tokenizer.unk_token or UNKNOWN):
-        lists, words = list(token_lists(lines, tokenizer)), words + found
-        for ids in lists if apart else [list(chain.from_iterable(lists))]:
-            parts.append(np.array([*ids, end], np.int32))
-            counts.append(len(ids) + 1)
-    return {"tokens": np.concatenate(parts), "ends": np.cumsum(counts), "words": np.array([words])}
+        coded = list(zip(lines, token_spans(lines, tokenizer), found, strict=True))
+        for group in ([line] for line in coded) if apart else [coded]:
+            ids = [*chain.from_iterable(spans.ids for _, spans, _ in group), end]
+            tokens.append(np.array(ids, np.int32))
+            words += [*(words_of(*line) for line in group), np.zeros(1, np.float32)]
+            counts.append(len(ids))
+    return {"tokens": np.concatenate(tokens), "ends": np.cumsum(counts), "words": np.concatenate(words)}
+
+
+def words_of(line: str, spans: Spans, count: int) -> np.ndarray:
+    """How many of the line's words end with each of its tokens, (n,) float32. count: its words as they are counted,
+    which is not those between its blanks where marks were undone."""
+    if not len(spans.ids):
+        return np.zeros(0, np.float32)
+    ends = np.array([*(found.end() for found in re.finditer(r"\S+", line)), len(line)])
+    last = np.array([stop for _, stop in spans.places])
+    places = np.searchsorted(np.maximum.accumulate(last), ends).clip(max=len(last) - 1)
+    return (np.bincount(places, minlength=len(last)) * (count / len(ends))).astype(np.float32)
 
 
 class Row(NamedTuple):
@@ -136,22 +154,27 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows of exactly L tokens, each going on where the one before ended; the last tokens fill none."""
+    """Rows of exactly L tokens, each going on where the one before ended. whole: the last tokens, which fill none, are
+    a shorter row."""
 
     text: Text
     longest: int
     end: int
+    whole: bool = False
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.full(len(self), self.longest)
+        return np.minimum(len(self.text.tokens) - self.longest * np.arange(len(self)), self.longest)
 
     def __len__(self) -> int:
-        return len(self.text.tokens) // self.longest
+        n = len(self.text.tokens)
+        return -(-n // self.longest) if self.whole else n // self.longest
+
+    def span(self, i: int) -> tuple[int, int]:
+        return i * self.longest, min((i + 1) * self.longest, len(self.text.tokens))
 
     def __getitem__(self, i: int) -> Row:
-        first, last = i * self.longest, (i + 1) * self.longest
-        return piece(self.text, first, last, self.end)
+        return piece(self.text, *self.span(i), self.end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,10 +192,19 @@ class Apart:
     def __len__(self) -> int:
         return len(self.text.ends)
 
-    def __getitem__(self, i: int) -> Row:
+    def span(self, i: int) -> tuple[int, int]:
         first = int(self.text.ends[i - 1]) if i else 0
-        labels = self.text.tokens[first:min(int(self.text.ends[i]), first + self.longest)]
+        return first, min(int(self.text.ends[i]), first + self.longest)
+
+    def __getitem__(self, i: int) -> Row:
+        labels = self.text.tokens[slice(*self.span(i))]
         return Row(np.concatenate([[self.end], labels[:-1]]), labels)
+
+
+def tokens_per_word(data: Packed | Apart, rows: Iterable[int]) -> float:
+    """Of these rows."""
+    spans = [data.span(i) for i in rows]
+    return sum(last - first for first, last in spans) / sum(float(data.text.words[a:b].sum()) for a, b in spans)
 
 
 def piece(text: Text, first: int, last: int, end: int) -> Row:

@@ -27,6 +27,7 @@ from crt_exp.data.sources import SOURCES, missing, task_folder
 IGNORED = -100                                               # the label of a token that has no share in the loss
 SUFFIXES = (".txt", ".tokens", ".raw")
 GROUP = 256                                                  # texts that a tokenizer takes at once, in parallel
+LONGEST_WORD = 100_000                                       # characters
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers
@@ -113,9 +114,14 @@ def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def lines_of(files: Iterable[Path], unknown: str = "[UNK]") -> Iterator[str]:
-    """Lines that are not blank; WikiText's own marks (in .tokens files) undone, its <unk> turned into `unknown`."""
+    """Lines that are not blank; WikiText's own marks (in .tokens files) undone, its <unk> turned into `unknown`.
+
+    Raises DataError for a word of more than LONGEST_WORD characters: tokenizers take minutes for one of a million."""
     for file in files:
-        for _, line in numbered_lines(file):
+        for number, line in numbered_lines(file):
+            if len(line) > LONGEST_WORD and (longest := max(map(len, line.split()), default=0)) > LONGEST_WORD:
+                raise DataError(f"{file}, line {number}: a word of {longest} characters, and at most {LONGEST_WORD} are "
+                                "taken. Is this a text? Break it up, or leave it out.")
             if line.strip():
                 yield untokenized(line, unknown) if file.suffix == ".tokens" else line
 
@@ -151,6 +157,22 @@ def token_lists(texts: Iterable[str], tokenizer) -> Iterator[list[int]]:
     while group := list(islice(texts, GROUP)):
         yield from tokenizer(group, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
                              verbose=False)["input_ids"]
+
+
+class Spans(NamedTuple):
+    """The tokens of a text, and the characters that each stands for: (first, behind the last)."""
+
+    ids: list[int]
+    places: list[tuple[int, int]]
+
+
+def token_spans(texts: Iterable[str], tokenizer) -> Iterator[Spans]:
+    """As `token_lists`, by a fast tokenizer."""
+    texts = iter(texts)
+    while group := list(islice(texts, GROUP)):
+        found = tokenizer(group, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+                          return_offsets_mapping=True, verbose=False)
+        yield from map(Spans, found["input_ids"], found["offset_mapping"])
 
 
 def pack(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:

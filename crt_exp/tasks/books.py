@@ -17,7 +17,7 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, books
 from crt_exp.data.sources import no_folder
-from crt_exp.data.books import Apart, Packed, Source, Text, piece
+from crt_exp.data.books import Apart, Packed, Source, Text, piece, tokens_per_word
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.glue import bucketed
 from crt_exp.data.rows import masked, padded
@@ -90,8 +90,7 @@ class Books(SymbolTask):
             raise ConfigError(f"task.carried.times = {self.carried['times']} reads beyond task.max_length, where "
                               "learned positions end: choose task.positions=rotary or none, or task.carried.times=0")
         self.texts = self.read(sources, tokenizer)
-        kind = Packed if self.rows == "packed" else Apart
-        self.data = {split: kind(text, self.max_length, self.end) for split, text in self.texts.items()}
+        self.data = {split: self.in_rows(split, text) for split, text in self.texts.items()}
         self.check_filled()
         self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
 
@@ -134,6 +133,12 @@ class Books(SymbolTask):
                  for split, source in sources.items()}
         return found if len(found) > 1 else found["train"].held_out(self.held_out, apart)
 
+    def in_rows(self, split: str, text: Text) -> Packed | Apart:
+        """Of all tokens, but for the last ones of training."""
+        if self.rows == "apart":
+            return Apart(text, self.max_length, self.end)
+        return Packed(text, self.max_length, self.end, whole=split != "train")
+
     def check_filled(self) -> None:
         for split, data in self.data.items():
             if not len(data):
@@ -165,7 +170,7 @@ class Books(SymbolTask):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         found = self.metrics(model, split, reader)
-        ratio = self.texts[split].ratio
+        ratio = tokens_per_word(self.data[split], self.places[split])
         found |= {"word_perplexity": exp(found["loss"] * ratio), "tokens_per_word": ratio,
                   "unigram_word_perplexity": exp(math.log(found["unigram_perplexity"]) * ratio)}
         return found | self.carried_on(model, reader) if split == "test" and self.carried["times"] else found
