@@ -120,8 +120,8 @@ def lines_of(files: Iterable[Path], unknown: str = "[UNK]") -> Iterator[str]:
     for file in files:
         for number, line in numbered_lines(file):
             if len(line) > LONGEST_WORD and (longest := max(map(len, line.split()), default=0)) > LONGEST_WORD:
-                raise DataError(f"{file}, line {number}: a word of {longest} characters, and at most {LONGEST_WORD} are "
-                                "taken. Is this a text? Break it up, or leave it out.")
+                raise DataError(f"{file}, line {number}: a word of {longest} characters, and at most {LONGEST_WORD} "
+                                "are taken. Is this a text? Break it up, or leave it out.")
             if line.strip():
                 yield untokenized(line, unknown) if file.suffix == ".tokens" else line
 
