@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torchaudio
 from torch import nn
 from torch.nn import functional as F
 from torchaudio.models.conformer import ConformerLayer
@@ -264,6 +265,25 @@ def test_beam_search_finds_the_most_probable_transcript():
     assert len(best.symbols) <= 3 and scores[tuple(best.symbols)] == max(scores.values())
     assert log_probability(model, encoded[0, :lengths[0]], first.symbols) <= max(scores.values())
     assert best.score <= max(scores.values()) + 1e-4
+
+
+@torch.no_grad()
+def test_a_beam_wider_than_the_symbols_is_searched(monkeypatch):
+    """64 paths of a model of 3 symbols, more than a first frame has: at least as good as 3, and once better."""
+    torch.manual_seed(2)
+    asked, better = [], 0
+    search = torchaudio.models.RNNTBeamSearch.forward
+    monkeypatch.setattr(torchaudio.models.RNNTBeamSearch, "forward",
+                        lambda self, x, n, width: asked.append(width) or search(self, x, n, width))
+    for _ in range(4):
+        model = quieter(model_of(symbols=4)).eval()
+        audio, samples = torch.randn(1, 1600), torch.tensor([1600])
+        encoded, lengths = model.encoder((audio * 3000).to(torch.int16), samples)
+        (narrow,), (wide,) = (Beam(width)(model, encoded, lengths) for width in (3, 64))
+        assert wide.score >= narrow.score - 1e-4 and set(wide.symbols) <= {0, 1, 2}
+        assert log_probability(model, encoded[0, :lengths[0]], wide.symbols) == pytest.approx(wide.score, abs=0.05)
+        better += wide.score > narrow.score + 1e-4
+    assert set(asked) == {3, 64} and better
 
 
 def test_an_untrained_model_comes_to_an_end():

@@ -24,7 +24,7 @@ from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import encoder_frames
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Reader
-from crt_exp.tasks.librispeech import LibriSpeech
+from crt_exp.tasks.librispeech import Example, LibriSpeech
 
 HERE = Path(__file__).parent
 PARTS = ("substitutions", "deletions", "insertions")
@@ -362,6 +362,15 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
         list(LibriSpeech(**options(data_dir=str(tmp_path))).batches("train", plan))
     found = list(LibriSpeech(**options(data_dir=str(tmp_path), bad="skip")).batches("train", plan))
     assert sum(len(batch["rows"]) for batch in found) == len(TEXTS) - 1
+    task = LibriSpeech(**options(data_dir=str(tmp_path), bad="skip", sizes=SIZES))
+    data = task.splits["train"]
+    examples = [Example(i, data.utterances[i], data.targets[i]) for i in range(len(TEXTS))]
+    bad = [example for example in examples if example.utterance.name == "7-9-0002"]
+    with pytest.raises(DataError, match="nothing is left"):             # of all that was asked for so far
+        task.batch(bad, None)
+    task.batch(examples, None)
+    alone = task.batch(bad, None)
+    assert task.weight(alone) == 0 and task.loss(task.build(Mechanism.of("exact")), alone).isfinite()
 
 
 def test_the_names_of_attention_are_rebuilt_and_compared():

@@ -1,6 +1,8 @@
 """Speech as it lies on disk and on the hub: layouts, splits, audio, symbols, and all that can be wrong with them."""
 
 import os
+import struct
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,18 @@ import soundfile
 from small_speech import TEXTS, tone, write_digits, write_librispeech
 
 from crt_exp.data import DataError, cache, speech
-from crt_exp.data.speech import BadAudio, Faults, Part, Utterance
+from crt_exp.data.speech import (
+    FINEST,
+    BadAudio,
+    Faults,
+    Part,
+    Utterance,
+    decoded,
+    low_pass,
+    official,
+    resampled,
+    seconds_of,
+)
 from crt_exp.data.symbols import Symbols, UnknownSymbol
 
 DATA = os.environ.get("CRT_DATA")
@@ -218,6 +231,72 @@ def test_the_real_digits():
 
 
 # ---- audio -------------------------------------------------------------------------------------------------
+
+
+def wav(samples, rate=8000, said=None):
+    """A WAV file; said: bytes of audio that its header tells of."""
+    content = np.asarray(samples, "<i2").tobytes()
+    size = len(content) if said is None else said
+    kind = struct.pack("<IHHIIHH", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return b"RIFF" + struct.pack("<I", 36 + size) + b"WAVEfmt " + kind + b"data" + struct.pack("<I", size) + content
+
+
+def packed_with(path, samples, total):
+    """A FLAC file whose header tells of `total` samples."""
+    soundfile.write(path, np.asarray(samples, np.int16), 8000, format="FLAC", subtype="PCM_16")
+    content = bytearray(path.read_bytes())
+    content[22:26] = total.to_bytes(4, "big")
+    path.write_bytes(content)
+
+
+def test_headers_that_say_less_than_the_file_holds_are_told(tmp_path):
+    path, samples = tmp_path / "a.wav", np.arange(8000) % 100
+    path.write_bytes(wav(samples, said=4000))
+    with pytest.raises(BadAudio, match="holds 12000 bytes behind the 4044 that its header tells of"):
+        seconds_of(path)
+    path.write_bytes(wav(samples) + b"LIST" + struct.pack("<I", 4) + b"abcd")
+    assert seconds_of(path) == 1
+    for content, words in ((wav([]), "0 samples"), (wav(samples, 500), "rates from 1000 to"),
+                           (wav(samples, 800_000), "rates from 1000 to")):
+        path.write_bytes(content)
+        with pytest.raises(BadAudio, match=words):
+            seconds_of(path)
+    flac = tmp_path / "a.flac"
+    packed_with(flac, samples, 8000)
+    assert len(decoded(Part(str(flac), 1.0), 8000)) == 8000
+    packed_with(flac, samples, 4000)
+    with pytest.raises(BadAudio, match="its 4000 samples do not have the header's MD5|cannot be read"):
+        decoded(Part(str(flac), 1.0), 8000)
+
+
+def test_what_is_no_file_is_told_at_once(tmp_path):
+    os.mkfifo(tmp_path / "a.wav")
+    with pytest.raises(BadAudio, match="a pipe, socket or device, not a file"):
+        seconds_of(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize("own", [192_001, 44_101, 44_100, 22_050, 17_600, 8001])
+def test_any_ratio_of_rates_takes_a_short_filter(own):
+    """A tone stays where it is, and the filter has few taps: they were 3 million for 192001 Hz."""
+    time = np.arange(own // 2) / own
+    heard = resampled(np.sin(2 * np.pi * 440 * time).astype(np.float32), own, 16000)
+    assert heard.dtype == np.float32 and abs(len(heard) - 8000) <= 1
+    ratio = Fraction(16000, own).limit_denominator(FINEST)
+    expected = np.sin(2 * np.pi * 440 * np.arange(len(heard)) / float(ratio * own))
+    assert np.abs(heard - expected)[200:-200].max() < 2e-3
+    assert abs(ratio * own / 16000 - 1) < 1e-4 and len(low_pass(ratio)) <= 20 * 10_000 + 1
+
+
+def test_names_that_are_there_twice_are_told(tmp_path):
+    for chapter, word in (("1", "one"), ("2", "two")):
+        folder = tmp_path / "own" / "10" / chapter
+        folder.mkdir(parents=True)
+        (folder / "same.wav").write_bytes(wav(np.ones(8000)))
+        (folder / f"10-{chapter}.trans.txt").write_text(f"same {word}\n")
+    faults = Faults("skip", "utterances")
+    found = official(["own"], str(tmp_path), faults)
+    assert [each.text for each in found] == ["one"] and len(faults.found) == 2
+    assert "has the same name" in faults.found[0] and "same has another transcript already" in faults.found[1]
 
 
 def test_another_rate_is_resampled_and_said_once(tmp_path, caplog):

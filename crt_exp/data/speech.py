@@ -4,10 +4,13 @@ What cannot be used is found before training where a header tells it, named and 
 leaves it out. Nothing here draws from a global generator.
 """
 
+import contextlib
+import hashlib
 import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from crt_exp.data import DataError
+from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import warn
 from crt_exp.data.hub import hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
@@ -28,6 +31,8 @@ SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  #
 LENGTHS = range(3, 9)              # digits of a string
 GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
 SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
+RATES = (1000, 768_000)            # Hz of audio that is read
+FINEST = 10_000                    # denominator of a ratio of rates, which is so kept to a ten-thousandth of it
 
 
 class Part(NamedTuple):
@@ -91,8 +96,14 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> li
 
 def of_subset(subset: str, data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
     folder = subset_folder(subset, data_dir)
-    audio = {path.stem: path for path in sorted(folder.glob("*/*/*")) if path.suffix in SUFFIXES}
-    texts = {name: entry for path in sorted(folder.glob("*/*/*.trans.txt")) for name, entry in transcripts(path)}
+    audio, texts = {}, {}
+    for path in sorted(folder.glob("*/*/*")):
+        if path.suffix in SUFFIXES and audio.setdefault(path.stem, path) != path:
+            faults.add(str(path), f"{audio[path.stem]} has the same name")
+    for path in sorted(folder.glob("*/*/*.trans.txt")):
+        for name, entry in transcripts(path):
+            if texts.setdefault(name, entry) != entry:
+                faults.add(entry[0], f"{name} has another transcript already, {texts[name][0]}")
     if not audio and not texts:
         raise DataError(f"{folder} holds no <speaker>/<chapter>/ with .flac files and a .trans.txt")
     for name in sorted(audio.keys() - texts.keys()):
@@ -238,16 +249,37 @@ def of_row(audio: dict[str, Any], text: str | None, place: str, faults: Faults) 
 
 
 def seconds_of(source: Path | io.BytesIO) -> float:
-    """By the header. Raises BadAudio for what is no audio, and for a file that is shorter than its header says."""
+    """By the header. Raises BadAudio for what is no audio or has none, for a file that is shorter or longer than its
+    header says, and for a rate out of RATES."""
     import soundfile
 
     try:
+        if isinstance(source, Path):
+            check_regular(source)
         info = soundfile.info(source, verbose=True)
-    except (soundfile.SoundFileError, OSError, TypeError) as error:
+    except (soundfile.SoundFileError, OSError, TypeError, ValueError) as error:
         raise BadAudio(f"cannot be read ({reason(error)})") from None
     if cut := re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M):
         raise BadAudio(f"is cut off: {cut[2]} of {cut[1]} bytes of audio are there")
+    if info.frames == 0:
+        raise BadAudio("holds no audio: 0 samples")
+    if not RATES[0] <= info.samplerate <= RATES[1]:
+        raise BadAudio(f"is at {info.samplerate} Hz: rates from {RATES[0]} to {RATES[1]} Hz are taken")
+    if info.format == "WAV":
+        check_wav_end(source, info.samplerate)
     return info.frames / info.samplerate
+
+
+def check_wav_end(source: Path | io.BytesIO, rate: int) -> None:
+    """Raises BadAudio where a tenth of a second or more lies behind what the headers of a WAV file name."""
+    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
+        size, end, frame = stream.seek(0, io.SEEK_END), 12, 1
+        while stream.seek(end) < size and len(chunk := stream.read(8)) == 8 and chunk[:4].strip().isalnum():
+            if chunk[:4] == b"fmt ":
+                frame = int.from_bytes(stream.read(14)[12:], "little")
+            end += 8 + int.from_bytes(chunk[4:], "little") + (chunk[4] & 1)
+    if size - end >= SHORTEST * rate * frame:
+        raise BadAudio(f"holds {size - end} bytes behind the {end} that its header tells of")
 
 
 def reason(error: Exception) -> str:
@@ -258,13 +290,18 @@ def decoded(part: Part, rate: int) -> np.ndarray:
     """(samples,) float32 at `rate`, channels averaged. Raises BadAudio, also where it ends before its header says."""
     import soundfile
 
+    source = Path(part.name) if part.content is None else io.BytesIO(part.content)
     try:
-        with soundfile.SoundFile(part.name if part.content is None else io.BytesIO(part.content)) as file:
-            audio, own, wanted = file.read(dtype="float32", always_2d=True), file.samplerate, file.frames
+        with soundfile.SoundFile(source) as file:
+            own, wanted, whole = file.samplerate, file.frames, file.format == "FLAC" and file.subtype == "PCM_16"
+            audio = file.read(dtype="int16" if whole else "float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as error:
         raise BadAudio(f"cannot be read ({reason(error)})") from None
     if len(audio) < wanted:
         raise BadAudio(f"is cut off: {len(audio)} of {wanted} samples are there")
+    if whole:
+        check_digest(source, audio)
+        audio = audio.astype(np.float32) / 2**15
     if not np.isfinite(audio).all():
         raise BadAudio("holds samples that are not finite")
     if audio.shape[1] > 1:
@@ -277,15 +314,29 @@ def decoded(part: Part, rate: int) -> np.ndarray:
 def resampled(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
     if own == rate:
         return audio
-    with torch.no_grad():
-        return resampler(own, rate)(torch.from_numpy(np.ascontiguousarray(audio))).numpy()
+    from scipy.signal import resample_poly
+
+    ratio = Fraction(rate, own).limit_denominator(FINEST)  # 16000 to 44101 would take a filter of a million taps
+    return resample_poly(audio, ratio.numerator, ratio.denominator, window=low_pass(ratio)).astype(np.float32)
 
 
 @lru_cache(maxsize=16)
-def resampler(own: int, rate: int) -> torch.nn.Module:
-    from torchaudio.transforms import Resample
+def low_pass(ratio: Fraction) -> np.ndarray:
+    """Of what both rates can hold; as scipy makes it, once for a ratio."""
+    from scipy.signal import firwin
 
-    return Resample(own, rate)
+    most = max(ratio.numerator, ratio.denominator)
+    return firwin(20 * most + 1, 1 / most, window=("kaiser", 5.0)).astype(np.float32)
+
+
+def check_digest(source: Path | io.BytesIO, samples: np.ndarray) -> None:
+    """Raises BadAudio where the samples (n, channels) int16 of a FLAC file are not those that were packed."""
+    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
+        stream.seek(0)
+        start = stream.read(1 << 16)
+    written = start[start.find(b"fLaC") + 26:][:16]
+    if any(written) and hashlib.md5(samples.astype("<i2").tobytes()).digest() != written:
+        raise BadAudio(f"holds other audio than was packed: its {len(samples)} samples do not have the header's MD5")
 
 
 def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:

@@ -9,6 +9,7 @@ Sources: Graves, 2012 (transducer); Gulati et al., 2020 (Conformer); Park et al.
 
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import torch
@@ -352,21 +353,33 @@ class Beam:
     @torch.compiler.disable
     @torch.no_grad()
     def __call__(self, model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        from torchaudio.models import RNNTBeamSearch
-
-        width = min(self.width, model.blank)  # choices of a first symbol, of which torchaudio's search needs as many
-        search = RNNTBeamSearch(_Parts(model), model.blank, hypo_sort_key=lambda found: found[3], step_max_tokens=MOST)
+        search = _search(model, self.width)
         heard = model.joiner.heard(encoded)
-        best = [search(x[None, :n], n, width)[0] for x, n in zip(heard, lengths)]
+        best = [search(x[None, :n], n, self.width)[0] for x, n in zip(heard, lengths)]
         return [Hypothesis(symbols[1:], None, score) for symbols, _, _, score in best]
 
 
-class _Parts(nn.Module):
-    """The model as RNNTBeamSearch calls it; blank is the last symbol, as it supposes."""
+def _search(model: ConformerTransducer, width: int):
+    """torchaudio's search, which takes the `width` best of the next symbols and of the paths, where there are fewer."""
+    from torchaudio.models import RNNTBeamSearch
 
-    def __init__(self, model: ConformerTransducer):
+    class Search(RNNTBeamSearch):
+        def _gen_b_hypos(self, b_hypos, *others):
+            """With paths of probability 0, which nothing extends, in front of those that there are."""
+            found = super()._gen_b_hypos(b_hypos, *others)
+            none = [([-1 - i], *found[0][1:3], -math.inf) for i in range(width - len(found))]
+            return none + found
+
+    return Search(_Parts(model, width), model.blank, hypo_sort_key=itemgetter(3), step_max_tokens=MOST)
+
+
+class _Parts(nn.Module):
+    """The model as RNNTBeamSearch calls it; blank is the last symbol, as it supposes, behind symbols of probability 0
+    that make up a choice of `width`."""
+
+    def __init__(self, model: ConformerTransducer, width: int):
         super().__init__()
-        self.model = model
+        self.model, self.more = model, max(0, width - model.blank)
 
     def transcribe(self, heard: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         return heard, lengths
@@ -379,4 +392,6 @@ class _Parts(nn.Module):
 
     def join(self, heard: Tensor, lengths: Tensor, said: Tensor, said_lengths: Tensor):
         """heard (1, 1, J), said (B, 1, J) -> (B, 1, 1, V)."""
-        return self.model.joiner(heard, said)[:, None].float(), lengths, said_lengths
+        logits = self.model.joiner(heard, said)[:, None].float()
+        none = logits.new_full((*logits.shape[:-1], self.more), -math.inf)
+        return torch.cat([logits[..., :-1], none, logits[..., -1:]], -1), lengths, said_lengths

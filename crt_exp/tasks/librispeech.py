@@ -5,6 +5,7 @@ and the loss in nats an utterance.
 Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of the vocabulary.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ class LibriSpeech(Task):
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
         self.transcripts: list[tuple] = []
+        self.heard = 0                                       # utterances whose audio could be read
         self.pace = Pace()
 
     def check_options(self, digits: bool) -> None:
@@ -237,8 +239,12 @@ class LibriSpeech(Task):
                 rows.append((row, speech.as_int16(speech.audio_of(utterance, self.rate, speed)), target, rng))
             except speech.BadAudio as error:
                 faults.add(utterance.name, str(error))
-        faults.settle(len(rows))
-        return self.collated(*zip(*rows))
+        self.heard += len(rows)
+        faults.settle(self.heard)
+        if rows:
+            return self.collated(*zip(*rows))
+        silent = np.zeros(math.ceil(self.rate * speech.SHORTEST), np.int16), np.zeros(1, np.int32)
+        return self.collated([0], *([part] for part in silent), [None]) | {"rows": []}
 
     def collated(self, rows: Sequence[int], audio: Sequence[np.ndarray], targets: Sequence[np.ndarray],
                  rngs: Sequence[np.random.Generator | None]) -> Batch:
@@ -343,7 +349,7 @@ class LibriSpeech(Task):
         return model(**self.inputs(batch)).mean()
 
     def weight(self, batch: Batch) -> int:
-        return len(batch["samples"])
+        return len(batch["rows"])                            # none where none could be read
 
     def updated(self, model: nn.Module, step: int) -> None:
         self.pace.end("training")
@@ -355,7 +361,7 @@ class LibriSpeech(Task):
                 self.pace.begin(name, batch["seconds"])
                 losses, found = model(**self.inputs(batch), search=search)
                 self.pace.end(name)
-                loss += float(losses.double().sum()) if name == "greedy" else 0.0
+                loss += float(losses.double().sum()) if name == "greedy" and batch["rows"] else 0.0
                 for row, hypothesis in zip(batch["rows"], found):
                     rows.setdefault(row, []).append(self.vocabulary.decode(hypothesis.symbols))
         loss, = reader.sum(loss)
