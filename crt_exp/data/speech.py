@@ -32,7 +32,7 @@ LENGTHS = range(3, 9)              # digits of a string
 GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
 SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
 RATES = (1000, 768_000)            # Hz of audio that is read
-FINEST = 10_000                    # denominator of a ratio of rates, which is so kept to a ten-thousandth of it
+FINEST = 10_000                    # denominator of a ratio of rates: within a ten-thousandth, and at most 320,001 taps
 
 
 class Part(NamedTuple):
