@@ -19,9 +19,17 @@ from crt_exp.config import CONF, ConfigError, choices, instantiate, located, pla
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
 from crt_exp.samplers.draws import whole
+from crt_exp.schema import Group, Parameter, check_node, takes
 
 OF_MAP = "features."            # before an option of the map
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
+FEATURES = Group("a FeatureMap", lambda target: isinstance(target, type) and issubclass(target, FeatureMap),
+                 ("kernel",))
+SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "generator", "batch"),
+                ("m", "d", "generator", "batch", "dtype"), partial=True)
+ATTENTION = Group("a module made of heads and d", takes("heads", "d"),
+                  ("sampler", "m", "heads", "d", "kv_heads", "causal", "scaling", "seed", "layer"),
+                  {"kernel": Parameter(str, False)}, {"phi": FEATURES}, partial=True, optional=True)
 
 
 class Part(NamedTuple):
@@ -58,8 +66,8 @@ class Mechanism:
 
         name: None takes `features` alone. m: projections (default: features.m of conf/config.yaml). sampler, features:
         names of those groups or objects. options: keys of the file, such as redraw_every, and of that of its map, as
-        `**{"features.n": 16}`. Raises ConfigError for unknown names and options, and for those that the attention makes
-        no use of.
+        `**{"features.n": 16}`. Raises ConfigError for unknown names, options and values, and for those that the
+        attention makes no use of.
         """
         if name is not None and name not in choices("attention"):
             raise unknown("attention", name, choices("attention"))
@@ -67,6 +75,7 @@ class Mechanism:
         of_map = {key.removeprefix(OF_MAP): options.pop(key) for key in list(options) if key.startswith(OF_MAP)}
         _check_options(f"attention {name}", options, node)
         node = _resolved(OmegaConf.merge(node, {key: plain_number(value) for key, value in options.items()}))
+        check_node("attention", node, ATTENTION)
         if name is None and features is None:
             raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
         chosen = {"features": features or of_map or None, "sampler": sampler, "m": m}
@@ -295,7 +304,9 @@ def _part(group: str, choice: Any, changes: dict[str, Any]) -> Part | None:
         raise unknown(group, choice, choices(group))
     content = _content(group, choice)
     _check_options(f"{group} {choice}", changes, content)
-    return Part(choice, content | {key: plain_number(value) for key, value in changes.items()})
+    content |= {key: plain_number(value) for key, value in changes.items()}
+    check_node(group, content, FEATURES if group == "features" else SAMPLER)
+    return Part(choice, content)
 
 
 def _check_options(what: str, given: Iterable[str], content: Iterable[str]) -> None:

@@ -12,12 +12,12 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import (Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints,
                     is_typeddict)
 
-from crt_exp.config import ConfigError, unknown
+from crt_exp.config import ConfigError, located, unknown
 
 LARGEST = 2**63  # what torch's and NumPy's whole numbers hold is below it
 
@@ -254,6 +254,58 @@ def check_keys(prefix: str, given: dict[str, Any], wanted: dict[str, Parameter])
             check(f"{prefix}{key}", given[key], hint)
         elif required:
             raise ConfigError(f"{prefix}{key} is missing: it takes {describe(hint)}")
+
+
+# ---- the node of a file: a `_target_` with its keys ------------------------------------------------------------------
+
+HYDRA_KEYS = ("_target_", "_partial_", "_convert_")  # how a file says what is built; the command line may not name them
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the `_target_` of a group must be, and which of its parameters the configuration does not give."""
+
+    what: str
+    is_one: Callable[[Any], bool]
+    supplied: tuple[str, ...] = ()                                        # by the run itself
+    extra: dict[str, Parameter] = field(default_factory=dict)             # keys that are no parameters of it
+    parts: dict[str, "Group"] = field(default_factory=dict)               # keys with a `_target_` of their own
+    partial: bool = False                                                 # called later, by the run: `_partial_: true`
+    optional: bool = False
+
+
+def takes(*names: str) -> Callable[[Any], bool]:
+    return lambda target: callable(target) and set(names) <= parameters(target).keys()
+
+
+def check_node(path: str, node: Any, group: Group) -> None:
+    """One `_target_` with its keys."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise ConfigError(f"{path} = {shown(node)}: it takes {group.what}, described in a file with a _target_")
+    target = located(path, node["_target_"])
+    if not group.is_one(target):
+        raise ConfigError(f"{path}._target_ = {node['_target_']}: it takes {group.what}")
+    if bool(node.get("_partial_")) != group.partial:
+        raise ConfigError(f"{path}: its file must {'' if group.partial else 'not '}say _partial_: true")
+    given = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
+    for key in group.parts.keys() & given.keys():
+        check_node(f"{path}.{key}", given.pop(key), group.parts[key])
+    for key, value in given.items():
+        if names_code({key: value}):
+            raise ConfigError(f"{path}.{key} = {shown(value)}: it names code to run, and this key takes none")
+    apart = (*group.supplied, *group.parts)
+    wanted = {key: parameter for key, parameter in parameters(target).items() if key not in apart}
+    check_keys(f"{path}.", given, wanted | group.extra)
+
+
+def names_code(value: Any) -> bool:
+    """Whether a key such as _target_ stands anywhere in it."""
+    if isinstance(value, dict):
+        return any(str(key).startswith("_") or names_code(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(map(names_code, value))
+
+
+# ---- in Python -------------------------------------------------------------------------------------------------------
 
 
 def checked(prefix: str) -> Callable[[type], type]:

@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from crt_exp.config import CONF, ConfigError, choices
-from crt_exp.runner.composed import GROUPS, HYDRA_KEYS, check_composed, check_plain, located, plain
+from crt_exp.config import CONF, ConfigError, choices, located
+from crt_exp.runner.composed import GROUPS, check_composed, check_plain, plain
 from crt_exp.samplers import hadamard, iid, orthogonal
-from crt_exp.schema import Count, Positive, Several, at_least, below, check, checked, describe, parameters
+from crt_exp.schema import HYDRA_KEYS, Count, Positive, Several, at_least, below, check, checked, describe, parameters
 
 
 def composed(*overrides):

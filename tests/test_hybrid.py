@@ -120,6 +120,16 @@ def test_angular_hybrid_is_exact_at_both_ends_and_nowhere_between():
     assert theta[-1] == angle(x[2], y[2])
 
 
+def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
+    """At y = -x the kernel is e^-|x|^2 and the trigonometric base e^|x|^2: its weight must be a true 0. It was
+    1/2 - 1/2, which left errors of up to 87 times the kernel, and the wrong sign."""
+    x = 3 * torch.nn.functional.normalize(torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+    y, phi = torch.cat([-x[:100], x[100:]]), AngularHybrid(n=8)
+    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m), dtype=torch.float32))
+    found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
+    torch.testing.assert_close(found, (x * y).sum(-1).exp(), rtol=2e-5, atol=0)
+
+
 def test_gaussian_hybrid_is_exact_at_equal_vectors_alone():
     x = vectors(2, 4)
     phi = GaussianHybrid()
@@ -201,8 +211,8 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
 
 
 def test_widths():
-    assert AngularHybrid(n=8).width(8) == 4 * 8 * 9 and AngularHybrid(n=8, base="pos").width(8) == 3 * 8 * 9
-    assert AngularHybrid().width((5, 3)) == AngularHybrid(n=5).width(3) == 4 * 3 * 6
+    assert AngularHybrid(n=8).width(8) == 4 * 8 * 16 and AngularHybrid(n=8, base="pos").width(8) == 3 * 8 * 16
+    assert AngularHybrid().width((5, 3)) == AngularHybrid(n=5).width(3) == 4 * 3 * 10
     assert GaussianHybrid(n=4).width(3) == 4 * 3 * 9 and ClusteredHybrid().width(64) == 256
     assert ClusteredHybrid(queries=3, keys=2, field="complex").width(5) == 60
 

@@ -8,26 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import check_inputs, repeat_heads
 from crt_exp.samplers import at_least_float32
-from crt_exp.schema import Count, Whole
+from crt_exp.schema import Count, Whole, checked
 
 
-class Baseline(nn.Module):
-    """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled; subclasses define `attend` for x, y and v.
-
-    scaling: the logit is scaling q.k, by default d^(-1/2). Seed and number of the layer, and whether it is
-    cross-attention, make no difference to most.
+class Baseline(AttentionLayer):
+    """Subclasses define `attend` for x, y and v. Seed and number of the layer, and whether it is cross-attention, make
+    no difference to most.
     """
-
-    can_be_causal = True
 
     def __init__(self, heads: int, d: int, *, kv_heads: int | None = None, causal: bool = False, cross: bool = False,
                  scaling: float | None = None, seed: int = 0, layer: int = 0):
-        super().__init__()
-        self.causal, self.scaling = causal, d**-0.5 if scaling is None else scaling
+        super().__init__(heads, d, kv_heads, causal, scaling)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        self.check_call(q, k)
         root = self.scaling**0.5
         return self.attend(q * root, self.keys(q, k) * root, v, causal=self.causal, key_mask=key_mask)
 
@@ -63,6 +60,7 @@ class KeysPast:
 
         Raises ValueError for more tokens than the window has.
         """
+        self.layer.check_call(q, k)
         self._forget(q.shape[2])
         root, start = self.layer.scaling**0.5, self.held
         self.length, self.held = self.length + q.shape[2], self.held + q.shape[2]
@@ -230,6 +228,7 @@ class Uniform(Baseline):
         return uniform_attention(x, y, v, causal=causal, key_mask=key_mask)
 
 
+@checked("attention")
 class Window(Baseline):
     """Own and neighbouring blocks of `block` tokens and the `first` tokens, exactly: the control without a far view."""
 
@@ -249,6 +248,7 @@ class Window(Baseline):
         return window_attention(x, y, v, block=self.block, first=self.first, causal=causal, key_mask=key_mask)
 
 
+@checked("attention")
 class Linformer(Baseline):
     """Softmax attention to `rank` learned mixtures of the keys, for sequences of up to `length` tokens, not causal.
 

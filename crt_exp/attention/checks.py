@@ -43,12 +43,16 @@ def _check_sizes(x: Tensor, y: Tensor, v: Tensor) -> None:
     if y.shape[1:3] != v.shape[1:3]:
         raise ValueError(f"y has (heads, length) {tuple(y.shape[1:3])} and v has {tuple(v.shape[1:3])}: "
                          "they must agree")
-    if y.shape[1] == 0 or x.shape[1] % y.shape[1]:
-        raise ValueError(f"{x.shape[1]} query heads cannot share {y.shape[1]} key heads: give a multiple")
+    check_shared(x.shape[1], y.shape[1])
     if 0 in (x.shape[3], v.shape[3]):
         raise ValueError(f"d = {x.shape[3]} and dv = {v.shape[3]}: vectors and values need at least one column")
     if 0 in (x.shape[2], y.shape[2]):
         raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: neither may be empty")
+
+
+def check_shared(heads: int, kv_heads: int) -> None:
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: give a multiple")
 
 
 def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:

@@ -30,12 +30,13 @@ from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
 from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
-from crt_exp.schema import Count, Whole
+from crt_exp.schema import Count, Whole, checked
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
 _IN_STEP = False                           # see `same_step`
 
 
+@checked("attention")
 class RandomFeatureAttention(LinearAttention):
     """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
@@ -64,7 +65,9 @@ class RandomFeatureAttention(LinearAttention):
     and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
     """
 
-    def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise], m: Nested, heads: int, d: int, *,
+    group = None  # the processes that hold the parts of one sequence: see `attention`
+
+    def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise] | None, m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  redraw_every: Whole = 0, normalize_qk: bool = False, normalize: bool = True, denominator: str = "none",
                  decay: float = 0.99, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
@@ -76,7 +79,6 @@ class RandomFeatureAttention(LinearAttention):
         self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every
         self.normalize, self.denominator, self.decay = normalize, denominator, decay
         self.seed, self.layer, self.denominators = seed, layer, DenominatorCount()
-        self.group = None  # the processes that hold the parts of one sequence: see `attention`
         self.projections = phi.projections(m)
         noises = self._draw(0)
         self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # for every buffer of noise
@@ -96,6 +98,7 @@ class RandomFeatureAttention(LinearAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
+        self.check_call(q, k)
         q, k = self.normalized(q), self.normalized(k)
         changing = self.training and not in_backward()
         if changing and not _IN_STEP:

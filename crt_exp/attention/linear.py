@@ -4,19 +4,17 @@ swaps, caches of decoding and tables ask of them."""
 from contextlib import AbstractContextManager
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.decoding import RecurrentPast
 
 
-class LinearAttention(nn.Module):
-    """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled, and key_mask (B,S), True = keep: (B,H,L,dv).
-
-    scaling: the logit is scaling q.k, by default d^(-1/2). normalize_qk: puts queries and keys on the sphere of radius
-    d^(1/4), the mean length of x for entries of unit variance.
+class LinearAttention(AttentionLayer):
+    """normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean length of x for entries of unit
+    variance.
     """
 
-    can_be_causal = True
     recurrent = True         # whether `decoding` gives a state
     recurrent_heads: int     # of keys and values, as a decoding state takes them
     learns: bool             # whether calls as the layer now stands use what earlier calls or a calibration left here
@@ -25,10 +23,8 @@ class LinearAttention(nn.Module):
 
     def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, cross: bool, scaling: float | None,
                  normalize_qk: bool):
-        super().__init__()
-        self.heads, self.d, self.kv_heads = heads, d, kv_heads or heads
-        self.causal, self.cross, self.normalize_qk = causal, cross, normalize_qk
-        self.scaling = d**-0.5 if scaling is None else scaling
+        super().__init__(heads, d, kv_heads, causal, scaling)
+        self.cross, self.normalize_qk = cross, normalize_qk
         self.calibrated = None   # within a calibration: how many passes it has seen
         self.columns = None      # of the values proper, where a caller has put others behind them
 

@@ -18,11 +18,12 @@ from crt_exp.attention.baselines import Baseline
 from crt_exp.attention.checks import check_inputs, repeat_heads
 from crt_exp.attention.layer import in_backward
 from crt_exp.samplers import at_least_float32
-from crt_exp.schema import Count, Whole
+from crt_exp.schema import Count, Whole, checked
 
 SELF = -1e5  # the logit of a token to itself, so that it is seen where there is no other: the authors' value
 
 
+@checked("attention")
 class Reformer(Baseline):
     """Softmax over the keys that share a bucket with the query in one of `hashes` rounds, with keys q / |q|.
 
@@ -49,6 +50,7 @@ class Reformer(Baseline):
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        self.check_call(q, k)
         if self.training and self.redraw_every and not in_backward():
             if int(self.steps) and int(self.steps) % self.redraw_every == 0:
                 self.draws = self.draws + 1

@@ -39,6 +39,10 @@ class Coefficient(FeatureMap):
     def width(self, m: int) -> int:
         return int(self.has_constant) + self.columns * m
 
+    def width_left(self, m: int) -> int:
+        """Columns of `left`."""
+        return 1 + self.columns * m
+
     def constant(self, params) -> Tensor | float:
         """a, a number or (..., 1, 1)."""
         return 0.0
@@ -46,6 +50,10 @@ class Coefficient(FeatureMap):
     @abstractmethod
     def rho(self, x: Tensor, noise: Noise, params, key: bool) -> Tensor:
         """rho of x (..., L, d), or rho' for keys, (..., L, n columns), with 1/sqrt(n) and the sign inside."""
+
+    def left(self, rho: Tensor, params, key: bool) -> Tensor:
+        """The columns of 1 - lambda, from those of `rho`."""
+        return torch.cat([column(1 - self.constant(params), rho, key), rho if key else -rho], -1)
 
     @abstractmethod
     def mean(self, x: Tensor, y: Tensor, params=()) -> Tensor:
@@ -77,6 +85,7 @@ class Complement(Coefficient):
     """1 - lambda of another coefficient."""
 
     of: Coefficient | None = None
+    has_constant = False
 
     @property
     def fitted(self) -> bool:
@@ -89,12 +98,17 @@ class Complement(Coefficient):
     def fit(self, stats):
         return self.of.fit(stats)
 
-    def constant(self, params):
-        return 1 - self.of.constant(params)
+    def width(self, m):
+        return self.of.width_left(m)
+
+    def phi_q(self, x, noise, params=()):
+        return _features(self.rho(x, noise, params, key=False))
+
+    def phi_k(self, y, noise, params=()):
+        return _features(self.rho(y, noise, params, key=True))
 
     def rho(self, x, noise, params, key):
-        rho = self.of.rho(x, noise, params, key)
-        return rho if key else -rho
+        return self.of.left(self.of.rho(x, noise, params, key), params, key)
 
     def mean(self, x, y, params=()):
         return 1 - self.of.mean(x, y, params)
@@ -116,23 +130,29 @@ class BipolarCoefficient(Coefficient):
 
 @dataclass(frozen=True)
 class AngularCoefficient(BipolarCoefficient):
-    """lambda = theta / pi with the angle theta of x and y, from the signs of n projections (HRF Lemma 3.2).
+    """lambda = theta / pi with the angle theta of x and y, from the signs of n projections (HRF Lemma 3.2): the share of
+    those in which the signs differ.
 
-    The estimate lies in [0, 1]; it is exact at 0 and pi. A zero vector counts as orthogonal to its partner in `mean`;
-    its estimate is made of the signs sgn(0) = 1. Piecewise constant: its gradient is zero.
+    rho holds indicators, sqrt(n)^-1 [1_+, 1_-] for queries and [1_-, 1_+] for keys, which meet where signs differ; the
+    constant 1/2 of the paper's form, with one column less for each projection, cancels only up to rounding where lambda
+    or 1 - lambda is 0, and what it multiplies may be larger than the kernel by e^(2 |x|^2). The estimate lies in
+    [0, 1]; it is exact at 0 and pi. A zero vector counts as orthogonal to its partner in `mean`; its estimate is made
+    of the signs sgn(0) = 1. Piecewise constant: its gradient is zero.
     """
 
-    @property
-    def columns(self) -> int:
-        return 1
+    has_constant = False
 
-    def constant(self, params):
-        return 0.5
+    def width_left(self, m):
+        return self.columns * m
+
+    def left(self, rho, params, key):
+        """[1_+, 1_-] for both: they meet where signs agree."""
+        return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
 
     def of_projections(self, projected, params, key):
-        size = 1 / math.sqrt(2 * projected.shape[-1])
-        sizes = projected.new_tensor([-size, size] if key else [size, -size])
-        return torch.where(projected.detach() < 0, *sizes)
+        negative = projected.detach() < 0
+        columns = [negative, ~negative] if key else [~negative, negative]
+        return torch.cat(columns, -1).to(projected) / math.sqrt(projected.shape[-1])
 
     def mean(self, x, y, params=()):
         return angle(x.double(), y.double()) / math.pi
@@ -248,8 +268,11 @@ def _check_product(product: float) -> None:
 
 def _with_constant(rho: Tensor, constant: Tensor | float, present: bool, key: bool) -> Features:
     """[sqrt|a|, rho], with the sign of a on the side of the queries."""
-    columns = [column(constant, rho, key), rho] if present else [rho]
-    return Features(torch.cat(columns, -1), torch.zeros_like(rho[..., :1]))
+    return _features(torch.cat([column(constant, rho, key), rho], -1) if present else rho)
+
+
+def _features(columns: Tensor) -> Features:
+    return Features(columns, torch.zeros_like(columns[..., :1]))
 
 
 def column(constant: Tensor | float, like: Tensor, key: bool) -> Tensor:

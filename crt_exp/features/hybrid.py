@@ -72,7 +72,8 @@ class HybridMap(InBlocks):
         coefficients, bases = self.made_of()
         n, m = self._counts(m)
         columns = [c.width(k) for c, k in zip(coefficients, n)]
-        rest = 1 + sum(c.columns * k for c, k in zip(coefficients, n))
+        alone = len(coefficients) == 1
+        rest = coefficients[0].width_left(n[0]) if alone else 1 + sum(c.columns * k for c, k in zip(coefficients, n))
         return sum(r * b.width(k) for r, b, k in zip([*columns, rest], bases, m))
 
     def _counts(self, m: Nested) -> tuple[tuple, tuple]:
@@ -113,6 +114,8 @@ class HybridMap(InBlocks):
         constants = [c.constant(p) for c, p in zip(coefficients, params)]
         weights = [torch.cat([column(a, rho, key), rho], -1) if c.has_constant else rho
                    for c, a, rho in zip(coefficients, constants, rhos)]
+        if len(coefficients) == 1:
+            return [*weights, coefficients[0].left(rhos[0], params[0], key)]
         rest = [column(1 - sum(constants), rhos[0], key), *(rho if key else -rho for rho in rhos)]
         return [*weights, torch.cat(rest, -1)]
 
@@ -235,7 +238,7 @@ class Bipolar(HybridMap):
 @dataclass(frozen=True)
 class AngularHybrid(Bipolar):
     """theta/pi K_positive + (1 - theta/pi) K_trig (HRF 3.1): no variance at angles 0 and pi between vectors of equal
-    length. M = 4m (n + 1), indefinite. Lengths that differ cost variance at both ends."""
+    length. M = 8 m n, indefinite. Lengths that differ cost variance at both ends."""
 
     def coefficient(self):
         return AngularCoefficient()

@@ -30,8 +30,8 @@ class Case(NamedTuple):
         return 2 * (self.projected * D + self.phi.width(self.m) * (D + 1))
 
 
-CASES = {"trig, M = 288": Case(TrigRF(), 144, "trig, M = 288", 144),
-         "angular (8, 8)": Case(AngularHybrid(n=8), 8, "trig, M = 288", 16),
+CASES = {"trig, M = 512": Case(TrigRF(), 256, "trig, M = 512", 256),
+         "angular (8, 8)": Case(AngularHybrid(n=8), 8, "trig, M = 512", 16),
          "trig, M = 256": Case(TrigRF(), 128, "trig, M = 256", 128),
          "clusters (2, 2), m = 64": Case(ClusteredHybrid(), 64, "trig, M = 256", 128),
          "trig, M = 544": Case(TrigRF(), 272, "trig, M = 544", 272),

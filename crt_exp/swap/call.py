@@ -9,6 +9,7 @@ class of the module.
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.linear import LinearAttention
 
 REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually the lowest number) for removed ones
@@ -122,7 +123,7 @@ def _note_reached(state: nn.Module) -> None:
 
 
 def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
-    if not isinstance(state, LinearAttention):
+    if not isinstance(state, AttentionLayer):
         return
     came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
     if came != made:

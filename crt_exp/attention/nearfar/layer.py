@@ -26,13 +26,14 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.nested import Nested
 from crt_exp.samplers import Noise
 from crt_exp.samplers.noise import transforming
-from crt_exp.schema import Count, Whole
+from crt_exp.schema import Count, Whole, checked
 
 PRESETS = {"cheap": Sizes(16, 16, 16), "default": Sizes(32, 16, 64), "quality": Sizes(32, 64, 128, True)}
 SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
 LONG = 1000          # keys from which on values are taken to first order, where it is not said
 
 
+@checked("attention")
 class NearFar(LinearAttention):
     """Exact attention to near and heavy keys and cells for the rest, for any pretrained model.
 
@@ -50,8 +51,6 @@ class NearFar(LinearAttention):
 
     Buffers: those of `FittedOnce` in `clusters`, where the layer is causal or cross.
     """
-
-    group = None
 
     def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality"] = "default",
                  block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
@@ -75,15 +74,13 @@ class NearFar(LinearAttention):
         self._said = False
 
     def __setattr__(self, name, value):
-        if name == "group" and value is not None:
-            raise ValueError("near-far attention cannot split a sequence over processes (group=...): its near keys and "
-                             "heavy keys may lie on any of them. Take favorpp")
         super().__setattr__(name, value)
         if name in ("causal", "cross") and getattr(self, "features", None) is not None:
             setattr(self.features, name, value)                   # far features are called as the layer is
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
+        self.check_call(q, k)
         changing = self.training and not in_backward()
         if changing and not in_step():
             self._advance(self.uses_codebook(q, k))

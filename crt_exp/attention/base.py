@@ -1,0 +1,42 @@
+"""`AttentionLayer`: what every layer that can stand for softmax attention is made of, and what it refuses.
+
+Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d.
+"""
+
+from torch import Tensor, nn
+
+from crt_exp.attention.checks import check_shared
+from crt_exp.samplers.draws import whole
+
+
+class AttentionLayer(nn.Module):
+    """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled, and key_mask (B,S), True = keep: (B,H,L,dv).
+
+    scaling: the logit is scaling q.k, by default d^(-1/2). Raises ValueError for sizes that no call can have.
+    """
+
+    can_be_causal = True
+
+    def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None):
+        super().__init__()
+        self.heads, self.d = whole(heads, "heads"), whole(d, "d")
+        self.kv_heads = self.heads if kv_heads is None else whole(kv_heads, "kv_heads")
+        check_shared(self.heads, self.kv_heads)
+        self.causal, self.scaling = causal, self.d**-0.5 if scaling is None else scaling
+
+    def check_call(self, q: Tensor, k: Tensor) -> None:
+        """Raises ValueError for another d than that of the layer, whose scaling and state would be those of others."""
+        for name, t in (("q", q), ("k", k)):
+            if t.shape[-1] != self.d:
+                raise ValueError(f"{name} has d = {t.shape[-1]}, but this {type(self).__name__} layer was made for "
+                                 f"d = {self.d}")
+
+    @property
+    def group(self) -> None:
+        """The processes that hold the parts of one sequence; None for all layers but those that can use them."""
+
+    @group.setter
+    def group(self, group) -> None:
+        if group is not None:
+            raise ValueError(f"{type(self).__name__} attention cannot split a sequence over processes (group=...): "
+                             "only random-feature attention can, such as favorpp")
