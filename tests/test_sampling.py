@@ -407,10 +407,37 @@ def test_bad_input_is_refused(head, queries, targets):
         (lambda: softmax(queries / 0, targets), "query 0 is not finite"),
         (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([V]), head.weight), "class 300"),
         (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight[1:]), "class vectors of shape"),
+        (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([1]), head.weight[:40]),
+         "class vectors of shape"),
+        (lambda: built(TreeFeatures, OPRF(), head, queries).drift(head.weight, torch.zeros(V - 1)), "biases of shape"),
+        (lambda: softmax(queries, targets.float()), "targets hold torch.float32"),
+        (lambda: ExactSoftmax(50), "takes the head itself"),
     ]
     for call, words in refused:
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_no_queries_get_no_draws(head, queries):
+    for law in (built(TreeFeatures, OPRF(), head, queries), built(TreeFeatures, TrigRF(), head, queries),
+                built(DenseFeatures, OPRF(), head, queries), ExactSoftmax(head), Uniform(V)):
+        for targets in (None, torch.zeros(0, dtype=torch.long)):
+            assert law.draw(queries[:0], targets, 4).ids.shape == (0, 4)
+
+
+@pytest.mark.parametrize("proposal", [OPRF(), TrigRF(), "exact"], ids=str)
+def test_a_head_in_half_precision_keeps_its_tables(proposal, head, queries, targets):
+    """The tables and their sums are float32 or float64 in any model: half() moves the head alone."""
+    law = (lambda head: ExactSoftmax(head)) if proposal == "exact" else lambda head: proposal
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        own = copy.deepcopy(head)
+        softmax = SampledSoftmax(law(own), own, 40).to(dtype)
+        losses.append(float(softmax(queries.to(dtype), targets)))
+        assert own.weight.dtype == dtype
+        assert all(b.dtype != torch.bfloat16 for b in softmax.buffers())
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 # ---- the report

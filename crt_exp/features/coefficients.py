@@ -130,8 +130,8 @@ class BipolarCoefficient(Coefficient):
 
 @dataclass(frozen=True)
 class AngularCoefficient(BipolarCoefficient):
-    """lambda = theta / pi with the angle theta of x and y, from the signs of n projections (HRF Lemma 3.2): the share of
-    those in which the signs differ.
+    """lambda = theta / pi with the angle theta of x and y, from n projections (HRF Lemma 3.2): the share of those in
+    which the signs of x and y differ.
 
     rho holds indicators, sqrt(n)^-1 [1_+, 1_-] for queries and [1_-, 1_+] for keys, which meet where signs differ; the
     constant 1/2 of the paper's form, with one column less for each projection, cancels only up to rounding where lambda

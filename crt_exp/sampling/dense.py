@@ -18,6 +18,8 @@ class ExactSoftmax(ClassSampler):
     """
 
     def __init__(self, head: nn.Module):
+        if not isinstance(getattr(head, "weight", None), Tensor):
+            raise ValueError(f"ExactSoftmax({head!r}): it takes the head itself, a module with `weight` (V, d)")
         super().__init__(len(head.weight))
         self._head = [head]  # in a list: the parameters stay those of the head alone
 
@@ -32,7 +34,7 @@ class ExactSoftmax(ClassSampler):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
-        return nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float()
+        return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None)).float()
 
     def _weights(self, hidden: Tensor) -> Tensor:
         logits = self._logits(hidden)
@@ -106,5 +108,5 @@ def joined(found: list[Drawn]) -> Drawn:
 def blocks(classes: int, *of_queries: Tensor | None):
     """Tensors of all queries in parts of as many queries as have PAIRS pairs with all classes; None stays None."""
     step, count = max(1, PAIRS // classes), len(of_queries[0])
-    for start in range(0, count, step):
+    for start in range(0, max(1, count), step):
         yield tuple(None if each is None else each[start:start + step] for each in of_queries)

@@ -147,7 +147,9 @@ class SampledSoftmax(nn.Module):
         if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != d or not targets.numel():
             raise ValueError(f"hidden vectors {tuple(hidden.shape)} and targets {tuple(targets.shape)}: expected (..., "
                              f"{d}) and (...), and at least one of them")
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise ValueError(f"the targets hold {targets.dtype}: they are numbers of classes, whole ones")
         outside = (targets < 0) | (targets >= classes)
         if bool(outside.any()):
             raise ValueError(f"target {int(targets[outside][0])} is none of the {classes} classes (0 to {classes - 1})")
-        return hidden.reshape(-1, d), targets.reshape(-1)
+        return hidden.reshape(-1, d), targets.reshape(-1).long()
