@@ -20,6 +20,7 @@ from crt_exp.data import DataError
 from crt_exp.data import images as data
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
+from crt_exp.nonfinite import NotFinite
 from crt_exp.report import palette
 from crt_exp.report.writing import markdown, new_figure, save_figure
 from crt_exp.swap.rollout import rollout
@@ -27,6 +28,7 @@ from crt_exp.swap.rollout import rollout
 KEYS = {"run": None, "input": None, "maps": None, "attention": None, "m": None, "size": None}
 NEEDED = ("run", "input")
 NAMED, BATCH, DRAWN = 5, 16, 6     # classes of an image; images at once; images in the picture
+MOST = {"m": 2**16, "size": 2**12}  # beyond, noise and positions fill the memory
 BESIDE = "favorpp"                 # what exact attention is drawn beside
 TASK = "crt_exp.tasks.imagenet.ImageNet"
 
@@ -69,6 +71,10 @@ def options_of(given: argparse.Namespace) -> dict[str, str | None]:
         if not sign or not value or key in found:
             raise ConfigError(f"{word}: {f'{key} comes twice' if key in found else f'write {key}=VALUE'}")
         found[key] = value
+    unused = [f"{key}=..." for key in ("attention", "m") if key in found and "maps" not in found]
+    if unused:
+        raise ConfigError(f"{' and '.join(unused)}: what exact attention is drawn beside, and nothing is drawn; give "
+                          "--maps out.png, or leave it out")
     missing = [key for key in NEEDED if key not in found]
     if missing:
         raise ConfigError(f"{' and '.join(f'{key}=...' for key in missing)} is missing: run=DIR input=IMAGE_OR_FOLDER")
@@ -98,8 +104,8 @@ def predict(options: dict[str, str | None]) -> None:
 
 def number(options: dict[str, str | None], key: str) -> int | None:
     value = options[key]
-    if value is not None and not (value.isdecimal() and int(value) > 0):
-        raise ConfigError(f"{key}={value}: it takes a whole number of at least 1")
+    if value is not None and not (value.isdecimal() and 0 < int(value) <= MOST[key]):
+        raise ConfigError(f"{key}={value}: it takes a whole number from 1 to {MOST[key]}")
     return None if value is None else int(value)
 
 
@@ -142,6 +148,9 @@ def classified(kept: vision.Kept, read: Sequence[Read]) -> list[tuple[str, list[
     if not read:
         return []
     shares = kept.model(torch.stack([each.tensor for each in read])).float().softmax(-1)
+    if not bool(shares.isfinite().all()):
+        raise NotFinite(f"{read[int((~shares.isfinite()).any(-1).nonzero()[0])].name}: the model's outputs are not "
+                        "finite")
     best = shares.topk(min(NAMED, len(kept.classes)))
     return [(each.name, [(kept.classes[i], share) for i, share in zip(classes, shares)])
             for each, classes, shares in zip(read, best.indices.tolist(), best.values.tolist())]

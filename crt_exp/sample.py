@@ -40,7 +40,10 @@ class Options:
     @classmethod
     def of(cls, arguments: Sequence[str]) -> "Options":
         """Raises ConfigError for what is no key=value, an unknown key, and values that do not fit."""
-        given = dict(parsed(argument) for argument in arguments)
+        pairs = [parsed(argument) for argument in arguments]
+        given = dict(pairs)
+        if twice := [key for key in given if [name for name, _ in pairs].count(key) > 1]:
+            raise ConfigError(f"{twice[0]}=... comes twice: give it once")
         check_keys("", given, parameters(cls))
         return cls(**given)
 
@@ -52,11 +55,14 @@ def parsed(argument: str) -> tuple[str, Any]:
     key, sign, text = argument.partition("=")
     if not sign:
         raise ConfigError(f"{argument!r} is not of the form key=value")
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"{key} = {text!a}: it holds bytes that are no UTF-8")
     if key in ("run", "prompt", "output", "device"):
         return key, text if (key, text) != ("output", "null") else None
     try:
-        return key, yaml.safe_load(text)
-    except yaml.YAMLError:
+        found = yaml.safe_load(text)
+        return key, float(found) if isinstance(found, str) else found  # YAML reads 1e-1 as a text
+    except (yaml.YAMLError, ValueError):
         return key, text
 
 
@@ -88,6 +94,7 @@ def draw(options: Options) -> None:
     from crt_exp.models import language
     from crt_exp.models.generation import Choice, generate
 
+    check_device(options.device)
     kept = language.load(options.run, "run")
     if not kept.description.causal:
         raise ConfigError(f"run = {options.run} predicts masked symbols (task.direction=bidirectional): sequences are "
@@ -103,6 +110,17 @@ def draw(options: Options) -> None:
     for first in range(0, options.n, options.batch):
         found += generate(model, prompt, count, choice, seeds[first:first + options.batch], never=never, end=kind.end)
     kind.write([[*given, *row] for row in found], seeds, told(options), options.output)
+
+
+def check_device(name: str) -> None:
+    """Raises ConfigError for what is no device, or is not there."""
+    import torch
+
+    try:
+        torch.empty(1, device=name).add(1).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ConfigError(f"device = {name}: it takes a device that is there, such as cpu or cuda: {reason}") from None
 
 
 def longest(options: Options, description, kind, given: int) -> int:

@@ -55,6 +55,8 @@ def options(arguments: list[str]) -> dict[str, str]:
         key, equals, value = argument.partition("=")
         if not equals or key not in KEYS:
             raise unknown("argument", argument, [f"{name}=..." for name in KEYS])
+        if key in given:
+            raise ConfigError(f"{key}=... comes twice: give it once")
         given[key] = value
     for key in ("run", "input"):
         if not given.get(key):

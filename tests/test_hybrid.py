@@ -125,7 +125,8 @@ def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
     1/2 - 1/2, which left errors of up to 87 times the kernel, and the wrong sign."""
     x = 3 * torch.nn.functional.normalize(torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
     y, phi = torch.cat([-x[:100], x[100:]]), AngularHybrid(n=8)
-    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m), dtype=torch.float32))
+    seeded = lambda m: torch.Generator().manual_seed(m)
+    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, seeded(p.m), dtype=torch.float32))
     found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
     torch.testing.assert_close(found, (x * y).sum(-1).exp(), rtol=2e-5, atol=0)
 

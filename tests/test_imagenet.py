@@ -267,6 +267,21 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
     assert task_of(folder, init=str(tmp_path), sizes=NO_SIZES, size=None).description.mean == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.parametrize("content, words", [
+    ({"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "num_classes": 3}}, "says no input_size"),
+    ({"pretrained_cfg": [3]}, "is no configuration as timm writes it"),
+    ({"model_args": {"embed_dim": 32, "depth": 2}, "pretrained_cfg": {
+        "input_size": [3, 224, 224], "mean": [0.5] * 3, "std": [0.5] * 3, "num_classes": 3}}, "embed_dim"),
+])
+def test_a_config_that_says_too_little(content, words, tmp_path, folder):
+    """The last has no number of heads: timm's own 3 do not divide the width."""
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224", "num_classes": 3}
+                                                     | content))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises((DataError, ConfigError), match=words):
+        task_of(folder, init=str(tmp_path), sizes=NO_SIZES, size=None)
+
+
 def test_weights_of_the_hub_that_are_not_here(folder):
     task = task_of(folder, model="vit_tiny_patch16_224.augreg_in21k", init="pretrained", sizes=NO_SIZES, size=None,
                    new_head=True)

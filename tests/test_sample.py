@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_language import NAMES, calibrated, kept, mechanism
 from test_trembl import GENERATED, OPTIONS
 
@@ -122,6 +123,23 @@ def test_a_model_that_was_kept_between_two_fits_of_its_codebook(tmp_path, capsys
     assert (code, err) == (0, "") and len(out.splitlines()) == 2
 
 
+def test_a_number_with_an_exponent_is_one(run, capsys):
+    assert called(capsys, f"run={run}", "temperature=1e-1")[1] == called(capsys, f"run={run}", "temperature=0.1")[1]
+
+
+def test_damaged_weights_and_nan_are_refused(run, capsys):
+    weights = run / "model/model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-9] + bytes([content[-9] ^ 64]) + content[-8:])
+    code, _, err = called(capsys, f"run={run}")
+    assert code == 2 and "model.safetensors is damaged: it is not what the run wrote" in err
+    tensors = load_file(weights)
+    tensors["norm.weight"][3] = torch.nan
+    save_file(tensors, weights)
+    (run / "model/digests.json").unlink()               # as the message says, for a change on purpose
+    assert "norm.weight holds NaN" in called(capsys, f"run={run}")[2]
+
+
 def test_help_names_every_key(capsys):
     _, out, _ = called(capsys, "--help")
     assert all(f"  {key} " in out for key in sample.WORDS)
@@ -137,15 +155,17 @@ def test_help_names_every_key(capsys):
     (["temperature=-1"], ["temperature = -1", "at least 0"]),
     (["temprature=1"], ["did you mean temperature?"]),
     (["n"], ["'n' is not of the form key=value"]),
-    (["run=/nowhere"], ["run = /nowhere: there is no such directory"]),
-], ids=str)
+    (["run=/nowhere"], ["run=... comes twice"]),
+    (["device=foo"], ["device = foo: it takes a device that is there"]),
+    (["prompt=M\udcff"], ["prompt = 'M\\udcff': it holds bytes that are no UTF-8"]),
+], ids=ascii)
 def test_mistakes(arguments, words, run, capsys):
     code, out, err = called(capsys, f"run={run}", *arguments)
     assert code == 2 and out == "" and err.startswith("crt_exp: error: ") and all(word in err for word in words), err
 
 
 def test_what_draws_nothing(tmp_path, capsys):
-    assert called(capsys)[0] == 2
+    assert called(capsys)[0] == 2 and "there is no such directory" in called(capsys, "run=/nowhere")[2]
     task = TrEMBL(**OPTIONS | {"direction": "bidirectional", "generated": GENERATED})
     model = task.build(mechanism("exact"))
     task.export(model, model.state_dict(), tmp_path / "masked")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import MODEL, whole_folder
+from crt_exp.models.folder import MODEL, check_numbers, verify, whole_folder
 
 EXACT = Mechanism.of("exact").describe()
 HOW = ("With network: `hf download {name} --local-dir DIR`. Without: copy that folder (config.json, model.safetensors, "
@@ -52,6 +52,7 @@ def folder_of(name: str, option: str) -> str:
     path = Path(name).expanduser()
     for folder in (path / MODEL, path):
         if (folder / "config.json").is_file():
+            verify(folder, f"{option} = {name}")
             return str(folder)
     if (path / "config.yaml").is_file():
         raise DataError(f"{option} = {name}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with "
@@ -99,6 +100,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
                                             ignore_mismatched_sizes=True)  # a head for other classes is made anew
         model, info = _loaded(load, origin, "weights")
         check_complete(model, info, origin)
+        check_numbers(model.named_parameters(), f"{origin.option} = {origin.name}")
     else:
         model = auto.from_config(config).float()
     model.config.crt_exp = mechanism.describe()

@@ -1,8 +1,10 @@
-"""The folder `<run>/model` in which a run keeps its model, whole or not at all."""
+"""The folder `<run>/model` in which a run keeps its model, whole or not at all, with digests of its weights."""
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from crt_exp.data import DataError
 
-MODEL, CONFIG = "model", "config.json"
+MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-256 of each file of weights, by its name
 
 
 @contextmanager
@@ -27,6 +29,8 @@ def whole_folder(directory: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
+        digests = {file.name: digest_of(file) for file in sorted(temporary.glob("*.safetensors"))}
+        (temporary / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
     except (OSError, SafetensorError) as error:
@@ -40,6 +44,32 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
 
 
+def digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def verify(folder: Path, told: str) -> None:
+    """Raises DataError where a file of weights is not the one that the run wrote; folders of others have no digests."""
+    if not (folder / DIGESTS).is_file():
+        return
+    try:
+        digests = dict(json.loads((folder / DIGESTS).read_text()))
+        wrong = next((name for name in digests if digest_of(folder / name) != digests[name]), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{told}: {folder / DIGESTS} cannot be compared with the weights: {error}") from None
+    if wrong:
+        raise DataError(f"{told}: {folder / wrong} is damaged: it is not what the run wrote ({DIGESTS} holds another "
+                        f"digest). Copy it anew; if it was changed on purpose, delete {DIGESTS}")
+
+
+def check_numbers(tensors: Iterable[tuple[str, Tensor]], told: str) -> None:
+    """Raises DataError naming the first of the tensors, by their names, that holds NaN."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise DataError(f"{told}: {name} holds NaN: they are of a run that diverged, or were made so since")
+
+
 def folder_of(run: str | Path, option: str, wanted: str) -> Path:
     """The folder with config.json: `run` itself, or the model of that run. `wanted`: what to give, for the error.
 
@@ -48,6 +78,7 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
     path = Path(run).expanduser()
     for folder in (path / MODEL, path):
         if (folder / CONFIG).is_file():
+            verify(folder, f"{option} = {run}")
             return folder
     if (path / "config.yaml").is_file():
         raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "

@@ -21,7 +21,7 @@ from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import CONFIG, folder_of, save_tensors, whole_folder
+from crt_exp.models.folder import CONFIG, check_numbers, folder_of, save_tensors, whole_folder
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Parameter, at_least, below, check_keys, parameters
 from crt_exp.swap.swap import LayerMaker
@@ -202,6 +202,7 @@ def load(run: str | Path, option: str) -> Kept:
             raise DataError(f"{told} is a run of another task: {folder / CONFIG} describes no sequence model")
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), told), config.pop("vocabulary")
         tensors = load_file(folder / WEIGHTS)
+        check_numbers(tensors.items(), told)
         return Kept(Description(**config), mechanism, symbols, tensors, told)
     except ConfigError:
         raise

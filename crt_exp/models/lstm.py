@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from crt_exp.data import DataError
 from crt_exp.data.text import IGNORED
-from crt_exp.models.folder import CONFIG, folder_of, save_tensors, whole_folder
+from crt_exp.models.folder import CONFIG, check_numbers, folder_of, save_tensors, whole_folder
 
 KIND, WEIGHTS = "word_lstm", "model.safetensors"
 SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model
@@ -139,6 +139,9 @@ def load(run: str | Path, option: str) -> Kept:
                             "of words. Give a run of task=ptb.")
         body = WordLSTM(len(config["words"]), **config["sizes"])
         body.load_state_dict(load_file(folder / WEIGHTS))
+        check_numbers(body.state_dict().items(), f"{option} = {run}")
         return Kept(body.eval(), tuple(config["words"]), config["temperature"])
+    except DataError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise DataError(f"{option} = {run}: {folder} cannot be read: {type(error).__name__}: {error}") from None

@@ -17,7 +17,7 @@ from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import ConformerTransducer, Sizes
-from crt_exp.models.folder import CONFIG, folder_of, save_tensors, whole_folder
+from crt_exp.models.folder import CONFIG, check_numbers, folder_of, save_tensors, whole_folder
 
 KIND = "conformer_transducer"
 WEIGHTS, PIECES = "model.safetensors", "pieces.model"
@@ -61,7 +61,9 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
         symbols = (Symbols.of_pieces((folder / PIECES).read_bytes()) if symbols["kind"] == "pieces"
                    else Symbols(symbols["kind"], tuple(symbols["entries"])))
         mechanism = Mechanism.of_saved(config["attention"], f"{option} = {run}")
-        return Recogniser(symbols, config["rate"], config["sizes"], mechanism), load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS)
+        check_numbers(tensors.items(), f"{option} = {run}")
+        return Recogniser(symbols, config["rate"], config["sizes"], mechanism), tensors
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -21,7 +21,7 @@ from crt_exp.config import ConfigError, read_json
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
-from crt_exp.models.folder import MODEL, save_tensors, whole_folder
+from crt_exp.models.folder import MODEL, check_numbers, save_tensors, verify, whole_folder
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said
@@ -61,7 +61,7 @@ class Description:
     def check(self) -> None:
         """Raises ConfigError for sizes that do not go together, before anything is written."""
         width, heads = self.options.get("embed_dim"), self.options.get("num_heads")
-        if width and width % heads:
+        if width and heads and width % heads:
             raise ConfigError(f"task.sizes.width = {width} is no multiple of task.sizes.heads = {heads}")
         with torch.device("meta"):                           # which takes neither memory nor random numbers
             model = self.make()
@@ -99,10 +99,15 @@ class Description:
             return cls.of_mae(content)
         if "architecture" not in content:
             raise DataError(f"{path} describes no model of timm, and no ViTMAE of transformers")
-        config = content.get("pretrained_cfg", content)
-        config |= {"num_classes": content.get("num_classes", config.get("num_classes"))}
-        options = {k: v for k, v in content.get("model_args", {}).items() if k not in ("img_size", "num_classes")}
-        return cls.of_timm(content["architecture"], config, options)
+        try:
+            config = content.get("pretrained_cfg", content)
+            config |= {"num_classes": content.get("num_classes", config.get("num_classes"))}
+            options = {k: v for k, v in content.get("model_args", {}).items() if k not in ("img_size", "num_classes")}
+            return cls.of_timm(content["architecture"], config, options)
+        except KeyError as error:
+            raise DataError(f"{path} says no {error.args[0]}, which timm writes there") from None
+        except (TypeError, AttributeError, IndexError) as error:
+            raise DataError(f"{path} is no configuration as timm writes it: {error}") from None
 
     @classmethod
     def of_timm(cls, model: str, config: dict[str, Any], options: dict[str, Any]) -> "Description":
@@ -173,6 +178,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
         return Checkpoint(f"task.init = {init}", path, None, {})
     for folder in (path / MODEL, path):
         if (folder / "config.json").is_file():
+            verify(folder, f"task.init = {init}")
             content = read_json((folder / "config.json").read_text(), folder / "config.json")
             own = content.get("crt_exp", {})
             return Checkpoint(f"task.init = {init}", folder, Description.read(content, folder / "config.json"),
@@ -266,7 +272,9 @@ def build(description: Description, mechanism: Mechanism, init: str = "scratch",
         if checkpoint is not None:
             check_attention(checkpoint, mechanism)
             check_classes(checkpoint, description, new_head)
-            fill(model, checkpoint.state(), checkpoint.told, new_head)
+            state = checkpoint.state()
+            check_numbers(state.items(), checkpoint.told)
+            fill(model, state, checkpoint.told, new_head)
     if mechanism.name != "exact":
         mechanism.swap(model)
     if checkpoint is not None and checkpoint.attention:

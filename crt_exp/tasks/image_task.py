@@ -11,7 +11,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import images as data
 from crt_exp.data.image_stream import Hub, Streamed
 from crt_exp.data.loading import Draw, Folders, Loader, Micro, fitting_workers
-from crt_exp.schema import Whole, at_least, below
+from crt_exp.schema import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
@@ -26,7 +26,7 @@ class ImageTask(Task):
     hub: Hub
     held_out: Annotated[float, at_least(0), below(1)]
     unreadable: Literal["error", "skip"]
-    workers: Whole | None
+    workers: Annotated[int, at_least(0), at_most(128)] | None
 
     validation, test = "val", "val"
 
