@@ -17,6 +17,7 @@ from crt_exp.attention import uniform_attention
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.mechanism import Mechanism
+from crt_exp.studies import fidelity_files
 from crt_exp.studies.fidelity import Fidelity, arms_of, mean_of
 from crt_exp.studies.subject import Subject
 
@@ -137,9 +138,21 @@ def test_arms():
     assert [arm.label for arm in arms] == ["exact", "window block=8 first=2", "favorp, m = 4", "favorp, m = 16"]
     assert arms[1].mechanism().options["first"] == 2 and arms[3].mechanism(seed=7).seed == 7
     for texts, words in ((["window 8"], "is no option"), (["favour"], "favor"), (["favorp size=3"], "size"),
-                         (["exact", "exact"], "twice"), ([" "], "it takes names")):
+                         (["exact", "exact"], "twice"), ([" "], "it takes names"),
+                         (["nearfar far=foo"], "'nearfar far=foo': attention.far = foo: it takes cells or features"),
+                         (["nearfar block=1.5"], "block = 1.5: it takes a whole number"),
+                         (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "task.ms=")):
         with pytest.raises(ConfigError, match=words):
             arms_of(texts, [4])
+
+
+def test_the_table_says_what_a_pass_costs():
+    each = {"attention": "exact", "m": None, "label": "exact"} | {
+        f"{key}{end}": 0.5 for key in fidelity_files.NAMES for end in ("", "_ci95")}
+    cost = lambda length: {"split": "cost", "length": length, "ms": {"exact": length / 8}, "mib": {"exact": 2.0}}
+    found = fidelity_files.table([cost(16), cost(64), {"split": "test", "attentions": [each]}])
+    assert found.columns[0] == "attention" and found["attention"][0] == "exact"
+    assert found["ms of 64 tokens"][0] == "8" and found["MiB of 64 tokens"][0] == "2"
 
 
 def test_means_are_paired_over_texts():
@@ -157,6 +170,7 @@ def test_a_run_and_its_files(folder, typed, tmp_path):
             "task.ms=[8]", "task.draws=2", "task.lengths=[]", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"]
     code, out, err = typed(*args)
     assert code == 0 and "nearest to the exact model: favorpp, m = 8" in out, err
+    assert [line.split()[0] for line in out.splitlines() if "±" in line] == ["exact", "uniform", "favorpp"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["split"] for line in lines] == ["heads"] * 2 + ["swap"] * 4 + ["test"]
     final = {each["label"]: each for each in lines[-1]["attentions"]}

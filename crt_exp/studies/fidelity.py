@@ -16,7 +16,7 @@ import yaml
 
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.schema import Count, Several, Whole, checked
+from crt_exp.schema import Count, Several, checked
 from crt_exp.studies import fidelity_files
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
 from crt_exp.studies.subject import Subject, learns, load
@@ -52,7 +52,13 @@ def parsed(text: str, m: int | None = None, seed: int = 0) -> Mechanism:
         raise ConfigError(f"task.attentions: {text!r}: {bad[0]} is no option; write a name and key=value after it, "
                           "such as 'window block=32 first=16'")
     options = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
-    return Mechanism.of(name, m=m, seed=seed, **options)
+    for key, place in {"m": "task.ms", "seed": "seed"}.items():
+        if key in options:
+            raise ConfigError(f"task.attentions: {text!r}: {key} is the same for all attentions, {place}=...")
+    try:
+        return Mechanism.of(name, m=m, seed=seed, **options)
+    except ConfigError as error:
+        raise ConfigError(f"task.attentions: {text!r}: {error}") from None
 
 
 def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
@@ -82,7 +88,7 @@ class Fidelity:
     def __init__(self, model: str | None, text: str | Sequence[str] | None, calibration: str | Sequence[str] | None,
                  tokenizer: str | None, attentions: Several[str], ms: Several[Count], draws: Count,
                  length: Count | None, texts: Count, calibration_texts: Count,
-                 lengths: Sequence[Count] | None, rounds: Whole, cache_dir: str | None):
+                 lengths: Sequence[Count] | None, rounds: Count, cache_dir: str | None):
         if model is None or text is None:
             raise ValueError("task=fidelity needs task.model (a folder, a run or a hub name) and task.text (a text "
                              "that the model was not trained on)")
@@ -143,7 +149,7 @@ class Fidelity:
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"{fidelity_files.table(last['attentions']).to_string(index=False, na_rep='')}\n"
+        return (f"{fidelity_files.table(records).to_string(index=False, na_rep='')}\n"
                 f"fidelity: {last['texts']} texts of {last['length']} tokens; nearest to the exact model: "
                 f"{last['best']}, hidden error {last['hidden_error']:.3g}")
 
@@ -188,8 +194,8 @@ def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def times(subject: Subject, arms: Sequence[Arm], length: int, rounds: int) -> dict[str, float | None]:
-    """Medians over rounds, in which every attention takes its turn; None for no rounds."""
+def times(subject: Subject, arms: Sequence[Arm], length: int, rounds: int) -> dict[str, float]:
+    """Medians over rounds, in which every attention takes its turn."""
     ids, found = ids_of(subject.model, length), {arm.label: [] for arm in arms}
     for _ in range(rounds):
         for arm in arms:
@@ -198,7 +204,7 @@ def times(subject: Subject, arms: Sequence[Arm], length: int, rounds: int) -> di
                 start = time.perf_counter()
                 subject.run(ids)
                 found[arm.label].append(1e3 * (time.perf_counter() - start))
-    return {label: statistics.median(each) if each else None for label, each in found.items()}
+    return {label: statistics.median(each) for label, each in found.items()}
 
 
 @torch.no_grad()

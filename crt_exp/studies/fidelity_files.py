@@ -4,17 +4,25 @@ import csv
 from pathlib import Path
 from typing import Any
 
-NAMES = {"hidden_error": "hidden states", "attention_error": "attention", "cosine": "cosine",
+NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attention", "cosine": "cosine",
          "above": "nats above exact"}
 
 
-def table(attentions: list[dict[str, Any]]):
-    """A DataFrame, a row for each attention and m: means over texts, with half-widths of 95% intervals."""
+def table(records: list[dict]):
+    """A DataFrame, a row for each attention and m: means over texts, with half-widths of 95% intervals, and what a pass
+    over the longest of the lengths costs."""
     import pandas as pd
 
-    rows = [{"attention": each["attention"], "m": each["m"] or "", **{name: shown(each, key)
-             for key, name in NAMES.items() if key in each}} for each in attentions]
+    cost = next((r for r in reversed(records) if r["split"] == "cost"), None)
+    rows = [{"attention": each["attention"], "m": each["m"] or "",
+             **{name: shown(each, key) for key, name in NAMES.items() if key in each},
+             **(costs(cost, each["label"]) if cost else {})} for each in records[-1]["attentions"]]
     return pd.DataFrame(rows)
+
+
+def costs(record: dict[str, Any], label: str) -> dict[str, str]:
+    return {f"{unit} of {record['length']} tokens": f"{record[key][label]:.3g}"
+            for key, unit in (("ms", "ms"), ("mib", "MiB"))}
 
 
 def shown(found: dict[str, Any], key: str) -> str:
