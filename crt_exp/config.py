@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _PACKAGED = Path(__file__).with_name("conf")
+ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
 
@@ -29,10 +30,15 @@ def groups() -> list[str]:
     return sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
 
+def canonical(group: str, name: str) -> str:
+    """The name of the file in conf/ that a name of the papers means; others as they are."""
+    return ALIASES.get(group, {}).get(name.lower(), name)
+
+
 def unknown(what: str, name: str, known: list[str]) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = difflib.get_close_matches(name, [*known, *ALIASES.get(what, ())], n=1, cutoff=0.5)
+    hint = f"; did you mean {canonical(what, near[0])}?" if near else ""
     return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known) or 'none'}")
 
 

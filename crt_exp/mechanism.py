@@ -15,22 +15,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from crt_exp.config import CONF, ConfigError, choices, instantiate, located, plain_number, unknown
+from crt_exp.config import CONF, ConfigError, canonical, choices, instantiate, located, plain_number, unknown
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
 from crt_exp.samplers.draws import whole
-from crt_exp.schema import Group, Parameter, check_node, takes
+from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node
 
 OF_MAP = "features."            # before an option of the map
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
-FEATURES = Group("a FeatureMap", lambda target: isinstance(target, type) and issubclass(target, FeatureMap),
-                 ("kernel",))
-SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "generator", "batch"),
-                ("m", "d", "generator", "batch", "dtype"), partial=True)
-ATTENTION = Group("a module made of heads and d", takes("heads", "d"),
-                  ("sampler", "m", "heads", "d", "kv_heads", "causal", "scaling", "seed", "layer"),
-                  {"kernel": Parameter(str, False)}, {"phi": FEATURES}, partial=True, optional=True)
-
 
 class Part(NamedTuple):
     """A choice of a group: its name, and its contents (with `_target_`) or the object itself."""
@@ -64,11 +56,12 @@ class Mechanism:
            features: str | FeatureMap | None = None, seed: int = 0, **options: Any) -> "Mechanism":
         """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
 
-        name: None takes `features` alone. m: projections (default: features.m of conf/config.yaml). sampler, features:
-        names of those groups or objects. options: keys of the file, such as redraw_every, and of that of its map, as
-        `**{"features.n": 16}`. Raises ConfigError for unknown names, options and values, and for those that the
-        attention makes no use of.
+        name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; None takes `features` alone.
+        m: projections (default: features.m of conf/config.yaml). sampler, features: names of those groups or objects.
+        options: keys of the file, such as redraw_every, and of that of its map, as `**{"features.n": 16}`. Raises
+        ConfigError for unknown names, options and values, and for those that the attention makes no use of.
         """
+        name = name and canonical("attention", name)
         if name is not None and name not in choices("attention"):
             raise unknown("attention", name, choices("attention"))
         node, named = read_preset(BASE if name is None else name)

@@ -305,6 +305,18 @@ def names_code(value: Any) -> bool:
     return isinstance(value, list) and any(map(names_code, value))
 
 
+def is_map(target: Any) -> bool:
+    return isinstance(target, type) and all(hasattr(target, name) for name in ("phi_q", "phi_k", "projections"))
+
+
+FEATURES = Group("a FeatureMap", is_map, ("kernel",))
+SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "generator", "batch"),
+                ("m", "d", "generator", "batch", "dtype"), partial=True)
+ATTENTION = Group("a module made of heads and d", takes("heads", "d"),
+                  ("sampler", "m", "heads", "d", "kv_heads", "causal", "scaling", "seed", "layer"),
+                  {"kernel": Parameter(str, False)}, {"phi": FEATURES}, partial=True, optional=True)
+
+
 # ---- in Python -------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from crt_exp.config import CONF, ConfigError, instantiate
 from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.checks import check_attention, check_study, check_sweeper, check_training, mechanism_of
-from crt_exp.runner.command_line import check_command_line, with_folders
+from crt_exp.runner.command_line import check_command_line, with_file_names, with_folders
 from crt_exp.runner.composed import check_composed
 from crt_exp.runner.ending import (
     DIVERGED_CODE,
@@ -35,6 +35,7 @@ def main() -> None:
 
     agree_on_start()
     try:
+        sys.argv[1:] = with_file_names(sys.argv[1:])
         check_command_line(sys.argv[1:])
     except ConfigError as error:
         fail(error)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from crt_exp import swap_attention
+from crt_exp.attention import NearFar
 from crt_exp.config import ConfigError, choices
 from crt_exp.features import GeomRF, PosRF
 from crt_exp.mechanism import Mechanism
@@ -70,7 +71,7 @@ def test_options():
 
 def test_options_of_the_map():
     """By the names of the command line; of a file alone, and never what the file stands for."""
-    assert Mechanism.of("hrf_angular", m=4, **{"features.n": 3}).map().width(4) == 4 * 4 * 4
+    assert Mechanism.of("hrf_angular", m=4, **{"features.n": 3}).map().width(4) == 4 * 4 * 6
     assert Mechanism.of(features="clustered", **{"features.keys": 5}).map().keys == 5
     for given, words in [({"features.x": 1}, "unknown option of features clustered 'x'"),
                          ({"features._target_": "os.system"}, "unknown option of features clustered '_target_'"),
@@ -122,6 +123,44 @@ BAD = {
     "unknown sampler": lambda: maker("favorp", sampler="ortho"),
     "unknown features": lambda: maker("favorp", features="x"),
 }
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"far": "feature"}, "attention.far = feature: it takes cells or features"),
+    ({"block": 1.5}, "attention.block = 1.5: it takes a whole number"),
+    ({"cells": True}, "attention.cells = true"),
+    ({"preset": "best"}, "attention.preset = best: it takes cheap, default or quality"),
+], ids=str)
+def test_options_are_checked_as_on_the_command_line(options, words):
+    """Whichever way they come: they were only there, and far="feature" was cells."""
+    for make in (lambda: Mechanism.of("nearfar", **options), lambda: swap_attention(encoder(), "nearfar", **options),
+                 lambda: NearFar(2, 4, **options)):
+        with pytest.raises(ConfigError, match=words):
+            make()
+
+
+@pytest.mark.parametrize("name", ["exact", "window", "uniform", "linformer", "reformer", "identity", "nearfar"])
+def test_layers_that_cannot_split_a_sequence_say_so(name):
+    layer = Mechanism.of(name).layer(2, 4)
+    layer.group = None
+    with pytest.raises(ValueError, match="cannot split a sequence over processes"):
+        layer.group = object()
+
+
+@pytest.mark.parametrize("name", ["exact", "window", "uniform", "linformer", "reformer", "identity", "nearfar",
+                                  "favorp"])
+def test_layers_take_the_sizes_that_they_were_made_for(name):
+    x = torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="q has d = 4, but this .* layer was made for d = 8"):
+        Mechanism.of(name).layer(2, 8)(x, x, x)
+    with pytest.raises(ValueError, match="2 query heads cannot share 3 key heads"):
+        Mechanism.of(name).layer(2, 8, kv_heads=3)
+
+
+@pytest.mark.parametrize("name, file", [("performer", "favorp"), ("Performer", "favorp"), ("favor+", "favorp"),
+                                        ("favor++", "favorpp"), ("FAVOR#", "favorsharp")])
+def test_names_of_the_papers(name, file):
+    assert Mechanism.of(name, m=8) == Mechanism.of(file, m=8)
 
 
 @pytest.mark.parametrize("message", BAD)

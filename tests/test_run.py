@@ -66,6 +66,7 @@ def test_exact_kernel_and_presets(typed, tmp_path):
     assert typed("attention=exact", "logger=none", f"hydra.run.dir={tmp_path}/a")[0] == 0
     assert records(tmp_path / "a")[-1]["accuracy"] > 0.9
     _, preset, _ = typed("attention=favorpp", "--cfg", "job")
+    assert preset == typed("attention=favor++", "--cfg", "job")[1]
     assert "OPRF" in preset and "samplers.orthogonal" in preset
     assert "GeomRF" in typed("attention=favorpp", "features=geom", "--cfg", "job")[1]
 
@@ -112,6 +113,7 @@ BAD = [
     ("task=ucii", "unknown task 'ucii'; did you mean uci?"),
     ("features=opfr", "unknown features 'opfr'; did you mean oprf?"),
     ("sampler=ortho", "unknown sampler 'ortho'; did you mean orthogonal?"),
+    ("attention=performers", "unknown attention 'performers'; did you mean favorp?"),
     ("attention=favorp+", "unknown attention 'favorp+'; did you mean favorp"),
     ("features.mm=3", "unknown key 'features.mm'; did you mean features.m?"),
     ("task.datset=wine", "did you mean task.dataset?"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
 
-from crt_exp.config import CONF, ConfigError, choices, groups, unknown
+from crt_exp.config import ALIASES, CONF, ConfigError, canonical, choices, groups, unknown
 from crt_exp.ranks import inside_torchrun, rank
 from crt_exp.runner.composed import GROUPS, check_plain, explained, plain
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
@@ -51,6 +51,17 @@ def check_command_line(args: list[str]) -> None:
         check_plain(given)
     if rank() == 0:
         check_writable(directory)
+
+
+def with_file_names(args: list[str]) -> list[str]:
+    """Arguments in which the papers' names of attention, such as favor++, are those of its files."""
+    renamed = []
+    for arg in args:
+        key, sign, text = arg.partition("=")
+        group = key.lstrip("+")
+        names = (canonical(group, name.strip()) for name in text.split(","))
+        renamed.append(f"{key}={','.join(names)}" if sign and group in ALIASES else arg)
+    return renamed
 
 
 def parse_overrides(args: list[str]) -> list:

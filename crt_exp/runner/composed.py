@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from crt_exp.config import ConfigError, choices, unknown
-from crt_exp.mechanism import ATTENTION, FEATURES, SAMPLER
-from crt_exp.schema import Count, Group, Parameter, at_least, at_most, check_keys, check_node
+from crt_exp.schema import (ATTENTION, FEATURES, SAMPLER, Count, Group, Parameter, at_least, at_most, check_keys,
+                            check_node)
 
 TOP = {"seed": Parameter(Annotated[int, at_least(0), at_most(2**32 - 1)], True),  # what NumPy's generators take
        "resume": Parameter(Literal["never", "auto"], True)}
