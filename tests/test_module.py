@@ -10,9 +10,18 @@ from maps import SIMPLE
 from module_cases import B, D, H, L, make, qkv, same, state
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention import Exact, Generalized, Identity, Linformer, attention, softmax_attention
+from crt_exp import samplers
+from crt_exp.attention import (
+    Exact,
+    Generalized,
+    Identity,
+    Linformer,
+    RandomFeatureAttention,
+    attention,
+    softmax_attention,
+)
 from crt_exp.attention.layer import same_step
-from crt_exp.features import GERF, OPRF, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
+from crt_exp.features import GERF, OPRF, ClusteredHybrid, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
 
 
 @pytest.mark.parametrize("phi", [p for p in SIMPLE if p.kernel == "softmax"], ids=repr)
@@ -262,3 +271,18 @@ def test_moves_and_halves():
     module = make().to(torch.bfloat16).eval()
     out = module(*(t.bfloat16() for t in qkv()))
     assert out.dtype == torch.bfloat16 and math.isfinite(out.float().sum())
+
+
+def test_an_empty_batch_changes_nothing():
+    """As the last part of a batch that is split over processes may be: outputs, gradients and statistics."""
+    for phi in (OPRF(), PosRF(), ClusteredHybrid()):
+        layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, causal=True)
+        torch.manual_seed(0)
+        x = torch.randn(3, 2, 5, 4)
+        layer(x, x, x)
+        before = {name: t.clone() for name, t in layer.state_dict().items() if "pending" in name}
+        empty = torch.zeros(0, 2, 5, 4, requires_grad=True)
+        with same_step():
+            layer(empty, empty, empty).sum().backward()
+        assert empty.grad.shape == empty.shape
+        assert all(torch.equal(t, layer.state_dict()[name]) for name, t in before.items())

@@ -122,6 +122,22 @@ def refusals(part):
         torch.func.grad(lambda x: attention(x, x, x, PosRF(), noise, group=dist.group.WORLD).sum())(x)
 
 
+def disagreements(part):
+    """Found before anything else is exchanged: they were a crash of gloo, or a wait of half an hour."""
+    first, x, mask = part.start == 0, torch.ones(2, 2, 5, 4), torch.ones(2, 5, dtype=torch.bool)
+    others = {"dtype is torch.float32 on rank 0 and torch.float64 on rank 1": ((x.double(),) * 3, None),
+              "batch is 2 on rank 0 and 1": ((x[:1],) * 3, None), "heads is 2 on rank 0 and 1": ((x[:, :1],) * 3, None),
+              "mask is 0 on rank 0 and 1": ((x,) * 3, mask), "gradient is 0 on rank 0 and 1": (
+                  (x.clone().requires_grad_(),) * 3, None), "values is 4 on rank 0 and 3": ((x, x, x[..., :3]), None)}
+    for words, (inputs, keep) in others.items():
+        inputs, keep = ((x,) * 3, None) if first else (inputs, keep)
+        for phi in (PosRF(), OPRF(), TrigRF()):
+            layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, inputs[0].shape[1], 4).eval()
+            layer.group = dist.group.WORLD
+            with pytest.raises(ValueError, match=f"the processes of a sequence disagree: {words}"):
+                layer(*inputs, keep)
+
+
 def work(rank, size, port, body, errors):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     torch.set_num_threads(1)
@@ -139,6 +155,7 @@ def everything(part):
     layers_in_parts(part)
     clusters_of_all_processes(part)
     refusals(part)
+    disagreements(part)
 
 
 @pytest.mark.parametrize("body, size", [(everything, 2), pytest.param(attention_in_parts, 3, marks=pytest.mark.slow)])

@@ -23,7 +23,7 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.partials import DenominatorCount
-from crt_exp.attention.sequence import Pooled
+from crt_exp.attention.sequence import Pooled, check_agreed
 from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
@@ -196,6 +196,8 @@ class RandomFeatureAttention(LinearAttention):
             return self.phi.fit(None)
         if self.causal or self.clusters is not None:
             return self._running_params()
+        if self.group is not None:
+            check_agreed(q, k, key_mask, self.group)
         own = not self.cross and q.shape[2] == k.shape[2]
         stats = self._whole(self._statistics(q, k, key_mask), key_mask) if own else self._without_queries(k, key_mask)
         return self._for_query_heads(self.phi.fit(stats))
@@ -301,15 +303,16 @@ class RandomFeatureAttention(LinearAttention):
             pending = [getattr(self, f"pending_{side}_{name}") for name in self.moments]
             totals = [(getattr(moments, name).flatten(2) * count).sum(0) for name in self.moments]
             sums = torch.cat([*totals, count.sum(0)], -1)
-            sums, low = _over_ranks(sums, moments.minimum.amin(0))
+            minimum = getattr(self, f"pending_{side}_minimum")
+            sums, low = _over_ranks(sums, moments.minimum.amin(0) if len(q) else torch.full_like(minimum, torch.inf))
             kept, count = getattr(self, f"pending_{side}_count"), sums[0, -1]
             total = kept + count
+            share = (count / total.clamp(min=1)).to(sums)          # an empty batch has none
             for t, new in zip(pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)):
-                t.copy_(torch.lerp(t.to(sums), (new / count).view_as(t), (count / total).to(sums)))
-            minimum = getattr(self, f"pending_{side}_minimum")
+                t.copy_(torch.lerp(t.to(sums), (new / count.clamp(min=1)).view_as(t), share))
             minimum.copy_(torch.minimum(minimum, low))
             kept.copy_(total)
-        self.pending_weight.fill_(1)
+        self.pending_weight.copy_((total > 0).to(self.pending_weight))
         if self.calibrated is not None:
             self.calibrated += 1
             self._fold(torch.full_like(self.pending_weight, 1 / self.calibrated))

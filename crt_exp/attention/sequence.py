@@ -20,10 +20,14 @@ from crt_exp.features.statistics import Moments, centred
 from crt_exp.samplers.noise import cached
 
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
 def sequence_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params, causal: bool, keep: Tensor | None,
                      factor: float, group, modulus: bool) -> Partial:
     """What the queries of this process gather from the keys of all; checked arguments, key heads as query heads."""
     _check(x, y, v, causal, group)
+    check_agreed(x, y, keep, group, values=v.shape[-1], causal=causal, modulus=modulus)
     positive = isinstance(phi, PositiveExponential) and not modulus
     if positive:
         x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
@@ -47,6 +51,21 @@ def _check(x: Tensor, y: Tensor, v: Tensor, causal: bool, group) -> None:
     if causal and x.shape[2] != y.shape[2]:
         raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys on this process: in a "
                          "sequence that is split over processes each token is a query and a key")
+
+
+def check_agreed(x: Tensor, y: Tensor, keep: Tensor | None, group, **more: int) -> None:
+    """Raises ValueError, on every process, where calls of the processes do not go together: what they exchange would
+    have other sizes, or be other numbers, and end in a crash of the library below or in a wait for its timeout."""
+    grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    mine = {"dtype": DTYPES.index(x.dtype), "batch": len(x), "heads": x.shape[1], "key heads": y.shape[1],
+            "dimensions": x.shape[3], "mask": keep is not None, "gradient": grad, **more}
+    found = _gathered(torch.tensor([int(value) for value in mine.values()], device=x.device), group).tolist()
+    for name, values in zip(mine, zip(*found)):
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            shown = [DTYPES[values[rank]] if name == "dtype" else values[rank] for rank in (0, other)]
+            raise ValueError(f"the processes of a sequence disagree: {name} is {shown[0]} on rank 0 and {shown[1]} on "
+                             f"rank {other} of the group. Give all of them the same, and a mask to all or to none")
 
 
 def total(states: Partial) -> Partial:
