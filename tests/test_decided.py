@@ -2,8 +2,9 @@
 
 import pytest
 
+from crt_exp.attention.engines import native_library
 from crt_exp.report import hadamard, table1
-from crt_exp.report.decided import HERE, Code, Node
+from crt_exp.report.decided import HERE, Code, Node, without_comments
 
 FILES = {
     "crt_exp/__init__.py": "",
@@ -24,7 +25,8 @@ FILES = {
         "def page():\n"
         "    return TITLE\n"),
     "crt_exp/tools.py": "FACTOR = 2\n\ndef doubled(x):\n    return FACTOR * x\n\ndef unused():\n    return 0\n",
-    "crt_exp/tools.c": "int x = 1;\n",
+    "crt_exp/native.c": "int x = 1; /* two */\n",
+    "crt_exp/native.h": "#define Y 3 // four\n",
     "crt_exp/maps.py": "class OPRF:\n    A = 0\n\nclass PosRF:\n    A = 1\n",
     "crt_exp/tasks.py": "class UCI:\n    n = 1\n\nclass GLUE:\n    n = 2\n",
     "crt_exp/train.py": "def main(argv):\n    return argv\n",
@@ -60,7 +62,8 @@ def changed(tmp_path):
     ("crt_exp/report/page.py", "* x for", "+ x for"),                 # itself
     ("crt_exp/tools.py", "FACTOR = 2", "FACTOR = 3"),                 # what other modules give it, and what that reads
     ("crt_exp/tools.py", "def unused", "FACTOR.x()\n\ndef unused"),   # what a module does when it is imported
-    ("crt_exp/tools.c", "1", "2"),                                    # the C beside it
+    ("crt_exp/native.c", "1", "2"),                                   # the C in the folder
+    ("crt_exp/native.h", "3", "2"),
     ("conf/features/oprf.yaml", "null", "0"),                         # configuration that its key names
     ("crt_exp/maps.py", "A = 0", "A = 2"),                            # and what is built of that
     ("crt_exp/report/page.py", "numpy as np", "math as np"),          # what a name stands for
@@ -76,6 +79,8 @@ def test_what_decides_a_cell_changes_its_code(changed, file, old, new):
     ("crt_exp/report/page.py", "return np", "# why\n    return np"),  # comments
     ("crt_exp/tools.py", "return 0", "return 1"),                     # functions that it does not read
     ("conf/features/oprf.yaml", "# fitted", "# by a fit"),
+    ("crt_exp/native.c", "/* two */", "/* other */"),
+    ("crt_exp/native.h", "// four", "/* other\n */"),
     ("crt_exp/maps.py", "A = 1", "A = 2"),                            # other choices
     ("crt_exp/trainer.py", "lr = 1", "lr = 2"),                       # it starts no run
 ])
@@ -99,6 +104,15 @@ def test_constants_of_reports_decide_their_cells():
         reached = HERE.reached(Node(report.__name__, name))
         assert {Node(report.__name__, constant) for constant in constants.split()} <= reached
         assert Node(report.__name__, "figure") not in reached
+
+
+@pytest.mark.parametrize("place, name", [("crt_exp.attention.call", "attention"),
+                                         ("crt_exp.attention.nearfar.layer", "NearFar"),
+                                         ("crt_exp.report.performers_fig4", "errors")])
+def test_sources_of_the_engines_decide_what_attention_computes(place, name):
+    """All that the library is compiled of, in whichever folder of engines."""
+    text = "\n".join(HERE.content(node).text for node in HERE.reached(Node(place, name)))
+    assert all(without_comments(source.read_text()) in text for source in native_library.SOURCES)
 
 
 def test_a_run_reaches_its_task_trainer_and_maps():

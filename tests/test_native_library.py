@@ -133,6 +133,16 @@ def test_damaged_library_is_compiled_anew(damage, small, caplog):
     assert kept() == made and made.stat().st_ino == before
 
 
+@pytest.mark.parametrize("content", [b"garbage", b"\x7fELF and no more"])
+def test_a_library_that_cannot_be_loaded_is_compiled_anew(content, small, caplog):
+    """With the record that fits it: there was a warning, at each start, and the slower engine."""
+    with native_library.compiled() as made:
+        native_library._keep_content(made, content)
+    with caplog.at_level(logging.WARNING):
+        assert native.library().answer() == 42 and not caplog.records
+    assert made.read_bytes() != content and native_library._intact(made)
+
+
 @pytest.mark.slow
 @needs_library
 def test_cut_library_kills_no_process(cache):

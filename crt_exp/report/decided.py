@@ -9,10 +9,10 @@ hand, and what a page is made of decides no cell. Configuration builds objects f
 - "task=ptb" is that file of conf/task, likewise for all groups that only a command line names; code that reaches
   `crt_exp.train` starts runs, and with that come the groups that conf/config.yaml chooses.
 
-Too much may count (a class counts with all its methods, an imported module with all its statements), and then a cell is
-computed once more than needed; too little is counted only where a name is put together from pieces while the program
-runs. Comments, docstrings and line breaks count for nothing. Libraries are no part of it: their versions stand in the
-cell.
+Too much may count (a class counts with all its methods, an imported module with all its statements, C sources and
+headers with every module of their folder), and then a cell is computed once more than needed; too little is counted
+only where a name is put together from pieces while the program runs. Comments, docstrings and line breaks count for
+nothing. Libraries are no part of it: their versions stand in the cell.
 """
 
 import ast
@@ -208,7 +208,8 @@ class Module:
     def __init__(self, name: str, path: Path):
         self.name = name
         self.statements = ast.parse(path.read_text(encoding="utf-8")).body
-        self.beside = [other.read_text(encoding="utf-8") for other in sorted(path.parent.glob(f"{path.stem}.c"))]
+        sources = sorted(path.parent.glob("*.[ch]"))
+        self.beside = [without_comments(source.read_text(encoding="utf-8")) for source in sources]
         self.bound: dict[str, list[ast.stmt]] = {EFFECT: []}
         for statement in self.statements:
             for name in binds(statement) or ([] if is_text(statement) else [EFFECT]):
@@ -249,6 +250,11 @@ def stands_for(statement: ast.Import | ast.ImportFrom, name: str) -> list[str]:
     before = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
     return [before + alias.name for alias in statement.names
             if name in (ALL, alias.asname or alias.name.partition(".")[0])]
+
+
+def without_comments(c: str) -> str:
+    """C sources, whose comments and line breaks decide nothing."""
+    return " ".join(re.sub(r"/\*.*?\*/|//[^\n]*", " ", c, flags=re.DOTALL).split())
 
 
 def dumped(statement: ast.stmt) -> str:

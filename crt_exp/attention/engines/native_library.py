@@ -43,6 +43,10 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         with compiled() as file:
+            if _is_library(file):
+                return _loaded(file)
+            _record(file).unlink(missing_ok=True)                 # it is compiled anew, once
+        with compiled() as file:
             return _loaded(file)
     except FAILURES as e:
         _warn("the attention kernels for this CPU could not be compiled (%s): %s. Install a C compiler, or name one in "
@@ -80,6 +84,15 @@ def _reason(error: Exception) -> str:
     message = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
     lines = message.strip().splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+
+
+def _is_library(file: Path) -> bool:
+    """Whether the loader takes it for a library, or would but for something that a new one would not mend."""
+    try:
+        ctypes.CDLL(str(file))
+    except OSError as e:
+        return any(words in str(e) for words in ("not permitted", "denied", "cannot open shared object file"))
+    return True
 
 
 def _loaded(file: Path) -> ctypes.CDLL | None:
@@ -171,10 +184,13 @@ def _keep(made: Path, file: Path) -> Path:
 
     Two that compile at once make the same bytes; where not, a record that does not fit costs the next process a
     compilation. """
-    content = made.read_bytes()
+    _keep_content(file, made.read_bytes())
+    return file
+
+
+def _keep_content(file: Path, content: bytes) -> None:
     _write(file, content)
     _write(_record(file), _seal(content))
-    return file
 
 
 def _record(file: Path) -> Path:
