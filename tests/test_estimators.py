@@ -14,7 +14,7 @@ from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
 from crt_exp import samplers
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor, RandomFeatures
@@ -44,9 +44,16 @@ def test_scikit_learn_compatible(estimator, check):
 @pytest.mark.slow
 @parametrize_with_checks([
     *(RandomFeatures(m, n_components=20) for m in ONE_MAP), KernelRegressionClassifier("exact"),
+    KernelRegressionClassifier("clustered", n_projections=64),
     KernelRegressionRegressor(n_projections=2000)])
 def test_every_estimator_is_compatible_with_scikit_learn(estimator, check):
     check(estimator)
+
+
+@pytest.mark.parametrize("make", [KernelRegressionClassifier, KernelRegressionRegressor])
+def test_clusters_of_one_sample_are_refused_in_the_words_of_scikit_learn(make):
+    model = make("clustered", n_projections=64)
+    check_fit2d_1sample(type(model).__name__, model)
 
 
 @pytest.mark.parametrize("mechanism", palette.maps(TWO_SIDES | OTHER_KERNEL))

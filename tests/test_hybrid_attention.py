@@ -248,7 +248,7 @@ def test_a_mechanism_with_clusters_is_saved_by_names():
 POINTS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 FITTED = ClusteredHybrid().fit(Statistics.of(POINTS, POINTS))
 BAD = {
-    "7 clusters of queries but 6 vectors": lambda: ClusteredHybrid(queries=7).fit(Statistics.of(POINTS, POINTS)),
+    "7 clusters of queries but 6 samples": lambda: ClusteredHybrid(queries=7).fit(Statistics.of(POINTS, POINTS)),
     "a cluster of keys stays empty": lambda: ClusteredHybrid().fit(Statistics.of(POINTS, torch.ones(6, 3))),
     "sigma r = 0.0005": lambda: GaussianHybrid(sigma=1e-3, r=0.5),
     r"sigma r = .*varrho -> 0": lambda: GaussianHybrid(sigma=1e-3).fit(Statistics.of(1e-3 * POINTS, 1e-3 * POINTS)),

@@ -286,7 +286,8 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
     clusters, and where some cluster stays empty."""
     check_finite(points, f"centre of the {what}")
     if len(points) < count:
-        raise ValueError(f"{count} clusters of {what} but {len(points)} vectors: take fewer clusters")
+        found = "1 sample" if len(points) == 1 else f"{len(points)} samples"
+        raise ValueError(f"{count} clusters of {what} but {found}: take fewer clusters")
     if count == 1:
         return points.mean(0, keepdim=True)
     from sklearn.cluster import KMeans
