@@ -5,8 +5,11 @@ import importlib
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -223,6 +226,34 @@ def test_misspelt_report_names_the_nearest(name, near, capsys, monkeypatch):
         command_line.main()
     said = capsys.readouterr().err
     assert error.value.code == 2 and f"did you mean {near}?" in said and "Traceback" not in said
+
+
+def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch):
+    def stopped(size):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(table1, "main", stopped)
+    monkeypatch.setattr(sys, "argv", ["report", "table1"])
+    with pytest.raises(SystemExit) as stop:
+        command_line.main()
+    assert stop.value.code == 130 and "stopped by SIGINT; cells that are computed are kept" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["the start", "a cell"])
+def test_ctrl_c_in_a_terminal_ends_all_processes_in_a_line(after, tmp_path):
+    """It reaches the workers too, while they start and while they compute: their tracebacks covered the line."""
+    command = [sys.executable, "-m", "crt_exp.report", "hrf_pointwise", "--out", str(tmp_path / "out")]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+                          start_new_session=True) as process:
+        cells = tmp_path / "outputs/hrf-pointwise/cells.jsonl"
+        while not (cells.exists() if after == "a cell" else cells.parent.exists()):
+            time.sleep(0.05)
+        time.sleep(0.5 if after == "the start" else 0)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and len(said.splitlines()) == 1, said
 
 
 def test_interval():

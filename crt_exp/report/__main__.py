@@ -5,6 +5,7 @@ import ast
 import importlib
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,6 +76,11 @@ def main() -> None:
             raise
         print(f"crt_exp.report: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        writing.end_workers()
+        print("crt_exp.report: stopped by SIGINT; cells that are computed are kept, and the same command goes on",
+              file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

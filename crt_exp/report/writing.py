@@ -7,9 +7,11 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -60,8 +62,9 @@ class Cells:
                 self._know(self.kept[key, code])
         missing = [key for key in keys if json.dumps(key) not in self.known]
         cores = min(workers or joblib.cpu_count(), max(len(missing), 1))
-        jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
-            joblib.delayed(_timed)(compute, key) for key in missing)
+        with without_interrupts():
+            jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
+                joblib.delayed(_timed)(compute, key) for key in missing)
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
             self._keep({"key": key, "value": value, "by": name, "seconds": round(seconds, 3),
                         "code": codes[json.dumps(key)], "commit": commit(), "date": str(date.today()),
@@ -95,6 +98,23 @@ class Cells:
 def _timed(compute: Callable[..., Any], key: dict[str, Any]) -> tuple[dict[str, Any], Any, float]:
     start = time.perf_counter()
     return key, compute(**key), time.perf_counter() - start
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that are started within it know no ^C: the command decides what it means, and ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_workers() -> None:
+    """Ends the processes that compute cells, and those that they started."""
+    loky = sys.modules.get("joblib.externals.loky")
+    if loky is not None:
+        loky.get_reusable_executor().shutdown(wait=True, kill_workers=True)
 
 
 def fingerprint(sources: Sequence[str]) -> str:

@@ -49,11 +49,10 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
         raise ConfigError("this task streams its training data: set trainer.steps, the steps after which training ends")
     if per_epoch == 0:
         raise ConfigError(f"trainer.batch = {config.batch} is more than the {rows} rows of the training split")
-    total = round(config.epochs * per_epoch)
-    if total == 0:
+    if round(config.epochs * per_epoch, 6) < 1:
         raise ConfigError(f"trainer.epochs = {config.epochs} makes no step at all: an epoch has {per_epoch}. "
                           "trainer.steps=0 evaluates only")
-    return per_epoch, total
+    return per_epoch, round(config.epochs * per_epoch)
 
 
 class Trainer:

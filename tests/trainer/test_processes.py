@@ -130,6 +130,7 @@ def test_two_processes_tell_an_error_once(tmp_path):
     (["task.rows=abc"], "task.rows = abc: it takes a number"),
     (["task.rows=6"], "trainer.batch = 8 is more than the 6 rows"),
     (["trainer.epochs=0.001"], "trainer.epochs = 0.001 makes no step at all: an epoch has 12"),
+    (["trainer.epochs=0.05"], "trainer.epochs = 0.05 makes no step at all"),       # 0.6 of one: it was rounded to one
     (["task.streamed=true"], "set trainer.steps"),
     (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention=generalized: kernel_epsilon = -1"),
 ], ids=str)
