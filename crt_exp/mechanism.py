@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +22,7 @@ from crt_exp.samplers.draws import whole
 from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node
 
 OF_MAP = "features."            # before an option of the map
+Layers = Iterable[int] | int | Literal["supported"] | None
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
 
 class Part(NamedTuple):
@@ -151,7 +152,7 @@ class Mechanism:
                         **sizes)
         return make(self.map("softmax"), self.sampler, self.m or 1, heads, d, seed=self.seed, layer=layer, **sizes)
 
-    def swap(self, model: nn.Module, layers: Iterable[int] | int | None = None, *, causal: bool | None = None,
+    def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
              saved: bool = True) -> nn.Module:
         """Puts it in place of a model's attention: see `swap_attention`."""
         from crt_exp.swap.swap import swap_layers
@@ -211,17 +212,19 @@ class Mechanism:
 
 
 def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None,
-                   layers: Iterable[int] | int | None = None, sampler=None, redraw_every: int = 0,
+                   layers: Layers = None, sampler=None, redraw_every: int = 0,
                    normalize_qk: bool = False, seed: int | None = None, *, causal: bool | None = None,
                    saved: bool = True, **options) -> nn.Module:
     """Puts attention `name` (a file of conf/attention) in place of the model's own, in place, and returns the model.
 
     m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules,
-    counted from 0 (negative: from the end) in the order of `describe_attention`; default all. sampler: another one, by
-    name or itself. redraw_every, normalize_qk: see `RandomFeatureAttention`. seed: of the noise; None is 0, so that the
-    same call gives the same noise. causal: whether layers begin as causal ones, by default what their class says; each
-    call's mask decides. saved: a Hugging Face model loaded by from_pretrained from a folder that a swapped model was
-    saved to gets its noise and statistics from there, whatever the seed. options: further keys of the file.
+    counted from 0 (negative: from the end) in the order of `describe_attention`; "supported": all that can be; default
+    all, but for those that see a window only, in time linear in the length already, which stay as they are. sampler:
+    another one, by name or itself. redraw_every, normalize_qk: see `RandomFeatureAttention`. seed: of the noise; None
+    is 0, so that the same call gives the same noise. causal: whether layers begin as causal ones, by default what their
+    class says; each call's mask decides. saved: a Hugging Face model loaded by from_pretrained from a folder that a
+    swapped model was saved to gets its noise and statistics from there, whatever the seed. options: further keys of the
+    file.
 
     Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training,
     loses keys: each with its probability for all queries of a head at once, since the matrix is never formed.

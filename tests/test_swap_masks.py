@@ -153,10 +153,34 @@ def test_the_refusal_names_the_layers_that_can_be_swapped():
                                            layer_types=["sliding_attention", "full_attention"])
     model, ids = made("Gemma3TextModel", config), tokens(length=20)
     before = model(input_ids=ids).last_hidden_state
-    with pytest.raises(ValueError, match=r"layers.0.self_attn .*layers=\[1\] swaps those that can be"):
-        swap_attention(model, "exact")
-    after = swap_attention(model, "exact", layers=[1])(input_ids=ids).last_hidden_state
+    with pytest.raises(ValueError, match=r"layers.0.self_attn .*layers='supported' swaps those that can be, \[1\]"):
+        swap_attention(model, "exact", layers=[0, 1])
+    with pytest.raises(ValueError, match="layers = 'all': it takes numbers of layers, 'supported' or None"):
+        swap_attention(model, "exact", layers="all")
+    with pytest.warns(UserWarning, match=r"1 attention layers of this Gemma3TextModel see a window .*: layers.0"):
+        after = swap_attention(model, "exact")(input_ids=ids).last_hidden_state
     torch.testing.assert_close(after, before, **CLOSE)
+    assert swap_attention(unswap_attention(model), "exact", layers="supported").layers[1].self_attn.swapped is not None
+
+
+@torch.no_grad()
+def test_layers_with_a_window_stay_and_decode_beside_the_others():
+    """The default of Gemma 3, whose cache holds a window for some layers: in parallel, in pieces, token by token."""
+    config = transformers.Gemma3TextConfig(**TEXT | {"num_hidden_layers": 4}, num_key_value_heads=2, head_dim=4,
+                                           sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2)
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    ids = tokens(length=20)
+    for name, options in (("exact", {}), ("favorp", {"m": 8})):
+        swap_attention(model, name, layers="supported", **options)
+        kinds = describe_attention(model)["mechanism"].tolist()
+        assert kinds == ["unchanged", name] * 2
+        whole, past = model(input_ids=ids, use_cache=False).logits, None
+        for start, end in ((0, 7), (7, 8), (8, 19), (19, 20)):
+            out = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            torch.testing.assert_close(out.logits, whole[:, start:end], rtol=1e-3, atol=1e-4)
+        if name == "exact":
+            torch.testing.assert_close(whole, unswap_attention(model)(input_ids=ids, use_cache=False).logits, **CLOSE)
 
 
 # ---- what would pass a swap by

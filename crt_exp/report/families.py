@@ -20,6 +20,7 @@ from crt_exp.mechanism import swap_attention
 from crt_exp.report import tiny_models
 from crt_exp.report.tiny_models import BATCH, NotBuilt, outputs
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.swap.families import family
 from crt_exp.swap.swap import unswap_attention
 
 LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transformers),
@@ -46,7 +47,8 @@ def main(size: str) -> None:
                       "\n## No attention\n", listed(rows, "no attention", False),
                       "\n## Not tried\n", table(rows, "not tried")])
     facts = ("Every model type of transformers that has a base model, its configuration shrunk "
-             f"(width {tiny_models.HIDDEN}, {tiny_models.LAYERS} layers, {tiny_models.HEADS} heads); the smallest of a "
+             f"(width {tiny_models.HIDDEN}, {tiny_models.LAYERS} layers, of two kinds where it has some, {tiny_models.HEADS} heads, windows of "
+             f"{tiny_models.WINDOW} tokens where they cut its sequences); the smallest of a "
              "few models of each file of timm; attention of torch and torchaudio. Random weights, float64, batches of "
              f"{BATCH}. Exact: within {EXACT:g} of the model's own output, with padding too where the model honours "
              f"it, every bit back after unswapping, and with favorpp (m = {FEATURES['m']}) a changed and finite "
@@ -148,6 +150,7 @@ def judge_model(model: nn.Module, batch: dict[str, Any]) -> Verdict:
     causal = future_leak(model, batch) < LEAK
     try:
         swap_attention(model, "exact")
+        stay = any(family(part) and "swapped" not in part._modules for part in model.modules())
     except ValueError as error:
         why = " ".join(str(error).split())
         none = why.startswith("no attention found") and "other kinds" not in why
@@ -163,7 +166,8 @@ def judge_model(model: nn.Module, batch: dict[str, Any]) -> Verdict:
         return Verdict("wrong", str(error))
     except Exception as error:
         return Verdict("wrong", f"{type(error).__name__} after the swap: {' '.join(str(error).split())}")
-    return Verdict("exact", "; ".join(filter(None, ("causal" if causal else "", note))), worst)
+    windows = "layers that see a window stay as they are" if stay else ""
+    return Verdict("exact", "; ".join(filter(None, ("causal" if causal else "", windows, note))), worst)
 
 
 def _exact(model: nn.Module, cases: dict[str, Any], before: dict[str, list[Tensor]]) -> tuple[float, str]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 HIDDEN, HEADS, HEAD_DIM, LAYERS, VOCABULARY, LENGTH, BATCH = 32, 4, 8, 2, 99, 10, 2
 IMAGE, PATCH, POSITIONS = 64, 16, 64
+WINDOW = 4                # of layers that see one: below LENGTH
+WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "attention_window_size")
 PARAMETERS = 70_000_000  # of the largest model that counts as tiny
 
 # What a key is called -> what it becomes; the first pattern that fits the whole name decides.
@@ -103,15 +105,18 @@ def spread(model: nn.Module) -> None:
 
 
 def shrink(config: Any) -> Any:
-    """The configuration with tiny sizes, in place; those inside it too."""
+    """The configuration with tiny sizes, in place; those inside it too. A window that cuts sequences still does."""
     from transformers import PreTrainedConfig
 
+    longest = getattr(config, "max_position_embeddings", None)
     heads = next((value for key, value in vars(config).items() if _size(key) == HEADS and isinstance(value, int)), None)
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             shrink(value)
             continue
         new = shrunk(key, value)
+        if key in WINDOWS and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            new = WINDOW if value < (longest or float("inf")) else POSITIONS
         if _size(key) == "kv_heads" and value and value == heads:
             new = HEADS  # no groups
         if new is not value:

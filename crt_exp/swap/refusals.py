@@ -20,6 +20,7 @@ BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_po
 CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
 # kind of layer -> its size
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+SEES = "sees a window"                    # how the reason of such a layer begins
 ROTATIONS = (None, "rotary", "absolute")  # kinds of position embeddings that add nothing to the logits
 # Masks that are made outside the class and never are padding or causal, by the class or by the holder's
 # class and the attribute.
@@ -84,7 +85,7 @@ def _window(module: nn.Module, passed: Passed) -> str | None:
     size = window(module, "sliding_window" in passed.keywords)
     longest = getattr(module.config, "max_position_embeddings", None) or float("inf")
     cuts = size is not None and size < longest
-    return f"sees a window of {size} tokens only, in sequences of up to {longest}" if cuts else None
+    return f"{SEES} of {size} tokens only, in sequences of up to {longest} (max_position_embeddings)" if cuts else None
 
 
 def window(module: nn.Module, passes_it: bool) -> int | None:

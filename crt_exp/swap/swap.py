@@ -17,22 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.linear import LinearAttention
+from crt_exp.mechanism import Layers
 from crt_exp.swap import families
 from crt_exp.swap.measured import Watcher
-from crt_exp.swap.refusals import places, refusal
+from crt_exp.swap.refusals import SEES, places, refusal
 
 # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
 LayerMaker = Callable[..., nn.Module]
 
 
-def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | None = None, *,
+def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Layers = None, *,
                 causal: bool | None = None, saved: bool = True) -> nn.Module:
     """`swap_attention` (crt_exp/mechanism.py) with any maker of layers; `name` is what tables call it."""
     found = _found(model)
+    reasons = _reasons(model, found)
+    chosen = _choose(found, reasons, layers)
     if layers is None:
         _warn_of_others(model)
-    chosen = _choose(found, layers)
-    _refuse(model, found, chosen)
+        _warn_of_windows(model, [found[i] for i in reasons if i not in chosen])
+    _refuse(found, reasons, chosen)
     states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
     if saved:
         _restore(model, states.values())
@@ -133,14 +136,27 @@ def _warn_of_others(model: nn.Module) -> None:
                       stacklevel=4)
 
 
+def _warn_of_windows(model: nn.Module, windows: list[tuple[str, nn.Module]]) -> None:
+    if windows:
+        warnings.warn(f"{len(windows)} attention layers of this {type(model).__name__} see a window only, in time "
+                      f"linear in the length already: they stay as they are: {_names(windows)}", stacklevel=4)
+
+
 def _names(parts: list[tuple[str, nn.Module]]) -> str:
     shown = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts[:3])
     return shown + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
+def _choose(found: list, reasons: dict[int, str | None], layers: Layers) -> list[int]:
+    """Without a choice all layers, or where some see a window and nothing is against the others, these."""
+    supported = [i for i, reason in reasons.items() if reason is None]
     if layers is None:
-        return list(range(len(found)))
+        mixed = supported and all(reason is None or reason.startswith(SEES) for reason in reasons.values())
+        return supported if mixed else list(reasons)
+    if isinstance(layers, str):
+        if layers != "supported":
+            raise ValueError(f"layers = {layers!r}: it takes numbers of layers, 'supported' or None")
+        return supported or list(reasons)
     layers = [layers] if isinstance(layers, Integral) else list(layers)
     for i in layers:
         if not isinstance(i, Integral) or isinstance(i, bool) or not -len(found) <= i < len(found):
@@ -152,10 +168,14 @@ def _choose(found: list, layers: Iterable[int] | int | None) -> list[int]:
 
 # ---- refusing before anything changes
 
-def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[int]) -> None:
-    """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
+def _reasons(model: nn.Module, found: list[tuple[str, nn.Module]]) -> dict[int, str | None]:
+    """Why linear attention cannot stand for each layer; None where it can."""
     held = places(model)
-    reasons = {i: _reason(module, *held.get(id(module), (None, ""))) for i, (_, module) in enumerate(found)}
+    return {i: _reason(module, *held.get(id(module), (None, ""))) for i, (_, module) in enumerate(found)}
+
+
+def _refuse(found: list[tuple[str, nn.Module]], reasons: dict[int, str | None], chosen: list[int]) -> None:
+    """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
     refused = [i for i in chosen if reasons[i]]
     if not refused:
         return
@@ -163,7 +183,7 @@ def _refuse(model: nn.Module, found: list[tuple[str, nn.Module]], chosen: list[i
     path, module = found[first]
     rest = f", and {len(refused) - 1} more of {len(chosen)} layers" if len(refused) > 1 else ""
     fit = [i for i, reason in reasons.items() if not reason]
-    way = f"layers={fit} swaps those that can be" if fit else "no layer of this model can be swapped"
+    way = f"layers='supported' swaps those that can be, {fit}" if fit else "no layer of this model can be swapped"
     raise ValueError(f"{path} ({type(module).__name__}){rest}: this attention {reasons[first]}, "
                      f"which linear attention cannot represent; {way}")
 
