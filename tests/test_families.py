@@ -10,15 +10,16 @@ from crt_exp.report.tiny_models import spread
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {
     "transformers": ["aimv2", "albert", "altclip", "bart", "beit", "bert", "bigbird_pegasus", "clip", "clip_text_model",
-                     "cohere", "detr", "dinov3_vit", "git", "gpt2", "gpt_neox", "llama", "llava", "marian", "mistral",
-                     "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta", "siglip_vision_model",
+                     "cohere", "detr", "dinov3_vit", "gemma3_text", "git", "gpt2", "gpt_neox", "llama", "llava", "marian",
+                     "modernbert", "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta", "siglip_vision_model",
                      "splinter", "vit_mae", "whisper"],
     "timm": ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224"],
     "torch": ["MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerEncoder"],
     "torchaudio": ["Conformer"],
 }
 REFUSED = {
-    "transformers": {"deepseek_v32": "sparse index", "gemma2": "softcap", "gpt_oss": "sinks", "pixtral": "packed",
+    "transformers": {"deepseek_v32": "sparse index", "gemma2": "softcap", "gpt_oss": "sinks",
+                     "mistral": "sees a window", "pixtral": "packed",
                      "parakeet_encoder": "changes its mask", "sam3": "bias of boxes", "seamless_m4t": "position bias",
                      "t5": "position bias", "t5gemma2": "one softmax"},
     "torchaudio": {"wavlm_model": "WavLMSelfAttention from its weights"},

@@ -129,8 +129,6 @@ REFUSED = {
         attention_chunk_size=8), "a window of 8 tokens"),
     "mistral": ("MistralModel", lambda: transformers.MistralConfig(
         **TEXT, num_key_value_heads=2, sliding_window=6), "a window of 6"),
-    "modernbert": ("ModernBertModel", lambda: transformers.ModernBertConfig(
-        **TEXT, pad_token_id=0, local_attention=8), "a window of"),
     "conformer": ("Wav2Vec2ConformerModel", lambda: transformers.Wav2Vec2ConformerConfig(
         **SIZES, conv_dim=[8, 8], conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2,
         num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2), "position bias"),

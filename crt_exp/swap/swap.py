@@ -179,7 +179,7 @@ def _refuse(found: list[tuple[str, nn.Module]], reasons: dict[int, str | None], 
     refused = [i for i in chosen if reasons[i]]
     if not refused:
         return
-    first = refused[0]
+    first = next((i for i in refused if not reasons[i].startswith(SEES)), refused[0])  # windows alone would stay
     path, module = found[first]
     rest = f", and {len(refused) - 1} more of {len(chosen)} layers" if len(refused) > 1 else ""
     fit = [i for i, reason in reasons.items() if not reason]
