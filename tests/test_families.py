@@ -10,9 +10,9 @@ from crt_exp.report.tiny_models import spread
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {
     "transformers": ["aimv2", "albert", "altclip", "bart", "beit", "bert", "bigbird_pegasus", "clip", "clip_text_model",
-                     "cohere", "detr", "dinov3_vit", "gemma3_text", "git", "gpt2", "gpt_neox", "llama", "llava", "marian",
-                     "modernbert", "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta", "siglip_vision_model",
-                     "splinter", "vit_mae", "whisper"],
+                     "cohere", "detr", "dinov3_vit", "gemma3_text", "git", "gpt2", "gpt_neox", "llama", "llava",
+                     "marian", "modernbert", "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta",
+                     "siglip_vision_model", "splinter", "vit_mae", "whisper"],
     "timm": ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224"],
     "torch": ["MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerEncoder"],
     "torchaudio": ["Conformer"],

@@ -46,6 +46,8 @@ def test_calibration_fills_causal_statistics_only_and_restores_the_mode():
         calibrate_attention(model, [])
     with pytest.raises(ValueError, match="swap_attention first"):
         calibrate_attention(made(gpt2), [inputs(gpt2)])
+    with pytest.raises(ValueError, match="window attention keeps no statistics"):
+        calibrate_attention(swap_attention(made(gpt2), "window"), [inputs(gpt2)])
 
 
 def test_errors_name_what_is_wrong():

@@ -47,8 +47,8 @@ def main(size: str) -> None:
                       "\n## No attention\n", listed(rows, "no attention", False),
                       "\n## Not tried\n", table(rows, "not tried")])
     facts = ("Every model type of transformers that has a base model, its configuration shrunk "
-             f"(width {tiny_models.HIDDEN}, {tiny_models.LAYERS} layers, of two kinds where it has some, {tiny_models.HEADS} heads, windows of "
-             f"{tiny_models.WINDOW} tokens where they cut its sequences); the smallest of a "
+             f"(width {tiny_models.HIDDEN}, {tiny_models.HEADS} heads, {tiny_models.LAYERS} layers, of two kinds where "
+             f"it has some, windows of {tiny_models.WINDOW} tokens where they cut its sequences); the smallest of a "
              "few models of each file of timm; attention of torch and torchaudio. Random weights, float64, batches of "
              f"{BATCH}. Exact: within {EXACT:g} of the model's own output, with padding too where the model honours "
              f"it, every bit back after unswapping, and with favorpp (m = {FEATURES['m']}) a changed and finite "

@@ -376,8 +376,10 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
     states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
               if isinstance(part, LinearAttention)}
     if not states:
+        names = dict.fromkeys(part.swapped.mechanism for part in model.modules() if "swapped" in part._modules)
+        told = f"{', '.join(names)} attention keeps no statistics" if names else "call swap_attention first"
         raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate, nor near-far "
-                         "attention: call swap_attention first")
+                         f"attention: {told}")
     return states
 
 
