@@ -161,6 +161,10 @@ def test_published_lists(tmp_path):
         with pytest.raises(DataError) as error:
             task_of(data_dir=str(tmp_path), rules={})
         assert f"{tmp_path / 'basic_val.tsv'}, line 3: " in str(error.value) and words in str(error.value)
+    for content in ("", "Source\tTarget\n"):
+        (tmp_path / "basic_val.tsv").write_text(content)
+        with pytest.raises(DataError, match="basic_val.tsv: the file holds no text"):
+            labelled.read_listops(tmp_path)
 
 
 def test_reviews_and_pairs(tmp_path):

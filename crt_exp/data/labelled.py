@@ -126,7 +126,10 @@ def read_listops(folder: Path) -> dict[str, Labelled]:
     for split, name in zip(SPLITS, ("train", "val", "test")):
         path = there(folder / f"basic_{name}.tsv", "task.dataset=listops", "https://github.com/google-research/"
                      "long-range-arena; without task.data_dir the lists are drawn from their rules")
-        rows, labels = zip(*listops.read(path))
+        read = list(listops.read(path))
+        if not read:
+            raise DataError(f"{path}: the file holds no text.")
+        rows, labels = zip(*read)
         found[split] = Labelled(rows, np.array(labels, np.int64))
     return found
 
