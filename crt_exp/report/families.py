@@ -161,6 +161,9 @@ def judge_model(model: nn.Module, batch: dict[str, Any]) -> Verdict:
         if any(not equal(outputs(model, case), before[name]) for name, case in cases.items()):
             raise Wrong("not restored bit for bit by unswapping")
         swap_attention(model, "favorpp", **FEATURES)
+        outputs(model, batch)
+        if not any(part.swapped.reached for part in model.modules() if "swapped" in part._modules):
+            return Verdict("not tried", "the batch reaches none of the layers that were swapped")
         _features(model, batch, cases, before, causal)
     except Wrong as error:
         return Verdict("wrong", str(error))
