@@ -130,7 +130,7 @@ def test_flops_are_those_of_the_formula():
     plain, attended = (cost(mechanism("trig", 8), counted) for counted in ("features", "attention"))
     assert attended == 2 * plain + 2 * (2 * 16 * 17)
     hybrid = cost(mechanism("angular", 8, n=8))
-    assert 2 * 16 * 16 + 288 < hybrid < 2 * 16 * 16 + 288 + 300            # projections, and the outer products
+    assert 2 * 16 * 16 + 512 < hybrid < 2 * 16 * 16 + 512 + 300            # projections, and the outer products
     assert hybrid / AngularHybrid(n=8).width(8) < cost(mechanism("trig", 144)) / TrigRF().width(144) / 3
 
 

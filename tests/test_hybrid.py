@@ -214,7 +214,9 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
 def test_widths():
     assert AngularHybrid(n=8).width(8) == 4 * 8 * 16 and AngularHybrid(n=8, base="pos").width(8) == 3 * 8 * 16
     assert AngularHybrid().width((5, 3)) == AngularHybrid(n=5).width(3) == 4 * 3 * 10
-    assert GaussianHybrid(n=4).width(3) == 4 * 3 * 9 and ClusteredHybrid().width(64) == 256
+    assert AngularHybrid(n=8).rank(8) == 4 * 8 * 9 and AngularHybrid(n=8, base="pos").rank(8) == 3 * 8 * 9
+    assert GaussianHybrid(n=4).rank(3) == GaussianHybrid(n=4).width(3) == 4 * 3 * 9
+    assert ClusteredHybrid().rank(64) == ClusteredHybrid().width(64) == 256
     assert ClusteredHybrid(queries=3, keys=2, field="complex").width(5) == 60
 
 

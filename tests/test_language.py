@@ -216,6 +216,9 @@ def test_what_cannot_be_loaded(tmp_path):
         language.load(tmp_path, "run")
     config.write_text(saved)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"0" * 40)
+    with pytest.raises(DataError, match="is damaged: it is not what the run wrote"):
+        language.load(tmp_path, "run")
+    (tmp_path / "model" / "digests.json").unlink()
     with pytest.raises(DataError, match="cannot be read"):
         language.load(tmp_path, "run")
 

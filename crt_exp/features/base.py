@@ -108,6 +108,10 @@ class FeatureMap(ABC):
         """M, the number of features made of m projections."""
         return m
 
+    def rank(self, m: int) -> int:
+        """The least number of columns that gives the same estimates in exact arithmetic, as the papers count them."""
+        return self.width(m)
+
     def projections(self, m: Nested) -> Nested:
         """The noise that this map takes where m projections are asked for: `Projections`, or None where it takes none.
 

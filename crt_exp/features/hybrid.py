@@ -240,6 +240,11 @@ class AngularHybrid(Bipolar):
     """theta/pi K_positive + (1 - theta/pi) K_trig (HRF 3.1): no variance at angles 0 and pi between vectors of equal
     length. M = 8 m n, indefinite. Lengths that differ cost variance at both ends."""
 
+    def rank(self, m: Nested) -> int:
+        """4m (n + 1), as HRF counts: with the constant 1/2 in place of indicators."""
+        (n,), m = self._counts(m)
+        return (n + 1) * sum(b.width(k) for b, k in zip(self.made_of()[1], m))
+
     def coefficient(self):
         return AngularCoefficient()
 

@@ -182,7 +182,7 @@ def table(found: Found) -> str:
 
 
 def columns(arm: Arm) -> int:
-    return Mechanism.of(arm.attention, m=arm.m, **dict(arm.options)).map().width(arm.m)
+    return Mechanism.of(arm.attention, m=arm.m, **dict(arm.options)).map().rank(arm.m)
 
 
 def rows(found: Found, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ def facts(size: str, found: Found) -> str:
     return (f"SIZE={size}. WER and losses of the test split, mean and 95% Student interval over {setting.swaps} noises "
             f"after the swap and {setting.seeds} runs trained on (order of the data, masks, noise); the exact model is "
             "one, made as that of make fig3. Columns as in the paper, which does not say how it counts them: clustered "
-            "hybrids have I J m, angular ones (m, n) = (16, 8) and (8, 8) 6 m n, whose positive base is PosRF; "
+            "hybrids have I J m, angular ones (m, n) = (16, 8) and (8, 8) 3 m (n + 1), whose positive base is PosRF; "
             f"trigonometric features two for a projection. Clusters: fitted to {speech_runs.CALIBRATED} batches of "
             "training where nothing is trained, else in the first 10 steps, then kept; M real. Verdicts: differences "
             f"paired by seed, p by Holm over all. `task=librispeech {' '.join(setting.data)}`; exact: "

@@ -38,7 +38,8 @@ class Arm(NamedTuple):
 
     @property
     def columns(self) -> int:
-        return self.mechanism.map().width(self.m)
+        """As the papers count them."""
+        return self.mechanism.map().rank(self.m)
 
 
 def mechanism_of(features: str, m: int, sampler: str, options: Mapping[str, Any]) -> Mechanism:

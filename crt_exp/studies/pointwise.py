@@ -40,7 +40,7 @@ class Pointwise:
         closed = (log_relative_mse(phi, x, y, params, mechanism.m) / 2).exp()
         return {"theta": theta.tolist(), "error": error.tolist(), "closed_form": closed.tolist(),
                 "largest_error": error.max().item(), "largest_closed_form": closed.max().item(),
-                "columns": phi.width(mechanism.m), "squared_error": squared.tolist()}
+                "columns": phi.rank(mechanism.m), "squared_error": squared.tolist()}
 
     def summary(self, records: list[dict]) -> str:
         told = (f"{r['largest_error']:.3g} (closed form {r['largest_closed_form']:.3g}) at length {r['length']}"

@@ -37,7 +37,7 @@ HEADS, D, M = 8, 64, 256    # of attention alone
 LONGEST_EXACT = 16384       # longest sequence for the methods that are quadratic in time
 # Projections of the bases of hybrids (288, 272 and 256 features), and of trigonometric maps with as many features.
 HYBRIDS = {"hrf_angular": 8, "hrf_gaussian": 4, "hrf_cluster": 64}
-TWINS = {"hrf_angular": 144, "hrf_gaussian": 136, "hrf_cluster": 128}
+TWINS = {"hrf_angular": 256, "hrf_gaussian": 136, "hrf_cluster": 128}
 TWINS_AT = 4096             # the length at which these take part
 SAMPLE = 512                # queries and keys of a head that clusters are fitted to, before any time is taken
 CALIBRATED = 2048           # tokens that the codebook of causal near-far attention is made of, likewise

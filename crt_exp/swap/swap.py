@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.mechanism import Layers
 from crt_exp.swap import families
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.refusals import SEES, places, refusal
@@ -26,7 +25,7 @@ from crt_exp.swap.refusals import SEES, places, refusal
 LayerMaker = Callable[..., nn.Module]
 
 
-def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Layers = None, *,
+def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | str | None = None, *,
                 causal: bool | None = None, saved: bool = True) -> nn.Module:
     """`swap_attention` (crt_exp/mechanism.py) with any maker of layers; `name` is what tables call it."""
     found = _found(model)
@@ -147,7 +146,7 @@ def _names(parts: list[tuple[str, nn.Module]]) -> str:
     return shown + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def _choose(found: list, reasons: dict[int, str | None], layers: Layers) -> list[int]:
+def _choose(found: list, reasons: dict[int, str | None], layers: Iterable[int] | int | str | None) -> list[int]:
     """Without a choice all layers, or where some see a window and nothing is against the others, these."""
     supported = [i for i, reason in reasons.items() if reason is None]
     if layers is None:
