@@ -19,12 +19,16 @@ STEEPEST = 60.0  # nats by which the weight of a key may exceed that of its cell
 
 
 class Sizes(NamedTuple):
-    """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query."""
+    """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
+    of its past that each query of a causal sequence reads exactly; exact_until: the place up to which these see all
+    keys exactly."""
 
     block: int = 32
     heavy: int = 16
     cells: int = 64
     first_order: bool = False
+    open: int = 0
+    exact_until: int = 0
 
 
 class Metric(NamedTuple):
