@@ -129,7 +129,7 @@ BAD = {
     ({"far": "feature"}, "attention.far = feature: it takes cells or features"),
     ({"block": 1.5}, "attention.block = 1.5: it takes a whole number"),
     ({"cells": True}, "attention.cells = true"),
-    ({"preset": "best"}, "attention.preset = best: it takes cheap, default or quality"),
+    ({"preset": "best"}, "attention.preset = best: it takes cheap, default, quality or bounded"),
 ], ids=str)
 def test_options_are_checked_as_on_the_command_line(options, words):
     """Whichever way they come: they were only there, and far="feature" was cells."""

@@ -91,7 +91,13 @@ def test_vmap_and_export(causal):
     keep = torch.ones(3, 2, 23, dtype=torch.bool)
     keep[1, 0, :5] = False
     expected = torch.stack([layer(*row) for row in zip(q, k, v, keep)])
-    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v, keep), expected)
+    if causal:
+        with pytest.raises(ValueError, match="cannot follow: leave the mask out, or take preset=bounded"):
+            torch.func.vmap(layer)(q, k, v, keep)
+    else:
+        torch.testing.assert_close(torch.func.vmap(layer)(q, k, v, keep), expected)
+    plain = torch.stack([layer(*row) for row in zip(q, k, v)])
+    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v), plain)
     inputs = q[0].detach(), k[0].detach(), v[0].detach()
     program = torch.export.export(layer, inputs, strict=False).module()
     torch.testing.assert_close(program(*inputs), layer(*inputs))
@@ -102,9 +108,13 @@ def test_vmap_and_export(causal):
 
 def test_names_and_sizes():
     sizes = lambda **options: Mechanism.of("nearfar", **options).layer(2, 4).sizes
-    assert sizes() == Sizes(32, 16, 64) and sizes(preset="quality") == Sizes(32, 64, 128, True)
-    assert sizes(preset="cheap", block=8, heavy=0) == Sizes(8, 0, 16)
-    for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}):
+    assert sizes() == Sizes(32, 16, 64, False, 128, 512) and sizes(preset="bounded") == Sizes(32, 16, 64)
+    assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 512) and sizes(open=0) == sizes(preset="bounded")
+    assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 256)
+    assert sizes(far="features").open == 0
+    for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}, {"open": -1}, {"open": 1.5},
+                  {"exact_until": -1}, {"preset": "bounded", "open": 8}, {"open": 8, "far": "features"},
+                  {"exact_until": 8, "open": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sizes(**wrong)
     with pytest.raises(ValueError, match="makes no use of m"):
@@ -159,20 +169,22 @@ def test_far_features_that_are_fitted_are_fitted(features, causal):
 
 
 def test_a_causal_layer_says_once_that_it_has_no_codebook():
-    layer, (q, k, v, _) = NearFar(2, 4, causal=True, block=3, heavy=2).eval(), tensors(dtype=torch.float32)
+    layer = NearFar(2, 4, causal=True, preset="bounded", block=3, heavy=2).eval()
+    q, k, v, _ = tensors(dtype=torch.float32)
     with pytest.warns(UserWarning, match="no codebook yet"):
         out = layer(q, k, v)
     assert out.isfinite().all() and torch.equal(layer(q, k, v), out)
 
 
 def test_a_codebook_comes_from_training_passes():
-    layer, (q, k, v, _) = NearFar(2, 4, causal=True, block=3, heavy=2, fit_steps=2), tensors(dtype=torch.float32)
+    layer = NearFar(2, 4, causal=True, preset="bounded", block=3, heavy=2, fit_steps=2)
+    q, k, v, _ = tensors(dtype=torch.float32)
     fits = []
     for _ in range(5):
         layer(q, k, v).sum().backward()
         fits.append(int(layer.clusters.fits))
     assert fits == [0, 0, 1, 1, 2]
-    other = NearFar(2, 4, causal=True, block=3, heavy=2, fit_steps=2)
+    other = NearFar(2, 4, causal=True, preset="bounded", block=3, heavy=2, fit_steps=2)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other.eval()(q, k, v), layer.eval()(q, k, v))
 

@@ -114,7 +114,7 @@ def test_command(run, capsys, tmp_path):
 def test_a_model_that_was_kept_between_two_fits_of_its_codebook(tmp_path, capsys):
     """It holds samples of some passes, as many rows as there were: what is drawn is what the model itself draws."""
     task = TrEMBL(**OPTIONS)
-    model = task.build(mechanism("nearfar")).train()
+    model = task.build(mechanism("nearfar", preset="bounded")).train()
     for _ in range(13):
         model(PROMPT[None])
     assert all(block.attention.clusters.queries.shape[1] > 1 for block in model.body.blocks)

@@ -38,7 +38,9 @@ from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
 from crt_exp.attention.nearfar.engine.windows import gather
 from crt_exp.attention.nearfar.features import FarFeatures
-from crt_exp.attention.nearfar.padding import Shift
+from crt_exp.attention.nearfar.padding import Shift, first_kept
+from crt_exp.attention.nearfar.recall import Recall
+from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
@@ -59,7 +61,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
 
     In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
     so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
-    queries were as large as the keys. causal: needs `codebook`, of earlier sequences; query i stands at i + S - L.
+    queries were as large as the keys. causal: query i stands at i + S - L; what is known comes from the sequence's own
+    past (recall.py) where `sizes.open` keys are to be read, else from `codebook`, of earlier sequences.
     far: random features, in place of the cells. key_mask (B, S), True = keep; a query that sees no key gets 0. No more
     heavy keys and cells than keys are taken, and a length that the block does not divide is padded; blocks are counted
     from the first real token of each row. Exact where block >= S, heavy >= S, or every key is the only one of its cell.
@@ -70,9 +73,11 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     (CPU). """
     check_inputs(x, y, v, None, (), causal, key_mask)
     check_sizes(sizes)
-    _check(x, y, causal, cross, codebook)
+    _check(x, y, sizes, causal, cross, codebook, far)
     if key_mask is not None and not cross and x.shape[2] == y.shape[2]:
         x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)    # padding may hold NaN
+    if causal and sizes.open:
+        return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
     shift = None if cross else Shift.of(key_mask, sizes.block)
     if shift is None:
@@ -81,7 +86,33 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     return Result(shift.back(out), predicted)
 
 
-def _result(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, factor: float) -> Result:
+def _by_first_token(call: Recall, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+                    factor: float) -> Result:
+    """Rows of a batch by the place of their first real token, from which renewals are counted."""
+    if key_mask is None:
+        return _result(call, x, y, v, None, factor)
+    if torch.compiler.is_compiling() or transforming():
+        raise ValueError("near-far attention with open > 0 counts its renewals from the first real token of each row, "
+                         "which torch.compile, torch.export and torch.func cannot follow: leave the mask out, or take "
+                         "preset=bounded")
+    firsts, before = first_kept(key_mask), y.shape[2] - x.shape[2]
+    if not bool(firsts.any()):
+        return _result(call, x, y, v, key_mask, factor)
+    parts, order = [], []
+    for first in firsts.unique().tolist():
+        rows = (firsts == first).nonzero().squeeze(1)
+        lead = max(0, first - before)
+        own = (x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:], key_mask[rows, first:])
+        found = _result(call, *own, factor)
+        none = v.new_zeros(len(rows), x.shape[1], lead, v.shape[3])
+        parts.append(Result(torch.cat([none, found.out], 2), found.predicted))
+        order.append(rows)
+    back = torch.cat(order).argsort()
+    return Result(*(torch.cat(both)[back] for both in zip(*parts)))
+
+
+def _result(call: "Both | Causal | Recall", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+            factor: float) -> Result:
     B, Hkv = y.shape[:2]
     x = x.unflatten(1, (Hkv, x.shape[1] // Hkv))
     tensors = tuple(t.flatten(0, 1) for t in (x, y, v))                                     # (Z, G, L, d), (Z, S, .)
@@ -96,21 +127,28 @@ def _result(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, key_mask: Te
         out, predicted = _computed(call, *tensors, keep)
     out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
     if key_mask is not None:  # of a query without keys what was gathered means nothing
-        causal = isinstance(call, Causal)
+        causal = not isinstance(call, Both)
         seen = key_mask.cumsum(-1)[:, None, y.shape[2] - x.shape[3]:] if causal else key_mask.any(-1)[:, None, None]
         out = torch.where((seen > 0).unsqueeze(-1), out, 0.0)
     return Result(out, predicted.view(B, Hkv))
 
 
 def check_sizes(sizes: Sizes) -> None:
-    for name, least in (("block", 1), ("heavy", 0), ("cells", 1)):
+    for name, least in (("block", 1), ("heavy", 0), ("cells", 1), ("open", 0), ("exact_until", 0)):
         if getattr(sizes, name) < least:
             raise ValueError(f"{name} = {getattr(sizes, name)}: it must be at least {least}")
 
 
-def _check(x: Tensor, y: Tensor, causal: bool, cross: bool, codebook: Codebook | None) -> None:
-    if causal and codebook is None:
-        raise ValueError("causal near-far attention needs a codebook: one of this sequence would tell of the future")
+def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool, codebook: Codebook | None,
+           far: FarFeatures | None) -> None:
+    if causal and codebook is None and not sizes.open:
+        raise ValueError("causal near-far attention that opens no keys (open = 0, preset bounded) needs a codebook: "
+                         "one of this sequence would tell of the future")
+    if sizes.open and far is not None:
+        raise ValueError(f"open = {sizes.open}: random features hold no keys to read; take open=0, or far=cells")
+    if causal and codebook is not None and sizes.open:
+        raise ValueError(f"open = {sizes.open} and a codebook: with keys to read, causal near-far attention takes what "
+                         "it knows from the sequence's own past; open=0 (preset bounded) is the one of codebooks")
     if isinstance(y.shape[2], torch.SymInt) and torch.compiler.is_exporting():
         raise ValueError("near-far attention cannot be exported with a length that is left open, on which its blocks, "
                          "heavy keys and cells depend: export it for each length, or take favorpp")

@@ -21,6 +21,7 @@ from crt_exp.attention.nearfar.causal import Codebook
 from crt_exp.attention.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.attention.nearfar.decoding import NearFarState
 from crt_exp.attention.nearfar.features import FarFeatures, check_positive
+from crt_exp.attention.nearfar.past import RecallState
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.nested import Nested
@@ -28,7 +29,10 @@ from crt_exp.samplers import Noise
 from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Count, Whole, checked
 
-PRESETS = {"cheap": Sizes(16, 16, 16), "default": Sizes(32, 16, 64), "quality": Sizes(32, 64, 128, True)}
+PRESETS = {"cheap": Sizes(16, 16, 16, open=32, exact_until=256),
+           "default": Sizes(32, 16, 64, open=128, exact_until=512),
+           "quality": Sizes(32, 64, 128, True, open=256, exact_until=512),
+           "bounded": Sizes(32, 16, 64)}
 SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
 LONG = 1000          # keys from which on values are taken to first order, where it is not said
 
@@ -40,31 +44,40 @@ class NearFar(LinearAttention):
     preset: sizes; block (tokens), heavy (keys), cells and first_order (values of a cell to first order in the query; by
     default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
-    others by cells. far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
+    others by cells. open: keys of its past that each query of a causal sequence reads exactly, those that promise most;
+    exact_until: the place up to which these see all keys exactly. Preset bounded, or open = 0, opens none: its memory
+    does not grow with the sequence. far: "features" puts random features (a positive map phi, sampler, m) in the place
+    of the cells.
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;
-    - causal: a codebook of earlier ones, made of those of each `fit_steps` training passes or of a calibration; before
-      the first, the first `heavy` keys are the heavy ones and all cells are one, which is said once;
+    - causal: the keys before it, at renewals (recall.py): nothing is fitted or calibrated;
+    - causal with open = 0: a codebook of earlier sequences, made of those of each `fit_steps` training passes or of a
+      calibration; before the first, the first `heavy` keys are the heavy ones and all cells are one, which is said
+      once;
     - cross-attention (`cross`, and every call that is not causal with other numbers of queries and keys): no key is
       near; the keys of the call, and the moments of earlier queries where there are some.
 
-    Buffers: those of `FittedOnce` in `clusters`, where the layer is causal or cross.
+    Buffers: those of `FittedOnce` in `clusters`, where the layer is causal and opens no keys, or cross.
     """
 
-    def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality"] = "default",
+    def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality", "bounded"] = "default",
                  block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
-                 first_order: bool | None = None, far: Literal["cells", "features"] = "cells",
-                 phi: FeatureMap | None = None, sampler: Callable[..., Noise] | None = None, m: Nested = None,
+                 first_order: bool | None = None, open: Whole | None = None, exact_until: Whole | None = None,
+                 far: Literal["cells", "features"] = "cells", phi: FeatureMap | None = None,
+                 sampler: Callable[..., Noise] | None = None, m: Nested = None,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
-        self.sizes = sizes_of(preset, block, heavy, cells, first_order)
-        makes = causal or cross
+        opens = 0 if open is None and (preset == "bounded" or far == "features") else open
+        self.sizes = sizes_of(preset, block, heavy, cells, first_order, opens, exact_until)
+        makes = cross or causal and not self.sizes.open
         self.features = None
         if far == "features":
             check_positive(phi)
+            if self.sizes.open:
+                raise ValueError(f"open = {open}: random features hold no keys to read; take open=0, or far=cells")
             self.sizes = self.sizes._replace(cells=1, first_order=False)
             self.features = RandomFeatureAttention(phi, sampler, m, heads, d, kv_heads=kv_heads, causal=causal,
                                                    cross=cross, scaling=1.0, fit_steps=fit_steps, seed=seed,
@@ -117,7 +130,7 @@ class NearFar(LinearAttention):
 
     def _with_sizes(self, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
         book, cross = None, self.cross or q.shape[2] != k.shape[2]
-        if self.causal or (cross and self.clusters is not None and self.clusters.done):
+        if self.causal and not sizes.open or (cross and self.clusters is not None and self.clusters.done):
             book = self.codebook(len(q))
         if self.features is not None:
             q, k = self.scaled(q), self.scaled(k)
@@ -133,11 +146,13 @@ class NearFar(LinearAttention):
     # ---- the codebook
 
     def uses_codebook(self, q: Tensor, k: Tensor) -> bool:
-        return self.clusters is not None and (self.causal or self.cross or q.shape[2] != k.shape[2])
+        if self.clusters is None or (self.causal and self.sizes.open):
+            return False
+        return self.causal or self.cross or q.shape[2] != k.shape[2]
 
     @property
     def serves_causal(self) -> bool:
-        return self.clusters is not None
+        return self.sizes.open > 0 or self.clusters is not None
 
     @property
     def recurrent(self) -> bool:
@@ -150,7 +165,7 @@ class NearFar(LinearAttention):
     @property
     def learns(self) -> bool:
         """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
-        book = self.clusters is not None and (self.causal or self.cross)
+        book = self.clusters is not None and (self.causal and not self.sizes.open or self.cross)
         return book or (self.features is not None and self.features.learns)
 
     @property
@@ -164,11 +179,13 @@ class NearFar(LinearAttention):
         shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in self.clusters.params())
         return Codebook(Metric(shift, tilt, root), centres)
 
-    def decoding(self) -> NearFarState:
+    def decoding(self) -> NearFarState | RecallState:
         if not self.causal:
             raise ValueError("decoding needs causal attention")
         if self.features is not None:
             raise ValueError("near-far attention with far = features has no decoding state: take far = cells")
+        if self.sizes.open:
+            return RecallState(self.sizes, self.kv_heads, self.version)
         return NearFarState(self.sizes, self.codebook(), self.kv_heads, self.version)
 
     def _advance(self, uses_codebook: bool) -> None:
@@ -213,15 +230,20 @@ class NearFar(LinearAttention):
                 self.clusters.calibrate(False)
 
     def extra_repr(self) -> str:
-        return (f"block={self.sizes.block}, heavy={self.sizes.heavy}, cells={self.sizes.cells}, heads={self.heads}, "
-                f"d={self.d}, causal={self.causal}, cross={self.cross}")
+        return (f"block={self.sizes.block}, heavy={self.sizes.heavy}, cells={self.sizes.cells}, "
+                f"open={self.sizes.open}, heads={self.heads}, d={self.d}, causal={self.causal}, cross={self.cross}")
 
 
-def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None) -> Sizes:
-    """Those of the preset, but for those that are given. Raises ValueError for a name or number that cannot be."""
-    if preset not in PRESETS:
-        raise ValueError(f"preset = {preset!r}: choose one of {', '.join(PRESETS)}")
-    given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order}
+def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,
+             open: int | None, exact_until: int | None) -> Sizes:
+    """Those of the preset, but for those that are given. Raises ValueError for numbers that cannot be."""
+    if preset == "bounded" and open:
+        raise ValueError(f"open = {open} with preset = bounded, whose memory does not grow and holds no keys to read: "
+                         "take preset cheap, default or quality")
+    if open == 0 and exact_until:
+        raise ValueError(f"exact_until = {exact_until} with open = 0: the bounded memory holds no keys to see exactly")
+    given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order, "open": open,
+             "exact_until": 0 if open == 0 else exact_until}
     sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
     check_sizes(sizes)
     return sizes

@@ -32,15 +32,15 @@ from crt_exp.attention.nearfar.choice import (
     moments,
     nearest,
     ungrouped,
-    weights,
     without,
 )
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import log_weight, over
-from crt_exp.attention.nearfar.tree import LEAF, Tree
+from crt_exp.attention.nearfar.tree import LEAF, Level, Tree
 
 RENEWED, PART = 128, 4     # tokens between renewals at least, and as a part of the sequence so far: a quarter
+LEAST_HELD = 4             # keys of a leaf: `open` keys are looked for in so many leaves as this makes
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
 
@@ -63,30 +63,57 @@ class Epoch(NamedTuple):
     heavy: Tensor     # (Z, n): places
     there: Tensor     # (Z, n): whether there are as many
     pool: Tensor      # (Z, start - b): which keys lie in cells
+    cell: Tensor      # (Z, start - b): in which
     tree: Tree
 
     @classmethod
     @torch.no_grad()
     def of(cls, y: Tensor, keep: Tensor | None, sizes: Sizes, start: int, stop: int) -> "Epoch":
-        """Of keys y (Z, .. , d), those before the window of the first block from `start` on, and keep (Z, ..)."""
+        """Of keys y (Z, .., d), those before the window of the first block from `start` on, and keep (Z, ..)."""
         far = start - sizes.block
         y, keep = y[:, :far], None if keep is None else keep[:, :far]
         metric = Metric.of(None, y, None, keep)
         y = without(y - metric.shift, keep)
         choice = Choice.of(y, metric, sizes.heavy, sizes.cells, keep)
         centres = torch.linalg.solve_triangular(metric.root, choice.centres, upper=False, left=False) + metric.shift
-        return cls(start, stop, Codebook(metric, centres), choice.heavy, choice.there, choice.pool,
-                   Tree.of(y, metric, choice.pool))
+        tree = Tree.of(y, metric, choice.pool) if sizes.open else Tree(())
+        return cls(start, stop, Codebook(metric, centres), choice.heavy, choice.there, choice.pool, choice.cell, tree)
 
 
-class Keys(NamedTuple):
-    """The keys of an epoch, less its shift, with what they add to their cells."""
+class Joined(NamedTuple):
+    """What came to the cells since the renewal: whole blocks of keys that have left the window; no gradient."""
 
-    y: Tensor         # (Z, S, d)
-    v: Tensor         # (Z, S, dv)
-    keep: Tensor      # (Z, S)
-    cell: Tensor      # (Z, S)
-    log_u: Tensor     # (Z, S)
+    blocks: int              # how many
+    cell: Tensor             # (Z, far): of each key that is far, those before the renewal too
+    leaves: Level | None     # of these blocks
+    block: Tensor            # (leaves,): that of each, counted from the first of them
+
+    @classmethod
+    def none(cls, epoch: Epoch) -> "Joined":
+        return cls(0, epoch.cell, None, torch.zeros(0, dtype=torch.long, device=epoch.cell.device))
+
+    @torch.no_grad()
+    def up_to(self, blocks: int, epoch: Epoch, y: Tensor, keep: Tensor | None, sizes: Sizes) -> "Joined":
+        """With those of more blocks of keys y (Z, S, d)."""
+        more, b, Z = blocks - self.blocks, sizes.block, len(y)
+        if more <= 0:
+            return self
+        start, metric = epoch.start + (self.blocks - 1) * b, epoch.book.metric
+        y, there = y[:, start:start + more * b], _kept(y, keep)[:, start:start + more * b]
+        y = torch.where(there.unsqueeze(-1), y - metric.shift, 0.0)
+        cell = torch.cat([self.cell, nearest(y @ metric.root, epoch.book.measured)], 1)
+        if not sizes.open:
+            return self._replace(blocks=blocks, cell=cell)
+        each = Metric(*(t if len(t) == 1 else t.repeat_interleave(more, 0) for t in metric))
+        flat = lambda t: t.unflatten(1, (more, b)).flatten(0, 1)
+        level = Tree.of(flat(y), each, flat(there), top=b).levels[0]
+        begin = start + torch.arange(more, device=y.device) * b
+        below = torch.where(level.below < 0, -1, level.below + begin.repeat(Z)[:, None, None])
+        level = Level(*(t.unflatten(0, (Z, more)).flatten(1, 2) for t in (below, *level[1:])))
+        block = self.blocks + torch.arange(more, device=y.device).repeat_interleave(level.count.shape[1] // more)
+        if self.leaves is not None:
+            level = Level(*(torch.cat(both, 1) for both in zip(self.leaves, level)))
+        return Joined(blocks, cell, level, torch.cat([self.block, block]))
 
 
 @dataclass(frozen=True)
@@ -101,12 +128,10 @@ class Recall:
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> list[Epoch]:
         """The epochs of queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
-        check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(without(y, keep), dim=(1, 2)))
-        return self.epochs(y.to(compute_dtype(x, y)), keep, y.shape[1] - x.shape[2])
-
-    def epochs(self, y: Tensor, keep: Tensor | None, first: int) -> list[Epoch]:
-        """Those of queries from the place `first` on."""
-        places = renewals(self.sizes, y.shape[1])
+        kept = without(y, keep)
+        check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(kept, dim=(1, 2)))
+        places, y = renewals(self.sizes, y.shape[1]), kept.to(compute_dtype(x, y))
+        first = y.shape[1] - x.shape[2]
         return [Epoch.of(y, keep, self.sizes, a, e) for a, e in zip(places, places[1:]) if e > first]
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
@@ -117,150 +142,155 @@ class Recall:
         first, until = S - L, min(renewals(self.sizes, S)[0], S)
         parts, predicted = [], x.new_zeros(len(y))
         if first < until:
-            mask = None if keep is None else keep[:, :until]
-            parts.append(exact_attention(x[:, :, :until - first], y[:, None, :until], v[:, None, :until], causal=True,
-                                         key_mask=mask))
+            parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep))
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
-            mask = None if keep is None else keep[:, :e]
-            out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], mask)
+            out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
             parts.append(out)
         return torch.cat(parts, 2), predicted
 
     def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
-        S, b, book = y.shape[1], self.sizes.block, epoch.book
-        keys = keys_of(epoch, y, v, keep)
+        S, b, keep = y.shape[1], self.sizes.block, _kept(y, keep)
         first = (S - x.shape[2]) // b                             # the block of the first query
         lead = S - x.shape[2] - first * b
         x = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2)
         q = grouped(x, b)
-        far, cells = cells_of(far_sums(epoch, keys, b, first, q.shape[1]), v.shape[-1], book)
-        places = opened(epoch, keys, q.detach(), first, self.sizes)
-        parts = []
-        for at in chunks(q, places, v.shape[-1]):
-            here = Part(q[:, at], places[:, at], far[:, at], Cells(*(t[:, at] for t in cells)))
-            given = (epoch, keys, here, first + at.start, b)
-            again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(x, y, v)
-            parts.append(checkpoint(gathered, *given, use_reentrant=False) if again else gathered(*given))
-        out, share = (ungrouped(torch.cat(t, 1), x.shape[1], x.shape[2])[:, :, lead:] for t in zip(*parts))
-        spread = mean_spread(far[:, -1:, :, -1].detach(), book.level, cells.spread[:, -1:].detach())
+        blocks_joined = first + q.shape[1] - 1 - epoch.start // b
+        joined = Joined.none(epoch).up_to(blocks_joined, epoch, y.detach(), keep, self.sizes)
+        far, cells = cells_of(far_sums(epoch, joined, y, v, keep, b, first, q.shape[1]), v.shape[-1], epoch.book)
+        here = Seen(y, v, keep, joined.cell, far, cells, first)
+        out, share = in_chunks(epoch, joined, here, q, self.sizes)
+        out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:] for t in (out, share))
+        spread = mean_spread(far[:, -1:, :, -1].detach(), epoch.book.level, cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
 
-def keys_of(epoch: Epoch, y: Tensor, v: Tensor, keep: Tensor | None) -> Keys:
-    keep = torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep
-    book = epoch.book
-    y = without(y - book.metric.shift, keep)
-    cell = nearest(y.detach() @ book.metric.root, book.measured)
-    level = book.level.expand(len(y), -1).gather(1, cell)
-    return Keys(y, v, keep, cell, book.metric.log_weights(y) - level)
+def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+    """Queries (Z, G, l, d), the last ones of keys (Z, S, d), see all that are not later."""
+    mask = None if keep is None else keep[:, :y.shape[1]]
+    return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=True, key_mask=mask)
 
 
-def far_sums(epoch: Epoch, keys: Keys, b: int, first: int, count: int) -> Tensor:
-    """Sums (Z, count, K, dv + d + 2) of [u v] and the moments of the keys in cells, for each of `count` blocks from
-    `first` on: of the pool and of the blocks from the renewal on that have left the window."""
-    book, (Z, S), start = epoch.book, keys.cell.shape, epoch.start - b
-    K, stop = book.centres.shape[1], max(start, (first + count - 2) * b)
-    member = torch.cat([epoch.pool, keys.keep[:, start:stop]], 1)[:, :stop]
-    cell = keys.cell[:, :stop]
-    u = weights(keys.y[:, :stop], book.metric, member, cell, book.level)
-    rows = moments(keys.y[:, :stop], u, book.metric, cell, book.measured)
-    rows = torch.cat([keys.v[:, :stop] * u.unsqueeze(-1), rows], -1)
+def _kept(y: Tensor, keep: Tensor | None) -> Tensor:
+    return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
+
+
+def rows_of(y: Tensor, v: Tensor, member: Tensor, cell: Tensor, book: Codebook) -> Tensor:
+    """[v] and the moments of keys (Z, m, d) with values (Z, m, dv), 0 for those that are no `member` (Z, m)."""
+    y = torch.where(member.unsqueeze(-1), y - book.metric.shift, 0.0)
+    u = member.to(y.dtype)                                        # keys count alike: the mean query is not known
+    return torch.cat([v * u.unsqueeze(-1), moments(y, u, book.metric, cell, book.measured)], -1)
+
+
+def far_sums(epoch: Epoch, joined: Joined, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int,
+             count: int) -> Tensor:
+    """Sums (Z, count, K, dv + d + 2) of `rows_of` the keys in cells, for each of `count` blocks from `first` on: of the
+    pool and of the blocks from the renewal on that have left the window."""
+    start, stop, K = epoch.start - b, joined.cell.shape[1], epoch.book.centres.shape[1]
+    member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
+    rows = rows_of(y[:, :stop], v[:, :stop], member, joined.cell, epoch.book)
     at = max(start, (first - 1) * b)                              # the keys that are far from the first block
-    sums = (one_hot(cell[:, :at], K, rows.dtype).mT @ rows[:, :at]).unsqueeze(1)
+    sums = (one_hot(joined.cell[:, :at], K, rows.dtype).mT @ rows[:, :at]).unsqueeze(1)
     if stop > at:
-        later = one_hot(blocks(cell[:, at:], b), K, rows.dtype).mT @ blocks(rows[:, at:], b)
+        later = one_hot(blocks(joined.cell[:, at:], b), K, rows.dtype).mT @ blocks(rows[:, at:], b)
         sums = torch.cat([sums, sums + later.cumsum(1)], 1)
     return sums
 
 
 @torch.no_grad()
-def opened(epoch: Epoch, keys: Keys, q: Tensor, first: int, sizes: Sizes) -> Tensor:
+def opened(epoch: Epoch, joined: Joined, q: Tensor, first: int, sizes: Sizes) -> Tensor:
     """Places (Z, N, r, o) of the keys that each of the queries (Z, N, r, d) of blocks from `first` on reads, -1 where
     there are fewer: those of the leaves that rank highest, as many as `open` keys hold."""
-    (Z, N, r, d), b, start = q.shape, sizes.block, epoch.start - sizes.block
-    flat = q.flatten(1, 2)
-    least = min(epoch.tree.places.shape[2], LEAF)
-    leaf, rank = epoch.tree.best(flat, -(-sizes.open // least))
-    tables = [epoch.tree.places]
-    joined = max(0, (first + N - 2) * b - start) // b
-    if joined:                                                    # leaves of each block that came since
-        y = keys.y[:, start:start + joined * b].unflatten(1, (joined, b)).flatten(0, 1)
-        there = keys.keep[:, start:start + joined * b].unflatten(1, (joined, b)).flatten(0, 1)
-        metric = Metric(*(t if len(t) == 1 else t.repeat_interleave(joined, 0) for t in epoch.book.metric))
-        tree = Tree.of(y, metric, there)
-        each = tree.places.shape[1]
-        begin = start + torch.arange(joined, device=q.device) * b
-        places = torch.where(tree.places < 0, -1, tree.places.unflatten(0, (Z, joined)).flatten(0, 1)
-                             + begin.repeat(Z)[:, None, None])
-        tables.append(places.unflatten(0, (Z, joined)).flatten(1, 2))
-        level = tree.levels[-1]
-        level = type(level)(*(t.unflatten(0, (Z, joined)).flatten(1, 2) for t in level))
-        block = start // b + torch.arange(joined, device=q.device)
-        past = block <= (first + torch.arange(N, device=q.device) - 2).unsqueeze(1)              # (N, joined)
-        seen = past.repeat_interleave(each, 1)[:, None].expand(-1, r, -1).flatten(0, 1)           # (N r, leaves)
-        found = level.rank(flat).masked_fill(~seen, -torch.inf)
-        more = tables[0].shape[1] + torch.arange(found.shape[-1], device=q.device).expand_as(found)
+    Z, N, r, _ = q.shape
+    if not sizes.open:
+        return epoch.cell.new_zeros(Z, N, r, 0)
+    flat, lowest = q.flatten(1, 2), epoch.tree.levels[0]
+    most = max(1, sizes.open // LEAST_HELD)
+    leaf, rank = epoch.tree.best(flat, most)
+    table, count = lowest.below, lowest.count
+    if joined.leaves is not None:
+        last = first - epoch.start // sizes.block - 1 + torch.arange(N, device=q.device)         # that is far, of each
+        past = joined.block <= last.unsqueeze(1)
+        found = joined.leaves.rank(flat).masked_fill(~past.repeat_interleave(r, 0), -torch.inf)
+        more = table.shape[1] + torch.arange(found.shape[-1], device=q.device).expand_as(found)
         leaf, rank = torch.cat([leaf, more], -1), torch.cat([rank, found], -1)
-    table, least = padded(tables), min(t.shape[2] for t in tables)
-    rank, at = rank.topk(min(-(-sizes.open // least), rank.shape[-1]), -1)
+        table, count = torch.cat([table, joined.leaves.below], 1), torch.cat([count, joined.leaves.count], 1)
+    rank, at = rank.topk(min(most, rank.shape[-1]), -1)
     leaf = leaf.gather(-1, at)
-    places = table.gather(1, leaf.flatten(1).unsqueeze(-1).expand(-1, -1, table.shape[2])).view(*leaf.shape, -1)
-    held = (places >= 0).sum(-1)
+    held = count.gather(1, leaf.flatten(1)).view(leaf.shape)
     read = (rank > -torch.inf) & (held.cumsum(-1) <= sizes.open)
-    return torch.where(read.unsqueeze(-1), places, -1).flatten(-2).unflatten(1, (N, r))
+    places = table.gather(1, leaf.flatten(1).unsqueeze(-1).expand(-1, -1, LEAF)).view(*leaf.shape, LEAF)
+    places = torch.where(read.unsqueeze(-1), places, -1).flatten(-2)
+    return places.topk(min(sizes.open, places.shape[-1]), -1).values.unflatten(1, (N, r))
 
 
-def padded(tables: list[Tensor]) -> Tensor:
-    """Tables of leaves (Z, N, c) one after the other, as wide as the widest."""
-    width = max(t.shape[2] for t in tables)
-    return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[2]), value=-1) for t in tables], 1)
+class Seen(NamedTuple):
+    """What the queries of some blocks see, beside the heavy keys."""
+
+    y: Tensor         # (Z, S, d)
+    v: Tensor         # (Z, S, dv)
+    keep: Tensor      # (Z, S)
+    cell: Tensor      # (Z, far)
+    far: Tensor       # (Z, N, K, dv + 1)
+    cells: Cells      # (Z, N, K, .)
+    first: int        # the first block
+
+    def at(self, rows: slice) -> "Seen":
+        return self._replace(far=self.far[:, rows], cells=Cells(*(t[:, rows] for t in self.cells)),
+                             first=self.first + rows.start)
 
 
-class Part(NamedTuple):
-    """Some blocks of queries, the places that they read, and the cells that they see."""
-
-    q: Tensor         # (Z, m, r, d)
-    places: Tensor    # (Z, m, r, o)
-    far: Tensor       # (Z, m, K, dv + 1)
-    cells: Cells
-
-
-def chunks(q: Tensor, places: Tensor, dv: int) -> list[slice]:
+def in_chunks(epoch: Epoch, joined: Joined, seen: Seen, q: Tensor, sizes: Sizes,
+              own: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`gathered` of queries (Z, N, r, d), whose keys are read for some blocks at a time, and again in the backward
+    pass. own (r,): their places within a block; None: the tokens of a whole block, for each head of a group."""
+    own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
     Z, N, r, d = q.shape
-    size = max(1, NUMBERS // max(1, Z * r * places.shape[-1] * (d + dv)))
-    return [slice(at, min(at + size, N)) for at in range(0, N, size)]
+    size = max(1, NUMBERS // max(1, Z * r * sizes.open * (d + seen.v.shape[-1])))
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(q, seen.y, seen.v)
+    found = []
+    for at in range(0, N, size):
+        rows = slice(at, min(at + size, N))
+        places = opened(epoch, joined, q[:, rows].detach(), seen.first + at, sizes)
+        given = epoch, seen.at(rows), q[:, rows], places, own, sizes.block
+        found.append(checkpoint(gathered, *given, use_reentrant=False) if again else gathered(*given))
+    return tuple(torch.cat(t, 1) for t in zip(*found))
 
 
-def gathered(epoch: Epoch, keys: Keys, part: Part, first: int, b: int) -> tuple[Tensor, Tensor]:
-    """What the queries of a part gather, (Z, m, r, dv), and how much of their weight lies in cells (Z, m, r, 1)."""
-    (q, places, far, cells), (Z, m, r, d) = part, part.q.shape
-    here = first + torch.arange(m, device=q.device).unsqueeze(1)
-    near = (here - 1) * b + torch.arange(2 * b, device=q.device)                               # (m, 2 b)
-    at = near.clamp(max=keys.y.shape[1] - 1)
-    own = (here * b + torch.arange(b, device=q.device)).repeat(1, r // b)                       # (m, r)
-    seen = (near[:, None] <= own.unsqueeze(-1)) & keys.keep[:, at].unsqueeze(2)                 # (Z, m, r, 2 b)
-    logits = [(q @ keys.y[:, at].mT).masked_fill(~seen, HIDDEN)]
-    values = [keys.v[:, at]]
-    rows = lambda t, index: t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1])).view(
-        *index.shape, t.shape[-1])
+def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """What queries (Z, m, r, d) gather, (Z, m, r, dv), and how much of their weight lies in cells (Z, m, r, 1): a
+    softmax over near, heavy and read keys and the cells, from each of which the keys that are read are taken away."""
+    m, shift = q.shape[1], epoch.book.metric.shift
+    here = seen.first + torch.arange(m, device=q.device).unsqueeze(1)
+    near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
+    at = near.clamp(max=seen.y.shape[1] - 1)
+    visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, at].unsqueeze(2)  # (Z, m, r, 2 b)
+    logits = [(q @ (seen.y[:, at] - shift.unsqueeze(1)).mT).masked_fill(~visible, HIDDEN)]
+    values = [seen.v[:, at]]
     if epoch.heavy.shape[1]:
-        logits.append((q @ rows(keys.y, epoch.heavy).unsqueeze(1).mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
-        values.append(rows(keys.v, epoch.heavy).unsqueeze(1))
-    of_cells = q @ cells.mu.mT + cells.bias.unsqueeze(-2)                                       # (Z, m, r, K)
-    logits.append(of_cells + log_weight(far).unsqueeze(-2))
-    values.append(far[..., :-1] * over(far[..., -1:]))
+        heavy = (_rows(seen.y, epoch.heavy) - shift).unsqueeze(1)
+        logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
+        values.append(_rows(seen.v, epoch.heavy).unsqueeze(1))
+    of_cells = q @ seen.cells.mu.mT + seen.cells.bias.unsqueeze(-2)                             # (Z, m, r, K)
+    logits.append(of_cells + log_weight(seen.far).unsqueeze(-2))
+    values.append(seen.far[..., :-1] * over(seen.far[..., -1:]))
     there, places = places >= 0, places.clamp(min=0)
-    read = rows(keys.y, places)                                                                 # (Z, m, r, o, d)
-    cell, log_u = (t.gather(1, places.flatten(1)).view(places.shape) for t in (keys.cell, keys.log_u))
-    exactly = (read @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, HIDDEN)
-    before = (of_cells.gather(-1, cell) + log_u).masked_fill(~there, HIDDEN)
-    top = torch.cat([*logits, exactly], -1).amax(-1, keepdim=True).detach()
+    read = _rows(seen.y, places) - shift[:, :, None, None]                                      # (Z, m, r, o, d)
+    cell = seen.cell.gather(1, places.flatten(1)).view(places.shape)
+    exact = (read @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, HIDDEN)
+    before = of_cells.gather(-1, cell).masked_fill(~there, HIDDEN)
+    top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
     shares = [torch.exp(t - top) for t in logits]
     less = torch.exp(before - top)
-    change = torch.exp(exactly - top) - less
+    change = torch.exp(exact - top) - less
     total = sum(t.sum(-1, keepdim=True) for t in shares) + change.sum(-1, keepdim=True)
     out = sum(share @ value for share, value in zip(shares, values))
-    out = out + (change.unsqueeze(-2) @ rows(keys.v, places)).squeeze(-2)
+    out = out + (change.unsqueeze(-2) @ _rows(seen.v, places)).squeeze(-2)
     return out / total, (shares[-1].sum(-1, keepdim=True) - less.sum(-1, keepdim=True)) / total
+
+
+def _rows(t: Tensor, index: Tensor) -> Tensor:
+    """Rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
+    found = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
+    return found.view(*index.shape, t.shape[-1])

@@ -1,8 +1,7 @@
-"""A tree over keys, and which of its leaves a query reads: the keys that it asks for, in time logarithmic in their
-number.
+"""Leaves of keys that lie together, and which of them a query reads: the keys that it asks for.
 
-Legend: Z = batch x key heads, m keys y with z as in choice.py, R queries q, h levels; a node of a level holds as many
-keys as any other. Nothing here carries a gradient. Derived here.
+Legend: Z = batch x key heads, m keys y with z as in choice.py, R queries q. A level has N nodes, each with at most LEAF
+of those below, keys at the lowest. Nothing here carries a gradient. Derived here.
 """
 
 import math
@@ -11,93 +10,129 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.nearfar.choice import Metric
+from crt_exp.attention.nearfar.choice import Metric, centres_of, nearest
+from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import LEAST
+from crt_exp.samplers.noise import transforming
 
-LEAF = 16       # keys of a leaf at most
-TURNS = 4       # of the power iteration that finds the main axis of a node
-FIRST = 64      # nodes of the level at which a descent begins, at most
-WIDE = 4        # nodes that are kept at a level for each leaf that is to be read
+LEAF = 16       # keys of a leaf, and nodes of one above, at most
+EACH = 8        # of them for each centre
+CHUNK = 2048    # keys whose centres are found together
+TURNS = 4       # of the power iteration that finds a main axis
+LLOYD = 2       # passes of Lloyd's algorithm
+TOP = 512       # nodes of the level at which a descent begins, at most
+SPREADS = 2     # roots of the mean squared distance by which the best key of a node is guessed to exceed its mean
+WIDE = 16       # nodes that are kept at a level above the leaves, at least
 
 
 class Level(NamedTuple):
-    """The nodes of one level: their mean keys (Z, N, d), root mean squared distances sqrt(tau) (Z, N), how many keys
-    there are in each (Z, N)."""
+    """Nodes: places of those below (Z, N, LEAF), -1 where there are fewer; how many keys there are in each (Z, N),
+    their mean (Z, N, d) and SPREADS times the root of their mean squared distance to it, in z (Z, N)."""
 
+    below: Tensor
+    count: Tensor
     mean: Tensor
     spread: Tensor
-    count: Tensor
 
     def rank(self, q: Tensor) -> Tensor:
-        """x.mu + sqrt(tau) (Z, R, N) of queries (Z, R, d), a guess at the best logit of a node; -inf for empty ones."""
-        found = q @ self.mean.mT + self.spread.unsqueeze(-2)
-        return found.masked_fill(self.count.unsqueeze(-2) == 0, -torch.inf)
+        """x.mu + 2 sqrt(tau) (Z, R, N) of queries (Z, R, d), a guess at the best logit of a node; -inf: empty ones."""
+        return (q @ self.mean.mT + self.spread.unsqueeze(-2)).masked_fill(self.count.unsqueeze(-2) == 0, -torch.inf)
+
+    def rank_of(self, q: Tensor, nodes: Tensor) -> Tensor:
+        """The same of some nodes (Z, R, k) of each query, -1 for none."""
+        at = nodes.clamp(min=0).flatten(1)
+        mean = self.mean.gather(1, at.unsqueeze(-1).expand(-1, -1, q.shape[-1])).view(*nodes.shape, q.shape[-1])
+        spread, count = (t.gather(1, at).view(nodes.shape) for t in (self.spread, self.count))
+        found = (mean @ q.unsqueeze(-1)).squeeze(-1) + spread
+        return found.masked_fill((count == 0) | (nodes < 0), -torch.inf)
 
 
 class Tree(NamedTuple):
-    """Keys split by halves along the main axis of their z until at most LEAF are left. places (Z, N, c): of the keys of
-    each leaf, -1 where there is none; levels: from the one where a descent begins down to the leaves."""
+    """Levels from the lowest, whose nodes are the leaves, up to one of at most TOP nodes."""
 
-    places: Tensor
     levels: tuple[Level, ...]
 
     @classmethod
     @torch.no_grad()
-    def of(cls, y: Tensor, metric: Metric, there: Tensor, first: int = FIRST) -> "Tree":
+    def of(cls, y: Tensor, metric: Metric, there: Tensor, top: int = TOP) -> "Tree":
         """Of keys y (Z, m, d) less their shift, those that are `there` (Z, m); m >= 1."""
-        (Z, m), h = y.shape[:2], max(0, math.ceil(math.log2(y.shape[1] / LEAF)))
-        size = -(-m // 2**h)
-        pad = size * 2**h - m
-        if pad:
-            y, there = (torch.cat([t, t.new_zeros(Z, pad, *t.shape[2:])], 1) for t in (y, there))
         z = torch.where(there.unsqueeze(-1), y @ metric.root, 0.0)
-        order = torch.arange(m + pad, device=y.device).expand(Z, -1)
-        for level in range(h):
-            order = _halved(order, z, there, 2**level)
-        taken = lambda t: t.gather(1, order.unsqueeze(-1).expand(-1, -1, t.shape[-1]))
-        kept = taken(there.unsqueeze(-1))
-        rows = torch.cat([taken(y), taken(z), taken(z.square().sum(-1, keepdim=True)), torch.ones_like(z[..., :1])], -1)
-        sums = torch.where(kept, rows, 0.0).unflatten(1, (2**h, size)).sum(2)
-        levels = [_level(sums, y.shape[-1])]
-        while sums.shape[1] > first:
-            sums = sums.unflatten(1, (sums.shape[1] // 2, 2)).sum(2)
-            levels.append(_level(sums, y.shape[-1]))
-        return cls(torch.where(kept.squeeze(-1), order, -1).unflatten(1, (2**h, size)), tuple(reversed(levels)))
+        ones = there.to(y.dtype).unsqueeze(-1)
+        sums = torch.cat([y * ones, z, z.square().sum(-1, keepdim=True), ones], -1)
+        levels = []
+        while not levels or sums.shape[1] > top:
+            below, sums = _grouped(z, there, sums)
+            count = sums[..., -1]
+            mean = sums / count.clamp(min=LEAST).unsqueeze(-1)
+            z, there, d = mean[..., y.shape[-1]:2 * y.shape[-1]], count > 0, y.shape[-1]
+            spread = SPREADS * (mean[..., 2 * d] - z.square().sum(-1)).clamp(min=0).sqrt()
+            levels.append(Level(below, count, mean[..., :d].contiguous(), spread))
+        return cls(tuple(levels))
 
     @torch.no_grad()
-    def best(self, q: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Numbers (Z, R, k) of the leaves that promise most to queries (Z, R, d) and their ranks, k >= count where
-        there are as many: level by level the best WIDE * count nodes go on."""
-        kept = WIDE * count
-        rank = self.levels[0].rank(q)
+    def best(self, q: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
+        """Leaves (Z, R, k) that promise much to queries (Z, R, d), and their ranks: below the best nodes of each level
+        above, WIDE or as many as hold so many leaves twice."""
+        *rest, level = self.levels
+        rank = level.rank(q)
         nodes = torch.arange(rank.shape[-1], device=q.device).expand_as(rank)
-        for level in self.levels[1:]:
-            if rank.shape[-1] > kept:
-                rank, at = rank.topk(kept, -1)
-                nodes = nodes.gather(-1, at)
-            nodes = (2 * nodes.unsqueeze(-1) + torch.arange(2, device=q.device)).flatten(-2)
-            rank = level.rank(q).gather(-1, nodes) if level.mean.shape[1] <= 4 * kept else _rank_of(level, q, nodes)
-        return nodes, rank
+        for below in reversed(rest):
+            kept = min(max(WIDE, -(-2 * leaves // EACH)), rank.shape[-1])
+            at = nodes.gather(-1, rank.topk(kept, -1).indices)
+            nodes = level.below.gather(1, at.flatten(1).unsqueeze(-1).expand(-1, -1, LEAF)).view(*at.shape[:2], -1)
+            level, rank = below, below.rank_of(q, nodes)
+        return nodes.clamp(min=0), rank
 
 
-def _rank_of(level: Level, q: Tensor, nodes: Tensor) -> Tensor:
-    """`Level.rank` of some nodes (Z, R, k) of each query."""
-    at = nodes.flatten(1)
-    mean = level.mean.gather(1, at.unsqueeze(-1).expand(-1, -1, q.shape[-1])).view(*nodes.shape, q.shape[-1])
-    spread, count = (t.gather(1, at).view(nodes.shape) for t in (level.spread, level.count))
-    return ((mean @ q.unsqueeze(-1)).squeeze(-1) + spread).masked_fill(count == 0, -torch.inf)
+def _grouped(z: Tensor, there: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Places (Z, N, LEAF) of what each of N new nodes holds, and sums (Z, N, k) over them, of m nodes z (Z, m, d) with
+    sums (Z, m, k): by centres of chunks of them."""
+    (Z, m), h = there.shape, max(0, math.ceil(math.log2(there.shape[1] / CHUNK)))
+    order = torch.arange(m, device=z.device).expand(Z, -1)
+    pad = -m % 2**h
+    if pad:
+        z, there = (torch.cat([t, t.new_zeros(Z, pad, *t.shape[2:])], 1) for t in (z, there))
+        order = torch.arange(m + pad, device=z.device).expand(Z, -1)
+    for level in range(h):
+        order = _halved(order, z, there, 2**level)
+    size = (m + pad) // 2**h
+    part = lambda t: t.gather(1, order.unsqueeze(-1).expand(-1, -1, t.shape[-1])).view(Z * 2**h, size, -1)
+    kept = part(there.unsqueeze(-1)).squeeze(-1)
+    leaf, nodes = _leaves(part(z), kept)                                         # within each chunk
+    leaf = leaf + nodes * torch.arange(2**h, device=z.device).repeat(Z).unsqueeze(1)
+    leaf, kept, nodes = leaf.view(Z, -1), kept.view(Z, -1), nodes * 2**h
+    leaf = torch.where(kept, leaf, nodes)
+    slot = leaf.argsort(dim=1, stable=True)                                      # those of a leaf side by side
+    leaf, order = leaf.gather(1, slot), order.gather(1, slot)
+    at = torch.arange(leaf.shape[1], device=z.device).expand(Z, -1)
+    new = torch.cat([torch.ones_like(leaf[:, :1], dtype=torch.bool), leaf[:, 1:] != leaf[:, :-1]], 1)
+    within = at - torch.where(new, at, 0).cummax(1).values
+    node = (new | (within % LEAF == 0)).cumsum(1) - 1                            # of at most LEAF each
+    count = nodes + leaf.shape[1] // LEAF + 1
+    if not (torch.compiler.is_compiling() or transforming()):
+        count = int(node.masked_fill(leaf == nodes, -1).max()) + 1 if len(node) else 1
+    count = max(1, count)
+    spot = torch.where(leaf == nodes, count * LEAF, node * LEAF + within % LEAF)
+    below = order.new_full((Z, count * LEAF + 1), -1).scatter(1, spot.clamp(max=count * LEAF), order)
+    below = below[:, :-1].unflatten(1, (count, LEAF))
+    rows = sums.gather(1, below.clamp(min=0).flatten(1).unsqueeze(-1).expand(-1, -1, sums.shape[-1]))
+    rows = torch.where((below >= 0).flatten(1).unsqueeze(-1), rows, 0.0)
+    return below, rows.unflatten(1, (count, LEAF)).sum(2)
 
 
-def _level(sums: Tensor, d: int) -> Level:
-    """Of sums (Z, N, 2 d + 2) of [y, z, |z|^2, 1]."""
-    count = sums[..., -1]
-    mean = sums / count.clamp(min=LEAST).unsqueeze(-1)
-    spread = (mean[..., 2 * d] - mean[..., d:2 * d].square().sum(-1)).clamp(min=0)
-    return Level(mean[..., :d].contiguous(), spread.sqrt(), count)
+def _leaves(z: Tensor, there: Tensor) -> tuple[Tensor, int]:
+    """The nearest of some centres to each of z (C, m, d), (C, m), and how many of these there are."""
+    count = max(1, z.shape[1] // EACH)
+    centres = centres_of(z, torch.where(there, 0.0, -torch.inf).to(z), count)
+    for _ in range(LLOYD):
+        member = one_hot(nearest(z, centres), count, z.dtype) * there.unsqueeze(-1)
+        N = member.sum(1).unsqueeze(-1)
+        centres = torch.where(N > 0, member.mT @ z / N.clamp(min=1), centres)
+    return nearest(z, centres), count
 
 
 def _halved(order: Tensor, z: Tensor, there: Tensor, nodes: int) -> Tensor:
-    """The keys of each node from one end of its main axis to the other; those that are not there come last."""
+    """What each node holds from one end of its main axis to the other; those that are not there come last."""
     Z, m = order.shape
     parts = z.gather(1, order.unsqueeze(-1).expand(-1, -1, z.shape[-1])).unflatten(1, (nodes, m // nodes))
     kept = there.gather(1, order).unflatten(1, (nodes, m // nodes))

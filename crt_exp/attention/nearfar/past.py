@@ -1,0 +1,212 @@
+"""Near-far attention with recall token by token: all keys are kept, and what is known of those before a renewal.
+
+Each row of a batch counts its tokens from its first real one. Legend: B batch, Hkv key heads, G query heads of a group,
+Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
+"""
+
+import copy
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.checks import check_inputs, check_result, compute_dtype
+from crt_exp.attention.nearfar.causal import cells_of
+from crt_exp.attention.nearfar.choice import Cells, Metric, Sizes
+from crt_exp.attention.nearfar.engine.block_sums import one_hot
+from crt_exp.attention.nearfar.padding import first_kept
+from crt_exp.attention.nearfar.recall import Epoch, Joined, Seen, exactly, in_chunks, renewals, rows_of
+from crt_exp.attention.nearfar.tree import Level, Tree
+
+
+class Kept(NamedTuple):
+    """All tokens so far, of buffers that may be longer: never changed where another state looks at them."""
+
+    keys: Tensor      # (B, Hkv, S, d)
+    values: Tensor    # (B, Hkv, S, dv)
+    keep: Tensor      # (B, 1, S, 1)
+
+    @property
+    def sums(self) -> Tensor:
+        """What tells how many sequences there are."""
+        return self.keys
+
+
+class Buffer:
+    """Grows at its end: a state that is not the last one to have written there gets a buffer of its own."""
+
+    def __init__(self, tensor: Tensor, used: int = 0):
+        self.tensor, self.used = tensor, used
+
+    def added(self, length: int, new: Tensor) -> "Buffer":
+        end, buffer = length + new.shape[2], self
+        if self.used != length or end > self.tensor.shape[2]:
+            larger = self.tensor.new_empty(*self.tensor.shape[:2], max(64, 2 * end), self.tensor.shape[3])
+            larger[:, :, :length] = self.tensor[:, :, :length]
+            buffer = Buffer(larger)
+        buffer.tensor[:, :, length:end] = new
+        buffer.used = end
+        return buffer
+
+
+class Known(NamedTuple):
+    """Of rows whose first real token is at the same place: the epoch of their last token, and what joined since."""
+
+    epoch: Epoch
+    joined: Joined
+    sums: Tensor      # (Z, K, dv + d + 2): of the keys that are far
+
+    def of(self, heads: Tensor) -> "Known":
+        """Those of some heads (of the batch and of keys)."""
+        return _mapped(lambda t: t[heads] if t.ndim > 1 else t, self)
+
+
+class RecallState:
+    """What causal near-far attention with recall remembers of the tokens so far: their keys and values.
+
+    A copy, which costs nothing, is a point to come back to.
+    """
+
+    def __init__(self, sizes: Sizes, heads: int, version: Hashable = None):
+        self.sizes, self.heads, self.version = sizes, heads, version
+        self.length, self.buffers = 0, None
+        self.firsts: list[int | None] = []        # of each row: the place of its first real token
+        self.known: dict[int, Known] = {}         # by that place
+
+    @property
+    def kept(self) -> Kept | None:
+        if self.buffers is None:
+            return None
+        return Kept(*(buffer.tensor[:, :, :self.length] for buffer in self.buffers))
+
+    @torch.no_grad()
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
+        """Takes T >= 1 new tokens x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv) and returns their outputs (B,H,T,dv), no
+        gradient. key_mask (B, T), True = keep. Raises ValueError as `near_far_attention` does."""
+        check_inputs(x, y, v, None, (), True, key_mask)
+        if x.shape[2] != y.shape[2]:
+            raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
+        start = self.length
+        self.take(y, v, key_mask, version)
+        x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
+        out = v.new_zeros(*x.shape[:3], v.shape[3])
+        for first in {place for place in self.firsts if place is not None}:
+            rows = [row for row, place in enumerate(self.firsts) if place == first]
+            at = slice(None) if len(rows) == len(x) else torch.tensor(rows, device=x.device)
+            lead = max(0, first - start)
+            out[at, :, lead:] = self._read(first, at, x[at, :, lead:]).to(v.dtype)
+        return out
+
+    @torch.no_grad()
+    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> None:
+        """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,Hkv,T,d), v (B,Hkv,T,dv)."""
+        check_inputs(y, y, v, None, (), True, key_mask)
+        if version is not None and version != self.version:
+            raise ValueError(f"the decoding state belongs to version {self.version} of the layer, now {version}")
+        (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
+        if self.buffers is not None and len(self.kept.keys) != B:
+            raise ValueError(f"the decoding state holds {len(self.kept.keys)} sequences but {B} came")
+        keep = torch.ones(B, T, dtype=torch.bool, device=y.device) if key_mask is None else key_mask
+        y, v = (torch.where(keep[:, None, :, None], t.to(dtype), 0.0) for t in (y, v))       # padding may hold NaN
+        check_result(torch.linalg.vector_norm(y, dim=(1, 2, 3)))
+        if self.buffers is None:
+            self.firsts = [None] * B
+            self.buffers = tuple(Buffer(t[:, :, :0]) for t in (y, v, keep[:, None, :, None]))
+        new = torch.where(keep.any(1), first_kept(keep), -1).tolist()
+        self.firsts = [place if place is not None else self.length + at if at >= 0 else None
+                       for place, at in zip(self.firsts, new)]
+        tokens = y, v, keep[:, None, :, None]
+        self.buffers = tuple(buffer.added(self.length, t) for buffer, t in zip(self.buffers, tokens))
+        self.length += T
+
+    def copy(self) -> "RecallState":
+        """The same state, to go on from here in two ways."""
+        other = copy.copy(self)
+        other.known = dict(self.known)
+        return other
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these batch entries, in this order: what a beam search needs."""
+        if self.buffers is None:
+            return
+        self.buffers = tuple(Buffer(t[rows], self.length) for t in self.kept)
+        places = {first: [row for row, place in enumerate(self.firsts) if place == first] for first in self.known}
+        chosen = [self.firsts[row] for row in rows.tolist()]
+        heads = torch.arange(self.heads, device=rows.device)
+        for first, own in places.items():
+            kept = [own.index(row) for row, place in zip(rows.tolist(), chosen) if place == first]
+            if kept:
+                at = torch.tensor(kept, device=rows.device).unsqueeze(1) * self.heads + heads
+                self.known[first] = self.known[first].of(at.flatten())
+            else:
+                del self.known[first]
+        self.firsts = chosen
+
+    def _read(self, first: int, at: Tensor | slice, x: Tensor) -> Tensor:
+        """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
+        y, v, keep = (t[at, :, first:] for t in self.kept)
+        keep = None if bool(keep.all()) else keep[:, 0, :, 0].repeat_interleave(self.heads, 0)
+        y, v, x = y.flatten(0, 1), v.flatten(0, 1), x.to(y.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
+        S, b, found = y.shape[1], self.sizes.block, []
+        places = renewals(self.sizes, S)
+        done = S - x.shape[2]
+        while done < S:                                           # in pieces, each within a block
+            stop = min(S, places[0] if done < places[0] else (done // b + 1) * b)
+            here = x[:, :, done - S + x.shape[2]:stop - S + x.shape[2]]
+            mask = None if keep is None else keep[:, :stop]
+            if done < places[0]:
+                found.append(exactly(here, y[:, :stop], v[:, :stop], mask))
+            else:
+                a, e = next((a, e) for a, e in zip(places, places[1:]) if a <= done < e)
+                found.append(self._within(first, a, e, here, y[:, :stop], v[:, :stop], mask))
+            done = stop
+        out = torch.cat(found, 2).unflatten(0, (-1, self.heads)).flatten(1, 2)
+        if keep is None:
+            return out
+        seen = keep.unflatten(0, (-1, self.heads))[:, 0].cumsum(1)[:, S - x.shape[2]:] > 0
+        return torch.where(seen[:, None, :, None], out, 0.0)
+
+    def _within(self, first: int, start: int, stop: int, x: Tensor, y: Tensor, v: Tensor,
+                keep: Tensor | None) -> Tensor:
+        """Of queries (Z, G, t, d) of one block, the last ones of keys (Z, S, d)."""
+        block, known = (y.shape[1] - 1) // self.sizes.block, self.known.get(first)
+        if known is None or known.epoch.start != start or block < known.joined.blocks + start // self.sizes.block:
+            epoch = Epoch.of(y, keep, self.sizes, start, stop)
+            known = Known(epoch, Joined.none(epoch), _sums(epoch, epoch.cell, epoch.pool, y, v, 0))
+        known = self._joined(known, block - start // self.sizes.block, y, v, keep)
+        self.known[first] = known
+        epoch, book = known.epoch, known.epoch.book
+        far, cells = cells_of(known.sums.unsqueeze(1), v.shape[-1], book)
+        everywhere = torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep
+        seen = Seen(y, v, everywhere, known.joined.cell, far, Cells(*cells), block)
+        lead = y.shape[1] - x.shape[2] - block * self.sizes.block
+        own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
+        out, _ = in_chunks(epoch, known.joined, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
+        return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
+
+    def _joined(self, known: Known, blocks: int, y: Tensor, v: Tensor, keep: Tensor | None) -> Known:
+        """With the blocks of keys that have left the window since."""
+        if blocks <= known.joined.blocks:
+            return known
+        epoch, at = known.epoch, known.joined.cell.shape[1]
+        joined = known.joined.up_to(blocks, epoch, y, keep, self.sizes)
+        cell = joined.cell[:, at:]
+        member = torch.ones_like(cell, dtype=torch.bool) if keep is None else keep[:, at:at + cell.shape[1]]
+        return Known(epoch, joined, known.sums + _sums(epoch, cell, member, y, v, at))
+
+
+def _sums(epoch: Epoch, cell: Tensor, member: Tensor, y: Tensor, v: Tensor, at: int) -> Tensor:
+    """Sums of `rows_of` the keys from the place `at` on, by cells (Z, m)."""
+    here = slice(at, at + cell.shape[1])
+    rows = rows_of(y[:, here], v[:, here], member, cell, epoch.book)
+    return one_hot(cell, epoch.book.centres.shape[1], rows.dtype).mT @ rows
+
+
+def _mapped(function, value):
+    """A structure of named tuples with a function of its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (Known, Epoch, Joined, Tree, Level, Metric)) or hasattr(value, "_fields"):
+        return type(value)(*(_mapped(function, part) for part in value))
+    return tuple(_mapped(function, part) for part in value) if isinstance(value, tuple) else value

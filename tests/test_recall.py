@@ -1,0 +1,243 @@
+"""Near-far attention with recall: each key counts once, what a query sees depends on its place and past alone, and a
+single key that matters is found."""
+
+import pytest
+import torch
+from nearfar_cases import same
+
+from crt_exp.attention import exact_attention, near_far_attention
+from crt_exp.attention.nearfar import recall
+from crt_exp.attention.nearfar.choice import Metric, Sizes
+from crt_exp.attention.nearfar.layer import NearFar
+from crt_exp.attention.nearfar.past import RecallState
+from crt_exp.attention.nearfar.tree import LEAF, Tree
+
+SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
+LENGTH = 330
+
+
+def drawn(B=2, H=2, kv_heads=1, S=LENGTH, L=None, d=5, dv=3, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda heads, n, k: torch.randn(B, heads, n, k, generator=g, dtype=dtype)
+    return draw(H, L or S, d), draw(kv_heads, S, d) + 0.5, draw(kv_heads, S, dv)
+
+
+def attend(x, y, v, sizes=SIZES, keep=None):
+    return near_far_attention(x, y, v, sizes, causal=True, key_mask=keep).out
+
+
+# ---- the sums ----
+
+
+def dense(x, y, v, sizes, keep):
+    """One head of queries x (S, d) to keys y (S, d) by the matrix of all pairs; cells, heavy keys and what is read are
+    those that were chosen."""
+    S, b, out = len(x), sizes.block, []
+    places = recall.renewals(sizes, S)
+    epochs = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
+    for i in range(S):
+        past = keep & (torch.arange(S) <= i)
+        if i < places[0]:
+            out.append(((x[i] @ y[past].T).softmax(-1) @ v[past]) if past.any() else torch.zeros_like(v[0]))
+            continue
+        epoch = next(e for e in epochs if e.start <= i < e.stop)
+        t, z = i // b, lambda k, e=epoch: (k - e.book.metric.shift[0]) @ e.book.metric.root[0]
+        near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
+        heavy[epoch.heavy[0][epoch.there[0]]] = True
+        joined = recall.Joined.none(epoch).up_to(t - epoch.start // b, epoch, y[None].detach(), keep[None], sizes)
+        read = recall.opened(epoch, joined, x[i].detach()[None, None, None], t, sizes).flatten()
+        read = read[read >= 0]
+        assert len(read) <= sizes.open and len(read.unique()) == len(read)
+        far = past & ~near & ~heavy
+        assert far[read].all()                                       # each key counts once
+        is_read = torch.zeros(S, dtype=torch.bool)
+        is_read[read] = True
+        logits, values = [x[i] @ y[near | heavy | is_read].T], [v[near | heavy | is_read]]
+        cell = torch.cdist(z(y), epoch.book.measured[0]).argmin(-1)
+        for k in range(len(epoch.book.centres[0])):
+            mine = far & (cell == k)
+            if (mine & ~is_read).any():
+                tau = (z(y[mine]) - z(y[mine]).mean(0)).square().sum(-1).mean()
+                weight = (mine & ~is_read).sum() * (1 + tau / 2)
+                logits.append((x[i] @ y[mine].mean(0) + weight.log())[None])
+                values.append(v[mine & ~is_read].mean(0)[None])
+        out.append(torch.cat(logits).softmax(-1) @ torch.cat(values))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("masked, sizes", [(False, SIZES), (True, SIZES._replace(heavy=0, open=5, block=8))])
+def test_outputs_and_gradients_are_those_of_all_pairs(masked, sizes):
+    x, y, v = (t.requires_grad_() for t in drawn(B=1, S=170))
+    keep = torch.rand(1, 170, generator=torch.Generator().manual_seed(1)) < (0.7 if masked else 2.0)
+    keep[:, 0] = True
+    out = attend(x, y, v, sizes, keep if masked else None)
+    expected = torch.stack([dense(x[0, h], y[0, 0], v[0, 0], sizes, keep[0]) for h in range(2)])[None]
+    same(out, expected, (x, y, v))
+
+
+def test_exact_where_every_key_is_read():
+    x, y, v = (t.requires_grad_() for t in drawn())
+    sizes = SIZES._replace(open=LENGTH)
+    same(attend(x, y, v, sizes), exact_attention(x, y, v, causal=True), (x, y, v))
+
+
+def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):
+    x, y, v = (t.requires_grad_() for t in drawn(B=1, S=170))
+    expected = attend(x, y, v)
+    monkeypatch.setattr(recall, "NUMBERS", 1)
+    same(attend(x, y, v), expected, (x, y, v))
+
+
+# ---- laws ----
+
+
+@torch.no_grad()
+def test_outputs_depend_on_places_and_past_alone():
+    """The whole, its first tokens, its last ones; in steps of any size; and behind padding."""
+    x, y, v = drawn()
+    whole = attend(x, y, v)
+    for n in (1, 9, 100, 200):
+        torch.testing.assert_close(attend(x[:, :, :n], y[:, :, :n], v[:, :, :n]), whole[:, :, :n], rtol=0, atol=1e-10)
+        torch.testing.assert_close(attend(x[:, :, -n:], y, v), whole[:, :, -n:], rtol=0, atol=1e-10)
+    padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], 2) for t in (x, y, v)]
+    padded = [torch.cat([p[:1], torch.cat([t[1:], t[1:, :, :7]], 2)]) for p, t in zip(padded, (x, y, v))]
+    keep = torch.ones(2, LENGTH + 7, dtype=torch.bool)
+    keep[0, :7], keep[1, LENGTH:] = False, False                    # on the left, and on the right
+    found = attend(*padded, keep=keep)
+    torch.testing.assert_close(found[0, :, 7:], whole[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1, :, :LENGTH], whole[1], rtol=0, atol=1e-10)
+    assert (found[0, :, :7] == 0).all()
+
+
+@torch.no_grad()
+def test_token_by_token_is_the_parallel_pass():
+    x, y, v = drawn(H=4, kv_heads=2)
+    keep = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.8
+    keep[0, :23], keep[1, :2], keep[:, 30] = False, False, True
+    for mask in (None, keep):
+        whole, state, start, parts = attend(x, y, v, keep=mask), RecallState(SIZES, 2), 0, []
+        for n in (3, 40, 1, 1, 90, 1, 7, 120, 1, 66):
+            at = slice(start, start + n)
+            parts.append(state.step(x[:, :, at], y[:, :, at], v[:, :, at], None if mask is None else mask[:, at]))
+            start += n
+        real = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
+        for row in range(2):
+            torch.testing.assert_close(torch.cat(parts, 2)[row][:, real[row]], whole[row][:, real[row]], rtol=0,
+                                       atol=1e-10)
+
+
+@torch.no_grad()
+def test_states_go_on_in_two_ways_and_change_their_rows():
+    x, y, v = drawn(B=3)
+    keep = torch.ones(3, LENGTH, dtype=torch.bool)
+    keep[1, :5] = False
+    whole, first = attend(x, y, v, keep=keep), RecallState(SIZES, 1)
+    token = lambda t, i, rows=slice(None): t[rows, :, i:i + 1]
+    first.take(y[:, :, :200], v[:, :, :200], keep[:, :200])
+    first.step(*(token(t, 200) for t in (x, y, v)))
+    other = first.copy()
+    other.step(*(token(t, 5) for t in (x, y, v)))                   # another token, in the same buffer
+    out = first.step(*(token(t, 201) for t in (x, y, v)))
+    torch.testing.assert_close(out, whole[:, :, 201:202], rtol=0, atol=1e-10)
+    rows = torch.tensor([2, 1, 1])
+    first.select(rows)
+    for i in range(202, 230):
+        out = first.step(*(token(t, i, rows) for t in (x, y, v)))
+        torch.testing.assert_close(out, whole[rows, :, i:i + 1], rtol=0, atol=1e-10)
+
+
+# ---- what is found ----
+
+
+@torch.no_grad()
+def test_one_key_of_many_is_found():
+    """Every query asks for a key of its own, with 0.9 of its weight: cells alone lose it."""
+    g = torch.Generator().manual_seed(0)
+    S, d = 1024, 32
+    y, v = torch.randn(1, 2, S, d, generator=g), torch.randn(1, 2, S, d, generator=g)
+    target = (torch.rand(2, S, generator=g) * (torch.arange(S) - 96).clamp(min=1)).long()
+    x = 0.45 * y[0].gather(1, target.unsqueeze(-1).expand(-1, -1, d))[None]
+    exact = exact_attention(x, y, v, causal=True)[:, :, 512:]
+    error = lambda **sizes: float((attend(x, y, v, Sizes(open=1, exact_until=128)._replace(**sizes))[:, :, 512:]
+                                   - exact).norm() / exact.norm())
+    none, some, many = error(), error(open=32), error(open=128)
+    assert none > 0.8 and some < 0.4 and many < 0.2
+
+
+@pytest.mark.parametrize("m", [1, 15, 100, 3000])
+def test_the_leaves_hold_every_key_once(m):
+    y = torch.randn(2, m, 4, generator=torch.Generator().manual_seed(0))
+    there = torch.rand(2, m, generator=torch.Generator().manual_seed(1)) < 0.8
+    there[:, 0] = True
+    tree = Tree.of(y, Metric.of(None, y, None, None), there)
+    below = tree.levels[0].below
+    assert below.shape[2] == LEAF
+    for row in range(2):
+        assert sorted(below[row][below[row] >= 0].tolist()) == there[row].nonzero().squeeze(1).tolist()
+    for level, above in zip(tree.levels, tree.levels[1:]):
+        held = torch.where(above.below >= 0, level.count.gather(1, above.below.clamp(min=0).flatten(1)).view(
+            above.below.shape), 0).sum(-1)
+        assert torch.equal(held, above.count)
+    assert all((level.count.sum(1) == there.sum(1)).all() for level in tree.levels)
+
+
+# ---- layers and models ----
+
+
+def test_a_layer_needs_no_calibration_and_holds_nothing():
+    layer = NearFar(2, 5, kv_heads=1, causal=True, block=4, cells=6, open=12, exact_until=16, scaling=1.0)
+    x, y, v = drawn(dtype=torch.float32)
+    assert not layer.state_dict() and not layer.learns and layer.serves_causal
+    out, sizes = layer(x, y, v), layer.sizes
+    torch.testing.assert_close(out, attend(x, y, v, sizes))
+    assert type(layer.decoding()) is RecallState and type(NearFar(
+        2, 5, causal=True, preset="bounded").decoding()) is not RecallState
+
+
+def test_half_precision_and_large_scores():
+    x, y, v = drawn(dtype=torch.float32)
+    out = attend(x, y, v)
+    half = attend(*(t.to(torch.bfloat16) for t in (x, y, v)))
+    assert half.dtype == torch.bfloat16 and (half - out).norm() < 0.1 * out.norm()
+    assert attend(100 * x, 10 * y, v).isfinite().all()
+
+
+def test_what_is_refused():
+    x, y, v = drawn(S=20)
+    book = NearFar(1, 5, causal=True, preset="bounded").codebook
+    with pytest.raises(ValueError, match="open = 12 and a codebook"):
+        near_far_attention(x[:, :1], y, v, SIZES, causal=True, codebook=book())
+    with pytest.raises(ValueError, match="needs a codebook"):
+        near_far_attention(x, y, v, Sizes(), causal=True)
+    with pytest.raises(ValueError, match="open = -1"):
+        attend(x, y, v, SIZES._replace(open=-1))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        attend(x, y * torch.nan, v)
+    with pytest.raises(ValueError, match="holds 2 sequences but 1 came"):
+        state = RecallState(SIZES, 1)
+        state.take(y, v)
+        state.take(y[:1], v[:1])
+
+
+@torch.no_grad()
+def test_a_swapped_decoder_generates_as_without_a_cache(one_thread):
+    """Rows of two lengths, padded on the left: greedy text, and that of each row alone."""
+    transformers = pytest.importorskip("transformers")
+    from crt_exp import swap_attention
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=50, max_position_embeddings=512, pad_token_id=0, eos_token_id=None, bos_token_id=1)).double().eval()
+    for p in model.parameters():
+        p.normal_(std=0.4) if p.ndim > 1 else None
+    swap_attention(model, "nearfar", block=4, cells=6, heavy=2, open=8, exact_until=16)
+    ids = torch.randint(2, 50, (2, 180))
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
+    text = model.generate(**given)
+    assert torch.equal(text, model.generate(**given, use_cache=False))
+    alone = model.generate(input_ids=ids[:1, 37:], max_new_tokens=24, do_sample=False)
+    assert torch.equal(alone[0], text[0, 37:])
+    assert model.generate(**given, num_beams=3).shape == text.shape
