@@ -83,19 +83,19 @@ def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
     return found if keep is None else found.masked_fill(~keep, -torch.inf)
 
 
-def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
+def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tensor:
     """Centres (Z, K, d) of cells of the vectors z (Z, S, d) with weights e^log_u (Z, S), -inf for those that do not
-    count; cells <= S. PICKS at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
+    count; cells <= S. `picks` at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
     far or at first to the mean; and one pass of Lloyd's algorithm."""
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
-    D, picks = _to_nearest(z, squares, mean), []
-    while (left := cells - PICKS * len(picks)) > 0:
-        chosen = (log_u + D.log()).topk(min(PICKS, left)).indices                              # (Z, PICKS)
-        picks.append(z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1])))
-        D = torch.minimum(D, _to_nearest(z, squares, picks[-1])).scatter(1, chosen, 0.0)
-    centres = torch.cat(picks, 1)
+    D, found = _to_nearest(z, squares, mean), []
+    while (left := cells - picks * len(found)) > 0:
+        chosen = (log_u + D.log()).topk(min(picks, left)).indices                              # (Z, picks)
+        found.append(z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1])))
+        D = torch.minimum(D, _to_nearest(z, squares, found[-1])).scatter(1, chosen, 0.0)
+    centres = torch.cat(found, 1)
     members = weighted(u.squeeze(-1), nearest(z, centres), cells)
     N = members.sum(1).unsqueeze(-1)
     return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)

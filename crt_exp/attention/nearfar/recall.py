@@ -34,13 +34,14 @@ from crt_exp.attention.nearfar.choice import (
     ungrouped,
     without,
 )
+from crt_exp.attention.nearfar.engine import reads
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import log_weight, over
 from crt_exp.attention.nearfar.tree import LEAF, Level, Tree
 
 RENEWED, PART = 128, 4     # tokens between renewals at least, and as a part of the sequence so far: a quarter
-LEAST_HELD = 4             # keys of a leaf: `open` keys are looked for in so many leaves as this makes
+LEAST_HELD = 3             # keys of a leaf, few hold fewer: `open` keys are looked for in so many leaves as this makes
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
 
@@ -269,16 +270,15 @@ def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b
     logits = [(q @ (seen.y[:, at] - shift.unsqueeze(1)).mT).masked_fill(~visible, HIDDEN)]
     values = [seen.v[:, at]]
     if epoch.heavy.shape[1]:
-        heavy = (_rows(seen.y, epoch.heavy) - shift).unsqueeze(1)
+        heavy = (reads.rows(seen.y, epoch.heavy) - shift).unsqueeze(1)
         logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
-        values.append(_rows(seen.v, epoch.heavy).unsqueeze(1))
+        values.append(reads.rows(seen.v, epoch.heavy).unsqueeze(1))
     of_cells = q @ seen.cells.mu.mT + seen.cells.bias.unsqueeze(-2)                             # (Z, m, r, K)
     logits.append(of_cells + log_weight(seen.far).unsqueeze(-2))
     values.append(seen.far[..., :-1] * over(seen.far[..., -1:]))
-    there, places = places >= 0, places.clamp(min=0)
-    read = _rows(seen.y, places) - shift[:, :, None, None]                                      # (Z, m, r, o, d)
-    cell = seen.cell.gather(1, places.flatten(1)).view(places.shape)
-    exact = (read @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, HIDDEN)
+    exact = reads.logits(q, seen.y, shift, places)                                              # (Z, m, r, o)
+    there = places >= 0
+    cell = seen.cell.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
     before = of_cells.gather(-1, cell).masked_fill(~there, HIDDEN)
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
     shares = [torch.exp(t - top) for t in logits]
@@ -286,11 +286,5 @@ def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b
     change = torch.exp(exact - top) - less
     total = sum(t.sum(-1, keepdim=True) for t in shares) + change.sum(-1, keepdim=True)
     out = sum(share @ value for share, value in zip(shares, values))
-    out = out + (change.unsqueeze(-2) @ _rows(seen.v, places)).squeeze(-2)
+    out = out + reads.sums(change, seen.v, places)
     return out / total, (shares[-1].sum(-1, keepdim=True) - less.sum(-1, keepdim=True)) / total
-
-
-def _rows(t: Tensor, index: Tensor) -> Tensor:
-    """Rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
-    found = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
-    return found.view(*index.shape, t.shape[-1])

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from crt_exp.attention.nearfar.choice import Metric, centres_of, nearest
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
-from crt_exp.attention.nearfar.engine.constants import LEAST
+from crt_exp.attention.nearfar.engine.constants import LEAST, PICKS
 from crt_exp.samplers.noise import transforming
 
 LEAF = 16       # keys of a leaf, and nodes of one above, at most
-EACH = 8        # of them for each centre
+EACH = 5        # of them for each centre
 CHUNK = 2048    # keys whose centres are found together
 TURNS = 4       # of the power iteration that finds a main axis
-LLOYD = 2       # passes of Lloyd's algorithm
-TOP = 512       # nodes of the level at which a descent begins, at most
+ROUNDS = 4      # in which centres are picked, where there are many
+LLOYD = 1       # passes of Lloyd's algorithm after the one of the picks
+TOP = 4096      # nodes of the level at which a descent begins, at most
 SPREADS = 2     # roots of the mean squared distance by which the best key of a node is guessed to exceed its mean
-WIDE = 16       # nodes that are kept at a level above the leaves, at least
+WIDE = 64       # nodes that are kept at a level above the leaves, at least
 
 
 class Level(NamedTuple):
@@ -123,7 +124,8 @@ def _grouped(z: Tensor, there: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 def _leaves(z: Tensor, there: Tensor) -> tuple[Tensor, int]:
     """The nearest of some centres to each of z (C, m, d), (C, m), and how many of these there are."""
     count = max(1, z.shape[1] // EACH)
-    centres = centres_of(z, torch.where(there, 0.0, -torch.inf).to(z), count)
+    weight = torch.where(there, 0.0, -torch.inf).to(z)
+    centres = centres_of(z, weight, count, max(PICKS, count // ROUNDS))
     for _ in range(LLOYD):
         member = one_hot(nearest(z, centres), count, z.dtype) * there.unsqueeze(-1)
         N = member.sum(1).unsqueeze(-1)
