@@ -13,7 +13,7 @@ DOCS   := $(VENV)/.docs
 
 REPORTS := table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard fig3 fig4-left fig4-right \
   proteins kernels redraw proteins-long lra pixels books attention-maps hrf-lm hrf-sampled ptb-peer hrf-pointwise \
-  hrf-qmc hrf-clusters hrf-flops hrf-speech fidelity sampling families bench-estimators speed
+  hrf-qmc hrf-clusters hrf-flops hrf-speech fidelity recall sampling families bench-estimators speed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint docs sweep-example report $(REPORTS)
@@ -86,6 +86,7 @@ hrf-clusters: $(STAMP)  ## HRF Figure 6, Table 3: hybrids for vectors in cluster
 hrf-flops: $(STAMP)  ## HRF Appendix L: columns for a FLOP, and the error at equal FLOPs
 hrf-speech: $(STAMP)  ## HRF Table 2: speech recognition with hybrids, by an exact model made as that of fig3 (needs CRT_DATA)
 fidelity: $(STAMP)  ## language models whose attention is swapped without training, and after a little of it (needs CRT_DATA)
+recall: $(STAMP)  ## near-far attention that reads the keys it asks for, where a single far key matters
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md

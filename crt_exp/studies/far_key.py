@@ -1,0 +1,116 @@
+"""One far key that matters: heads in which each query gives 0.9 of its weight to a key of its own, far behind it.
+
+What a mean of many keys cannot give back: the hardest case for attention that does not look at each key. Causal, L
+tokens of d dimensions; the last queries are measured.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention import exact_attention, near_far_attention, uniform_attention, window_attention
+from crt_exp.attention.nearfar.choice import Sizes
+from crt_exp.attention.nearfar.layer import NearFar
+
+HEADS, D, QUERIES, FAR, WEIGHT, CLUSTERS = 4, 32, 256, 96, 0.9, 32
+BLOCK, HEAVY, FIRST = 32, 16, 128      # of near-far attention; the place up to which it is exact
+CELLS, AT = 64, 512                    # as the root of the length: so many at that length
+PAGE = 16                              # keys of a page
+NEAR = 64                              # keys that the peers read around the query
+
+
+class Heads(NamedTuple):
+    """q (1, H, QUERIES, d), the last queries of keys k and values v (1, H, L, d), to be scaled by 1."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def drawn(length: int, clustered: bool, seed: int) -> Heads:
+    """Keys iid normal, or in CLUSTERS normal clusters with 0.64 of the variance between them. The query of a key points
+    to it, as long as gives it WEIGHT."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=g)
+    k = draw(HEADS, length, D)
+    if clustered:
+        at = torch.randint(CLUSTERS, (HEADS, length), generator=g)
+        k = 0.6 * k + 0.8 * rows(draw(HEADS, CLUSTERS, D), at)
+    places = torch.arange(length - QUERIES, length)
+    target = (torch.rand(HEADS, QUERIES, generator=g) * (places - FAR)).long()
+    unit = torch.nn.functional.normalize(rows(k, target), dim=-1)
+    logits = (unit @ k.mT).masked_fill(torch.arange(length) > places.unsqueeze(1), -torch.inf)
+    low, high = torch.zeros(HEADS, QUERIES, 1), torch.full((HEADS, QUERIES, 1), 50.0)
+    for _ in range(40):
+        middle = (low + high) / 2
+        less = (middle * logits).softmax(-1).gather(-1, target.unsqueeze(-1)) < WEIGHT
+        low, high = torch.where(less, middle, low), torch.where(less, high, middle)
+    return Heads(*(t.unsqueeze(0) for t in (low * unit, k, draw(HEADS, length, D))))
+
+
+def rows(t: Tensor, at: Tensor) -> Tensor:
+    return t.gather(1, at.unsqueeze(-1).expand(-1, -1, t.shape[-1]))
+
+
+def cells_at(length: int) -> int:
+    return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
+
+
+@torch.no_grad()
+def errors(length: int, clustered: bool, seed: int, opened: list[int]) -> dict[str, float]:
+    """Relative error of the output of each arm, over the queries of all heads."""
+    heads = drawn(length, clustered, seed)
+    exact = exact_attention(*heads, causal=True)
+    arms = {"uniform attention": lambda: uniform_attention(*heads, causal=True),
+            "window and first tokens": lambda: window_attention(*heads, causal=True),
+            "near-far, bounded": lambda: bounded(length, clustered, seed, heads)}
+    for count in opened:
+        arms |= {f"near-far, {count} keys": opening(heads, count, length),
+                 f"pages, {count} keys": paging(heads, count),
+                 f"largest weights, {count} keys": largest(heads, count)}
+    return {name: float((arm() - exact).norm() / exact.norm()) for name, arm in arms.items()}
+
+
+def opening(heads: Heads, count: int, length: int) -> Callable[[], Tensor]:
+    sizes = Sizes(BLOCK, HEAVY, cells_at(length), open=count, exact_until=FIRST)
+    return lambda: near_far_attention(*heads, sizes, causal=True).out
+
+
+def bounded(length: int, clustered: bool, seed: int, heads: Heads) -> Tensor:
+    """With a codebook of other keys of the same law, and their queries."""
+    layer = NearFar(HEADS, D, preset="bounded", cells=cells_at(length), causal=True, scaling=1.0).eval()
+    other = drawn(length, clustered, seed + 1000)
+    with layer.calibration():
+        layer(*other)
+    return layer(*heads)
+
+
+def paging(heads: Heads, count: int) -> Callable[[], Tensor]:
+    """After Quest (Tang et al., 2024): pages of consecutive keys, ranked by a bound on their best logit; those of the
+    best pages and the NEAR last keys, and no others."""
+    def attend() -> Tensor:
+        (q, k, v), length = heads, heads.k.shape[2]
+        pages = k.unflatten(2, (length // PAGE, PAGE))
+        low, high = pages.amin(3), pages.amax(3)
+        bound = q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT                  # (1, H, R, pages)
+        return chosen(q, k, v, bound.repeat_interleave(PAGE, -1), count)
+    return attend
+
+
+def largest(heads: Heads, count: int) -> Callable[[], Tensor]:
+    """The largest weights, which no one knows without all of them, and the NEAR last keys; no others."""
+    return lambda: chosen(*heads, heads.q @ heads.k.mT, count)
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, count: int) -> Tensor:
+    """Softmax over the `count` far keys of the largest rank (1, H, R, L) and the NEAR last ones of each query."""
+    length = k.shape[2]
+    ago = torch.arange(length - q.shape[2], length).unsqueeze(1) - torch.arange(length)
+    rank = rank.masked_fill(ago < NEAR, -torch.inf)
+    read = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, rank.topk(count, -1).indices, True)
+    seen = (read | (ago < NEAR)) & (ago >= 0)
+    return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
