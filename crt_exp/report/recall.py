@@ -100,6 +100,6 @@ def facts(size: str) -> str:
             f"{far_key.QUERIES} queries; each gives {far_key.WEIGHT} of its weight to one key at least "
             f"{far_key.FAR} tokens back. Near-far: blocks of {far_key.BLOCK}, {far_key.HEAVY} heavy keys, "
             f"{far_key.CELLS} cells at {far_key.AT} tokens and as the root of the length beyond; bounded: a codebook "
-            f"of other heads of the same law. Pages of {far_key.PAGE} keys and the largest weights read, beside the far "
-            f"keys, the last {far_key.NEAR}. Errors: mean and 95% Student interval over seeds; p by Holm over all "
+            f"of other heads of the same law. Pages of {far_key.PAGE} keys and the largest weights read, beside the "
+            f"far keys, the last {far_key.NEAR}. Errors: mean and 95% Student interval over seeds; p by Holm over all "
             "claims.")
