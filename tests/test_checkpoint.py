@@ -45,7 +45,7 @@ def test_round_trip_keeps_ties_and_layout(tmp_path):
 def test_samples_between_two_fits_of_a_codebook(tmp_path):
     """As many rows as passes left: a model that has none yet takes them, and goes on to the same codebook."""
     q, k, v = torch.randn(3, 1, 2, 12, 4)
-    layers = [NearFar(2, 4, block=2, heavy=2, cells=2, causal=True, fit_steps=4) for _ in range(2)]
+    layers = [NearFar(2, 4, preset="bounded", block=2, heavy=2, cells=2, causal=True, fit_steps=4) for _ in range(2)]
     for _ in range(3):
         layers[0](q, k, v)
     path = write(tmp_path, 3, model=layers[0])
