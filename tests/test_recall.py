@@ -215,6 +215,16 @@ def test_a_layer_needs_no_calibration_and_holds_nothing():
         2, 5, causal=True, preset="bounded").decoding()) is not RecallState
 
 
+def test_transforms_and_export():
+    layer = NearFar(2, 4, causal=True, block=4, cells=6, heavy=2, open=8, exact_until=8).double().eval()
+    q, k, v = torch.randn(3, 1, 2, 60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    out, tangent = torch.func.jvp(lambda v: layer(q, k, v), (v,), (torch.ones_like(v),))
+    torch.testing.assert_close(out, layer(q, k, v))
+    torch.testing.assert_close(tangent, torch.ones_like(out))            # weights sum to 1
+    program = torch.export.export(layer, (q, k, v), strict=False).module()
+    torch.testing.assert_close(program(q, k, v), out)
+
+
 def test_half_precision_and_large_scores():
     x, y, v = drawn(dtype=torch.float32)
     half = [t.to(torch.bfloat16) for t in (x, y, v)]

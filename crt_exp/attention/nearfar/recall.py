@@ -68,7 +68,6 @@ class Epoch(NamedTuple):
     tree: Tree
 
     @classmethod
-    @torch.no_grad()
     def of(cls, y: Tensor, keep: Tensor | None, sizes: Sizes, start: int, stop: int) -> "Epoch":
         """Of keys y (Z, .., d), those before the window of the first block from `start` on, and keep (Z, ..)."""
         far = start - sizes.block
@@ -93,7 +92,6 @@ class Joined(NamedTuple):
     def none(cls, epoch: Epoch) -> "Joined":
         return cls(0, epoch.cell, None, torch.zeros(0, dtype=torch.long, device=epoch.cell.device))
 
-    @torch.no_grad()
     def up_to(self, blocks: int, epoch: Epoch, y: Tensor, keep: Tensor | None, sizes: Sizes) -> "Joined":
         """With those of more blocks of keys y (Z, S, d)."""
         more, b, Z = blocks - self.blocks, sizes.block, len(y)
@@ -158,7 +156,8 @@ class Recall:
         x = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2)
         q = grouped(x, b)
         blocks_joined = first + q.shape[1] - 1 - epoch.start // b
-        joined = Joined.none(epoch).up_to(blocks_joined, epoch, y.detach(), keep, self.sizes)
+        with torch.no_grad():
+            joined = Joined.none(epoch).up_to(blocks_joined, epoch, y, keep, self.sizes)
         far, cells = cells_of(far_sums(epoch, joined, y, v, keep, b, first, q.shape[1]), v.shape[-1], epoch.book)
         here = Seen(y, v, keep, joined.cell, far, cells, first)
         out, share = in_chunks(epoch, joined, here, q, self.sizes)
@@ -170,6 +169,11 @@ class Recall:
 def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     """Queries (Z, G, l, d), the last ones of keys (Z, S, d), see all that are not later."""
     mask = None if keep is None else keep[:, :y.shape[1]]
+    if transformed(x, y, v):      # the fused kernel knows the backward pass alone
+        seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device).tril(y.shape[1] - x.shape[2])
+        seen = seen if mask is None else seen & mask[:, None, None]
+        logits = (x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
+        return logits.softmax(-1) @ v.unsqueeze(1)
     return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=True, key_mask=mask)
 
 

@@ -1,7 +1,7 @@
 """Leaves of keys that lie together, and which of them a query reads: the keys that it asks for.
 
 Legend: Z = batch x key heads, m keys y with z as in choice.py, R queries q. A level has N nodes, each with at most LEAF
-of those below, keys at the lowest. Nothing here carries a gradient. Derived here.
+of those below, keys at the lowest. It is all called without a gradient. Derived here.
 """
 
 import math
@@ -54,7 +54,6 @@ class Tree(NamedTuple):
     levels: tuple[Level, ...]
 
     @classmethod
-    @torch.no_grad()
     def of(cls, y: Tensor, metric: Metric, there: Tensor, top: int = TOP) -> "Tree":
         """Of keys y (Z, m, d) less their shift, those that are `there` (Z, m); m >= 1."""
         z = torch.where(there.unsqueeze(-1), y @ metric.root, 0.0)
@@ -70,7 +69,6 @@ class Tree(NamedTuple):
             levels.append(Level(below, count, mean[..., :d].contiguous(), spread))
         return cls(tuple(levels))
 
-    @torch.no_grad()
     def best(self, q: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
         """Leaves (Z, R, k) that promise much to queries (Z, R, d), and their ranks: below the best nodes of each level
         above, WIDE or as many as hold so many leaves twice."""
