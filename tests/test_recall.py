@@ -225,6 +225,14 @@ def test_transforms_and_export():
     torch.testing.assert_close(program(q, k, v), out)
 
 
+def test_an_empty_batch():
+    x, y, v = (t[:0].requires_grad_() for t in drawn())
+    out = attend(x, y, v)
+    out.sum().backward()
+    assert out.shape == (0, 2, LENGTH, 3) and x.grad.shape == x.shape
+    assert RecallState(SIZES, 1).step(x.detach(), y.detach(), v.detach()).shape == out.shape
+
+
 def test_half_precision_and_large_scores():
     x, y, v = drawn(dtype=torch.float32)
     half = [t.to(torch.bfloat16) for t in (x, y, v)]

@@ -78,7 +78,7 @@ class Tree(NamedTuple):
         for below in reversed(rest):
             kept = min(max(WIDE, -(-2 * leaves // EACH)), rank.shape[-1])
             at = nodes.gather(-1, rank.topk(kept, -1).indices)
-            nodes = level.below.gather(1, at.flatten(1).unsqueeze(-1).expand(-1, -1, LEAF)).view(*at.shape[:2], -1)
+            nodes = level.below.gather(1, at.flatten(1).unsqueeze(-1).expand(-1, -1, LEAF)).view(*at.shape[:2], kept * LEAF)
             level, rank = below, below.rank_of(q, nodes)
         return nodes.clamp(min=0), rank
 
@@ -87,19 +87,18 @@ def _grouped(z: Tensor, there: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Places (Z, N, LEAF) of what each of N new nodes holds, and sums (Z, N, k) over them, of m nodes z (Z, m, d) with
     sums (Z, m, k): by centres of chunks of them."""
     (Z, m), h = there.shape, max(0, math.ceil(math.log2(there.shape[1] / CHUNK)))
-    order = torch.arange(m, device=z.device).expand(Z, -1)
     pad = -m % 2**h
     if pad:
         z, there = (torch.cat([t, t.new_zeros(Z, pad, *t.shape[2:])], 1) for t in (z, there))
-        order = torch.arange(m + pad, device=z.device).expand(Z, -1)
+    order = torch.arange(m + pad, device=z.device).expand(Z, -1)
     for level in range(h):
         order = _halved(order, z, there, 2**level)
     size = (m + pad) // 2**h
-    part = lambda t: t.gather(1, order.unsqueeze(-1).expand(-1, -1, t.shape[-1])).view(Z * 2**h, size, -1)
+    part = lambda t: t.gather(1, order.unsqueeze(-1).expand(-1, -1, t.shape[-1])).view(Z * 2**h, size, t.shape[-1])
     kept = part(there.unsqueeze(-1)).squeeze(-1)
     leaf, nodes = _leaves(part(z), kept)                                         # within each chunk
     leaf = leaf + nodes * torch.arange(2**h, device=z.device).repeat(Z).unsqueeze(1)
-    leaf, kept, nodes = leaf.view(Z, -1), kept.view(Z, -1), nodes * 2**h
+    leaf, kept, nodes = leaf.view(order.shape), kept.view(order.shape), nodes * 2**h
     leaf = torch.where(kept, leaf, nodes)
     slot = leaf.argsort(dim=1, stable=True)                                      # those of a leaf side by side
     leaf, order = leaf.gather(1, slot), order.gather(1, slot)
