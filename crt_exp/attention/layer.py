@@ -72,8 +72,6 @@ class RandomFeatureAttention(LinearAttention):
                  redraw_every: Whole = 0, normalize_qk: bool = False, normalize: bool = True, denominator: str = "none",
                  decay: float = 0.99, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
-        if redraw_every < 0:
-            raise ValueError(f"redraw_every = {redraw_every}: 0 (never) or a number of training passes")
         if phi.kernel != "softmax":
             raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
         self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every

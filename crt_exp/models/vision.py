@@ -159,6 +159,7 @@ class Checkpoint(NamedTuple):
 
     def state(self) -> dict[str, Tensor]:
         """By timm's names, without noise. Raises DataError."""
+        verify(self.path, self.told)
         if (self.path / "config.json").is_file() and is_mae(self.path):
             return mae_state(self.path, self.told)
         found = tensors_of(weights_in(self.path), self.told)
@@ -178,7 +179,6 @@ def checkpoint_of(init: str) -> Checkpoint | None:
         return Checkpoint(f"task.init = {init}", path, None, {})
     for folder in (path / MODEL, path):
         if (folder / "config.json").is_file():
-            verify(folder, f"task.init = {init}")
             content = read_json((folder / "config.json").read_text(), folder / "config.json")
             own = content.get("crt_exp", {})
             return Checkpoint(f"task.init = {init}", folder, Description.read(content, folder / "config.json"),

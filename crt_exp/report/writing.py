@@ -122,7 +122,7 @@ def fingerprint(sources: Sequence[str]) -> str:
     digest, package = hashlib.sha256(), Path(__file__).parent.parent
     for source in sources:
         path = package / source
-        for file in sorted([*path.rglob("*.py"), *path.rglob("*.c")]) if path.is_dir() else [path]:
+        for file in sorted([*path.rglob("*.py"), *path.rglob("*.[ch]")]) if path.is_dir() else [path]:
             text = file.read_text(encoding="utf-8")
             digest.update((statements(text) if file.suffix == ".py" else text).encode())
     return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from crt_exp.attention import exact_attention, near_far_attention, uniform_attention, window_attention
 from crt_exp.attention.nearfar.choice import Sizes
+from crt_exp.attention.nearfar.engine.reads import rows
 from crt_exp.attention.nearfar.layer import NearFar
 
 HEADS, D, QUERIES, FAR, WEIGHT, CLUSTERS = 4, 32, 256, 96, 0.9, 32
@@ -48,10 +49,6 @@ def drawn(length: int, clustered: bool, seed: int) -> Heads:
         less = (middle * logits).softmax(-1).gather(-1, target.unsqueeze(-1)) < WEIGHT
         low, high = torch.where(less, middle, low), torch.where(less, high, middle)
     return Heads(*(t.unsqueeze(0) for t in (low * unit, k, draw(HEADS, length, D))))
-
-
-def rows(t: Tensor, at: Tensor) -> Tensor:
-    return t.gather(1, at.unsqueeze(-1).expand(-1, -1, t.shape[-1]))
 
 
 def cells_at(length: int) -> int:

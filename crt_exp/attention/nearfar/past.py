@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype
 from crt_exp.attention.nearfar.causal import cells_of
-from crt_exp.attention.nearfar.choice import Cells, Metric, Sizes
+from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.padding import first_kept
-from crt_exp.attention.nearfar.recall import Epoch, Joined, Seen, exactly, in_chunks, renewals, rows_of
-from crt_exp.attention.nearfar.tree import Level, Tree
+from crt_exp.attention.nearfar.recall import Epoch, Joined, Seen, exactly, in_chunks, kept_of, renewals, rows_of
 
 
 class Kept(NamedTuple):
@@ -59,7 +59,7 @@ class Known(NamedTuple):
 
     def of(self, heads: Tensor) -> "Known":
         """Those of some heads (of the batch and of keys)."""
-        return _mapped(lambda t: t[heads] if t.ndim > 1 else t, self)
+        return tree_map(lambda t: t[heads] if isinstance(t, Tensor) and t.ndim > 1 else t, self)
 
 
 class RecallState:
@@ -178,8 +178,7 @@ class RecallState:
         self.known[first] = known
         epoch, book = known.epoch, known.epoch.book
         far, cells = cells_of(known.sums.unsqueeze(1), v.shape[-1], book)
-        everywhere = torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep
-        seen = Seen(y, v, everywhere, known.joined.cell, far, Cells(*cells), block)
+        seen = Seen(y, v, kept_of(y, keep), known.joined.cell, far, cells, block)
         lead = y.shape[1] - x.shape[2] - block * self.sizes.block
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
         out, _ = in_chunks(epoch, known.joined, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
@@ -192,7 +191,7 @@ class RecallState:
         epoch, at = known.epoch, known.joined.cell.shape[1]
         joined = known.joined.up_to(blocks, epoch, y, keep, self.sizes)
         cell = joined.cell[:, at:]
-        member = torch.ones_like(cell, dtype=torch.bool) if keep is None else keep[:, at:at + cell.shape[1]]
+        member = kept_of(y, keep)[:, at:at + cell.shape[1]]
         return Known(epoch, joined, known.sums + _sums(epoch, cell, member, y, v, at))
 
 
@@ -201,12 +200,3 @@ def _sums(epoch: Epoch, cell: Tensor, member: Tensor, y: Tensor, v: Tensor, at: 
     here = slice(at, at + cell.shape[1])
     rows = rows_of(y[:, here], v[:, here], member, cell, epoch.book)
     return one_hot(cell, epoch.book.centres.shape[1], rows.dtype).mT @ rows
-
-
-def _mapped(function, value):
-    """A structure of named tuples with a function of its tensors."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (Known, Epoch, Joined, Tree, Level, Metric)) or hasattr(value, "_fields"):
-        return type(value)(*(_mapped(function, part) for part in value))
-    return tuple(_mapped(function, part) for part in value) if isinstance(value, tuple) else value

@@ -76,8 +76,8 @@ class Epoch(NamedTuple):
         y = without(y - metric.shift, keep)
         choice = Choice.of(y, metric, sizes.heavy, sizes.cells, keep)
         centres = torch.linalg.solve_triangular(metric.root, choice.centres, upper=False, left=False) + metric.shift
-        tree = Tree.of(y, metric, choice.pool) if sizes.open else Tree(())
-        return cls(start, stop, Codebook(metric, centres), choice.heavy, choice.there, choice.pool, choice.cell, tree)
+        book, tree = Codebook(metric, centres), Tree.of(y, metric, choice.pool)
+        return cls(start, stop, book, choice.heavy, choice.there, choice.pool, choice.cell, tree)
 
 
 class Joined(NamedTuple):
@@ -98,11 +98,9 @@ class Joined(NamedTuple):
         if more <= 0:
             return self
         start, metric = epoch.start + (self.blocks - 1) * b, epoch.book.metric
-        y, there = y[:, start:start + more * b], _kept(y, keep)[:, start:start + more * b]
+        y, there = y[:, start:start + more * b], kept_of(y, keep)[:, start:start + more * b]
         y = torch.where(there.unsqueeze(-1), y - metric.shift, 0.0)
         cell = torch.cat([self.cell, nearest(y @ metric.root, epoch.book.measured)], 1)
-        if not sizes.open:
-            return self._replace(blocks=blocks, cell=cell)
         each = Metric(*(t if len(t) == 1 else t.repeat_interleave(more, 0) for t in metric))
         flat = lambda t: t.unflatten(1, (more, b)).flatten(0, 1)
         level = Tree.of(flat(y), each, flat(there), top=b).levels[0]
@@ -150,7 +148,7 @@ class Recall:
 
     def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
-        S, b, keep = y.shape[1], self.sizes.block, _kept(y, keep)
+        S, b, keep = y.shape[1], self.sizes.block, kept_of(y, keep)
         first = (S - x.shape[2]) // b                             # the block of the first query
         lead = S - x.shape[2] - first * b
         x = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2)
@@ -177,7 +175,8 @@ def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=True, key_mask=mask)
 
 
-def _kept(y: Tensor, keep: Tensor | None) -> Tensor:
+def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
+    """Which of the keys (Z, S, d) are there, (Z, S)."""
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
 
 
@@ -207,9 +206,7 @@ def far_sums(epoch: Epoch, joined: Joined, y: Tensor, v: Tensor, keep: Tensor, b
 def opened(epoch: Epoch, joined: Joined, q: Tensor, first: int, sizes: Sizes) -> Tensor:
     """Places (Z, N, r, o) of the keys that each of the queries (Z, N, r, d) of blocks from `first` on reads, -1 where
     there are fewer: those of the leaves that rank highest, as many as `open` keys hold."""
-    Z, N, r, _ = q.shape
-    if not sizes.open:
-        return epoch.cell.new_zeros(Z, N, r, 0)
+    _, N, r, _ = q.shape
     flat, lowest = q.flatten(1, 2), epoch.tree.levels[0]
     most = max(1, sizes.open // LEAST_HELD)
     leaf, rank = epoch.tree.best(flat, most)

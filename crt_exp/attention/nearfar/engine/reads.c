@@ -4,8 +4,7 @@
 
    Legend: Z heads of keys, R queries of each, o places that a query reads, -1 for none, among S keys of d columns. */
 
-#include "constants.h"
-#include "vectors.h"
+#include "near_far.h"
 
 typedef struct {
     int64_t Z, R, o, d, head, threads;   /* head: numbers from one head's keys to the next one's */
@@ -46,10 +45,7 @@ int near_far_read_sums(const Reads *c) {
         for (int64_t j = 0; j < o; j++) {
             if (j + AHEAD < o && places[j + AHEAD] >= 0) fetch(rows + places[j + AHEAD] * d, d);
             if (places[j] < 0) continue;
-            const float *from = rows + places[j] * d;
-            int64_t i = 0;
-            for (; i + LANES <= d; i += LANES) AT(out + i) += weight[j] * AT(from + i);
-            for (; i < d; i++) out[i] += weight[j] * from[i];
+            add_row(out, weight[j], rows + places[j] * d, d);
         }
     }
     return OK;
