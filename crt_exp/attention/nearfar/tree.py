@@ -78,7 +78,8 @@ class Tree(NamedTuple):
         for below in reversed(rest):
             kept = min(max(WIDE, -(-2 * leaves // EACH)), rank.shape[-1])
             at = nodes.gather(-1, rank.topk(kept, -1).indices)
-            nodes = level.below.gather(1, at.flatten(1).unsqueeze(-1).expand(-1, -1, LEAF)).view(*at.shape[:2], kept * LEAF)
+            below_them = level.below.gather(1, at.flatten(1).unsqueeze(-1).expand(-1, -1, LEAF))
+            nodes = below_them.view(*at.shape[:2], kept * LEAF)
             level, rank = below, below.rank_of(q, nodes)
         return nodes.clamp(min=0), rank
 
