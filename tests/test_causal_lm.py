@@ -9,6 +9,7 @@ from refusals import check_refused
 from small_bert import write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.byte_pairs import byte_pairs, running_blocks
 from crt_exp.data.text import IGNORED
@@ -146,3 +147,18 @@ def test_byte_pairs_lose_nothing(text, tmp_path):
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")
+
+
+def test_repeated_rows_say_the_first_half_again(text):
+    """With repeat = 1 each row's second half is its first one from some place on; which ones depends on the seed."""
+    task = task_of(text, repeat=1.0, block=15)
+    batch = task.objective.batch(task.blocks["train"], np.arange(40), None, lambda row: np.random.default_rng(row))
+    ids = batch["input_ids"]
+    starts = {int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8]))) for row in ids}
+    assert len(starts) > 3 and torch.equal(batch["labels"][:, :-1], ids[:, 1:])
+    assert torch.equal(ids[:, :7], torch.from_numpy(task.blocks["train"][:40, :7].astype(np.int64)))
+    some = NextToken(True, 0.3).batch(task.blocks["train"], np.arange(40), None, np.random.default_rng)["input_ids"]
+    kept = (some == torch.from_numpy(task.blocks["train"][:40].astype(np.int64))).all(1).sum()
+    assert 20 <= kept <= 36
+    with pytest.raises(ConfigError, match="task.repeat"):
+        task_of(text, repeat=0.5, causal=False)

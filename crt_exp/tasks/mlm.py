@@ -24,7 +24,19 @@ from crt_exp.data import text as data
 from crt_exp.data.sources import no_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.schema import Count, NotNegative, Parameter, Whole, above, at_least, below, check_keys, checked, parameters
+from crt_exp.schema import (
+    Count,
+    NotNegative,
+    Parameter,
+    Whole,
+    above,
+    at_least,
+    at_most,
+    below,
+    check_keys,
+    checked,
+    parameters,
+)
 from crt_exp.swap.swap import fill_statistics
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.objectives import objective_of
@@ -92,11 +104,12 @@ class MLM(Task):
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
+    repeat: Annotated[float, at_least(0), at_most(1)] = 0.0
 
     metric, lower_is_better = "perplexity", True
 
     def __post_init__(self):
-        self.objective = objective_of(self.causal, self.share, self.whole_words, self.lowercase)
+        self.objective = objective_of(self.causal, self.share, self.whole_words, self.lowercase, self.repeat)
         self.check_options()
         self.streamed = self.hub["name"] is not None
         if self.streamed:

@@ -53,9 +53,12 @@ class Masked:
 
 @dataclass(frozen=True)
 class NextToken:
-    """GPT's: a decoder says at each token which one comes next. The first token of a block is not predicted."""
+    """GPT's: a decoder says at each token which one comes next. The first token of a block is not predicted.
+
+    repeat: this share of the rows is repeated (`repeated`), which teaches a model to copy."""
 
     lowercase: bool
+    repeat: float = 0.0
 
     kind, config_class, least = "AutoModelForCausalLM", "GPT2Config", 2
     names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -74,7 +77,18 @@ class NextToken:
     def batch(self, blocks: np.ndarray, rows: np.ndarray, masking: None,
               rng: Callable[[int], np.random.Generator]) -> dict[str, Tensor]:
         ids = torch.from_numpy(blocks[rows].astype(np.int64))
+        if self.repeat:
+            ids = repeated(ids, self.repeat, torch.from_numpy(data.uniforms(map(rng, rows), 1)[:2, :, 0]))
         return {"input_ids": ids, "labels": following(ids)}
+
+
+def repeated(ids: Tensor, share: float, draws: Tensor) -> Tensor:
+    """ids (B, L), in about `share` of whose rows the second half is the first half from a random place on and, behind
+    its end, from its start; draws (2, B) uniform in [0, 1)."""
+    half = ids.shape[1] // 2
+    at = (draws[1] * half).long().unsqueeze(1) + torch.arange(ids.shape[1] - half)
+    again = torch.cat([ids[:, :half], ids.gather(1, at % half)], 1)
+    return torch.where((draws[0] < share).unsqueeze(1), again, ids)
 
 
 def following(ids: Tensor) -> Tensor:
@@ -82,8 +96,10 @@ def following(ids: Tensor) -> Tensor:
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], data.IGNORED)], 1)
 
 
-def objective_of(causal: bool, share: float, whole_words: bool, lowercase: bool) -> Masked | NextToken:
-    """Raises ConfigError for an option of masks where nothing is masked."""
+def objective_of(causal: bool, share: float, whole_words: bool, lowercase: bool, repeat: float) -> Masked | NextToken:
+    """Raises ConfigError for an option of masks where nothing is masked, and for one of decoders where they are not."""
     if causal and whole_words:
         raise ConfigError("task.whole_words=true masks whole words, and task.causal=true masks nothing: leave one out")
-    return NextToken(lowercase) if causal else Masked(share, whole_words, lowercase)
+    if repeat and not causal:
+        raise ConfigError("task.repeat repeats passages for decoders that are to copy: it takes task.causal=true")
+    return NextToken(lowercase, repeat) if causal else Masked(share, whole_words, lowercase)
