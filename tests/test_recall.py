@@ -8,11 +8,12 @@ from nearfar_cases import same
 
 from crt_exp.attention import exact_attention, near_far_attention
 from crt_exp.attention.nearfar import recall
-from crt_exp.attention.nearfar.choice import Metric, Sizes
+from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.engine import reads
 from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.attention.nearfar.past import RecallState
-from crt_exp.attention.nearfar.tree import LEAF, Tree
+from crt_exp.attention.nearfar.engine.constants import LEAF
+from crt_exp.attention.nearfar.leaves import Pages, pages
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
@@ -36,27 +37,28 @@ def dense(x, y, v, sizes, keep):
     those that were chosen."""
     S, b, out = len(x), sizes.block, []
     places = recall.renewals(sizes, S)
-    epochs = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
+    epochs, pages = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
     for i in range(S):
         past = keep & (torch.arange(S) <= i)
         if i < places[0]:
             out.append(((x[i] @ y[past].T).softmax(-1) @ v[past]) if past.any() else torch.zeros_like(v[0]))
             continue
         epoch = next(e for e in epochs if e.start <= i < e.stop)
-        t, z = i // b, lambda k, e=epoch: (k - e.book.metric.shift[0]) @ e.book.metric.root[0]
+        t, z = i // b, lambda k, e=epoch: (k - e.metric.shift[0]) @ e.metric.root[0]
         near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
-        joined = recall.Joined.none(epoch).up_to(t - epoch.start // b, epoch, y[None].detach(), keep[None], sizes)
-        read = recall.opened(epoch, joined, x[i].detach()[None, None, None], t, sizes).flatten()
+        far = past & ~near & ~heavy
+        seen = recall.Seen(y[None], None, None, far[None], None, None, None, t)
+        leaves = pages.of(t - 1, y[None].detach(), keep[None])
+        read = recall.opened(leaves, seen, x[i][None, None], sizes).flatten()
         read = read[read >= 0]
         assert len(read) <= sizes.open and len(read.unique()) == len(read)
-        far = past & ~near & ~heavy
         assert far[read].all()                                       # each key counts once
         is_read = torch.zeros(S, dtype=torch.bool)
         is_read[read] = True
         logits, values = [x[i] @ y[near | heavy | is_read].T], [v[near | heavy | is_read]]
-        cell = torch.cdist(z(y), epoch.book.measured[0]).argmin(-1)
-        for k in range(len(epoch.book.centres[0])):
+        cell = torch.cdist(z(y), epoch.centres[0]).argmin(-1)
+        for k in range(len(epoch.centres[0])):
             mine = far & (cell == k)
             if (mine & ~is_read).any():
                 tau = (z(y[mine]) - z(y[mine]).mean(0)).square().sum(-1).mean()
@@ -163,24 +165,25 @@ def test_one_key_of_many_is_found():
     error = lambda **sizes: float((attend(x, y, v, Sizes(open=1, exact_until=128)._replace(**sizes))[:, :, 512:]
                                    - exact).norm() / exact.norm())
     none, some, many = error(), error(open=32), error(open=128)
-    assert none > 0.8 and some < 0.4 and many < 0.2
+    assert none > 0.5 and some < 0.35 and many < 0.15
 
 
-@pytest.mark.parametrize("m", [1, 15, 100, 3000])
-def test_the_leaves_hold_every_key_once(m):
-    y = torch.randn(2, m, 4, generator=torch.Generator().manual_seed(0))
-    there = torch.rand(2, m, generator=torch.Generator().manual_seed(1)) < 0.8
-    there[:, 0] = True
-    tree = Tree.of(y, Metric.of(None, y, None, None), there)
-    below = tree.levels[0].below
-    assert below.shape[2] == LEAF
-    for row in range(2):
-        assert sorted(below[row][below[row] >= 0].tolist()) == there[row].nonzero().squeeze(1).tolist()
-    for level, above in zip(tree.levels, tree.levels[1:]):
-        held = torch.where(above.below >= 0, level.count.gather(1, above.below.clamp(min=0).flatten(1)).view(
-            above.below.shape), 0).sum(-1)
-        assert torch.equal(held, above.count)
-    assert all((level.count.sum(1) == there.sum(1)).all() for level in tree.levels)
+@pytest.mark.parametrize("b, blocks", [(4, 1), (8, 7), (24, 3), (16, 27), (9, 5)])
+def test_the_leaves_hold_every_key_once(b, blocks):
+    """However many blocks there are; and so do the pages of fewer of them, which need not be sorted again."""
+    y = torch.randn(2, b * blocks, 4, generator=torch.Generator().manual_seed(0))
+    there = torch.rand(2, b * blocks, generator=torch.Generator().manual_seed(1)) < 0.8
+    found = Pages(b)
+    for n in range(1, blocks + 1):
+        leaves = found.of(n, y, there)
+        places = leaves.order.flatten(1)
+        assert torch.equal(places.sort(1).values, torch.arange(n * b).expand(2, -1))
+        assert leaves.order.shape[2] < 2 * LEAF + b % 2 * b
+        held = there.gather(1, places).view(leaves.order.shape)
+        assert torch.equal(held.sum(2), leaves.count)
+        mean = (reads.rows(y, leaves.order) * held.unsqueeze(-1)).sum(2) / leaves.count.clamp(min=1).unsqueeze(-1)
+        torch.testing.assert_close(leaves.mean, mean)
+    assert pages(27) == [(0, 16), (16, 4), (20, 4), (24, 1), (25, 1), (26, 1)]
 
 
 @needs_library
@@ -188,18 +191,18 @@ def test_keys_are_read_in_c_as_in_torch(monkeypatch):
     g = torch.Generator().manual_seed(0)
     for d, shape, o in ((4, (3, 2), 1), (19, (2, 1, 5), 7), (64, (40,), 33)):
         draw = lambda *size: torch.randn(2, *size, generator=g)
-        q, table, shift = draw(*shape, d), draw(70, d)[:, :50], draw(1, d)              # rows of a longer buffer
+        q, table = draw(*shape, d), draw(70, d)[:, :50]         # rows of a longer buffer
         places = torch.randint(-1, 50, (2, *shape, o), generator=g)
         weight = draw(*shape, o) * (places >= 0)
         assert reads.in_c(q, table) and not reads.in_c(q.double(), table.double())
-        ours = reads.logits(q, table, shift, places), reads.sums(weight, table, places)
+        ours = reads.logits(q, table, places), reads.sums(weight, table, places)
         with monkeypatch.context() as patched:
             patched.setattr(reads, "in_c", lambda *tensors: False)
-            theirs = reads.logits(q, table, shift, places), reads.sums(weight, table, places)
+            theirs = reads.logits(q, table, places), reads.sums(weight, table, places)
         for one, other in zip(ours, theirs):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
         with pytest.raises(IndexError, match="place 50: there are 50 keys"):
-            reads.logits(q, table, shift, torch.full_like(places, 50))
+            reads.logits(q, table, torch.full_like(places, 50))
 
 
 # ---- layers and models ----

@@ -57,6 +57,10 @@ class Metric(NamedTuple):
     def at(self, rows: slice) -> "Metric":
         return Metric(*(t if len(t) == 1 else t[rows] for t in self))
 
+    def measured(self, y: Tensor, keep: Tensor) -> Tensor:
+        """z (Z, S, d) of keys as they come; 0 for those that are not kept."""
+        return torch.where(keep.unsqueeze(-1), y - self.shift, 0.0) @ self.root
+
     def log_weights(self, y: Tensor) -> Tensor:
         """w (Z, S) of keys less the shift."""
         return (y * self.tilt).sum(-1)

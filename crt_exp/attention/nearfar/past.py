@@ -13,11 +13,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype
-from crt_exp.attention.nearfar.causal import cells_of
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
+from crt_exp.attention.nearfar.leaves import Leaves, Pages
 from crt_exp.attention.nearfar.padding import first_kept
-from crt_exp.attention.nearfar.recall import Epoch, Joined, Seen, exactly, in_chunks, kept_of, renewals, rows_of
+from crt_exp.attention.nearfar.recall import (
+    Epoch,
+    Seen,
+    cells_of,
+    exactly,
+    in_chunks,
+    kept_of,
+    metric_of,
+    renewals,
+    rows_of,
+)
 
 
 class Kept(NamedTuple):
@@ -53,13 +63,19 @@ class Buffer:
 class Known(NamedTuple):
     """Of rows whose first real token is at the same place: the epoch of their last token, and what joined since."""
 
+    blocks: int       # that are far
     epoch: Epoch
-    joined: Joined
+    member: Tensor    # (Z, far): whether a key lies in a cell,
+    cell: Tensor      # (Z, far): and in which
     sums: Tensor      # (Z, K, dv + d + 2): of the keys that are far
+    pages: Pages
 
     def of(self, heads: Tensor) -> "Known":
         """Those of some heads (of the batch and of keys)."""
-        return tree_map(lambda t: t[heads] if isinstance(t, Tensor) and t.ndim > 1 else t, self)
+        own = lambda t: t[heads] if isinstance(t, Tensor) and t.ndim > 1 else t
+        pages = self.pages
+        taken = {page: Leaves(*map(own, each)) for page, each in pages.sorted.items()}
+        return tree_map(own, self._replace(pages=None))._replace(pages=Pages(pages.b, taken))
 
 
 class RecallState:
@@ -170,33 +186,36 @@ class RecallState:
     def _within(self, first: int, start: int, stop: int, x: Tensor, y: Tensor, v: Tensor,
                 keep: Tensor | None) -> Tensor:
         """Of queries (Z, G, t, d) of one block, the last ones of keys (Z, S, d)."""
-        block, known = (y.shape[1] - 1) // self.sizes.block, self.known.get(first)
-        if known is None or known.epoch.start != start or block < known.joined.blocks + start // self.sizes.block:
-            epoch = Epoch.of(y, keep, self.sizes, start, stop)
-            known = Known(epoch, Joined.none(epoch), _sums(epoch, epoch.cell, epoch.pool, y, v, 0))
-        known = self._joined(known, block - start // self.sizes.block, y, v, keep)
+        b = self.sizes.block
+        block, keep = (y.shape[1] - 1) // b, kept_of(y, keep)
+        known = self._known(first, start, stop, block - 1, y, v, keep)
         self.known[first] = known
-        epoch, book = known.epoch, known.epoch.book
-        far, cells = cells_of(known.sums.unsqueeze(1), v.shape[-1], book)
-        seen = Seen(y, v, kept_of(y, keep), known.joined.cell, far, cells, block)
-        lead = y.shape[1] - x.shape[2] - block * self.sizes.block
+        far, cells = cells_of(known.sums.unsqueeze(1), v.shape[-1], known.epoch)
+        seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
+        lead = y.shape[1] - x.shape[2] - block * b
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
-        out, _ = in_chunks(epoch, known.joined, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
+        out, _ = in_chunks(known.epoch, known.pages, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
         return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
 
-    def _joined(self, known: Known, blocks: int, y: Tensor, v: Tensor, keep: Tensor | None) -> Known:
-        """With the blocks of keys that have left the window since."""
-        if blocks <= known.joined.blocks:
+    def _known(self, first: int, start: int, stop: int, blocks: int, y: Tensor, v: Tensor, keep: Tensor) -> Known:
+        """Of the epoch from `start` to `stop`, where so many blocks of the keys are far."""
+        known, b = self.known.get(first), self.sizes.block
+        if known is not None and known.blocks == blocks:
             return known
-        epoch, at = known.epoch, known.joined.cell.shape[1]
-        joined = known.joined.up_to(blocks, epoch, y, keep, self.sizes)
-        cell = joined.cell[:, at:]
-        member = kept_of(y, keep)[:, at:at + cell.shape[1]]
-        return Known(epoch, joined, known.sums + _sums(epoch, cell, member, y, v, at))
-
-
-def _sums(epoch: Epoch, cell: Tensor, member: Tensor, y: Tensor, v: Tensor, at: int) -> Tensor:
-    """Sums of `rows_of` the keys from the place `at` on, by cells (Z, m)."""
-    here = slice(at, at + cell.shape[1])
-    rows = rows_of(y[:, here], v[:, here], member, cell, epoch.book)
-    return one_hot(cell, epoch.book.centres.shape[1], rows.dtype).mT @ rows
+        if known is None or known.epoch.start != start or known.blocks > blocks:
+            metric = metric_of(y, keep, self.sizes) if known is None else known.epoch.metric
+            pages = Pages(b) if known is None else known.pages
+            leaves = pages.of(start // b - 1, y, keep)
+            epoch = Epoch.of(y, keep, self.sizes, start, stop, metric, leaves)
+            none = y.new_zeros(len(y), epoch.centres.shape[1], v.shape[-1] + y.shape[-1] + 2)
+            known = Known(0, epoch, epoch.pool, epoch.cell, none, pages)
+        epoch, at, far = known.epoch, known.member.shape[1], blocks * b
+        member, cell = known.member, known.cell
+        if far > at:
+            member = torch.cat([member, keep[:, at:far]], 1)
+            cell = torch.cat([cell, epoch.cells(y[:, at:far], keep[:, at:far])], 1)
+        done = known.blocks * b
+        rows = rows_of(y[:, done:far], v[:, done:far], member[:, done:far], cell[:, done:far], epoch)
+        sums = known.sums + one_hot(cell[:, done:far], epoch.centres.shape[1], rows.dtype).mT @ rows
+        known.pages.of(blocks, y, keep)
+        return Known(blocks, epoch, member, cell, sums, known.pages.only(blocks))

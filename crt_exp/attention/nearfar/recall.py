@@ -3,45 +3,45 @@
 Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
 cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
 block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells and,
-beside that, in the leaves of a tree (tree.py). A query ranks the leaves by what their best key may give it and reads
-the keys of the best ones exactly, at most `open` of them; these leave their cells. So each key counts once.
+beside that, in leaves (leaves.py). A query ranks the leaves by what their best key may give it, looks at the keys of
+the best ones, LOOKED times `open` or a SHARE-th of all, and reads the `open` of them exactly that it asks for most;
+these leave their cells. So each key counts once.
 
-Measure, heavy keys, centres and tree are of the keys before a renewal. Renewals lie where the sequence has grown by a
-quarter or so, at places that no sequence decides: outputs depend on places and past alone. Keys that come between two
-of them go to the nearest cells, and to leaves of their own block. Derived here.
+What keys are measured by is of those before the first renewal; heavy keys and centres of cells are of the keys before
+the last one. Renewals lie where the sequence has grown by a half or so, at places that no sequence decides: outputs
+depend on places and past alone. Keys that come between two of them go to the nearest cells. Derived here.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
-from crt_exp.attention.nearfar.causal import Codebook, cells_of
 from crt_exp.attention.nearfar.choice import (
     Cells,
-    Choice,
     Metric,
     Sizes,
     blocks,
+    centres_of,
     grouped,
     mean_spread,
     moments,
     nearest,
+    summed,
     ungrouped,
     without,
 )
 from crt_exp.attention.nearfar.engine import reads
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
-from crt_exp.attention.nearfar.engine.constants import HIDDEN
+from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST, LOOKED, PART, RENEWED, SHARE
 from crt_exp.attention.nearfar.engine.sets import log_weight, over
-from crt_exp.attention.nearfar.tree import LEAF, Level, Tree
+from crt_exp.attention.nearfar.leaves import Leaves, Pages, width
 
-RENEWED, PART = 128, 4     # tokens between renewals at least, and as a part of the sequence so far: a quarter
-LEAST_HELD = 3             # keys of a leaf, few hold fewer: `open` keys are looked for in so many leaves as this makes
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
 
@@ -55,62 +55,46 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     return found
 
 
+def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes) -> Metric:
+    """Of keys y (Z, S, d): of those that are far at the first renewal."""
+    far = renewals(sizes, 0)[0] - sizes.block
+    return Metric.of(None, y[:, :far], None, None if keep is None else keep[:, :far])
+
+
 class Epoch(NamedTuple):
     """What the queries from one renewal to the next know of the keys before it; no gradient."""
 
     start: int        # the place of the renewal
     stop: int         # of the next one
-    book: Codebook
+    metric: Metric
     heavy: Tensor     # (Z, n): places
     there: Tensor     # (Z, n): whether there are as many
     pool: Tensor      # (Z, start - b): which keys lie in cells
     cell: Tensor      # (Z, start - b): in which
-    tree: Tree
+    centres: Tensor   # (Z, K, d), as z
 
     @classmethod
-    def of(cls, y: Tensor, keep: Tensor | None, sizes: Sizes, start: int, stop: int) -> "Epoch":
-        """Of keys y (Z, .., d), those before the window of the first block from `start` on, and keep (Z, ..)."""
+    def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: Metric,
+           leaves: Leaves) -> "Epoch":
+        """Of keys y (Z, .., d), those before the window of the first block from `start` on, whose leaves are given;
+        keep (Z, ..). Cells are of the leaves' means."""
         far = start - sizes.block
-        y, keep = y[:, :far], None if keep is None else keep[:, :far]
-        metric = Metric.of(None, y, None, keep)
-        y = without(y - metric.shift, keep)
-        choice = Choice.of(y, metric, sizes.heavy, sizes.cells, keep)
-        centres = torch.linalg.solve_triangular(metric.root, choice.centres, upper=False, left=False) + metric.shift
-        book, tree = Codebook(metric, centres), Tree.of(y, metric, choice.pool)
-        return cls(start, stop, book, choice.heavy, choice.there, choice.pool, choice.cell, tree)
+        keep = keep[:, :far]
+        z = metric.measured(y[:, :far], keep)
+        score = z.square().sum(-1).masked_fill(~keep, -torch.inf)
+        top = score.topk(min(sizes.heavy, far))
+        pool = keep.scatter(1, top.indices, False)
+        order = leaves.order.flatten(1)
+        u = pool.gather(1, order).to(z.dtype).unsqueeze(-1)
+        sums = (torch.cat([reads.rows(z, order) * u, u], -1)).unflatten(1, leaves.order.shape[1:]).sum(2)
+        count = sums[..., -1]
+        centres = centres_of(sums[..., :-1] / count.clamp(min=LEAST).unsqueeze(-1), count.log(),
+                             min(sizes.cells, count.shape[1]))
+        return cls(start, stop, metric, top.indices, top.values > -torch.inf, pool, nearest(z, centres), centres)
 
-
-class Joined(NamedTuple):
-    """What came to the cells since the renewal: whole blocks of keys that have left the window; no gradient."""
-
-    blocks: int              # how many
-    cell: Tensor             # (Z, far): of each key that is far, those before the renewal too
-    leaves: Level | None     # of these blocks
-    block: Tensor            # (leaves,): that of each, counted from the first of them
-
-    @classmethod
-    def none(cls, epoch: Epoch) -> "Joined":
-        return cls(0, epoch.cell, None, torch.zeros(0, dtype=torch.long, device=epoch.cell.device))
-
-    def up_to(self, blocks: int, epoch: Epoch, y: Tensor, keep: Tensor | None, sizes: Sizes) -> "Joined":
-        """With those of more blocks of keys y (Z, S, d)."""
-        more, b, Z = blocks - self.blocks, sizes.block, len(y)
-        if more <= 0:
-            return self
-        start, metric = epoch.start + (self.blocks - 1) * b, epoch.book.metric
-        y, there = y[:, start:start + more * b], kept_of(y, keep)[:, start:start + more * b]
-        y = torch.where(there.unsqueeze(-1), y - metric.shift, 0.0)
-        cell = torch.cat([self.cell, nearest(y @ metric.root, epoch.book.measured)], 1)
-        each = Metric(*(t if len(t) == 1 else t.repeat_interleave(more, 0) for t in metric))
-        flat = lambda t: t.unflatten(1, (more, b)).flatten(0, 1)
-        level = Tree.of(flat(y), each, flat(there), top=b).levels[0]
-        begin = start + torch.arange(more, device=y.device) * b
-        below = torch.where(level.below < 0, -1, level.below + begin.repeat(Z)[:, None, None])
-        level = Level(*(t.unflatten(0, (Z, more)).flatten(1, 2) for t in (below, *level[1:])))
-        block = self.blocks + torch.arange(more, device=y.device).repeat_interleave(level.count.shape[1] // more)
-        if self.leaves is not None:
-            level = Level(*(torch.cat(both, 1) for both in zip(self.leaves, level)))
-        return Joined(blocks, cell, level, torch.cat([self.block, block]))
+    def cells(self, y: Tensor, keep: Tensor) -> Tensor:
+        """The nearest ones of keys y (Z, m, d), (Z, m)."""
+        return nearest(self.metric.measured(y, keep), self.centres)
 
 
 @dataclass(frozen=True)
@@ -123,18 +107,23 @@ class Recall:
         return False
 
     @torch.no_grad()
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> list[Epoch]:
-        """The epochs of queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> tuple[list[Epoch], Pages | None]:
+        """The epochs of queries (Z, G, L, d), the last ones of keys (Z, S, d), and the leaves of these."""
         kept = without(y, keep)
         check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(kept, dim=(1, 2)))
-        places, y = renewals(self.sizes, y.shape[1]), kept.to(compute_dtype(x, y))
-        first = y.shape[1] - x.shape[2]
-        return [Epoch.of(y, keep, self.sizes, a, e) for a, e in zip(places, places[1:]) if e > first]
+        places, y, first = renewals(self.sizes, y.shape[1]), kept.to(compute_dtype(x, y)), y.shape[1] - x.shape[2]
+        if places[0] >= y.shape[1]:
+            return [], None
+        metric, keep, b = metric_of(y, keep, self.sizes), kept_of(y, keep), self.sizes.block
+        found = Pages(b)
+        epochs = [Epoch.of(y, keep, self.sizes, a, e, metric, found.of(a // b - 1, y, keep))
+                  for a, e in zip(places, places[1:]) if e > first]
+        return epochs, found
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
-               epochs: list[Epoch]) -> tuple[Tensor, Tensor]:
+               chosen: tuple[list[Epoch], Pages | None]) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
-        dtype, (L, S) = compute_dtype(x, y, v), (x.shape[2], y.shape[1])
+        (epochs, pages), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
         x, y, v = x.to(dtype), without(y, keep).to(dtype), without(v, keep).to(dtype)
         first, until = S - L, min(renewals(self.sizes, S)[0], S)
         parts, predicted = [], x.new_zeros(len(y))
@@ -142,25 +131,27 @@ class Recall:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep))
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
-            out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
+            out, predicted = self.within(epoch, pages, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
             parts.append(out)
         return torch.cat(parts, 2), predicted
 
-    def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    def within(self, epoch: Epoch, pages: Pages, x: Tensor, y: Tensor, v: Tensor,
+               keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
         S, b, keep = y.shape[1], self.sizes.block, kept_of(y, keep)
         first = (S - x.shape[2]) // b                             # the block of the first query
         lead = S - x.shape[2] - first * b
         x = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2)
-        q = grouped(x, b)
-        blocks_joined = first + q.shape[1] - 1 - epoch.start // b
+        q, start = grouped(x, b), epoch.start - b
+        stop = (first + q.shape[1] - 2) * b                       # of the keys that are far from the last block
         with torch.no_grad():
-            joined = Joined.none(epoch).up_to(blocks_joined, epoch, y, keep, self.sizes)
-        far, cells = cells_of(far_sums(epoch, joined, y, v, keep, b, first, q.shape[1]), v.shape[-1], epoch.book)
-        here = Seen(y, v, keep, joined.cell, far, cells, first)
-        out, share = in_chunks(epoch, joined, here, q, self.sizes)
+            cell = torch.cat([epoch.cell, epoch.cells(y[:, start:stop], keep[:, start:stop])], 1)
+            member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
+        far, cells = cells_of(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
+        here = Seen(y, v, keep, member, cell, far, cells, first)
+        out, share = in_chunks(epoch, pages, here, q, self.sizes)
         out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:] for t in (out, share))
-        spread = mean_spread(far[:, -1:, :, -1].detach(), epoch.book.level, cells.spread[:, -1:].detach())
+        spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
 
@@ -180,51 +171,31 @@ def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
 
 
-def rows_of(y: Tensor, v: Tensor, member: Tensor, cell: Tensor, book: Codebook) -> Tensor:
+def rows_of(y: Tensor, v: Tensor, member: Tensor, cell: Tensor, epoch: Epoch) -> Tensor:
     """[v] and the moments of keys (Z, m, d) with values (Z, m, dv), 0 for those that are no `member` (Z, m)."""
-    y = torch.where(member.unsqueeze(-1), y - book.metric.shift, 0.0)
+    y = torch.where(member.unsqueeze(-1), y - epoch.metric.shift, 0.0)
     u = member.to(y.dtype)                                        # keys count alike: the mean query is not known
-    return torch.cat([v * u.unsqueeze(-1), moments(y, u, book.metric, cell, book.measured)], -1)
+    return torch.cat([v * u.unsqueeze(-1), moments(y, u, epoch.metric, cell, epoch.centres)], -1)
 
 
-def far_sums(epoch: Epoch, joined: Joined, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int,
-             count: int) -> Tensor:
-    """Sums (Z, count, K, dv + d + 2) of `rows_of` the keys in cells, for each of `count` blocks from `first` on: of the
-    pool and of the blocks from the renewal on that have left the window."""
-    start, stop, K = epoch.start - b, joined.cell.shape[1], epoch.book.centres.shape[1]
-    member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
-    rows = rows_of(y[:, :stop], v[:, :stop], member, joined.cell, epoch.book)
-    at = max(start, (first - 1) * b)                              # the keys that are far from the first block
-    sums = (one_hot(joined.cell[:, :at], K, rows.dtype).mT @ rows[:, :at]).unsqueeze(1)
+def far_sums(epoch: Epoch, member: Tensor, cell: Tensor, y: Tensor, v: Tensor, b: int, first: int) -> Tensor:
+    """Sums (Z, N, K, dv + d + 2) of `rows_of` the keys in cells, for each of N blocks from `first` on; member and cell
+    (Z, far): of the keys that are far from the last of them."""
+    stop, K = cell.shape[1], epoch.centres.shape[1]
+    rows = rows_of(y[:, :stop], v[:, :stop], member, cell, epoch)
+    at = max(epoch.start - b, (first - 1) * b)                    # the keys that are far from the first block
+    sums = (one_hot(cell[:, :at], K, rows.dtype).mT @ rows[:, :at]).unsqueeze(1)
     if stop > at:
-        later = one_hot(blocks(joined.cell[:, at:], b), K, rows.dtype).mT @ blocks(rows[:, at:], b)
+        later = one_hot(blocks(cell[:, at:], b), K, rows.dtype).mT @ blocks(rows[:, at:], b)
         sums = torch.cat([sums, sums + later.cumsum(1)], 1)
     return sums
 
 
-@torch.no_grad()
-def opened(epoch: Epoch, joined: Joined, q: Tensor, first: int, sizes: Sizes) -> Tensor:
-    """Places (Z, N, r, o) of the keys that each of the queries (Z, N, r, d) of blocks from `first` on reads, -1 where
-    there are fewer: those of the leaves that rank highest, as many as `open` keys hold."""
-    _, N, r, _ = q.shape
-    flat, lowest = q.flatten(1, 2), epoch.tree.levels[0]
-    most = max(1, sizes.open // LEAST_HELD)
-    leaf, rank = epoch.tree.best(flat, most)
-    table, count = lowest.below, lowest.count
-    if joined.leaves is not None:
-        last = first - epoch.start // sizes.block - 1 + torch.arange(N, device=q.device)         # that is far, of each
-        past = joined.block <= last.unsqueeze(1)
-        found = joined.leaves.rank(flat).masked_fill(~past.repeat_interleave(r, 0), -torch.inf)
-        more = table.shape[1] + torch.arange(found.shape[-1], device=q.device).expand_as(found)
-        leaf, rank = torch.cat([leaf, more], -1), torch.cat([rank, found], -1)
-        table, count = torch.cat([table, joined.leaves.below], 1), torch.cat([count, joined.leaves.count], 1)
-    rank, at = rank.topk(min(most, rank.shape[-1]), -1)
-    leaf = leaf.gather(-1, at)
-    held = count.gather(1, leaf.flatten(1)).view(leaf.shape)
-    read = (rank > -torch.inf) & (held.cumsum(-1) <= sizes.open)
-    places = table.gather(1, leaf.flatten(1).unsqueeze(-1).expand(-1, -1, LEAF)).view(*leaf.shape, LEAF)
-    places = torch.where(read.unsqueeze(-1), places, -1).flatten(-2)
-    return places.topk(min(sizes.open, places.shape[-1]), -1).values.unflatten(1, (N, r))
+def cells_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Cells]:
+    """[V, N] and the cells of sums (Z, N, K, dv + d + 2) of `rows_of` the keys."""
+    far, metric = torch.cat([sums[..., :dv], sums[..., -1:]], -1), epoch.metric
+    cells = summed(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1))
+    return far, cells._replace(mu=cells.mu + metric.shift.unsqueeze(1))
 
 
 class Seen(NamedTuple):
@@ -233,7 +204,8 @@ class Seen(NamedTuple):
     y: Tensor         # (Z, S, d)
     v: Tensor         # (Z, S, dv)
     keep: Tensor      # (Z, S)
-    cell: Tensor      # (Z, far)
+    member: Tensor    # (Z, far): whether a key lies in a cell,
+    cell: Tensor      # (Z, far): and in which
     far: Tensor       # (Z, N, K, dv + 1)
     cells: Cells      # (Z, N, K, .)
     first: int        # the first block
@@ -243,7 +215,18 @@ class Seen(NamedTuple):
                              first=self.first + rows.start)
 
 
-def in_chunks(epoch: Epoch, joined: Joined, seen: Seen, q: Tensor, sizes: Sizes,
+@torch.no_grad()
+def opened(leaves: Leaves, seen: Seen, q: Tensor, sizes: Sizes) -> Tensor:
+    """Places (Z, R, o) of the keys that each query (Z, R, d) of a block reads, -1 where there are fewer: of those that
+    lie in its best leaves the ones of the largest logits."""
+    places = leaves.best(q, max(LOOKED * sizes.open, seen.member.shape[1] // SHARE) // width(sizes.block) + 1)
+    member = seen.member.gather(1, places.flatten(1)).view(places.shape)
+    found = reads.logits(q, seen.y, torch.where(member, places, -1))
+    found, at = found.topk(min(sizes.open, places.shape[-1]), -1)
+    return torch.where(found > HIDDEN, places.gather(-1, at), -1)
+
+
+def in_chunks(epoch: Epoch, pages: Pages, seen: Seen, q: Tensor, sizes: Sizes,
               own: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`gathered` of queries (Z, N, r, d), whose keys are read for some blocks at a time, and again in the backward
     pass. own (r,): their places within a block; None: the tokens of a whole block, for each head of a group."""
@@ -254,7 +237,11 @@ def in_chunks(epoch: Epoch, joined: Joined, seen: Seen, q: Tensor, sizes: Sizes,
     found = []
     for at in range(0, N, size):
         rows = slice(at, min(at + size, N))
-        places = opened(epoch, joined, q[:, rows].detach(), seen.first + at, sizes)
+        with torch.no_grad():
+            leaves = [pages.of(seen.first + t - 1, seen.y, seen.keep) for t in range(at, rows.stop)]
+            places = [opened(each, seen, q[:, t], sizes) for t, each in enumerate(leaves, at)]
+            most = max(each.shape[-1] for each in places)
+            places = torch.stack([F.pad(each, (0, most - each.shape[-1]), value=-1) for each in places], 1)
         given = epoch, seen.at(rows), q[:, rows], places, own, sizes.block
         found.append(checkpoint(gathered, *given, use_reentrant=False) if again else gathered(*given))
     return tuple(torch.cat(t, 1) for t in zip(*found))
@@ -263,21 +250,21 @@ def in_chunks(epoch: Epoch, joined: Joined, seen: Seen, q: Tensor, sizes: Sizes,
 def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> tuple[Tensor, Tensor]:
     """What queries (Z, m, r, d) gather, (Z, m, r, dv), and how much of their weight lies in cells (Z, m, r, 1): a
     softmax over near, heavy and read keys and the cells, from each of which the keys that are read are taken away."""
-    m, shift = q.shape[1], epoch.book.metric.shift
+    m = q.shape[1]
     here = seen.first + torch.arange(m, device=q.device).unsqueeze(1)
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
     at = near.clamp(max=seen.y.shape[1] - 1)
     visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, at].unsqueeze(2)  # (Z, m, r, 2 b)
-    logits = [(q @ (seen.y[:, at] - shift.unsqueeze(1)).mT).masked_fill(~visible, HIDDEN)]
+    logits = [(q @ seen.y[:, at].mT).masked_fill(~visible, HIDDEN)]
     values = [seen.v[:, at]]
     if epoch.heavy.shape[1]:
-        heavy = (reads.rows(seen.y, epoch.heavy) - shift).unsqueeze(1)
+        heavy = reads.rows(seen.y, epoch.heavy).unsqueeze(1)
         logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
         values.append(reads.rows(seen.v, epoch.heavy).unsqueeze(1))
     of_cells = q @ seen.cells.mu.mT + seen.cells.bias.unsqueeze(-2)                             # (Z, m, r, K)
     logits.append(of_cells + log_weight(seen.far).unsqueeze(-2))
     values.append(seen.far[..., :-1] * over(seen.far[..., -1:]))
-    exact = reads.logits(q, seen.y, shift, places)                                              # (Z, m, r, o)
+    exact = reads.logits(q, seen.y, places)                                                     # (Z, m, r, o)
     there = places >= 0
     cell = seen.cell.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
     before = of_cells.gather(-1, cell).masked_fill(~there, HIDDEN)

@@ -2,6 +2,14 @@
 
 #pragma once
 
+#define LEAF 8          /* keys of a leaf, at least */
+#define GROWN 4         /* pages of which the next larger one is made */
+#define TURNS 3         /* of the power iteration that finds a main axis */
+#define SPREADS 2.0f    /* standard deviations by which the best key of a leaf is guessed to exceed its mean */
+#define LOOKED 4        /* times as many keys as are read are looked at, */
+#define SHARE 16        /* or one of so many of all */
+#define RENEWED 128     /* tokens between renewals at least, */
+#define PART 2          /* and as a part of the sequence so far: a half */
 #define PICKS 8         /* centres that are chosen at a time */
 #define RIDGE 1e-6      /* of the mean square of queries, added to their second moments */
 #define LEAST 1e-30f    /* weights below it count as none */

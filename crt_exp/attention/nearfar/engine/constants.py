@@ -6,5 +6,6 @@ from pathlib import Path
 _TEXT = Path(__file__).with_suffix(".h").read_text()
 _NUMBERS = dict(re.findall(r"^#define (\w+) +\(?([-+.e\d]+)", _TEXT, re.MULTILINE))
 
-PICKS = int(_NUMBERS["PICKS"])
-RIDGE, LEAST, HIDDEN = (float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN"))
+PICKS, LEAF, GROWN, TURNS = (int(_NUMBERS[name]) for name in ("PICKS", "LEAF", "GROWN", "TURNS"))
+LOOKED, SHARE, RENEWED, PART = (int(_NUMBERS[name]) for name in ("LOOKED", "SHARE", "RENEWED", "PART"))
+RIDGE, LEAST, HIDDEN, SPREADS = (float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "SPREADS"))

@@ -19,13 +19,11 @@ class Reads(ctypes.Structure):
                 *((name, ctypes.c_void_p) for name in ("places", "rows", "given", "out"))]
 
 
-def logits(q: Tensor, keys: Tensor, shift: Tensor, places: Tensor) -> Tensor:
-    """q.(key - shift) (Z, ..., o), HIDDEN for none; shift (Z or 1, 1, d)."""
+def logits(q: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """q.key (Z, ..., o), HIDDEN for none."""
     if in_c(q, keys):
-        found = _read("near_far_read_logits", q, keys, places, places.shape)
-        return found - (q @ shift.view(len(shift), *[1] * (q.ndim - 3), shift.shape[-1], 1))
-    read = rows(keys, places.clamp(min=0)) - shift.view(len(shift), *[1] * (places.ndim - 1), shift.shape[-1])
-    return (read @ q.unsqueeze(-1)).squeeze(-1).masked_fill(places < 0, HIDDEN)
+        return _read("near_far_read_logits", q, keys, places, places.shape)
+    return (rows(keys, places.clamp(min=0)) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(places < 0, HIDDEN)
 
 
 def sums(weight: Tensor, values: Tensor, places: Tensor) -> Tensor:
