@@ -36,7 +36,7 @@ from crt_exp.attention.nearfar.choice import (
     ungrouped,
     without,
 )
-from crt_exp.attention.nearfar.engine import reads
+from crt_exp.attention.nearfar.engine import native, reads
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST, LOOKED, PART, RENEWED, SHARE
 from crt_exp.attention.nearfar.engine.sets import log_weight, over
@@ -55,10 +55,18 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     return found
 
 
-def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes) -> Metric:
-    """Of keys y (Z, S, d): of those that are far at the first renewal."""
+def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> Metric:
+    """Of keys factor y (Z, S, d): of those that are far at the first renewal."""
     far = renewals(sizes, 0)[0] - sizes.block
-    return Metric.of(None, y[:, :far], None, None if keep is None else keep[:, :far])
+    return Metric.of(None, y[:, :far] * factor, None, None if keep is None else keep[:, :far])
+
+
+class Chosen(NamedTuple):
+    """Nothing where all queries see all earlier keys; the metric alone where the C engine does the rest."""
+
+    metric: Metric | None = None
+    epochs: tuple["Epoch", ...] | list["Epoch"] = ()
+    pages: Pages | None = None
 
 
 class Epoch(NamedTuple):
@@ -101,34 +109,45 @@ class Epoch(NamedTuple):
 class Recall:
     sizes: Sizes
     far: None = None
+    factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:
-        """Whether the C engine does it: not yet."""
-        return False
+        """Whether the C engine does it, all heads in one call: where nothing is differentiated."""
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return not differentiated and native.applies(*tensors)
 
     @torch.no_grad()
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> tuple[list[Epoch], Pages | None]:
-        """The epochs of queries (Z, G, L, d), the last ones of keys (Z, S, d), and the leaves of these."""
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> "Chosen":
+        """For queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
         kept = without(y, keep)
         check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(kept, dim=(1, 2)))
         places, y, first = renewals(self.sizes, y.shape[1]), kept.to(compute_dtype(x, y)), y.shape[1] - x.shape[2]
         if places[0] >= y.shape[1]:
-            return [], None
-        metric, keep, b = metric_of(y, keep, self.sizes), kept_of(y, keep), self.sizes.block
+            return Chosen()
+        metric, b = metric_of(y, keep, self.sizes, self.factor), self.sizes.block
+        if self.in_c(x, y):
+            return Chosen(metric)
+        keep = kept_of(y, keep)
         found = Pages(b)
         epochs = [Epoch.of(y, keep, self.sizes, a, e, metric, found.of(a // b - 1, y, keep))
                   for a, e in zip(places, places[1:]) if e > first]
-        return epochs, found
+        return Chosen(metric, epochs, found)
 
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
-               chosen: tuple[list[Epoch], Pages | None]) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: "Chosen") -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
-        (epochs, pages), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
+        (metric, epochs, pages), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
         x, y, v = x.to(dtype), without(y, keep).to(dtype), without(v, keep).to(dtype)
         first, until = S - L, min(renewals(self.sizes, S)[0], S)
         parts, predicted = [], x.new_zeros(len(y))
         if first < until:
-            parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep))
+            parts.append(exactly(x[:, :, :until - first] * self.factor**2, y[:, :until], v[:, :until], keep))
+        if metric is not None and self.in_c(x, y, v):
+            options = self.sizes._asdict() | {"until": until, "width": width(self.sizes.block)}
+            del options["first_order"], options["exact_until"]
+            found = native.recall(x[:, :, max(0, until - first):], y, v, keep, metric.shift, metric.root, options,
+                                  self.factor)
+            parts.append(found.out)
+            predicted = found.share.mean((1, 2)) * found.spread.sqrt()
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
             out, predicted = self.within(epoch, pages, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)

@@ -68,6 +68,14 @@ static void cholesky(int d, int dp, const float *from, double ridge, double *L, 
         for (int j = 0; j < d; j++) to[i * d + j] = j <= i ? (float)L[i * d + j] : 0;
 }
 
+static void load_root(Pick *e) {
+    const int d = e->d, dp = e->dp;
+    for (int p = 0; p < d; p++) {
+        memcpy(e->rows + p * dp, e->c->root + (e->z * d + p) * d, sizeof(float) * d);
+        for (int q = d; q < dp; q++) e->rows[p * dp + q] = 0;
+    }
+}
+
 static void measure(Pick *e) {
     const NearFar *c = e->c;
     const int d = e->d, dp = e->dp;
@@ -92,10 +100,7 @@ static void measure(Pick *e) {
         return;
     }
     cholesky(d, dp, e->moments, RIDGE * trace / d + sqrt(1.17549435e-38), (double *)e->root, root);
-    for (int p = 0; p < d; p++) {
-        memcpy(e->rows + p * dp, root + p * d, sizeof(float) * d);
-        for (int q = d; q < dp; q++) e->rows[p * dp + q] = 0;
-    }
+    load_root(e);
 }
 
 /* z of all keys, with |z|^2, w and the scores |z|^2 / 2 + w. */
@@ -315,6 +320,20 @@ static void choose_head(Pick *e) {
     find_nearest(e);
     for (int k = 0; k < e->K; k++)
         memcpy(c->centres + (e->z * e->K + k) * e->d, e->centres + k * e->dp, sizeof(float) * e->d);
+}
+
+int centres_of(const NearFar *c, const float *weight, float *centres) {
+    Pick e;
+    if (!open_pick(&e, c, 0)) return 0;
+    load_root(&e);
+    measure_keys(&e);
+    for (int64_t j = 0; j < e.chunks * CHUNK; j++) e.u[j] = j < c->S ? weight[j] : 0;
+    for (int64_t j = 0; j < e.chunks * CHUNK; j += LANES) AT(e.log_u + j) = log2_of(AT(e.u + j));
+    find_picks(&e);
+    find_nearest(&e);
+    move_centres(&e);
+    memcpy(centres, e.centres, sizeof(float) * e.K * e.dp);
+    return 1;
 }
 
 int near_far_choose(const NearFar *c) {

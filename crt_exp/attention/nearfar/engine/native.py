@@ -27,6 +27,22 @@ class Call(ctypes.Structure):
                 *((name, View) for name in VIEWS), *((name, ctypes.c_void_p) for name in PLAIN)]
 
 
+class RecallCall(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
+                                                      "until", "width", "threads")),
+                ("factor", ctypes.c_double), *((name, View) for name in ("x", "y", "v", "out")),
+                *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "places", "logsum", "share",
+                                                       "spread"))]
+
+
+class Recalled(NamedTuple):
+    out: Tensor       # (Z, G, L, dv)
+    places: Tensor    # (Z, G, L, open) int32: of the keys that are read, -1 for none
+    logsum: Tensor    # (Z, G, L), in base 2
+    share: Tensor     # (Z, G, L): how much of the weight of each query lies in the cells
+    spread: Tensor    # (Z,): mean tau of the cells that the last query sees
+
+
 class Sets(NamedTuple):
     """What is chosen: the fields of `Metric` and of `Choice`."""
 
@@ -80,6 +96,28 @@ def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order:
     v; the outputs alone carry gradients."""
     options = {"block": block, "first_order": first_order, "factor": factor}
     return Attended(*_Attend.apply(sets, options, x, y, v))
+
+
+@torch.no_grad()
+def recall(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, shift: Tensor, root: Tensor, sizes: dict[str, int],
+           factor: float = 1.0) -> Recalled:
+    """What causal queries factor x (Z, G, L, d), the last ones of keys factor y (Z, S, d), v (Z, S, dv), gather, all
+    behind the first renewal, at `until`. sizes: block, heavy, cells, open, until and width, keys of a leaf."""
+    (Z, G, L, _), S, dv = x.shape, y.shape[1], v.shape[-1]
+    new = y.new_empty
+    places = torch.empty(Z, G, L, min(sizes["open"], S), dtype=torch.int32)
+    found = Recalled(new(Z, G, L, dv), places, new(Z, G, L), new(Z, G, L), new(Z))
+    views = {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1)}
+    views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()} | {"out": found.out}
+    plain = {"keep": keep, "shift": shift, "root": root, **found._asdict()}
+    plain = {key: t.contiguous() for key, t in plain.items() if t is not None and key != "out"}
+    call = RecallCall(Z=Z, G=G, L=L, S=S, d=x.shape[-1], dv=dv, threads=torch.get_num_threads(), factor=factor,
+                      **sizes | {"open": places.shape[-1]},
+                      **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
+                      **{key: t.data_ptr() for key, t in plain.items()})
+    if native.library().near_far_recall(ctypes.byref(call)) == NO_MEMORY:
+        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {x.shape[-1]}")
+    return found
 
 
 class _Attend(torch.autograd.Function):

@@ -80,6 +80,10 @@ typedef struct {
 
 #pragma GCC visibility push(hidden)
 
+/* Centres (K, dp) of cells, as z, of the keys of one head (Z = 1) whose measure is given, with weights (S); `cell` is
+   written, and the scratch memory of the thread. Returns 0 where memory ended. */
+int centres_of(const NearFar *c, const float *weight, float *centres);
+
 /* Scratch memory, constants and heavy keys of head z. Returns 0 where memory ended. */
 int open_head(Head *e, const NearFar *c, int64_t z, int backward);
 

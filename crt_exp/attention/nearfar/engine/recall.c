@@ -1,0 +1,641 @@
+/* Causal near-far attention that remembers: the twin of attention/nearfar/{recall,leaves}.py, whose names these are.
+
+   One thread takes one head of keys, block by block. Behind the window the keys go to their cells, and pages of blocks
+   are sorted into leaves. A query ranks the leaves, looks at the keys of the best, and reads those of the largest
+   logits; what cells weigh for these is taken off. Logits are in base 2; dense ones have keys as rows and the queries of
+   a piece as columns, as in near_far.c, those of leaves and of keys that are looked at lie side by side.
+
+   Legend: see near_far.h; w keys of a leaf. A key that is heavy, masked or near has no cell, -1. */
+
+#include "near_far.h"
+
+enum { PIECE = 48, RANKED = 12 };      /* queries of a piece; those of which all leaves are ranked at once */
+
+typedef struct {
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, width, threads;
+    double factor;                     /* of queries and keys as they are given */
+    View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
+    const uint8_t *keep;               /* (Z, S), or null */
+    const float *shift, *root;         /* (Z, d), (Z, d, d) */
+    int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none; or null */
+    float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
+    float *spread;                     /* (Z): mean tau of the cells of the last block */
+} Recall;
+
+/* What the queries of a block see. */
+typedef struct {
+    int d, dp, dv, lv, n, K, w, open, looked;          /* looked: leaves whose keys are looked at */
+    int64_t leaves, most;                              /* most: numbers from one feature of the means to the next */
+    const float *Y, *V;                                /* (S, dp), (S, lv) */
+    const int32_t *order, *cell;                       /* (leaves, w) places; (S) */
+    const float *means, *reach;                        /* (d, most), (leaves) */
+    const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
+    const uint8_t *keep;                               /* (S), or null */
+    int64_t near, stop;                                /* the places of near keys */
+} Seen;
+
+/* What a piece of R queries works with. */
+typedef struct {
+    float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
+    float *ranks, *logits;                             /* (RANKED, most), (looked w) */
+    float *top, *scale, *part;                         /* (PIECE) */
+    float *read;                                       /* (PIECE, open): logits, then changes of weight */
+    int32_t *found, *at, *places, *count;              /* (most or looked w), (looked w), (PIECE, open), (PIECE) */
+} Work;
+
+/* ---- Many dot products ---- */
+
+/* Of q with up to LANES rows of Y. */
+INLINE vec dots(const float *q, const float *Y, int dp, const int32_t *places, int n) {
+    vec r[LANES];
+    for (int i = 0; i < LANES; i++) {
+        const float *row = Y + (int64_t)places[i < n ? i : 0] * dp;
+        vec sum = AT(q) * AT(row);
+        for (int p = LANES; p < dp; p += LANES) sum += AT(q + p) * AT(row + p);
+        r[i] = sum;
+    }
+    UNROLL for (int s = 1; s < LANES; s *= 2) {        /* lanes with bit s are of row i + s */
+        ivec low, high;
+        UNROLL for (int e = 0; e < LANES; e++) {
+            low[e] = e & s ? LANES + e - s : e;
+            high[e] = e & s ? LANES + e : e + s;
+        }
+        UNROLL for (int i = 0; i < LANES; i++)
+            if (!(i & (2 * s - 1))) r[i] = shuffle(r[i], r[i + s], low) + shuffle(r[i], r[i + s], high);
+    }
+    return r[0];
+}
+
+/* ---- The largest of many ---- */
+
+INLINE int above(const float *value, int n, float bar) {
+    ivec count = {0};
+    for (int i = 0; i < n; i += LANES) count -= AT(value + i) > bar;
+    int sum = 0;
+    for (int e = 0; e < LANES; e++) sum += count[e];
+    return sum;
+}
+
+/* The places of the k largest of n values, of those that are finite; beyond n, up to a whole vector, lies -inf. */
+static int select_largest(const float *value, int n, int k, int32_t *found) {
+    vec most = {0}, least = {0};
+    most -= INFINITY, least += INFINITY;
+    for (int i = 0; i < n; i += LANES) {
+        vec here = AT(value + i);
+        most = maximum(most, here);
+        least = minimum(least, choose(here > HIDDEN, here, least));
+    }
+    float high = largest(most), low = -largest(-least);
+    int count = 0;
+    for (int turn = 0; k < n && turn < 40 && high > low; turn++) {
+        const float bar = 0.5f * (low + high);
+        if (!(bar > low && bar < high)) break;
+        const int more = above(value, n, bar);
+        if (more > k) low = bar;
+        else high = bar;
+        if (more == k) break;
+    }
+    if (k >= n) high = -INFINITY;
+    for (int i = 0; i < n; i++) {
+        found[count] = i;
+        count += value[i] > high && value[i] > HIDDEN;
+    }
+    for (int i = 0; i < n && count < k && k < n; i++)
+        if (value[i] <= high && value[i] >= low && value[i] > HIDDEN) found[count++] = i;
+    return count < k ? count : k;
+}
+
+/* ---- A piece of queries ---- */
+
+/* The keys that query r reads, of those in the leaves that rank highest. */
+static void open_keys(const Seen *s, Work *k, int r, const float *ranks) {
+    const int leaves = select_largest(ranks, s->leaves, s->looked, k->found);
+    const float *q = k->Q + r * s->dp;
+    int count = 0;
+    for (int i = 0; i < leaves; i++) {
+        const int32_t *keys = s->order + (int64_t)k->found[i] * s->w;
+        for (int j = 0; j < s->w; j++) {
+            k->at[count] = keys[j];
+            count += s->cell[keys[j]] >= 0;
+        }
+    }
+    for (int i = 0; i < count; i += LANES) {
+        const int n = count - i < LANES ? count - i : LANES;
+        AT(k->logits + i) = dots(q, s->Y, s->dp, k->at + i, n);
+        for (int e = n; e < LANES; e++) k->logits[i + e] = -INFINITY;
+    }
+    const int read = select_largest(k->logits, count, s->open, k->found);
+    int32_t *places = k->places + r * s->open;
+    float *logits = k->read + r * s->open, top = k->top[r];
+    for (int i = 0; i < read; i++) {
+        places[i] = k->at[k->found[i]];
+        logits[i] = k->logits[k->found[i]];
+        top = logits[i] > top ? logits[i] : top;
+    }
+    for (int i = read; i < s->open; i++) places[i] = -1;
+    k->count[r] = read;
+    k->top[r] = top;
+}
+
+static void open_all(const Seen *s, Work *k, int R) {
+    for (int i = 0; i < R; i += RANKED) {
+        const int here = R - i < RANKED ? R - i : RANKED, ld = up(s->leaves);
+        product(ALL, here, s->leaves, s->d, k->Q + i * s->dp, s->dp, 1, s->means, s->most, k->ranks, ld, 0);
+        for (int r = 0; r < here; r++) {
+            float *ranks = k->ranks + r * ld;
+            const float length = sqrtf(square_sum(k->Q + (i + r) * s->dp, s->dp));
+            int64_t l = 0;
+            for (; l + LANES <= s->leaves; l += LANES) AT(ranks + l) += length * AT(s->reach + l);
+            for (; l < s->leaves; l++) ranks[l] += length * s->reach[l];
+            for (; l < ld; l++) ranks[l] = -INFINITY;
+            open_keys(s, k, i + r, ranks);
+        }
+    }
+}
+
+/* out (dv) += sum of change_j v_j over the n keys of a query. */
+INLINE void add_values(const Seen *s, const float *change, const int32_t *places, int n, float *out) {
+    enum { TOGETHER = 4 };
+    for (int p = 0; p < s->lv; p += TOGETHER * LANES) {
+        const int wide = s->lv - p >= TOGETHER * LANES;
+        if (wide) {
+            vec sum[TOGETHER];
+            UNROLL for (int i = 0; i < TOGETHER; i++) sum[i] = AT(out + p + i * LANES);
+            for (int j = 0; j < n; j++) {
+                const float *row = s->V + (int64_t)places[j] * s->lv + p;
+                UNROLL for (int i = 0; i < TOGETHER; i++) sum[i] += change[j] * AT(row + i * LANES);
+            }
+            UNROLL for (int i = 0; i < TOGETHER; i++) AT(out + p + i * LANES) = sum[i];
+            continue;
+        }
+        for (int q = p; q < s->lv; q += LANES) {
+            vec sum = AT(out + q);
+            for (int j = 0; j < n; j++) sum += change[j] * AT(s->V + (int64_t)places[j] * s->lv + q);
+            AT(out + q) = sum;
+        }
+    }
+}
+
+/* Queries (R, dp) in Q, in base 2, of which r sees the near keys before until[r]: O, with total weights in `scale`, logs
+   of them in `top`, and in `part` what lies in cells. */
+static void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
+    const int ld = up(R), near = (int)(s->stop - s->near), M = s->n + s->K, lv = s->lv;
+    memset(k->Q + R * s->dp, 0, sizeof(float) * (ld - R) * s->dp);
+    transpose(ld, s->d, k->Q, s->dp, k->Qt, ld);
+    product(ALL, near, ld, s->d, s->Y + s->near * s->dp, s->dp, 1, k->Qt, ld, k->A, ld, 0);
+    float *shared = k->A + near * ld;
+    product(ALL, M, ld, s->d, s->shared, s->dp, 1, k->Qt, ld, shared, ld, 0);
+    for (int i = 0; i < near; i++)
+        for (int r = 0; r < R; r++)
+            if (s->near + i >= until[r] || (s->keep && !s->keep[s->near + i])) k->A[i * ld + r] = HIDDEN;
+    for (int j = 0; j < ld; j += LANES) {
+        vec top = {0};
+        top += HIDDEN;
+        for (int i = 0; i < near; i++) top = maximum(top, AT(k->A + i * ld + j));
+        for (int i = 0; i < M; i++) top = maximum(top, AT(shared + i * ld + j) + (s->bias[i] + s->high[i]));
+        AT(k->top + j) = top;
+    }
+    open_all(s, k, R);
+    const vec most = (vec){0} + 126.0f;
+    for (int j = 0; j < ld; j += LANES) {
+        vec sum = {0}, far = {0}, top = AT(k->top + j);
+        for (int i = 0; i < near; i++) sum += AT(k->A + i * ld + j) = exp2_of(AT(k->A + i * ld + j) - top);
+        for (int i = 0; i < M; i++) {
+            float *A = shared + i * ld + j;
+            vec weight = AT(A) = s->mass[i] > 0 ? exp2_of(minimum(AT(A) + s->bias[i] - top, most)) : (vec){0};
+            if (i < s->n) sum += weight;
+            else far += s->mass[i] * weight;
+        }
+        AT(k->scale + j) = sum + far;
+        AT(k->part + j) = far;
+    }
+    product(ALL, R, s->dv, near, k->A, 1, ld, s->V + s->near * lv, lv, k->O, lv, 0);
+    product(ALL, R, s->dv, M, shared, 1, ld, s->values, lv, k->O, lv, 1);
+    for (int r = 0; r < R; r++) {
+        float *change = k->read + r * s->open, all = 0, taken = 0;
+        const int32_t *places = k->places + r * s->open;
+        const int n = k->count[r];
+        for (int j = 0; j < n; j += LANES) {
+            float less[LANES];
+            const int here = n - j < LANES ? n - j : LANES;
+            for (int e = 0; e < LANES; e++) {
+                less[e] = e < here ? shared[(s->n + s->cell[places[j + e]]) * ld + r] : 0;
+                if (e >= here) change[j + e] = -INFINITY;
+            }
+            AT(change + j) = exp2_of(AT(change + j) - k->top[r]) - AT(less);
+            all += total(AT(change + j)), taken += total(AT(less));
+        }
+        k->scale[r] += all;
+        k->part[r] -= taken;
+        add_values(s, change, places, n, k->O + r * lv);
+    }
+}
+
+/* ---- One head ---- */
+
+typedef struct {
+    const Recall *c;
+    int64_t z, far, joined, fit;                       /* blocks: all, those in pages, those in cells; S in leaves */
+    Seen s;
+    Work k;
+    float *memory, *Y, *V, *means, *reach;
+    int32_t *order, *cell;
+    float *square;                                     /* (S): |z|^2 */
+    float *shared, *values, *bias, *high, *mass;
+    float *ysum, *zsum, *squares;                      /* (K, dp) twice, (K): sums over the keys of cells */
+    float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
+    float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
+    float *pooled, *counts;                            /* (fit, d), (fit): means of leaves */
+    float *X, *Xt, *dots, *along, *axis, *next, *mean; /* (CHUNK, dp), (dp, CHUNK), (K, CHUNK), (S), (dp) thrice */
+    int64_t *nearest;                                  /* (fit) */
+} Past;
+
+/* Leaves whose keys are looked at, where so many keys are far. */
+INLINE int64_t looked_at(const Recall *c, int64_t far) {
+    const int64_t keys = LOOKED * c->open > far / SHARE ? LOOKED * c->open : far / SHARE;
+    return keys / c->width + 1;
+}
+
+static int open_past(Past *h, const Recall *c, int64_t z) {
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy, w = c->width;
+    const size_t fit = (S + c->block) / w + 1, most = up(fit), K = c->cells, M = n + K;
+    const size_t looked = looked_at(c, S);
+    const size_t seen = (looked < fit ? looked : fit) * w + 2 * PAD, open = up(c->open);
+    *h = (Past){.c = c, .z = z, .fit = fit};
+    struct {
+        void **to;
+        size_t count;
+    } pieces[] = {
+        {(void **)&h->Y, S * dp}, {(void **)&h->V, S * lv}, {(void **)&h->means, d * most}, {(void **)&h->reach, most},
+        {(void **)&h->order, S + c->block}, {(void **)&h->cell, S}, {(void **)&h->square, S},
+        {(void **)&h->shared, M * dp}, {(void **)&h->values, M * lv}, {(void **)&h->bias, M}, {(void **)&h->high, M},
+        {(void **)&h->mass, M}, {(void **)&h->ysum, K * dp}, {(void **)&h->zsum, K * dp}, {(void **)&h->squares, K},
+        {(void **)&h->rows, d * dp}, {(void **)&h->rootT, d * dp}, {(void **)&h->shift, dp},
+        {(void **)&h->centres, K * dp}, {(void **)&h->turned, K * dp}, {(void **)&h->offset, K},
+        {(void **)&h->pooled, fit * d}, {(void **)&h->counts, fit}, {(void **)&h->X, CHUNK * dp},
+        {(void **)&h->Xt, dp * CHUNK}, {(void **)&h->dots, K * CHUNK}, {(void **)&h->along, S},
+        {(void **)&h->axis, dp}, {(void **)&h->next, dp}, {(void **)&h->mean, dp}, {(void **)&h->nearest, 2 * fit},
+        {(void **)&h->k.Q, PIECE * dp}, {(void **)&h->k.Qt, d * PIECE}, {(void **)&h->k.A, (2 * c->block + M) * PIECE},
+        {(void **)&h->k.O, PIECE * lv}, {(void **)&h->k.ranks, RANKED * most}, {(void **)&h->k.logits, seen},
+        {(void **)&h->k.top, PIECE}, {(void **)&h->k.scale, PIECE}, {(void **)&h->k.part, PIECE},
+        {(void **)&h->k.read, PIECE * open + LANES}, {(void **)&h->k.found, most > seen ? most : seen},
+        {(void **)&h->k.at, seen}, {(void **)&h->k.places, PIECE * open}, {(void **)&h->k.count, PIECE}};
+    const size_t number = sizeof pieces / sizeof *pieces;
+    size_t count = 0;
+    for (size_t i = 0; i < number; i++) count += up(pieces[i].count) + PAD;
+    if (!(h->memory = aligned_alloc(64, (sizeof(float) * count + 63) / 64 * 64))) return 0;
+    float *at = h->memory;
+    for (size_t i = 0; i < number; i++) {
+        *pieces[i].to = at;
+        at += up(pieces[i].count) + PAD;
+    }
+    h->s = (Seen){.d = d, .dp = dp, .dv = c->dv, .lv = lv, .n = n, .K = K, .w = w, .open = c->open, .most = most,
+                  .Y = h->Y, .V = h->V, .order = h->order, .cell = h->cell, .means = h->means, .reach = h->reach,
+                  .shared = h->shared, .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass,
+                  .keep = c->keep ? c->keep + z * c->S : NULL};
+    return 1;
+}
+
+INLINE int there(const Past *h, int64_t j) { return !h->s.keep || h->s.keep[j]; }
+INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->s.dp; }
+
+static void load_past(Past *h) {
+    const Recall *c = h->c;
+    const int d = h->s.d, dp = h->s.dp;
+    load_rows(c->y, h->z, 0, 0, c->S, d, c->factor, NULL, h->s.keep, h->Y, dp);
+    load_rows(c->v, h->z, 0, 0, c->S, c->dv, 1, NULL, h->s.keep, h->V, h->s.lv);
+    for (int64_t j = 0; j < c->S; j++) h->cell[j] = -1;
+    memset(h->shift, 0, sizeof(float) * dp);
+    memcpy(h->shift, c->shift + h->z * d, sizeof(float) * d);
+    memset(h->rows, 0, sizeof(float) * d * dp);
+    for (int p = 0; p < d; p++) memcpy(h->rows + p * dp, c->root + (h->z * d + p) * d, sizeof(float) * d);
+    transpose(d, d, h->rows, dp, h->rootT, dp);
+    for (int p = 0; p < d; p++)
+        for (int q = d; q < dp; q++) h->rootT[p * dp + q] = 0;
+}
+
+/* ---- Leaves ---- */
+
+/* The keys of a node from one end of its main axis to the other, those of the lower half first. */
+static void halve(Past *h, int32_t *at, int64_t m) {
+    const int d = h->s.d, dp = h->s.dp;
+    float *mean = h->mean, *axis = h->axis, *next = h->next, *along = h->along;
+    int64_t count = 0, farthest = -1;
+    memset(mean, 0, sizeof(float) * dp);
+    for (int64_t i = 0; i < m; i++)
+        if (there(h, at[i])) add_row(mean, 1, key(h, at[i]), dp), count++;
+    for (int p = 0; p < dp; p++) mean[p] /= count ? count : 1;
+    float most = -1;
+    for (int64_t i = 0; i < m; i++) {
+        if (!there(h, at[i])) continue;
+        vec sum = {0};
+        for (int p = 0; p < dp; p += LANES) {
+            vec apart = AT(key(h, at[i]) + p) - AT(mean + p);
+            sum += apart * apart;
+        }
+        const float square = total(sum);
+        if (square > most) most = square, farthest = i;
+    }
+    for (int p = 0; p < dp; p++) axis[p] = count ? key(h, at[farthest])[p] - mean[p] : 0;
+    for (int turn = 0; turn < TURNS; turn++) {
+        const float offset = dot(mean, axis, dp);
+        float all = 0;
+        memset(next, 0, sizeof(float) * dp);
+        for (int64_t i = 0; i < m; i++) {
+            if (!there(h, at[i])) continue;
+            const float *y = key(h, at[i]), part = dot(y, axis, dp) - offset;
+            add_row(next, part, y, dp);
+            all += part;
+        }
+        for (int p = 0; p < d; p++) next[p] -= all * mean[p];
+        const float length = sqrtf(square_sum(next, dp));
+        for (int p = 0; p < dp; p++) axis[p] = next[p] / (length > LEAST ? length : LEAST);
+    }
+    for (int64_t i = 0; i < m; i++) along[i] = there(h, at[i]) ? dot(key(h, at[i]), axis, dp) : INFINITY;
+    for (int64_t low = 0, high = m - 1, half = m / 2; low < high;) {     /* Hoare's selection */
+        const float bar = along[(low + high) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (along[i] < bar) i++;
+            while (along[j] > bar) j--;
+            if (i > j) break;
+            const float one = along[i];
+            const int32_t other = at[i];
+            along[i] = along[j], at[i] = at[j];
+            along[j] = one, at[j] = other;
+            i++, j--;
+        }
+        if (j < half) low = i;
+        if (half < i) high = j;
+    }
+}
+
+static void sort_page(Past *h, int64_t first, int64_t size) {
+    const int w = h->s.w, dp = h->s.dp, d = h->s.d;
+    int32_t *order = h->order + first;
+    for (int64_t i = 0; i < size; i++) order[i] = (int32_t)(first + i);
+    for (int64_t m = size; m > w; m /= 2)
+        for (int64_t i = 0; i < size; i += m) halve(h, order + i, m);
+    for (int64_t i = 0; i < size; i += w) {
+        float *mean = h->mean, square = 0;
+        const int64_t leaf = (first + i) / w;
+        int count = 0;
+        memset(mean, 0, sizeof(float) * dp);
+        for (int j = 0; j < w; j++)
+            if (there(h, order[i + j])) add_row(mean, 1, key(h, order[i + j]), dp), count++;
+        for (int p = 0; p < dp; p++) mean[p] /= count ? count : 1;
+        for (int j = 0; j < w; j++)
+            for (int p = 0; p < d && there(h, order[i + j]); p++) {
+                const float apart = key(h, order[i + j])[p] - mean[p];
+                square += apart * apart;
+            }
+        for (int p = 0; p < d; p++) h->means[p * h->s.most + leaf] = mean[p];
+        h->reach[leaf] = count ? SPREADS * sqrtf(square / count / d) : HIDDEN;
+    }
+}
+
+/* Sorts the pages of `blocks` blocks that the pages of fewer, those before, do not have. */
+static void grow_pages(Past *h, int64_t blocks) {
+    const int64_t b = h->c->block;
+    int64_t size = 1, before = 1;
+    while (size * GROWN <= blocks) size *= GROWN;
+    while (before * GROWN <= h->far) before *= GROWN;
+    for (int64_t first = 0, old = 0; first < blocks; first += size) {
+        while (size > blocks - first) size /= GROWN;
+        while (before > 1 && before > h->far - old) before /= GROWN;
+        if (old == first && before == size && old + before <= h->far) {
+            old += before;
+            continue;
+        }
+        old = -1;                                      /* from here on they differ */
+        sort_page(h, first * b, size * b);
+    }
+    h->far = blocks;
+    h->s.leaves = blocks * b / h->s.w;
+}
+
+/* ---- Cells ---- */
+
+/* The nearest centres of keys [j, j + m), m <= CHUNK, whose sums get them. */
+static void to_cells(Past *h, int64_t j, int m, const float *Z) {
+    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    memcpy(h->X, key(h, j), sizeof(float) * m * dp);
+    memset(h->X + m * dp, 0, sizeof(float) * (CHUNK - m) * dp);
+    transpose(CHUNK, d, h->X, dp, h->Xt, CHUNK);
+    product(ALL, h->s.K, CHUNK, d, h->turned, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
+    for (int i = 0; i < m; i += LANES) {
+        vec best = AT(h->dots + i) - h->offset[0];
+        ivec which = {0};
+        for (int k = 1; k < h->s.K; k++) {
+            vec here = AT(h->dots + k * CHUNK + i) - h->offset[k];
+            ivec better = here > best;
+            best = choose(better, here, best);
+            which = (better & k) | (~better & which);
+        }
+        for (int e = 0; e < LANES && i + e < m; e++) {
+            const int64_t at = j + i + e;
+            if (h->cell[at] == -2 || !there(h, at)) {                    /* heavy, or masked */
+                h->cell[at] = -1;
+                continue;
+            }
+            const int k = h->cell[at] = which[e];
+            add_row(h->ysum + k * dp, 1, key(h, at), dp);
+            if (Z) add_row(h->zsum + k * dp, 1, Z + (i + e) * dp, dp);
+            add_row(h->values + (n + k) * lv, 1, h->V + at * lv, lv);
+            h->squares[k] += h->square[at];
+            h->mass[n + k] += 1;
+        }
+    }
+}
+
+/* z of keys [j, j + m) in X, and |z|^2. */
+static void measure(Past *h, int64_t j, int m) {
+    const int d = h->s.d, dp = h->s.dp;
+    float Y[m * dp];
+    memset(Y, 0, sizeof Y);
+    for (int i = 0; i < m; i++)
+        for (int p = 0; p < dp && there(h, j + i); p += LANES)
+            AT(Y + i * dp + p) = AT(key(h, j + i) + p) - AT(h->shift + p);
+    product(ALL, m, d, d, Y, dp, 1, h->rows, dp, h->X, dp, 0);
+    for (int i = 0; i < m; i++) {
+        for (int p = d; p < dp; p++) h->X[i * dp + p] = 0;
+        h->square[j + i] = square_sum(h->X + i * dp, dp);
+    }
+}
+
+/* The keys before the window of a block, from `blocks` on, become far. */
+static void measure_block(Past *h, int64_t t, int joins) {
+    for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
+        const int m = stop - j < CHUNK ? stop - j : CHUNK;
+        measure(h, j, m);
+        if (!joins) continue;
+        float Z[m * h->s.dp];
+        memcpy(Z, h->X, sizeof Z);
+        to_cells(h, j, m, Z);
+    }
+}
+
+/* Heavy keys, of the keys before the window: those of the largest |z|^2. */
+static void find_heavy(Past *h, int64_t far) {
+    const int n = h->s.n, dp = h->s.dp, lv = h->s.lv;
+    int64_t held[n > 0 ? n : 1];
+    int count = 0;
+    for (int64_t j = 0; j < far && n; j++) {
+        if (!there(h, j) || (count == n && !(h->square[j] > h->square[held[n - 1]]))) continue;
+        int i = count < n ? count++ : n - 1;
+        for (; i > 0 && h->square[held[i - 1]] < h->square[j]; i--) held[i] = held[i - 1];
+        held[i] = j;
+    }
+    for (int64_t j = 0; j < far; j++) h->cell[j] = -1;
+    for (int i = 0; i < n; i++) {
+        h->mass[i] = i < count, h->bias[i] = 0, h->high[i] = i < count ? 0 : HIDDEN;
+        memset(h->shared + i * dp, 0, sizeof(float) * dp);
+        memset(h->values + i * lv, 0, sizeof(float) * lv);
+        if (i >= count) continue;
+        h->cell[held[i]] = -2;
+        memcpy(h->shared + i * dp, key(h, held[i]), sizeof(float) * dp);
+        memcpy(h->values + i * lv, h->V + held[i] * lv, sizeof(float) * lv);
+    }
+}
+
+/* Heavy keys and cells of the keys before the window of block t, where a renewal lies. */
+static int renew(Past *h, int64_t t) {
+    const Recall *c = h->c;
+    const int64_t far = (t - 1) * c->block, leaves = h->s.leaves;
+    const int d = h->s.d, dp = h->s.dp, n = h->s.n, w = h->s.w;
+    find_heavy(h, far);
+    for (int64_t leaf = 0; leaf < leaves; leaf++) {
+        float *mean = h->pooled + leaf * d, count = 0;
+        memset(mean, 0, sizeof(float) * d);
+        for (int i = 0; i < w; i++) {
+            const int64_t j = h->order[leaf * w + i];
+            if (h->cell[j] == -2 || !there(h, j)) continue;
+            add_row(mean, 1, key(h, j), d);
+            count++;
+        }
+        for (int p = 0; p < d; p++) mean[p] /= count > 0 ? count : 1;
+        h->counts[leaf] = count;
+    }
+    const int K = h->s.K = least_of(c->cells, leaves);
+    NearFar means = {.Z = 1, .G = 1, .S = leaves, .d = d, .dv = d, .block = 1, .cells = K, .factor = 1,
+                     .y = {h->pooled, 0, 0, d}, .shift = (float *)c->shift + h->z * d, .tilt = h->next,
+                     .root = (float *)c->root + h->z * d * d, .cell = h->nearest};
+    memset(h->next, 0, sizeof(float) * dp);
+    if (!centres_of(&means, h->counts, h->centres)) return 0;
+    product(ALL, K, d, d, h->centres, dp, 1, h->rootT, dp, h->turned, dp, 0);
+    for (int k = 0; k < K; k++) {
+        for (int p = d; p < dp; p++) h->turned[k * dp + p] = 0;
+        h->offset[k] = square_sum(h->centres + k * dp, dp) / 2 + dot(h->shift, h->turned + k * dp, d);
+    }
+    memset(h->ysum, 0, sizeof(float) * K * dp);
+    memset(h->squares, 0, sizeof(float) * K);
+    memset(h->mass + n, 0, sizeof(float) * K);
+    memset(h->values + n * h->s.lv, 0, sizeof(float) * K * h->s.lv);
+    for (int64_t j = 0; j < far; j += CHUNK) to_cells(h, j, far - j < CHUNK ? far - j : CHUNK, NULL);
+    for (int k = 0; k < K; k++) {
+        float apart[dp];
+        for (int p = 0; p < dp; p++) apart[p] = h->ysum[k * dp + p] - h->mass[n + k] * h->shift[p];
+        product(ALL, 1, d, d, apart, dp, 1, h->rows, dp, h->zsum + k * dp, dp, 0);
+        for (int p = d; p < dp; p++) h->zsum[k * dp + p] = 0;
+    }
+    return 1;
+}
+
+/* Means, biases and powers of two above N of the cells, from their sums; returns the mean tau. */
+static float place_cells_of(Past *h) {
+    const int dp = h->s.dp, n = h->s.n;
+    double spread = 0, all = 0;
+    for (int k = 0; k < h->s.K; k++) {
+        const float N = h->mass[n + k], scale = N > 0 ? 1 / N : 0;
+        put_row(h->shared + (n + k) * dp, scale, h->ysum + k * dp, dp);
+        float tau = scale * (h->squares[k] - scale * square_sum(h->zsum + k * dp, dp));
+        if (!(tau > 0)) tau = 0;
+        h->bias[n + k] = log2f(1 + tau / 2);
+        h->high[n + k] = N > 0 ? (float)ilogbf(N) + 1 : HIDDEN;
+        spread += N * tau, all += N;
+    }
+    return all > 0 ? (float)(spread / all) : 0;
+}
+
+/* ---- All queries ---- */
+
+/* The queries of block t among the last L. */
+static void attend_block(Past *h, int64_t t) {
+    const Recall *c = h->c;
+    Seen *s = &h->s;
+    Work *k = &h->k;
+    const int64_t first = c->S - c->L, b = c->block, far = (t - 1) * b;
+    const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
+    s->near = far, s->stop = stop;
+    s->looked = (int)least_of(looked_at(c, far), s->leaves);
+    for (int64_t i = 0; i < tokens * c->G; i += PIECE) {
+        const int R = (int)least_of(PIECE, tokens * c->G - i);
+        int64_t until[PIECE], number[PIECE];
+        for (int r = 0; r < R; r++) {
+            const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
+            float *q = k->Q + r * s->dp;
+            put_row(q, (float)c->factor * LOG2E, of(c->x, h->z, g) + (j - first) * c->x.token, s->d);
+            for (int p = s->d; p < s->dp; p++) q[p] = 0;
+            until[r] = j + 1;
+            number[r] = (h->z * c->G + g) * c->L + j - first;
+        }
+        attend_piece(s, k, R, until);
+        for (int r = 0; r < R; r++) {
+            const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
+            float *out = of(c->out, h->z, g) + (j - first) * c->out.token;
+            const float scale = k->scale[r] > 0 ? 1 / k->scale[r] : 0;
+            put_row(out, scale, k->O + r * s->lv, s->dv);
+            c->logsum[number[r]] = k->top[r] + log2f(k->scale[r]);
+            c->share[number[r]] = k->part[r] * scale;
+            if (c->places) memcpy(c->places + number[r] * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
+        }
+    }
+}
+
+/* The place of the renewal behind one. */
+INLINE int64_t following(int64_t place, int64_t b) {
+    const int64_t more = place / PART > RENEWED ? place / PART : RENEWED;
+    return place + (more + b - 1) / b * b;
+}
+
+static int recall_head(Past *h) {
+    const Recall *c = h->c;
+    const int64_t b = c->block, first = (c->S - c->L) / b, last = (c->S - 1) / b;
+    int64_t start = c->until;
+    while (following(start, b) <= first * b) start = following(start, b);
+    load_past(h);
+    for (int64_t t = 0; t < start / b - 1; t++) measure_block(h, t, 0);
+    grow_pages(h, start / b - 1);
+    if (!renew(h, start / b)) return 0;
+    for (int64_t t = start / b; t <= last; t++) {
+        if (t > start / b) {
+            if (t * b == following(start, b)) {
+                start = t * b;
+                measure_block(h, t - 2, 0);
+                grow_pages(h, t - 1);
+                if (!renew(h, t)) return 0;
+            } else {
+                measure_block(h, t - 2, 1);
+                if (t >= first) grow_pages(h, t - 1);
+            }
+        }
+        if (t < first) continue;
+        c->spread[h->z] = place_cells_of(h);
+        attend_block(h, t);
+    }
+    return 1;
+}
+
+int near_far_recall(const Recall *c) {
+    int bad = OK;
+#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
+    for (int64_t z = 0; z < c->Z; z++) {
+        const unsigned mode = without_denormals();
+        Past h;
+        if (!open_past(&h, c, z) || !recall_head(&h)) bad = NO_MEMORY;
+        free(h.memory);
+        with_mode(mode);
+        trim_scratch();
+    }
+    return bad;
+}
