@@ -9,6 +9,10 @@
 
 #include "near_far.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 enum { PIECE = 48, RANKED = 12 };      /* queries of a piece; those of which all leaves are ranked at once */
 
 typedef struct {
@@ -27,31 +31,39 @@ typedef struct {
     int d, dp, dv, lv, n, K, w, open, looked;          /* looked: leaves whose keys are looked at */
     int64_t leaves, most;                              /* most: numbers from one feature of the means to the next */
     const float *Y, *V;                                /* (S, dp), (S, lv) */
-    const int32_t *order, *cell;                       /* (leaves, w) places; (S) */
+    const int32_t *in_cells, *cell;                    /* (leaves, w): places, -1 for those that have no cell; (S) */
     const float *means, *reach;                        /* (d, most), (leaves) */
     const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
     const uint8_t *keep;                               /* (S), or null */
     int64_t near, stop;                                /* the places of near keys */
 } Seen;
 
+/* Numbers and their places; behind the last there is room for a whole vector. */
+typedef struct {
+    float *value;
+    int32_t *place;
+    int n;
+} Some;
+
 /* What a piece of R queries works with. */
 typedef struct {
     float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
-    float *ranks, *logits;                             /* (RANKED, most), (looked w) */
+    float *ranks;                                      /* (RANKED, most) */
     float *top, *scale, *part;                         /* (PIECE) */
     float *read;                                       /* (PIECE, open): logits, then changes of weight */
-    int32_t *found, *at, *places, *count;              /* (most or looked w), (looked w), (PIECE, open), (PIECE) */
+    int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
+    Some leaves, looked, chosen, spare;                /* (most), (looked w), (most or looked w) twice */
 } Work;
 
 /* ---- Many dot products ---- */
 
 /* Of q with up to LANES rows of Y. */
-INLINE vec dots(const float *q, const float *Y, int dp, const int32_t *places, int n) {
+INLINE vec dots_of(const float *q, const float *Y, const int dp, const int32_t *places, int n) {
     vec r[LANES];
-    for (int i = 0; i < LANES; i++) {
+    UNROLL for (int i = 0; i < LANES; i++) {
         const float *row = Y + (int64_t)places[i < n ? i : 0] * dp;
         vec sum = AT(q) * AT(row);
-        for (int p = LANES; p < dp; p += LANES) sum += AT(q + p) * AT(row + p);
+        UNROLL for (int p = LANES; p < dp; p += LANES) sum += AT(q + p) * AT(row + p);
         r[i] = sum;
     }
     UNROLL for (int s = 1; s < LANES; s *= 2) {        /* lanes with bit s are of row i + s */
@@ -60,76 +72,116 @@ INLINE vec dots(const float *q, const float *Y, int dp, const int32_t *places, i
             low[e] = e & s ? LANES + e - s : e;
             high[e] = e & s ? LANES + e : e + s;
         }
-        UNROLL for (int i = 0; i < LANES; i++)
-            if (!(i & (2 * s - 1))) r[i] = shuffle(r[i], r[i + s], low) + shuffle(r[i], r[i + s], high);
+        UNROLL for (int i = 0; i < LANES; i += 2 * s)
+            r[i] = shuffle(r[i], r[i + s], low) + shuffle(r[i], r[i + s], high);
     }
     return r[0];
 }
 
-/* ---- The largest of many ---- */
-
-INLINE int above(const float *value, int n, float bar) {
-    ivec count = {0};
-    for (int i = 0; i < n; i += LANES) count -= AT(value + i) > bar;
-    int sum = 0;
-    for (int e = 0; e < LANES; e++) sum += count[e];
-    return sum;
+INLINE vec dots(const float *q, const float *Y, int dp, const int32_t *places, int n) {
+    switch (dp) {
+        case 32: return dots_of(q, Y, 32, places, n);
+        case 64: return dots_of(q, Y, 64, places, n);
+        case 128: return dots_of(q, Y, 128, places, n);
+        default: return dots_of(q, Y, dp, places, n);
+    }
 }
 
-/* The places of the k largest of n values, of those that are finite; beyond n, up to a whole vector, lies -inf. */
-static int select_largest(const float *value, int n, int k, int32_t *found) {
-    vec most = {0}, least = {0};
-    most -= INFINITY, least += INFINITY;
-    for (int i = 0; i < n; i += LANES) {
-        vec here = AT(value + i);
-        most = maximum(most, here);
-        least = minimum(least, choose(here > HIDDEN, here, least));
+/* ---- The largest of many ---- */
+
+/* Those above a bar, and the others. */
+INLINE void part(const Some *from, float bar, Some *more, Some *rest) {
+    more->n = rest->n = 0;
+    int i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= from->n; i += 16) {
+        const __m512 value = _mm512_loadu_ps(from->value + i);
+        const __m512i place = _mm512_loadu_si512(from->place + i);
+        const __mmask16 high = _mm512_cmp_ps_mask(value, _mm512_set1_ps(bar), _CMP_GT_OQ), low = ~high;
+        _mm512_storeu_ps(more->value + more->n, _mm512_maskz_compress_ps(high, value));
+        _mm512_storeu_si512(more->place + more->n, _mm512_maskz_compress_epi32(high, place));
+        more->n += __builtin_popcount(high);
+        _mm512_storeu_ps(rest->value + rest->n, _mm512_maskz_compress_ps(low, value));
+        _mm512_storeu_si512(rest->place + rest->n, _mm512_maskz_compress_epi32(low, place));
+        rest->n += __builtin_popcount(low);
     }
-    float high = largest(most), low = -largest(-least);
-    int count = 0;
-    for (int turn = 0; k < n && turn < 40 && high > low; turn++) {
-        const float bar = 0.5f * (low + high);
-        if (!(bar > low && bar < high)) break;
-        const int more = above(value, n, bar);
-        if (more > k) low = bar;
-        else high = bar;
-        if (more == k) break;
+#endif
+    for (; i < from->n; i++) {
+        const int high = from->value[i] > bar;
+        more->value[more->n] = rest->value[rest->n] = from->value[i];
+        more->place[more->n] = rest->place[rest->n] = from->place[i];
+        more->n += high, rest->n += !high;
     }
-    if (k >= n) high = -INFINITY;
-    for (int i = 0; i < n; i++) {
-        found[count] = i;
-        count += value[i] > high && value[i] > HIDDEN;
+}
+
+INLINE Some behind(Some s, int n) { return (Some){s.value + n, s.place + n, s.n - n}; }
+
+/* The k largest of some numbers, those above HIDDEN, come first in `to`, with their places; `spare` is scratch, and so
+   is what is given. Returns how many there are. */
+static int select_largest(Some from, int k, Some to, Some spare) {
+    part(&from, HIDDEN, &to, &spare);
+    if (to.n <= k) return to.n;
+    from.n = to.n;
+    memcpy(from.value, to.value, sizeof(float) * to.n);
+    memcpy(from.place, to.place, sizeof(int32_t) * to.n);
+    float most = from.value[0], least = most;
+    for (int i = 0; i + LANES <= from.n; i += LANES) {
+        const float high = largest(AT(from.value + i)), low = -largest(-AT(from.value + i));
+        most = high > most ? high : most, least = low < least ? low : least;
     }
-    for (int i = 0; i < n && count < k && k < n; i++)
-        if (value[i] <= high && value[i] >= low && value[i] > HIDDEN) found[count++] = i;
-    return count < k ? count : k;
+    for (int i = from.n / LANES * LANES; i < from.n; i++) {
+        most = from.value[i] > most ? from.value[i] : most;
+        least = from.value[i] < least ? from.value[i] : least;
+    }
+    int found = 0;
+    while (found < k) {
+        const float bar = 0.5f * (most + least);
+        if (!(bar < most && bar > least)) {                      /* the rest are alike */
+            memcpy(to.value + found, from.value, sizeof(float) * (k - found));
+            memcpy(to.place + found, from.place, sizeof(int32_t) * (k - found));
+            break;
+        }
+        Some more = behind(to, found);
+        part(&from, bar, &more, &spare);
+        if (more.n > k - found) {
+            memcpy(from.value, more.value, sizeof(float) * more.n);
+            memcpy(from.place, more.place, sizeof(int32_t) * more.n);
+            from.n = more.n, least = bar;
+        } else {
+            found += more.n, most = bar;
+            const Some other = from;
+            from = spare, spare = other;
+        }
+    }
+    return k;
 }
 
 /* ---- A piece of queries ---- */
 
-/* The keys that query r reads, of those in the leaves that rank highest. */
-static void open_keys(const Seen *s, Work *k, int r, const float *ranks) {
-    const int leaves = select_largest(ranks, s->leaves, s->looked, k->found);
+/* The keys that query r reads, of those in the leaves that rank highest, which are given with their numbers. */
+static __attribute__((noinline)) void open_keys(const Seen *s, Work *k, int r) {
+    const int leaves = select_largest(k->leaves, s->looked, k->chosen, k->spare);
     const float *q = k->Q + r * s->dp;
-    int count = 0;
+    Some *looked = &k->looked;
+    looked->n = 0;
     for (int i = 0; i < leaves; i++) {
-        const int32_t *keys = s->order + (int64_t)k->found[i] * s->w;
+        const int32_t *keys = s->in_cells + (int64_t)k->chosen.place[i] * s->w;
         for (int j = 0; j < s->w; j++) {
-            k->at[count] = keys[j];
-            count += s->cell[keys[j]] >= 0;
+            looked->place[looked->n] = keys[j];
+            looked->n += keys[j] >= 0;
         }
     }
-    for (int i = 0; i < count; i += LANES) {
-        const int n = count - i < LANES ? count - i : LANES;
-        AT(k->logits + i) = dots(q, s->Y, s->dp, k->at + i, n);
-        for (int e = n; e < LANES; e++) k->logits[i + e] = -INFINITY;
+    for (int i = 0; i < looked->n; i += LANES) {
+        for (int e = i + LANES; e < i + 2 * LANES && e < looked->n; e++)
+            for (int p = 0; p < s->dp; p += 16) __builtin_prefetch(s->Y + (int64_t)looked->place[e] * s->dp + p);
+        AT(looked->value + i) = dots(q, s->Y, s->dp, looked->place + i, least_of(looked->n - i, LANES));
     }
-    const int read = select_largest(k->logits, count, s->open, k->found);
+    const int read = select_largest(*looked, s->open, k->chosen, k->spare);
     int32_t *places = k->places + r * s->open;
     float *logits = k->read + r * s->open, top = k->top[r];
     for (int i = 0; i < read; i++) {
-        places[i] = k->at[k->found[i]];
-        logits[i] = k->logits[k->found[i]];
+        places[i] = k->chosen.place[i];
+        logits[i] = k->chosen.value[i];
         top = logits[i] > top ? logits[i] : top;
     }
     for (int i = read; i < s->open; i++) places[i] = -1;
@@ -142,19 +194,19 @@ static void open_all(const Seen *s, Work *k, int R) {
         const int here = R - i < RANKED ? R - i : RANKED, ld = up(s->leaves);
         product(ALL, here, s->leaves, s->d, k->Q + i * s->dp, s->dp, 1, s->means, s->most, k->ranks, ld, 0);
         for (int r = 0; r < here; r++) {
-            float *ranks = k->ranks + r * ld;
-            const float length = sqrtf(square_sum(k->Q + (i + r) * s->dp, s->dp));
-            int64_t l = 0;
-            for (; l + LANES <= s->leaves; l += LANES) AT(ranks + l) += length * AT(s->reach + l);
-            for (; l < s->leaves; l++) ranks[l] += length * s->reach[l];
-            for (; l < ld; l++) ranks[l] = -INFINITY;
-            open_keys(s, k, i + r, ranks);
+            const float *ranks = k->ranks + r * ld, length = sqrtf(square_sum(k->Q + (i + r) * s->dp, s->dp));
+            for (int64_t l = 0; l < s->leaves; l++) {
+                k->leaves.value[l] = ranks[l] + length * s->reach[l];
+                k->leaves.place[l] = (int32_t)l;
+            }
+            k->leaves.n = (int)s->leaves;
+            open_keys(s, k, i + r);
         }
     }
 }
 
 /* out (dv) += sum of change_j v_j over the n keys of a query. */
-INLINE void add_values(const Seen *s, const float *change, const int32_t *places, int n, float *out) {
+static __attribute__((noinline)) void add_values(const Seen *s, const float *change, const int32_t *places, int n, float *out) {
     enum { TOGETHER = 4 };
     for (int p = 0; p < s->lv; p += TOGETHER * LANES) {
         const int wide = s->lv - p >= TOGETHER * LANES;
@@ -178,7 +230,7 @@ INLINE void add_values(const Seen *s, const float *change, const int32_t *places
 
 /* Queries (R, dp) in Q, in base 2, of which r sees the near keys before until[r]: O, with total weights in `scale`, logs
    of them in `top`, and in `part` what lies in cells. */
-static void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
+static __attribute__((noinline)) void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
     const int ld = up(R), near = (int)(s->stop - s->near), M = s->n + s->K, lv = s->lv;
     memset(k->Q + R * s->dp, 0, sizeof(float) * (ld - R) * s->dp);
     transpose(ld, s->d, k->Q, s->dp, k->Qt, ld);
@@ -239,7 +291,7 @@ typedef struct {
     Seen s;
     Work k;
     float *memory, *Y, *V, *means, *reach;
-    int32_t *order, *cell;
+    int32_t *order, *in_cells, *cell;                  /* (S): places in leaves; the same, -1 for those without a cell */
     float *square;                                     /* (S): |z|^2 */
     float *shared, *values, *bias, *high, *mass;
     float *ysum, *zsum, *squares;                      /* (K, dp) twice, (K): sums over the keys of cells */
@@ -260,14 +312,15 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy, w = c->width;
     const size_t fit = (S + c->block) / w + 1, most = up(fit), K = c->cells, M = n + K;
     const size_t looked = looked_at(c, S);
-    const size_t seen = (looked < fit ? looked : fit) * w + 2 * PAD, open = up(c->open);
+    const size_t seen = (looked < fit ? looked : fit) * w, open = up(c->open);
+    const size_t more = (most > seen ? most : seen) + 2 * PAD;
     *h = (Past){.c = c, .z = z, .fit = fit};
     struct {
         void **to;
         size_t count;
     } pieces[] = {
         {(void **)&h->Y, S * dp}, {(void **)&h->V, S * lv}, {(void **)&h->means, d * most}, {(void **)&h->reach, most},
-        {(void **)&h->order, S + c->block}, {(void **)&h->cell, S}, {(void **)&h->square, S},
+        {(void **)&h->order, S + c->block}, {(void **)&h->in_cells, S + c->block}, {(void **)&h->cell, S}, {(void **)&h->square, S},
         {(void **)&h->shared, M * dp}, {(void **)&h->values, M * lv}, {(void **)&h->bias, M}, {(void **)&h->high, M},
         {(void **)&h->mass, M}, {(void **)&h->ysum, K * dp}, {(void **)&h->zsum, K * dp}, {(void **)&h->squares, K},
         {(void **)&h->rows, d * dp}, {(void **)&h->rootT, d * dp}, {(void **)&h->shift, dp},
@@ -276,10 +329,13 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
         {(void **)&h->Xt, dp * CHUNK}, {(void **)&h->dots, K * CHUNK}, {(void **)&h->along, S},
         {(void **)&h->axis, dp}, {(void **)&h->next, dp}, {(void **)&h->mean, dp}, {(void **)&h->nearest, 2 * fit},
         {(void **)&h->k.Q, PIECE * dp}, {(void **)&h->k.Qt, d * PIECE}, {(void **)&h->k.A, (2 * c->block + M) * PIECE},
-        {(void **)&h->k.O, PIECE * lv}, {(void **)&h->k.ranks, RANKED * most}, {(void **)&h->k.logits, seen},
+        {(void **)&h->k.O, PIECE * lv}, {(void **)&h->k.ranks, RANKED * most},
         {(void **)&h->k.top, PIECE}, {(void **)&h->k.scale, PIECE}, {(void **)&h->k.part, PIECE},
-        {(void **)&h->k.read, PIECE * open + LANES}, {(void **)&h->k.found, most > seen ? most : seen},
-        {(void **)&h->k.at, seen}, {(void **)&h->k.places, PIECE * open}, {(void **)&h->k.count, PIECE}};
+        {(void **)&h->k.read, PIECE * open + LANES}, {(void **)&h->k.places, PIECE * open}, {(void **)&h->k.count, PIECE},
+        {(void **)&h->k.leaves.value, more}, {(void **)&h->k.leaves.place, more},
+        {(void **)&h->k.looked.value, more}, {(void **)&h->k.looked.place, more},
+        {(void **)&h->k.chosen.value, more}, {(void **)&h->k.chosen.place, more},
+        {(void **)&h->k.spare.value, more}, {(void **)&h->k.spare.place, more}};
     const size_t number = sizeof pieces / sizeof *pieces;
     size_t count = 0;
     for (size_t i = 0; i < number; i++) count += up(pieces[i].count) + PAD;
@@ -290,7 +346,7 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
         at += up(pieces[i].count) + PAD;
     }
     h->s = (Seen){.d = d, .dp = dp, .dv = c->dv, .lv = lv, .n = n, .K = K, .w = w, .open = c->open, .most = most,
-                  .Y = h->Y, .V = h->V, .order = h->order, .cell = h->cell, .means = h->means, .reach = h->reach,
+                  .Y = h->Y, .V = h->V,   .in_cells = h->in_cells, .cell = h->cell, .means = h->means, .reach = h->reach,
                   .shared = h->shared, .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
     return 1;
@@ -317,7 +373,7 @@ static void load_past(Past *h) {
 /* ---- Leaves ---- */
 
 /* The keys of a node from one end of its main axis to the other, those of the lower half first. */
-static void halve(Past *h, int32_t *at, int64_t m) {
+static __attribute__((noinline)) void halve(Past *h, int32_t *at, int64_t m) {
     const int d = h->s.d, dp = h->s.dp;
     float *mean = h->mean, *axis = h->axis, *next = h->next, *along = h->along;
     int64_t count = 0, farthest = -1;
@@ -370,6 +426,10 @@ static void halve(Past *h, int32_t *at, int64_t m) {
     }
 }
 
+static void mark(Past *h, int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; i++) h->in_cells[i] = h->cell[h->order[i]] >= 0 ? h->order[i] : -1;
+}
+
 static void sort_page(Past *h, int64_t first, int64_t size) {
     const int w = h->s.w, dp = h->s.dp, d = h->s.d;
     int32_t *order = h->order + first;
@@ -392,6 +452,7 @@ static void sort_page(Past *h, int64_t first, int64_t size) {
         for (int p = 0; p < d; p++) h->means[p * h->s.most + leaf] = mean[p];
         h->reach[leaf] = count ? SPREADS * sqrtf(square / count / d) : HIDDEN;
     }
+    mark(h, first, first + size);
 }
 
 /* Sorts the pages of `blocks` blocks that the pages of fewer, those before, do not have. */
@@ -464,7 +525,7 @@ static void measure(Past *h, int64_t j, int m) {
 }
 
 /* The keys before the window of a block, from `blocks` on, become far. */
-static void measure_block(Past *h, int64_t t, int joins) {
+static __attribute__((noinline)) void measure_block(Past *h, int64_t t, int joins) {
     for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
         const int m = stop - j < CHUNK ? stop - j : CHUNK;
         measure(h, j, m);
@@ -499,7 +560,7 @@ static void find_heavy(Past *h, int64_t far) {
 }
 
 /* Heavy keys and cells of the keys before the window of block t, where a renewal lies. */
-static int renew(Past *h, int64_t t) {
+static __attribute__((noinline)) int renew(Past *h, int64_t t) {
     const Recall *c = h->c;
     const int64_t far = (t - 1) * c->block, leaves = h->s.leaves;
     const int d = h->s.d, dp = h->s.dp, n = h->s.n, w = h->s.w;
@@ -538,6 +599,7 @@ static int renew(Past *h, int64_t t) {
         product(ALL, 1, d, d, apart, dp, 1, h->rows, dp, h->zsum + k * dp, dp, 0);
         for (int p = d; p < dp; p++) h->zsum[k * dp + p] = 0;
     }
+    mark(h, 0, far);
     return 1;
 }
 
