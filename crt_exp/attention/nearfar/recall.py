@@ -38,7 +38,7 @@ from crt_exp.attention.nearfar.choice import (
 )
 from crt_exp.attention.nearfar.engine import native, reads
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
-from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST, LOOKED, PART, RENEWED, SHARE
+from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAF, LEAST, LOOKED, PART, RENEWED, SHARE
 from crt_exp.attention.nearfar.engine.sets import log_weight, over
 from crt_exp.attention.nearfar.leaves import Leaves, Pages, width
 
@@ -114,7 +114,7 @@ class Recall:
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call: where nothing is differentiated."""
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return not differentiated and native.applies(*tensors)
+        return not differentiated and width(self.sizes.block) == LEAF and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> "Chosen":
@@ -142,7 +142,7 @@ class Recall:
         if first < until:
             parts.append(exactly(x[:, :, :until - first] * self.factor**2, y[:, :until], v[:, :until], keep))
         if metric is not None and self.in_c(x, y, v):
-            options = self.sizes._asdict() | {"until": until, "width": width(self.sizes.block)}
+            options = self.sizes._asdict() | {"until": until}
             del options["first_order"], options["exact_until"]
             found = native.recall(x[:, :, max(0, until - first):], y, v, keep, metric.shift, metric.root, options,
                                   self.factor)

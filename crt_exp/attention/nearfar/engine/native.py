@@ -29,7 +29,7 @@ class Call(ctypes.Structure):
 
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
-                                                      "until", "width", "threads")),
+                                                      "until", "threads")),
                 ("factor", ctypes.c_double), *((name, View) for name in ("x", "y", "v", "out")),
                 *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "places", "logsum", "share",
                                                        "spread"))]
@@ -102,7 +102,7 @@ def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order:
 def recall(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, shift: Tensor, root: Tensor, sizes: dict[str, int],
            factor: float = 1.0) -> Recalled:
     """What causal queries factor x (Z, G, L, d), the last ones of keys factor y (Z, S, d), v (Z, S, dv), gather, all
-    behind the first renewal, at `until`. sizes: block, heavy, cells, open, until and width, keys of a leaf."""
+    behind the first renewal, at `until`. sizes: block, heavy, cells, open and until."""
     (Z, G, L, _), S, dv = x.shape, y.shape[1], v.shape[-1]
     new = y.new_empty
     places = torch.empty(Z, G, L, min(sizes["open"], S), dtype=torch.int32)

@@ -5,7 +5,7 @@
    logits; what cells weigh for these is taken off. Logits are in base 2; dense ones have keys as rows and the queries of
    a piece as columns, as in near_far.c, those of leaves and of keys that are looked at lie side by side.
 
-   Legend: see near_far.h; w keys of a leaf. A key that is heavy, masked or near has no cell, -1. */
+   Legend: see near_far.h; blocks are LEAF times a power of 2. A key that is heavy, masked or near has no cell, -1. */
 
 #include "near_far.h"
 
@@ -16,7 +16,7 @@
 enum { PIECE = 48, RANKED = 12 };      /* queries of a piece; those of which all leaves are ranked at once */
 
 typedef struct {
-    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, width, threads;
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, threads;
     double factor;                     /* of queries and keys as they are given */
     View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
     const uint8_t *keep;               /* (Z, S), or null */
@@ -28,11 +28,11 @@ typedef struct {
 
 /* What the queries of a block see. */
 typedef struct {
-    int d, dp, dv, lv, n, K, w, open, looked;          /* looked: leaves whose keys are looked at */
+    int d, dp, dv, lv, n, K, open, looked;             /* looked: leaves whose keys are looked at */
     int64_t leaves, most;                              /* most: numbers from one feature of the means to the next */
     const float *Y, *V;                                /* (S, dp), (S, lv) */
-    const int32_t *in_cells, *cell;                    /* (leaves, w): places, -1 for those that have no cell; (S) */
-    const float *means, *reach;                        /* (d, most), (leaves) */
+    const int32_t *in_cells, *cell;                    /* (leaves, LEAF): places, -1 for those that have no cell; (S) */
+    const float *means, *reach, *panels;               /* (d, most), (leaves), (leaves, dp, LEAF): keys of leaves */
     const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
     const uint8_t *keep;                               /* (S), or null */
     int64_t near, stop;                                /* the places of near keys */
@@ -48,43 +48,26 @@ typedef struct {
 /* What a piece of R queries works with. */
 typedef struct {
     float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
-    float *ranks;                                      /* (RANKED, most) */
+    float *ranks, *each;                               /* (RANKED, most), (dp, LEAF) */
     float *top, *scale, *part;                         /* (PIECE) */
     float *read;                                       /* (PIECE, open): logits, then changes of weight */
     int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
-    Some leaves, looked, chosen, spare;                /* (most), (looked w), (most or looked w) twice */
+    Some leaves, looked, chosen, spare[2];             /* (most), (looked LEAF), (most or looked LEAF) thrice */
 } Work;
 
-/* ---- Many dot products ---- */
+/* ---- The logits of a leaf ---- */
 
-/* Of q with up to LANES rows of Y. */
-INLINE vec dots_of(const float *q, const float *Y, const int dp, const int32_t *places, int n) {
-    vec r[LANES];
-    UNROLL for (int i = 0; i < LANES; i++) {
-        const float *row = Y + (int64_t)places[i < n ? i : 0] * dp;
-        vec sum = AT(q) * AT(row);
-        UNROLL for (int p = LANES; p < dp; p += LANES) sum += AT(q + p) * AT(row + p);
-        r[i] = sum;
-    }
-    UNROLL for (int s = 1; s < LANES; s *= 2) {        /* lanes with bit s are of row i + s */
-        ivec low, high;
-        UNROLL for (int e = 0; e < LANES; e++) {
-            low[e] = e & s ? LANES + e - s : e;
-            high[e] = e & s ? LANES + e : e + s;
-        }
-        UNROLL for (int i = 0; i < LANES; i += 2 * s)
-            r[i] = shuffle(r[i], r[i + s], low) + shuffle(r[i], r[i + s], high);
-    }
-    return r[0];
-}
-
-INLINE vec dots(const float *q, const float *Y, int dp, const int32_t *places, int n) {
-    switch (dp) {
-        case 32: return dots_of(q, Y, 32, places, n);
-        case 64: return dots_of(q, Y, 64, places, n);
-        case 128: return dots_of(q, Y, 128, places, n);
-        default: return dots_of(q, Y, dp, places, n);
-    }
+/* The products of a query with the keys of a leaf, features one after the other, LEAF keys each; query: each number LEAF
+   times. */
+INLINE void leaf_logits(const float *leaf, const float *query, int dp, float *to) {
+    enum { BOTH = 2 * LEAF, PARTS = BOTH / LANES };
+    vec sum[2 * PARTS];
+    UNROLL for (int i = 0; i < 2 * PARTS; i++) sum[i] = (vec){0};
+    for (int i = 0; i < LEAF * dp; i += 2 * BOTH)
+        UNROLL for (int j = 0; j < 2 * PARTS; j++) sum[j] += AT(leaf + i + j * LANES) * AT(query + i + j * LANES);
+    float all[BOTH];
+    UNROLL for (int j = 0; j < PARTS; j++) AT(all + j * LANES) = sum[j] + sum[PARTS + j];
+    for (int e = 0; e < LEAF; e++) to[e] = all[e] + all[LEAF + e];
 }
 
 /* ---- The largest of many ---- */
@@ -116,42 +99,45 @@ INLINE void part(const Some *from, float bar, Some *more, Some *rest) {
 
 INLINE Some behind(Some s, int n) { return (Some){s.value + n, s.place + n, s.n - n}; }
 
-/* The k largest of some numbers, those above HIDDEN, come first in `to`, with their places; `spare` is scratch, and so
-   is what is given. Returns how many there are. */
-static int select_largest(Some from, int k, Some to, Some spare) {
-    part(&from, HIDDEN, &to, &spare);
-    if (to.n <= k) return to.n;
-    from.n = to.n;
-    memcpy(from.value, to.value, sizeof(float) * to.n);
-    memcpy(from.place, to.place, sizeof(int32_t) * to.n);
-    float most = from.value[0], least = most;
-    for (int i = 0; i + LANES <= from.n; i += LANES) {
-        const float high = largest(AT(from.value + i)), low = -largest(-AT(from.value + i));
-        most = high > most ? high : most, least = low < least ? low : least;
+/* The largest and the least of some numbers, but for those that are HIDDEN. */
+INLINE void range(Some s, float *most, float *least) {
+    vec high = {0}, low = {0};
+    high += HIDDEN, low -= HIDDEN;
+    int i = 0;
+    for (; i + LANES <= s.n; i += LANES) {
+        const vec here = AT(s.value + i);
+        high = maximum(high, here);
+        low = minimum(low, choose(here > HIDDEN, here, low));
     }
-    for (int i = from.n / LANES * LANES; i < from.n; i++) {
-        most = from.value[i] > most ? from.value[i] : most;
-        least = from.value[i] < least ? from.value[i] : least;
+    *most = largest(high), *least = -largest(-low);
+    for (; i < s.n; i++) {
+        *most = s.value[i] > *most ? s.value[i] : *most;
+        *least = s.value[i] > HIDDEN && s.value[i] < *least ? s.value[i] : *least;
     }
+}
+
+/* The k largest of some numbers, of those above HIDDEN, come first in `to`, with their places. Returns how many there
+   are. */
+static int select_largest(Some from, int k, Some to, const Some spare[2]) {
+    float most, least;
     int found = 0;
+    range(from, &most, &least);
     while (found < k) {
-        const float bar = 0.5f * (most + least);
-        if (!(bar < most && bar > least)) {                      /* the rest are alike */
-            memcpy(to.value + found, from.value, sizeof(float) * (k - found));
-            memcpy(to.place + found, from.place, sizeof(int32_t) * (k - found));
-            break;
+        const float bar = from.n <= k - found ? HIDDEN : 0.5f * (most + least);
+        Some more = behind(to, found), rest = spare[from.value == spare[0].value];
+        if (bar == HIDDEN || !(bar < most && bar > least)) {     /* all that are left, or any, being alike */
+            part(&from, HIDDEN, &more, &rest);
+            return found + (int)least_of(more.n, k - found);
         }
-        Some more = behind(to, found);
-        part(&from, bar, &more, &spare);
+        part(&from, bar, &more, &rest);
         if (more.n > k - found) {
-            memcpy(from.value, more.value, sizeof(float) * more.n);
-            memcpy(from.place, more.place, sizeof(int32_t) * more.n);
-            from.n = more.n, least = bar;
+            memcpy(rest.value, more.value, sizeof(float) * more.n);
+            memcpy(rest.place, more.place, sizeof(int32_t) * more.n);
+            rest.n = more.n, least = bar;
         } else {
             found += more.n, most = bar;
-            const Some other = from;
-            from = spare, spare = other;
         }
+        from = rest;
     }
     return k;
 }
@@ -163,19 +149,17 @@ static __attribute__((noinline)) void open_keys(const Seen *s, Work *k, int r) {
     const int leaves = select_largest(k->leaves, s->looked, k->chosen, k->spare);
     const float *q = k->Q + r * s->dp;
     Some *looked = &k->looked;
-    looked->n = 0;
+    for (int p = 0; p < s->dp; p++)
+        for (int e = 0; e < LEAF; e++) k->each[p * LEAF + e] = q[p];
     for (int i = 0; i < leaves; i++) {
-        const int32_t *keys = s->in_cells + (int64_t)k->chosen.place[i] * s->w;
-        for (int j = 0; j < s->w; j++) {
-            looked->place[looked->n] = keys[j];
-            looked->n += keys[j] >= 0;
+        const int64_t leaf = k->chosen.place[i];
+        leaf_logits(s->panels + leaf * LEAF * s->dp, k->each, s->dp, looked->value + i * LEAF);
+        for (int e = 0; e < LEAF; e++) {
+            const int32_t place = looked->place[i * LEAF + e] = s->in_cells[leaf * LEAF + e];
+            looked->value[i * LEAF + e] = place < 0 ? HIDDEN : looked->value[i * LEAF + e];
         }
     }
-    for (int i = 0; i < looked->n; i += LANES) {
-        for (int e = i + LANES; e < i + 2 * LANES && e < looked->n; e++)
-            for (int p = 0; p < s->dp; p += 16) __builtin_prefetch(s->Y + (int64_t)looked->place[e] * s->dp + p);
-        AT(looked->value + i) = dots(q, s->Y, s->dp, looked->place + i, least_of(looked->n - i, LANES));
-    }
+    looked->n = leaves * LEAF;
     const int read = select_largest(*looked, s->open, k->chosen, k->spare);
     int32_t *places = k->places + r * s->open;
     float *logits = k->read + r * s->open, top = k->top[r];
@@ -195,9 +179,9 @@ static void open_all(const Seen *s, Work *k, int R) {
         product(ALL, here, s->leaves, s->d, k->Q + i * s->dp, s->dp, 1, s->means, s->most, k->ranks, ld, 0);
         for (int r = 0; r < here; r++) {
             const float *ranks = k->ranks + r * ld, length = sqrtf(square_sum(k->Q + (i + r) * s->dp, s->dp));
-            for (int64_t l = 0; l < s->leaves; l++) {
-                k->leaves.value[l] = ranks[l] + length * s->reach[l];
-                k->leaves.place[l] = (int32_t)l;
+            for (int64_t l = 0; l < ld; l += LANES) {
+                const vec reach = AT(s->reach + l), none = (vec){0} + HIDDEN;
+                AT(k->leaves.value + l) = choose(reach > none, AT(ranks + l) + length * reach, none);
             }
             k->leaves.n = (int)s->leaves;
             open_keys(s, k, i + r);
@@ -290,7 +274,7 @@ typedef struct {
     int64_t z, far, joined, fit;                       /* blocks: all, those in pages, those in cells; S in leaves */
     Seen s;
     Work k;
-    float *memory, *Y, *V, *means, *reach;
+    float *memory, *Y, *V, *means, *reach, *panels;
     int32_t *order, *in_cells, *cell;                  /* (S): places in leaves; the same, -1 for those without a cell */
     float *square;                                     /* (S): |z|^2 */
     float *shared, *values, *bias, *high, *mass;
@@ -305,14 +289,14 @@ typedef struct {
 /* Leaves whose keys are looked at, where so many keys are far. */
 INLINE int64_t looked_at(const Recall *c, int64_t far) {
     const int64_t keys = LOOKED * c->open > far / SHARE ? LOOKED * c->open : far / SHARE;
-    return keys / c->width + 1;
+    return keys / LEAF + 1;
 }
 
 static int open_past(Past *h, const Recall *c, int64_t z) {
-    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy, w = c->width;
-    const size_t fit = (S + c->block) / w + 1, most = up(fit), K = c->cells, M = n + K;
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy;
+    const size_t fit = (S + c->block) / LEAF + 1, most = up(fit), K = c->cells, M = n + K;
     const size_t looked = looked_at(c, S);
-    const size_t seen = (looked < fit ? looked : fit) * w, open = up(c->open);
+    const size_t seen = (looked < fit ? looked : fit) * LEAF, open = up(c->open);
     const size_t more = (most > seen ? most : seen) + 2 * PAD;
     *h = (Past){.c = c, .z = z, .fit = fit};
     struct {
@@ -320,6 +304,7 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
         size_t count;
     } pieces[] = {
         {(void **)&h->Y, S * dp}, {(void **)&h->V, S * lv}, {(void **)&h->means, d * most}, {(void **)&h->reach, most},
+        {(void **)&h->panels, fit * LEAF * dp},
         {(void **)&h->order, S + c->block}, {(void **)&h->in_cells, S + c->block}, {(void **)&h->cell, S}, {(void **)&h->square, S},
         {(void **)&h->shared, M * dp}, {(void **)&h->values, M * lv}, {(void **)&h->bias, M}, {(void **)&h->high, M},
         {(void **)&h->mass, M}, {(void **)&h->ysum, K * dp}, {(void **)&h->zsum, K * dp}, {(void **)&h->squares, K},
@@ -329,13 +314,14 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
         {(void **)&h->Xt, dp * CHUNK}, {(void **)&h->dots, K * CHUNK}, {(void **)&h->along, S},
         {(void **)&h->axis, dp}, {(void **)&h->next, dp}, {(void **)&h->mean, dp}, {(void **)&h->nearest, 2 * fit},
         {(void **)&h->k.Q, PIECE * dp}, {(void **)&h->k.Qt, d * PIECE}, {(void **)&h->k.A, (2 * c->block + M) * PIECE},
-        {(void **)&h->k.O, PIECE * lv}, {(void **)&h->k.ranks, RANKED * most},
+        {(void **)&h->k.O, PIECE * lv}, {(void **)&h->k.ranks, RANKED * most}, {(void **)&h->k.each, LEAF * dp},
         {(void **)&h->k.top, PIECE}, {(void **)&h->k.scale, PIECE}, {(void **)&h->k.part, PIECE},
         {(void **)&h->k.read, PIECE * open + LANES}, {(void **)&h->k.places, PIECE * open}, {(void **)&h->k.count, PIECE},
         {(void **)&h->k.leaves.value, more}, {(void **)&h->k.leaves.place, more},
         {(void **)&h->k.looked.value, more}, {(void **)&h->k.looked.place, more},
         {(void **)&h->k.chosen.value, more}, {(void **)&h->k.chosen.place, more},
-        {(void **)&h->k.spare.value, more}, {(void **)&h->k.spare.place, more}};
+        {(void **)&h->k.spare[0].value, more}, {(void **)&h->k.spare[0].place, more},
+        {(void **)&h->k.spare[1].value, more}, {(void **)&h->k.spare[1].place, more}};
     const size_t number = sizeof pieces / sizeof *pieces;
     size_t count = 0;
     for (size_t i = 0; i < number; i++) count += up(pieces[i].count) + PAD;
@@ -345,8 +331,8 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
         *pieces[i].to = at;
         at += up(pieces[i].count) + PAD;
     }
-    h->s = (Seen){.d = d, .dp = dp, .dv = c->dv, .lv = lv, .n = n, .K = K, .w = w, .open = c->open, .most = most,
-                  .Y = h->Y, .V = h->V,   .in_cells = h->in_cells, .cell = h->cell, .means = h->means, .reach = h->reach,
+    h->s = (Seen){.d = d, .dp = dp, .dv = c->dv, .lv = lv, .n = n, .K = K, .open = c->open, .most = most,
+                  .Y = h->Y, .V = h->V,   .in_cells = h->in_cells, .cell = h->cell, .means = h->means, .reach = h->reach, .panels = h->panels,
                   .shared = h->shared, .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
     return 1;
@@ -361,6 +347,7 @@ static void load_past(Past *h) {
     load_rows(c->y, h->z, 0, 0, c->S, d, c->factor, NULL, h->s.keep, h->Y, dp);
     load_rows(c->v, h->z, 0, 0, c->S, c->dv, 1, NULL, h->s.keep, h->V, h->s.lv);
     for (int64_t j = 0; j < c->S; j++) h->cell[j] = -1;
+    for (int64_t l = 0; l < h->fit; l++) h->k.leaves.place[l] = (int32_t)l;
     memset(h->shift, 0, sizeof(float) * dp);
     memcpy(h->shift, c->shift + h->z * d, sizeof(float) * d);
     memset(h->rows, 0, sizeof(float) * d * dp);
@@ -431,25 +418,27 @@ static void mark(Past *h, int64_t first, int64_t stop) {
 }
 
 static void sort_page(Past *h, int64_t first, int64_t size) {
-    const int w = h->s.w, dp = h->s.dp, d = h->s.d;
+    const int dp = h->s.dp, d = h->s.d;
     int32_t *order = h->order + first;
     for (int64_t i = 0; i < size; i++) order[i] = (int32_t)(first + i);
-    for (int64_t m = size; m > w; m /= 2)
+    for (int64_t m = size; m > LEAF; m /= 2)
         for (int64_t i = 0; i < size; i += m) halve(h, order + i, m);
-    for (int64_t i = 0; i < size; i += w) {
+    for (int64_t i = 0; i < size; i += LEAF) {
         float *mean = h->mean, square = 0;
-        const int64_t leaf = (first + i) / w;
+        const int64_t leaf = (first + i) / LEAF;
         int count = 0;
         memset(mean, 0, sizeof(float) * dp);
-        for (int j = 0; j < w; j++)
+        for (int j = 0; j < LEAF; j++)
             if (there(h, order[i + j])) add_row(mean, 1, key(h, order[i + j]), dp), count++;
         for (int p = 0; p < dp; p++) mean[p] /= count ? count : 1;
-        for (int j = 0; j < w; j++)
+        for (int j = 0; j < LEAF; j++)
             for (int p = 0; p < d && there(h, order[i + j]); p++) {
                 const float apart = key(h, order[i + j])[p] - mean[p];
                 square += apart * apart;
             }
         for (int p = 0; p < d; p++) h->means[p * h->s.most + leaf] = mean[p];
+        for (int p = 0; p < dp; p++)
+            for (int j = 0; j < LEAF; j++) h->panels[(leaf * dp + p) * LEAF + j] = key(h, order[i + j])[p];
         h->reach[leaf] = count ? SPREADS * sqrtf(square / count / d) : HIDDEN;
     }
     mark(h, first, first + size);
@@ -472,7 +461,7 @@ static void grow_pages(Past *h, int64_t blocks) {
         sort_page(h, first * b, size * b);
     }
     h->far = blocks;
-    h->s.leaves = blocks * b / h->s.w;
+    h->s.leaves = blocks * b / LEAF;
 }
 
 /* ---- Cells ---- */
@@ -563,13 +552,13 @@ static void find_heavy(Past *h, int64_t far) {
 static __attribute__((noinline)) int renew(Past *h, int64_t t) {
     const Recall *c = h->c;
     const int64_t far = (t - 1) * c->block, leaves = h->s.leaves;
-    const int d = h->s.d, dp = h->s.dp, n = h->s.n, w = h->s.w;
+    const int d = h->s.d, dp = h->s.dp, n = h->s.n;
     find_heavy(h, far);
     for (int64_t leaf = 0; leaf < leaves; leaf++) {
         float *mean = h->pooled + leaf * d, count = 0;
         memset(mean, 0, sizeof(float) * d);
-        for (int i = 0; i < w; i++) {
-            const int64_t j = h->order[leaf * w + i];
+        for (int i = 0; i < LEAF; i++) {
+            const int64_t j = h->order[leaf * LEAF + i];
             if (h->cell[j] == -2 || !there(h, j)) continue;
             add_row(mean, 1, key(h, j), d);
             count++;
