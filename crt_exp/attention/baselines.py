@@ -106,8 +106,10 @@ class NoPast:
         return repeat_heads(v, q.shape[1])
 
 
-def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
-    """Softmax attention by the fused kernels of torch, quadratic in time: arguments and result as `attention`."""
+def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
+                    scale: float = 1.0) -> Tensor:
+    """Softmax attention by the fused kernels of torch, quadratic in time: arguments and result as `attention`; logits
+    are scale x.y."""
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
     L, S = x.shape[2], y.shape[2]
@@ -120,14 +122,14 @@ def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, ke
         past = torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)
         allowed = past if allowed is None else allowed & past
     if allowed is None:
-        return F.scaled_dot_product_attention(x, y, v, is_causal=causal, scale=1.0)
-    return _masked_softmax(x, y, v, allowed)
+        return F.scaled_dot_product_attention(x, y, v, is_causal=causal, scale=scale)
+    return _masked_softmax(x, y, v, allowed, scale)
 
 
-def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
     """Softmax attention over the allowed pairs; 0 for a query that sees no key, which would be NaN."""
     seen = allowed.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(x, y, v, attn_mask=allowed | ~seen, scale=1.0)
+    out = F.scaled_dot_product_attention(x, y, v, attn_mask=allowed | ~seen, scale=scale)
     return torch.where(seen, out, 0.0)
 
 

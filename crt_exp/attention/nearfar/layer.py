@@ -29,9 +29,9 @@ from crt_exp.samplers import Noise
 from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Count, Whole, checked
 
-PRESETS = {"cheap": Sizes(16, 16, 16, open=32, exact_until=256),
-           "default": Sizes(32, 16, 64, open=128, exact_until=512),
-           "quality": Sizes(32, 64, 128, True, open=256, exact_until=512),
+PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1024),
+           "default": Sizes(32, 16, 64, open=64, exact_until=1024),
+           "quality": Sizes(32, 64, 128, True, open=256, exact_until=1024),
            "bounded": Sizes(32, 16, 64)}
 SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
 LONG = 1000          # keys from which on values are taken to first order, where it is not said

@@ -140,7 +140,7 @@ class Recall:
         first, until = S - L, min(renewals(self.sizes, S)[0], S)
         parts, predicted = [], x.new_zeros(len(y))
         if first < until:
-            parts.append(exactly(x[:, :, :until - first] * self.factor**2, y[:, :until], v[:, :until], keep))
+            parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
         if metric is not None and self.in_c(x, y, v):
             options = self.sizes._asdict() | {"until": until}
             del options["first_order"], options["exact_until"]
@@ -174,15 +174,15 @@ class Recall:
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
 
-def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    """Queries (Z, G, l, d), the last ones of keys (Z, S, d), see all that are not later."""
+def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0) -> Tensor:
+    """Queries (Z, G, l, d), the last ones of keys (Z, S, d), see all that are not later; logits are scale x.y."""
     mask = None if keep is None else keep[:, :y.shape[1]]
     if transformed(x, y, v):      # the fused kernel knows the backward pass alone
         seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device).tril(y.shape[1] - x.shape[2])
         seen = seen if mask is None else seen & mask[:, None, None]
-        logits = (x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
+        logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
         return logits.softmax(-1) @ v.unsqueeze(1)
-    return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=True, key_mask=mask)
+    return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=True, key_mask=mask, scale=scale)
 
 
 def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
