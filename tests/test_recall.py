@@ -37,7 +37,7 @@ def dense(x, y, v, sizes, keep):
     those that were chosen."""
     S, b, out = len(x), sizes.block, []
     places = recall.renewals(sizes, S)
-    epochs, pages = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
+    _, epochs, pages = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
     for i in range(S):
         past = keep & (torch.arange(S) <= i)
         if i < places[0]:
@@ -99,10 +99,12 @@ def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):
 def test_outputs_depend_on_places_and_past_alone():
     """The whole, its first tokens, its last ones; in steps of any size; and behind padding."""
     x, y, v = drawn()
-    whole = attend(x, y, v)
-    for n in (1, 9, 100, 200):
-        torch.testing.assert_close(attend(x[:, :, :n], y[:, :, :n], v[:, :, :n]), whole[:, :, :n], rtol=0, atol=1e-10)
-        torch.testing.assert_close(attend(x[:, :, -n:], y, v), whole[:, :, -n:], rtol=0, atol=1e-10)
+    for sizes in (SIZES._replace(open=1), SIZES):
+        whole = attend(x, y, v, sizes)
+        for n in (1, 9, 100, 200):
+            first = attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes)
+            torch.testing.assert_close(first, whole[:, :, :n], rtol=0, atol=1e-10)
+            torch.testing.assert_close(attend(x[:, :, -n:], y, v, sizes), whole[:, :, -n:], rtol=0, atol=1e-10)
     padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], 2) for t in (x, y, v)]
     padded = [torch.cat([p[:1], torch.cat([t[1:], t[1:, :, :7]], 2)]) for p, t in zip(padded, (x, y, v))]
     keep = torch.ones(2, LENGTH + 7, dtype=torch.bool)
@@ -128,6 +130,33 @@ def test_token_by_token_is_the_parallel_pass():
         for row in range(2):
             torch.testing.assert_close(torch.cat(parts, 2)[row][:, real[row]], whole[row][:, real[row]], rtol=0,
                                        atol=1e-10)
+
+
+@needs_library
+@torch.no_grad()
+def test_c_is_the_twin(monkeypatch):
+    """Outputs where all is read, and where little is; masks, groups, fewer queries than keys, odd sizes; and in both
+    engines outputs depend on places and past alone."""
+    for seed, (heads, kv_heads, S, L, d, dv, block, heavy, cells, open, until) in enumerate((
+            (2, 1, 700, 700, 16, 16, 32, 4, 16, 1000, 128), (2, 2, 905, 905, 20, 7, 16, 0, 16, 9, 128),
+            (4, 2, 1500, 333, 64, 48, 8, 16, 64, 33, 500), (3, 1, 1111, 1, 33, 5, 64, 1, 5, 1, 0),
+            (2, 2, 400, 400, 32, 32, 32, 16, 300, 64, 64))):
+        x, y, v = drawn(2, heads, kv_heads, S, L, d, dv, seed, torch.float32)
+        keep = torch.rand(2, S, generator=torch.Generator().manual_seed(seed)) < 0.8
+        sizes = Sizes(block, heavy, cells, open=open, exact_until=until)
+        for mask in (None, keep):
+            with monkeypatch.context() as patched:
+                out = attend(0.6 * x, y, v, sizes, mask)
+                patched.setattr(recall.Recall, "in_c", lambda *tensors: False)
+                expected = attend(0.6 * x, y, v, sizes, mask)
+            off = (out - expected).norm(dim=-1) > 2e-4 * expected.norm(dim=-1).clamp(min=0.1)
+            assert off.double().mean() < 0.01                  # a tie between leaves or keys may fall otherwise
+    x, y, v = drawn(1, 2, 1, 800, d=16, dv=16, dtype=torch.float32)
+    sizes = Sizes(16, 4, 8, open=16, exact_until=100)
+    whole = attend(x, y, v, sizes)
+    for n in (100, 333, 500):
+        torch.testing.assert_close(attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes), whole[:, :, :n])
+        torch.testing.assert_close(attend(x[:, :, -n:], y, v, sizes), whole[:, :, -n:])
 
 
 @torch.no_grad()
@@ -228,6 +257,16 @@ def test_transforms_and_export():
     torch.testing.assert_close(tangent, torch.ones_like(out))            # weights sum to 1
     program = torch.export.export(layer, (q, k, v), strict=False).module()
     torch.testing.assert_close(program(q, k, v), out)
+
+
+@torch.no_grad()
+def test_keys_that_are_all_alike():
+    """Every weight is the same, whatever cells there are."""
+    x, y, v = drawn(dtype=torch.float32)
+    y = y[:, :, :1].expand_as(y)
+    expected = uniform_attention(x, y, v, causal=True)
+    torch.testing.assert_close(attend(x, y, v), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(x, y, v, SIZES._replace(block=16)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_empty_batch():

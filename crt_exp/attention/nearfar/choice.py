@@ -13,7 +13,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.attention.nearfar.engine.constants import LEAST, PICKS, RIDGE
+from crt_exp.attention.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE
 
 STEEPEST = 60.0  # nats by which the weight of a key may exceed that of its cell's centre, where the centre is older
 
@@ -96,8 +96,13 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tens
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
     D, found = _to_nearest(z, squares, mean), []
     while (left := cells - picks * len(found)) > 0:
-        chosen = (log_u + D.log()).topk(min(picks, left)).indices                              # (Z, picks)
-        found.append(z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1])))
+        best = (log_u + D.log()).topk(min(picks, left))
+        chosen = best.indices                                                                   # (Z, picks)
+        new = best.values > -torch.inf              # fewer different keys than cells: no key is near to the rest
+        here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
+        found.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
+        if len(found) == 1:
+            found[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
         D = torch.minimum(D, _to_nearest(z, squares, found[-1])).scatter(1, chosen, 0.0)
     centres = torch.cat(found, 1)
     members = weighted(u.squeeze(-1), nearest(z, centres), cells)

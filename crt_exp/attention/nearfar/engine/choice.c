@@ -254,10 +254,15 @@ static void find_picks(Pick *e) {
     for (int count = 0, first = 0, m = 1; count < e->K;) {
         const int most = e->K - count < PICKS ? e->K - count : PICKS;
         Best best = farthest(e, first, m, count == 0, most);
-        for (int i = 0; i < most; i++) {  /* fewer different keys than cells: some centres come twice */
-            int64_t j = i < best.count ? best.key[i] : best.count ? best.key[0] : 0;
+        for (int i = 0; i < most; i++) {  /* fewer different keys than cells: no key is near to the rest */
+            float *centre = e->centres + (count + i) * e->dp;
+            if (i >= best.count) {
+                for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = AWAY;  /* the first one is the mean */
+                continue;
+            }
+            const int64_t j = best.key[i];
             const float *Z = e->Z + j / CHUNK * CHUNK * e->dp + j % CHUNK;
-            for (int p = 0; p < e->d; p++) e->centres[(count + i) * e->dp + p] = Z[p * CHUNK];
+            for (int p = 0; p < e->d; p++) centre[p] = Z[p * CHUNK];
             e->D[j] = 0;
         }
         first = count, m = most, count += most;

@@ -8,6 +8,7 @@
 #define SPREADS 2.0f    /* standard deviations by which the best key of a leaf is guessed to exceed its mean */
 #define LOOKED 4        /* times as many keys as are read are looked at, */
 #define SHARE 16        /* or one of so many of all */
+#define AWAY 1e15f      /* where centres lie for which there is no key */
 #define RENEWED 128     /* tokens between renewals at least, */
 #define PART 2          /* and as a part of the sequence so far: a half */
 #define PICKS 8         /* centres that are chosen at a time */

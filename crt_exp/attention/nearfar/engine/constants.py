@@ -8,4 +8,5 @@ _NUMBERS = dict(re.findall(r"^#define (\w+) +\(?([-+.e\d]+)", _TEXT, re.MULTILIN
 
 PICKS, LEAF, GROWN, TURNS = (int(_NUMBERS[name]) for name in ("PICKS", "LEAF", "GROWN", "TURNS"))
 LOOKED, SHARE, RENEWED, PART = (int(_NUMBERS[name]) for name in ("LOOKED", "SHARE", "RENEWED", "PART"))
-RIDGE, LEAST, HIDDEN, SPREADS = (float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "SPREADS"))
+RIDGE, LEAST, HIDDEN, SPREADS, AWAY = (float(_NUMBERS[name])
+                                        for name in ("RIDGE", "LEAST", "HIDDEN", "SPREADS", "AWAY"))

@@ -50,7 +50,7 @@ typedef struct {
     float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
     float *ranks, *each;                               /* (RANKED, most), (dp, LEAF) */
     float *top, *scale, *part;                         /* (PIECE) */
-    float *read;                                       /* (PIECE, open): logits, then changes of weight */
+    float *read;                                       /* (PIECE, open up): logits, then changes of weight */
     int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
     Some leaves, looked, chosen, spare[2];             /* (most), (looked LEAF), (most or looked LEAF) thrice */
 } Work;
@@ -162,7 +162,7 @@ static __attribute__((noinline)) void open_keys(const Seen *s, Work *k, int r) {
     looked->n = leaves * LEAF;
     const int read = select_largest(*looked, s->open, k->chosen, k->spare);
     int32_t *places = k->places + r * s->open;
-    float *logits = k->read + r * s->open, top = k->top[r];
+    float *logits = k->read + r * up(s->open), top = k->top[r];
     for (int i = 0; i < read; i++) {
         places[i] = k->chosen.place[i];
         logits[i] = k->chosen.value[i];
@@ -248,7 +248,7 @@ static __attribute__((noinline)) void attend_piece(const Seen *s, Work *k, int R
     product(ALL, R, s->dv, near, k->A, 1, ld, s->V + s->near * lv, lv, k->O, lv, 0);
     product(ALL, R, s->dv, M, shared, 1, ld, s->values, lv, k->O, lv, 1);
     for (int r = 0; r < R; r++) {
-        float *change = k->read + r * s->open, all = 0, taken = 0;
+        float *change = k->read + r * up(s->open), all = 0, taken = 0;
         const int32_t *places = k->places + r * s->open;
         const int n = k->count[r];
         for (int j = 0; j < n; j += LANES) {
