@@ -153,6 +153,8 @@ def test_c_is_the_twin(monkeypatch):
             assert off.double().mean() < 0.01                  # a tie between leaves or keys may fall otherwise
     x, y, v = drawn(1, 2, 1, 800, d=16, dv=16, dtype=torch.float32)
     sizes = Sizes(16, 4, 8, open=16, exact_until=100)
+    with torch.enable_grad():                                  # where anything is differentiated, PyTorch does it all
+        torch.testing.assert_close(attend(x, y, v.clone().requires_grad_(), sizes), attend(x, y, v, sizes))
     whole = attend(x, y, v, sizes)
     for n in (100, 333, 500):
         torch.testing.assert_close(attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes), whole[:, :, :n])

@@ -77,7 +77,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     if key_mask is not None and not cross and x.shape[2] == y.shape[2]:
         x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)    # padding may hold NaN
     if causal and sizes.open:
-        return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v))
+        return _by_first_token(Recall(sizes, differentiated), x, y, v, key_mask, factor)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
     shift = None if cross else Shift.of(key_mask, sizes.block)
     if shift is None:

@@ -108,13 +108,13 @@ class Epoch(NamedTuple):
 @dataclass(frozen=True)
 class Recall:
     sizes: Sizes
+    differentiated: bool = False
     far: None = None
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call: where nothing is differentiated."""
-        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return not differentiated and width(self.sizes.block) == LEAF and native.applies(*tensors)
+        return not self.differentiated and width(self.sizes.block) == LEAF and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> "Chosen":
