@@ -7,7 +7,7 @@ from native_cases import needs_library
 from nearfar_cases import same
 
 from crt_exp.attention import exact_attention, near_far_attention, uniform_attention
-from crt_exp.attention.nearfar import recall
+from crt_exp.attention.nearfar import past, recall
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.engine import reads
 from crt_exp.attention.nearfar.layer import NearFar
@@ -162,23 +162,31 @@ def test_c_is_the_twin(monkeypatch):
 
 
 @torch.no_grad()
-def test_states_go_on_in_two_ways_and_change_their_rows():
-    x, y, v = drawn(B=3)
+@pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_library)])
+def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
+    x, y, v = drawn(B=3, d=16, dv=16, dtype=torch.float32) if in_c else drawn(B=3)
+    sizes, close = (SIZES._replace(block=8), {}) if in_c else (SIZES, {"rtol": 0, "atol": 1e-10})
+    monkeypatch.setattr(past, "LEAST_ROOM", 64)
     keep = torch.ones(3, LENGTH, dtype=torch.bool)
     keep[1, :5] = False
-    whole, first = attend(x, y, v, keep=keep), RecallState(SIZES, 1)
+    whole, first = attend(x, y, v, sizes, keep), RecallState(sizes, 1)
     token = lambda t, i, rows=slice(None): t[rows, :, i:i + 1]
     first.take(y[:, :, :200], v[:, :, :200], keep[:, :200])
     first.step(*(token(t, 200) for t in (x, y, v)))
     other = first.copy()
     other.step(*(token(t, 5) for t in (x, y, v)))                   # another token, in the same buffer
     out = first.step(*(token(t, 201) for t in (x, y, v)))
-    torch.testing.assert_close(out, whole[:, :, 201:202], rtol=0, atol=1e-10)
+    torch.testing.assert_close(out, whole[:, :, 201:202], **close)
+    assert all(isinstance(known, past.KeptInC) == in_c for known in first.known.values())
     rows = torch.tensor([2, 1, 1])
     first.select(rows)
     for i in range(202, 230):
         out = first.step(*(token(t, i, rows) for t in (x, y, v)))
-        torch.testing.assert_close(out, whole[rows, :, i:i + 1], rtol=0, atol=1e-10)
+        torch.testing.assert_close(out, whole[rows, :, i:i + 1], **close)
+        if i == 215:                                                # a copy that goes on does not change what is here
+            ahead = first.copy()
+            for j in range(216, 226):
+                ahead.step(*(token(t, j - 200, rows) for t in (x, y, v)))
 
 
 # ---- what is found ----

@@ -1,7 +1,7 @@
-"""What a model that copies keeps of it when its attention is swapped: passages said twice, and a needle.
+"""What a model that copies keeps of it when its attention is swapped: passages that are said twice.
 
-Legend: L tokens of a row, H heads, d. Peers that no file of conf/attention holds are dense here: they say what they give,
-not what they cost. All of them see the last NEAR tokens and the FIRST ones.
+Legend: L tokens of a row, H heads, d. Peers that no file of conf/attention holds are dense here: they say what they
+give, not what they cost. All of them see the last NEAR tokens and the FIRST ones.
 """
 
 import time
@@ -25,9 +25,8 @@ from crt_exp.tasks.objectives import repeated
 
 NEAR, FIRST = 64, 16               # of the peers
 LLOYD = 10                         # passes of k-means
-MEANT, ASKED = 24, 8               # tokens of a needle, and those of them by which it is asked for
 UNSURE = 16                        # tokens of the second passage after which a model can know where it stands
-ROWS = 8                           # of a draw
+ROWS = 4                           # of a draw
 CALIBRATION = 4                    # rows of the training text that codebooks and statistics are made of
 
 
@@ -42,7 +41,8 @@ def model_of(start: str) -> tuple[nn.Module, Any]:
 
 @lru_cache(maxsize=8)
 def blocks(start: str, split: str, length: int) -> Tensor:
-    return torch.from_numpy(running_blocks(official_file("wikitext2", split), model_of(start)[1], length).astype(np.int64))
+    found = running_blocks(official_file("wikitext2", split), model_of(start)[1], length, f"{start}/../tokens")
+    return torch.from_numpy(found.astype(np.int64))
 
 
 def passages(start: str, split: str, length: int, seed: int) -> Tensor:
@@ -52,34 +52,19 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     return repeated(rows, 1.0, torch.rand(2, len(rows), generator=g))
 
 
-def needles(start: str, length: int, seed: int) -> Tensor:
-    """(ROWS, length): text in which a passage of drawn tokens stands at a random place, and again at the end."""
-    text, g = blocks(start, "test", length), generator_of(seed, length, 1)
-    rows = text[torch.randperm(len(text), generator=g)[:ROWS]].clone()
-    for row in rows:
-        needle = torch.randint(300, model_of(start)[0].config.vocab_size, (MEANT,), generator=g)
-        at = int(torch.randint(length - 2 * MEANT - NEAR, (1,), generator=g))
-        row[at:at + MEANT] = row[-MEANT:] = needle
-    return rows
-
-
 # ---- what is measured
 
 
 @torch.no_grad()
 def losses(start: str, length: int, seed: int, attention: str, m: int | None = None) -> dict[str, list[float]]:
-    """Nats a token of each row: of its first half, `new`, and of the second but for its beginning, `copied`; and the
-    share of tokens of a needle that are told, `needle`."""
-    model, found = model_of(start)[0], {"new": [], "copied": [], "needle": []}
+    """Nats a token of each row: of its first half, `new`, and of the second but for its beginning, `copied`."""
+    model, found = model_of(start)[0], {"new": [], "copied": []}
     with Swapped(start, attention, m, length):
         for row in passages(start, "test", length, seed):
             nats = F.cross_entropy(model(input_ids=row[None], use_cache=False).logits[0, :-1], row[1:],
                                    reduction="none")
             found["new"].append(float(nats[:length // 2 - 1].mean()))
             found["copied"].append(float(nats[length // 2 + UNSURE:].mean()))
-        for row in needles(start, length, seed):
-            said = model(input_ids=row[None], use_cache=False).logits[0, -MEANT + ASKED - 1:-1].argmax(-1)
-            found["needle"].append(float((said == row[-MEANT + ASKED:]).double().mean()))
     return found
 
 
@@ -147,7 +132,8 @@ def softmax_over(logits: Tensor, seen: Tensor, v: Tensor) -> Tensor:
 def best(rank: Tensor, far: Tensor, count: int) -> Tensor:
     """The `count` far keys of the largest rank of each query."""
     rank = rank.masked_fill(~far, -torch.inf)
-    return torch.zeros_like(rank, dtype=torch.bool).scatter(-1, rank.topk(min(count, rank.shape[-1])).indices, True) & far
+    found = rank.topk(min(count, rank.shape[-1])).indices
+    return torch.zeros_like(rank, dtype=torch.bool).scatter(-1, found, True) & far
 
 
 def largest(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:

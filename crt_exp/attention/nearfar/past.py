@@ -13,21 +13,28 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype
-from crt_exp.attention.nearfar.choice import Sizes
+from crt_exp.attention.nearfar.choice import Metric, Sizes
+from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.leaves import Leaves, Pages
 from crt_exp.attention.nearfar.padding import first_kept
 from crt_exp.attention.nearfar.recall import (
     Epoch,
+    Recall,
     Seen,
     cells_of,
     exactly,
     in_chunks,
     kept_of,
     metric_of,
+    options_of,
     renewals,
     rows_of,
 )
+
+
+WHOLE = 16             # columns of keys and values are multiples of it where the C engine reads them as they lie
+LEAST_ROOM = 1024      # tokens
 
 
 class Kept(NamedTuple):
@@ -78,6 +85,18 @@ class Known(NamedTuple):
         return tree_map(own, self._replace(pages=None))._replace(pages=Pages(pages.b, taken))
 
 
+class KeptInC(NamedTuple):
+    """The same in the C engine, for at most `room` tokens."""
+
+    blocks: int       # that are far
+    room: int
+    metric: Metric
+    kept: Tensor      # (Z, numbers), never changed where another state looks at it
+
+    def of(self, heads: Tensor) -> "KeptInC":
+        return self._replace(metric=Metric(*(t[heads] for t in self.metric)), kept=self.kept[heads])
+
+
 class RecallState:
     """What causal near-far attention with recall remembers of the tokens so far: their keys and values.
 
@@ -88,7 +107,8 @@ class RecallState:
         self.sizes, self.heads, self.version = sizes, heads, version
         self.length, self.buffers = 0, None
         self.firsts: list[int | None] = []        # of each row: the place of its first real token
-        self.known: dict[int, Known] = {}         # by that place
+        self.known: dict[int, Known | KeptInC] = {}         # by that place
+        self.own: set[int] = set()                # of those, the ones that no other state looks at
 
     @property
     def kept(self) -> Kept | None:
@@ -140,6 +160,7 @@ class RecallState:
         """The same state, to go on from here in two ways."""
         other = copy.copy(self)
         other.known = dict(self.known)
+        self.own, other.own = set(), set()
         return other
 
     def select(self, rows: Tensor) -> None:
@@ -187,7 +208,10 @@ class RecallState:
                 keep: Tensor | None) -> Tensor:
         """Of queries (Z, G, t, d) of one block, the last ones of keys (Z, S, d)."""
         b = self.sizes.block
-        block, keep = (y.shape[1] - 1) // b, kept_of(y, keep)
+        block = (y.shape[1] - 1) // b
+        if Recall(self.sizes).in_c(x, y, v) and not (y.shape[-1] % WHOLE or v.shape[-1] % WHOLE):
+            return self._in_c(first, block - 1, x, y, v, keep)
+        keep = kept_of(y, keep)
         known = self._known(first, start, stop, block - 1, y, v, keep)
         self.known[first] = known
         far, cells = cells_of(known.sums.unsqueeze(1), v.shape[-1], known.epoch)
@@ -196,6 +220,20 @@ class RecallState:
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
         out, _ = in_chunks(known.epoch, known.pages, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
         return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
+
+    def _in_c(self, first: int, blocks: int, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+        S, known = y.shape[1], self.known.get(first)
+        if known is None or known.room < S or known.blocks > blocks:
+            metric = metric_of(y, keep, self.sizes) if known is None else known.metric
+            known = KeptInC(blocks, max(LEAST_ROOM, 2 * S), metric, None)
+        kept = known.kept
+        if kept is not None and known.blocks < blocks and first not in self.own:
+            kept = kept.clone()
+        self.own.add(first)
+        found, kept = native.recall(x, y, v, keep, known.metric.shift, known.metric.root, options_of(self.sizes),
+                                    room=known.room, kept=kept)
+        self.known[first] = known._replace(blocks=blocks, kept=kept)
+        return found.out
 
     def _known(self, first: int, start: int, stop: int, blocks: int, y: Tensor, v: Tensor, keep: Tensor) -> Known:
         """Of the epoch from `start` to `stop`, where so many blocks of the keys are far."""

@@ -55,6 +55,12 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     return found
 
 
+def options_of(sizes: Sizes) -> dict[str, int]:
+    """What the C engine is told."""
+    names = ("block", "heavy", "cells", "open")
+    return {name: getattr(sizes, name) for name in names} | {"until": renewals(sizes, 0)[0]}
+
+
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> Metric:
     """Of keys factor y (Z, S, d): of those that are far at the first renewal."""
     far = renewals(sizes, 0)[0] - sizes.block
@@ -142,10 +148,8 @@ class Recall:
         if first < until:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
         if metric is not None and self.in_c(x, y, v):
-            options = self.sizes._asdict() | {"until": until}
-            del options["first_order"], options["exact_until"]
-            found = native.recall(x[:, :, max(0, until - first):], y, v, keep, metric.shift, metric.root, options,
-                                  self.factor)
+            found, _ = native.recall(x[:, :, max(0, until - first):], y, v, keep, metric.shift, metric.root,
+                                     options_of(self.sizes), self.factor)
             parts.append(found.out)
             predicted = found.share.mean((1, 2)) * found.spread.sqrt()
         for epoch in epochs:

@@ -29,10 +29,10 @@ class Call(ctypes.Structure):
 
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
-                                                      "until", "threads")),
+                                                      "until", "room", "threads")),
                 ("factor", ctypes.c_double), *((name, View) for name in ("x", "y", "v", "out")),
                 *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "places", "logsum", "share",
-                                                       "spread"))]
+                                                       "spread", "kept"))]
 
 
 class Recalled(NamedTuple):
@@ -100,24 +100,34 @@ def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order:
 
 @torch.no_grad()
 def recall(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, shift: Tensor, root: Tensor, sizes: dict[str, int],
-           factor: float = 1.0) -> Recalled:
+           factor: float = 1.0, room: int | None = None, kept: Tensor | None = None) -> tuple[Recalled, Tensor | None]:
     """What causal queries factor x (Z, G, L, d), the last ones of keys factor y (Z, S, d), v (Z, S, dv), gather, all
-    behind the first renewal, at `until`. sizes: block, heavy, cells, open and until."""
-    (Z, G, L, _), S, dv = x.shape, y.shape[1], v.shape[-1]
+    behind the first renewal, at `until`. sizes: block, heavy, cells, open and until.
+
+    room: in decoding, where all queries are of one block, how many tokens there may be, and kept: what the call before
+    kept, if there was one, for as much room; it is overwritten, or made, and returned. d and dv are multiples of 16."""
+    (Z, G, L, d), S, dv = x.shape, y.shape[1], v.shape[-1]
     new = y.new_empty
-    places = torch.empty(Z, G, L, min(sizes["open"], S), dtype=torch.int32)
+    places = torch.empty(Z, G, L, min(sizes["open"], room or S), dtype=torch.int32)
     found = Recalled(new(Z, G, L, dv), places, new(Z, G, L), new(Z, G, L), new(Z))
     views = {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1)}
     views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()} | {"out": found.out}
     plain = {"keep": keep, "shift": shift, "root": root, **found._asdict()}
     plain = {key: t.contiguous() for key, t in plain.items() if t is not None and key != "out"}
-    call = RecallCall(Z=Z, G=G, L=L, S=S, d=x.shape[-1], dv=dv, threads=torch.get_num_threads(), factor=factor,
+    call = RecallCall(Z=Z, G=G, L=L, S=S, d=d, dv=dv, room=room or S, threads=torch.get_num_threads(), factor=factor,
                       **sizes | {"open": places.shape[-1]},
                       **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
                       **{key: t.data_ptr() for key, t in plain.items()})
-    if native.library().near_far_recall(ctypes.byref(call)) == NO_MEMORY:
-        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {x.shape[-1]}")
-    return found
+    library = native.library()
+    if room is not None and kept is None:
+        library.near_far_recall_size.restype = ctypes.c_int64
+        kept = new(Z, library.near_far_recall_size(ctypes.byref(call)))
+        kept[:, :2] = 0
+    if kept is not None:
+        call.kept = kept.data_ptr()
+    if library.near_far_recall(ctypes.byref(call)) == NO_MEMORY:
+        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}")
+    return found, kept
 
 
 class _Attend(torch.autograd.Function):

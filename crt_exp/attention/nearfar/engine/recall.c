@@ -16,7 +16,7 @@
 enum { PIECE = 48, RANKED = 12 };      /* queries of a piece; those of which all leaves are ranked at once */
 
 typedef struct {
-    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, threads;
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
     double factor;                     /* of queries and keys as they are given */
     View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
     const uint8_t *keep;               /* (Z, S), or null */
@@ -24,6 +24,7 @@ typedef struct {
     int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none; or null */
     float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
     float *spread;                     /* (Z): mean tau of the cells of the last block */
+    float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
 } Recall;
 
 /* What the queries of a block see. */
@@ -271,9 +272,11 @@ static __attribute__((noinline)) void attend_piece(const Seen *s, Work *k, int R
 
 typedef struct {
     const Recall *c;
-    int64_t z, far, joined, fit;                       /* blocks: all, those in pages, those in cells; S in leaves */
+    int64_t z, far, fit;                               /* blocks that are far; leaves of which there is room */
+    int64_t t, start;                                  /* the block whose past this is; the place of the renewal */
     Seen s;
     Work k;
+    int64_t *numbers;                                  /* (5): what is kept of these between calls */
     float *memory, *Y, *V, *means, *reach, *panels;
     int32_t *order, *in_cells, *cell;                  /* (S): places in leaves; the same, -1 for those without a cell */
     float *square;                                     /* (S): |z|^2 */
@@ -292,50 +295,82 @@ INLINE int64_t looked_at(const Recall *c, int64_t far) {
     return keys / LEAF + 1;
 }
 
-static int open_past(Past *h, const Recall *c, int64_t z) {
-    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy;
-    const size_t fit = (S + c->block) / LEAF + 1, most = up(fit), K = c->cells, M = n + K;
-    const size_t looked = looked_at(c, S);
+typedef struct {
+    void *to;                                          /* where the address of a piece is to be */
+    size_t count;
+} Piece;
+
+static size_t place_pieces(const Piece *pieces, size_t number, float *at) {
+    size_t count = 0;
+    for (size_t i = 0; i < number; i++) {
+        float *here = at + count;
+        if (at) memcpy(pieces[i].to, &here, sizeof here);
+        count += up(pieces[i].count) + PAD;
+    }
+    return count;
+}
+
+/* What lasts from block to block, in `memory` where there is some; returns its size. */
+static size_t place_kept(Past *h, const Recall *c, float *memory) {
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->cells, M = n + K;
+    const size_t fit = (S + c->block) / LEAF + 1;
+    const Piece pieces[] = {
+        {&h->numbers, PAD}, {&h->means, d * up(fit)}, {&h->reach, up(fit)}, {&h->panels, fit * LEAF * dp},
+        {&h->order, S + c->block}, {&h->in_cells, S + c->block}, {&h->cell, S}, {&h->square, S},
+        {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
+        {&h->zsum, K * dp}, {&h->squares, K}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
+        {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
+    return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
+}
+
+static size_t place_scratch(Past *h, const Recall *c, float *memory) {
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
+    const size_t fit = (c->room + c->block) / LEAF + 1, most = up(fit), looked = looked_at(c, c->room);
     const size_t seen = (looked < fit ? looked : fit) * LEAF, open = up(c->open);
     const size_t more = (most > seen ? most : seen) + 2 * PAD;
-    *h = (Past){.c = c, .z = z, .fit = fit};
-    struct {
-        void **to;
-        size_t count;
-    } pieces[] = {
-        {(void **)&h->Y, S * dp}, {(void **)&h->V, S * lv}, {(void **)&h->means, d * most}, {(void **)&h->reach, most},
-        {(void **)&h->panels, fit * LEAF * dp},
-        {(void **)&h->order, S + c->block}, {(void **)&h->in_cells, S + c->block}, {(void **)&h->cell, S}, {(void **)&h->square, S},
-        {(void **)&h->shared, M * dp}, {(void **)&h->values, M * lv}, {(void **)&h->bias, M}, {(void **)&h->high, M},
-        {(void **)&h->mass, M}, {(void **)&h->ysum, K * dp}, {(void **)&h->zsum, K * dp}, {(void **)&h->squares, K},
-        {(void **)&h->rows, d * dp}, {(void **)&h->rootT, d * dp}, {(void **)&h->shift, dp},
-        {(void **)&h->centres, K * dp}, {(void **)&h->turned, K * dp}, {(void **)&h->offset, K},
-        {(void **)&h->pooled, fit * d}, {(void **)&h->counts, fit}, {(void **)&h->X, CHUNK * dp},
-        {(void **)&h->Xt, dp * CHUNK}, {(void **)&h->dots, K * CHUNK}, {(void **)&h->along, S},
-        {(void **)&h->axis, dp}, {(void **)&h->next, dp}, {(void **)&h->mean, dp}, {(void **)&h->nearest, 2 * fit},
-        {(void **)&h->k.Q, PIECE * dp}, {(void **)&h->k.Qt, d * PIECE}, {(void **)&h->k.A, (2 * c->block + M) * PIECE},
-        {(void **)&h->k.O, PIECE * lv}, {(void **)&h->k.ranks, RANKED * most}, {(void **)&h->k.each, LEAF * dp},
-        {(void **)&h->k.top, PIECE}, {(void **)&h->k.scale, PIECE}, {(void **)&h->k.part, PIECE},
-        {(void **)&h->k.read, PIECE * open + LANES}, {(void **)&h->k.places, PIECE * open}, {(void **)&h->k.count, PIECE},
-        {(void **)&h->k.leaves.value, more}, {(void **)&h->k.leaves.place, more},
-        {(void **)&h->k.looked.value, more}, {(void **)&h->k.looked.place, more},
-        {(void **)&h->k.chosen.value, more}, {(void **)&h->k.chosen.place, more},
-        {(void **)&h->k.spare[0].value, more}, {(void **)&h->k.spare[0].place, more},
-        {(void **)&h->k.spare[1].value, more}, {(void **)&h->k.spare[1].place, more}};
-    const size_t number = sizeof pieces / sizeof *pieces;
-    size_t count = 0;
-    for (size_t i = 0; i < number; i++) count += up(pieces[i].count) + PAD;
-    if (!(h->memory = aligned_alloc(64, (sizeof(float) * count + 63) / 64 * 64))) return 0;
-    float *at = h->memory;
-    for (size_t i = 0; i < number; i++) {
-        *pieces[i].to = at;
-        at += up(pieces[i].count) + PAD;
+    Work *k = &h->k;
+    const Piece pieces[] = {
+        {&h->Y, S * dp}, {&h->V, S * lv}, {&h->pooled, fit * d}, {&h->counts, fit}, {&h->X, CHUNK * dp},
+        {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->along, c->room}, {&h->axis, dp}, {&h->next, dp},
+        {&h->mean, dp}, {&h->nearest, 2 * fit}, {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE},
+        {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv}, {&k->ranks, RANKED * most}, {&k->each, LEAF * dp},
+        {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + LANES},
+        {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->leaves.value, more}, {&k->leaves.place, more},
+        {&k->looked.value, more}, {&k->looked.place, more}, {&k->chosen.value, more}, {&k->chosen.place, more},
+        {&k->spare[0].value, more}, {&k->spare[0].place, more}, {&k->spare[1].value, more},
+        {&k->spare[1].place, more}};
+    return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
+}
+
+int64_t near_far_recall_size(const Recall *c) { return place_kept(&(Past){0}, c, NULL); }
+
+static int open_past(Past *h, const Recall *c, int64_t z) {
+    *h = (Past){.c = c, .z = z, .fit = (c->room + c->block) / LEAF + 1};
+    const size_t size = place_kept(h, c, NULL), scratch = place_scratch(h, c, NULL);
+    const size_t bytes = sizeof(float) * (scratch + (c->kept ? 0 : size));
+    if (!(h->memory = aligned_alloc(64, (bytes + 63) / 64 * 64))) return 0;
+    place_scratch(h, c, h->memory);
+    place_kept(h, c, c->kept ? c->kept + z * size : h->memory + scratch);
+    if (c->kept) {
+        h->Y = of(c->y, z, 0), h->V = of(c->v, z, 0);
+    } else {
+        h->numbers[0] = 0;
     }
-    h->s = (Seen){.d = d, .dp = dp, .dv = c->dv, .lv = lv, .n = n, .K = K, .open = c->open, .most = most,
-                  .Y = h->Y, .V = h->V,   .in_cells = h->in_cells, .cell = h->cell, .means = h->means, .reach = h->reach, .panels = h->panels,
-                  .shared = h->shared, .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass,
+    for (int64_t l = 0; l < h->fit; l++) h->k.leaves.place[l] = (int32_t)l;
+    h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
+                  .open = c->open, .most = up(h->fit), .Y = h->Y, .V = h->V, .in_cells = h->in_cells,
+                  .cell = h->cell, .means = h->means, .reach = h->reach, .panels = h->panels, .shared = h->shared,
+                  .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
+    h->t = h->numbers[0];
+    if (h->t) h->far = h->numbers[1], h->start = h->numbers[2], h->s.leaves = h->numbers[3], h->s.K = h->numbers[4];
     return 1;
+}
+
+static void close_past(Past *h) {
+    const int64_t numbers[] = {h->t, h->far, h->start, h->s.leaves, h->s.K};
+    if (h->memory) memcpy(h->numbers, numbers, sizeof numbers);
+    free(h->memory);
 }
 
 INLINE int there(const Past *h, int64_t j) { return !h->s.keep || h->s.keep[j]; }
@@ -344,10 +379,11 @@ INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->s.dp; }
 static void load_past(Past *h) {
     const Recall *c = h->c;
     const int d = h->s.d, dp = h->s.dp;
-    load_rows(c->y, h->z, 0, 0, c->S, d, c->factor, NULL, h->s.keep, h->Y, dp);
-    load_rows(c->v, h->z, 0, 0, c->S, c->dv, 1, NULL, h->s.keep, h->V, h->s.lv);
-    for (int64_t j = 0; j < c->S; j++) h->cell[j] = -1;
-    for (int64_t l = 0; l < h->fit; l++) h->k.leaves.place[l] = (int32_t)l;
+    if (!c->kept) {
+        load_rows(c->y, h->z, 0, 0, c->S, d, c->factor, NULL, h->s.keep, h->Y, dp);
+        load_rows(c->v, h->z, 0, 0, c->S, c->dv, 1, NULL, h->s.keep, h->V, h->s.lv);
+    }
+    for (int64_t j = 0; j < c->room; j++) h->cell[j] = -1;
     memset(h->shift, 0, sizeof(float) * dp);
     memcpy(h->shift, c->shift + h->z * d, sizeof(float) * d);
     memset(h->rows, 0, sizeof(float) * d * dp);
@@ -649,28 +685,35 @@ INLINE int64_t following(int64_t place, int64_t b) {
     return place + (more + b - 1) / b * b;
 }
 
+/* Brings the past to that of block t. */
+static int advance(Past *h, int64_t t) {
+    const Recall *c = h->c;
+    const int64_t b = c->block;
+    if (!h->t) {
+        load_past(h);
+        for (h->start = c->until; following(h->start, b) <= t * b;) h->start = following(h->start, b);
+        h->t = h->start / b;
+        for (int64_t s = 0; s < h->t - 1; s++) measure_block(h, s, 0);
+        grow_pages(h, h->t - 1);
+        if (!renew(h, h->t)) return 0;
+    }
+    while (h->t < t) {
+        h->t++;
+        const int renews = h->t * b == following(h->start, b);
+        measure_block(h, h->t - 2, !renews);
+        if (!renews) continue;
+        h->start = h->t * b;
+        grow_pages(h, h->t - 1);
+        if (!renew(h, h->t)) return 0;
+    }
+    if (h->far < t - 1) grow_pages(h, t - 1);
+    return 1;
+}
+
 static int recall_head(Past *h) {
     const Recall *c = h->c;
-    const int64_t b = c->block, first = (c->S - c->L) / b, last = (c->S - 1) / b;
-    int64_t start = c->until;
-    while (following(start, b) <= first * b) start = following(start, b);
-    load_past(h);
-    for (int64_t t = 0; t < start / b - 1; t++) measure_block(h, t, 0);
-    grow_pages(h, start / b - 1);
-    if (!renew(h, start / b)) return 0;
-    for (int64_t t = start / b; t <= last; t++) {
-        if (t > start / b) {
-            if (t * b == following(start, b)) {
-                start = t * b;
-                measure_block(h, t - 2, 0);
-                grow_pages(h, t - 1);
-                if (!renew(h, t)) return 0;
-            } else {
-                measure_block(h, t - 2, 1);
-                if (t >= first) grow_pages(h, t - 1);
-            }
-        }
-        if (t < first) continue;
+    for (int64_t t = (c->S - c->L) / c->block; t <= (c->S - 1) / c->block; t++) {
+        if (!advance(h, t)) return 0;
         c->spread[h->z] = place_cells_of(h);
         attend_block(h, t);
     }
@@ -684,7 +727,7 @@ int near_far_recall(const Recall *c) {
         const unsigned mode = without_denormals();
         Past h;
         if (!open_past(&h, c, z) || !recall_head(&h)) bad = NO_MEMORY;
-        free(h.memory);
+        close_past(&h);
         with_mode(mode);
         trim_scratch();
     }
