@@ -227,9 +227,9 @@ class RecallState:
             metric = metric_of(y, keep, self.sizes) if known is None else known.metric
             known = KeptInC(blocks, max(LEAST_ROOM, 2 * S), metric, None)
         kept = known.kept
-        if kept is not None and known.blocks < blocks and first not in self.own:
-            kept = kept.clone()
-        self.own.add(first)
+        if kept is None or known.blocks < blocks:
+            kept = kept.clone() if kept is not None and first not in self.own else kept
+            self.own.add(first)
         found, kept = native.recall(x, y, v, keep, known.metric.shift, known.metric.root, options_of(self.sizes),
                                     room=known.room, kept=kept)
         self.known[first] = known._replace(blocks=blocks, kept=kept)
