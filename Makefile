@@ -86,6 +86,7 @@ hrf-clusters: $(STAMP)  ## HRF Figure 6, Table 3: hybrids for vectors in cluster
 hrf-flops: $(STAMP)  ## HRF Appendix L: columns for a FLOP, and the error at equal FLOPs
 hrf-speech: $(STAMP)  ## HRF Table 2: speech recognition with hybrids, by an exact model made as that of fig3 (needs CRT_DATA)
 fidelity: $(STAMP)  ## language models whose attention is swapped without training, and after a little of it (needs CRT_DATA)
+copying: $(STAMP)  ## a model that copies, swapped without training: what it keeps, and at what time (needs CRT_DATA)
 recall: $(STAMP)  ## near-far attention that reads the keys it asks for, where a single far key matters
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
 
