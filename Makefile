@@ -13,7 +13,7 @@ DOCS   := $(VENV)/.docs
 
 REPORTS := table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fig14 hadamard fig3 fig4-left fig4-right \
   proteins kernels redraw proteins-long lra pixels books attention-maps hrf-lm hrf-sampled ptb-peer hrf-pointwise \
-  hrf-qmc hrf-clusters hrf-flops hrf-speech fidelity recall sampling families bench-estimators speed
+  hrf-qmc hrf-clusters hrf-flops hrf-speech fidelity copying recall sampling families bench-estimators speed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint docs sweep-example report $(REPORTS)

@@ -30,7 +30,7 @@ NEAR_FAR = ENGINES.parent / "nearfar" / "engine"
 SOURCES = (*(ENGINES / name for name in ("vectors.h", "products.c", "native.c", "tree_draws.c")),
            *(NEAR_FAR / name for name in ("constants.h", "near_far.h", "choice.c", "states.c", "cells.c",
                                           "near_far.c", "reads.c",
-                                          "recall.c")))
+                                          "recall.h", "recall.c", "recall_backward.c")))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 3 times the time"
 SILENCE = "CRT_EXP_NATIVE=0 silences this"

@@ -230,10 +230,10 @@ class RecallState:
         if kept is None or known.blocks < blocks:
             kept = kept.clone() if kept is not None and first not in self.own else kept
             self.own.add(first)
-        found, kept = native.recall(x, y, v, keep, known.metric.shift, known.metric.root, options_of(self.sizes),
-                                    room=known.room, kept=kept)
+        given = native.Given(keep, known.metric.shift, known.metric.root, options_of(self.sizes))
+        out, kept = native.recall_step(x, y, v, given, known.room, kept)
         self.known[first] = known._replace(blocks=blocks, kept=kept)
-        return found.out
+        return out
 
     def _known(self, first: int, start: int, stop: int, blocks: int, y: Tensor, v: Tensor, keep: Tensor) -> Known:
         """Of the epoch from `start` to `stop`, where so many blocks of the keys are far."""

@@ -114,13 +114,12 @@ class Epoch(NamedTuple):
 @dataclass(frozen=True)
 class Recall:
     sizes: Sizes
-    differentiated: bool = False
     far: None = None
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:
-        """Whether the C engine does it, all heads in one call: where nothing is differentiated."""
-        return not self.differentiated and width(self.sizes.block) == LEAF and native.applies(*tensors)
+        """Whether the C engine does it, all heads in one call."""
+        return width(self.sizes.block) == LEAF and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> "Chosen":
@@ -148,8 +147,8 @@ class Recall:
         if first < until:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
         if metric is not None and self.in_c(x, y, v):
-            found, _ = native.recall(x[:, :, max(0, until - first):], y, v, keep, metric.shift, metric.root,
-                                     options_of(self.sizes), self.factor)
+            given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes), self.factor)
+            found = native.recall(x[:, :, max(0, until - first):], y, v, given)
             parts.append(found.out)
             predicted = found.share.mean((1, 2)) * found.spread.sqrt()
         for epoch in epochs:

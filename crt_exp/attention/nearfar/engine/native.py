@@ -27,10 +27,13 @@ class Call(ctypes.Structure):
                 *((name, View) for name in VIEWS), *((name, ctypes.c_void_p) for name in PLAIN)]
 
 
+GRADIENTS = ("grad", "dx", "dy", "dvalues")
+
+
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
                                                       "until", "room", "threads")),
-                ("factor", ctypes.c_double), *((name, View) for name in ("x", "y", "v", "out")),
+                ("factor", ctypes.c_double), *((name, View) for name in ("x", "y", "v", "out", *GRADIENTS)),
                 *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "places", "logsum", "share",
                                                        "spread", "kept"))]
 
@@ -98,36 +101,94 @@ def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order:
     return Attended(*_Attend.apply(sets, options, x, y, v))
 
 
-@torch.no_grad()
-def recall(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, shift: Tensor, root: Tensor, sizes: dict[str, int],
-           factor: float = 1.0, room: int | None = None, kept: Tensor | None = None) -> tuple[Recalled, Tensor | None]:
-    """What causal queries factor x (Z, G, L, d), the last ones of keys factor y (Z, S, d), v (Z, S, dv), gather, all
-    behind the first renewal, at `until`. sizes: block, heavy, cells, open and until.
+def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given") -> Recalled:
+    """What causal queries x (Z, G, L, d), the last ones of keys y (Z, S, d), v (Z, S, dv), gather, all behind the first
+    renewal. Differentiable in x, y and v, by the outputs alone."""
+    return Recalled(*_Recall.apply(given, x, y, v))
 
-    room: in decoding, where all queries are of one block, how many tokens there may be, and kept: what the call before
-    kept, if there was one, for as much room; it is overwritten, or made, and returned. d and dv are multiples of 16."""
-    (Z, G, L, d), S, dv = x.shape, y.shape[1], v.shape[-1]
-    new = y.new_empty
-    places = torch.empty(Z, G, L, min(sizes["open"], room or S), dtype=torch.int32)
-    found = Recalled(new(Z, G, L, dv), places, new(Z, G, L), new(Z, G, L), new(Z))
-    views = {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1)}
-    views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()} | {"out": found.out}
-    plain = {"keep": keep, "shift": shift, "root": root, **found._asdict()}
+
+@torch.no_grad()
+def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int,
+                kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The outputs (Z, G, L, dv) of queries that are all of the last block, without gradients, and what is kept for the
+    next step. room: how many tokens there may be. kept: what the call before kept, for as much room; it is overwritten.
+    d and dv are multiples of 16."""
+    found = _room_for(x, y, v, given)
+    call, alive = _recall_call(x, y, v, given, found, room)
+    if kept is None:
+        size = native.library().near_far_recall_size
+        size.restype = ctypes.c_int64
+        kept = y.new_empty(len(y), size(ctypes.byref(call)))
+        kept[:, :2] = 0
+    call.kept = kept.data_ptr()
+    _recall("near_far_recall", call)
+    return found.out, kept
+
+
+class Given(NamedTuple):
+    """keep (Z, S) or None; the metric; block, heavy, cells, open and until, the first renewal; queries are factor x and
+    keys factor y."""
+
+    keep: Tensor | None
+    shift: Tensor
+    root: Tensor
+    sizes: dict[str, int]
+    factor: float = 1.0
+
+
+class _Recall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given, x, y, v):
+        found = _room_for(x, y, v, given)
+        call, alive = _recall_call(x, y, v, given, found)
+        _recall("near_far_recall", call)
+        ctx.given = given
+        ctx.save_for_backward(x, y, v, *found)
+        ctx.mark_non_differentiable(*found[1:])
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        x, y, v, *found = ctx.saved_tensors
+        if grad is None:
+            return (None,) * 4
+        check_gradient(grad)
+        if torch.is_grad_enabled():
+            raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
+                                      "such as torch.func.hessian, which goes through plain operations")
+        dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+        views = dict(grad=grad, dx=dx, dy=dy.unsqueeze(1), dvalues=dv.unsqueeze(1))
+        call, alive = _recall_call(x, y, v, ctx.given, Recalled(*found), **views)
+        _recall("near_far_recall_backward", call)
+        return None, dx, dy, dv
+
+
+def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given) -> Recalled:
+    (Z, G, L, _), new = x.shape, y.new_empty
+    places = torch.empty(Z, G, L, min(given.sizes["open"], y.shape[1]), dtype=torch.int32)
+    return Recalled(new(Z, G, L, v.shape[-1]), places, new(Z, G, L), new(Z, G, L), new(Z))
+
+
+def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, found: Recalled, room: int | None = None,
+                 **views: Tensor) -> tuple[RecallCall, list]:
+    """The call, and the tensors that must outlive it."""
+    (Z, G, L, d), S = x.shape, y.shape[1]
+    views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=found.out) | views
+    views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()}
+    plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **found._asdict()}
     plain = {key: t.contiguous() for key, t in plain.items() if t is not None and key != "out"}
-    call = RecallCall(Z=Z, G=G, L=L, S=S, d=d, dv=dv, room=room or S, threads=torch.get_num_threads(), factor=factor,
-                      **sizes | {"open": places.shape[-1]},
+    sizes = given.sizes | {"open": found.places.shape[-1]}
+    call = RecallCall(Z=Z, G=G, L=L, S=S, d=d, dv=v.shape[-1], room=room or S, threads=torch.get_num_threads(),
+                      factor=given.factor, **sizes,
                       **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
                       **{key: t.data_ptr() for key, t in plain.items()})
-    library = native.library()
-    if room is not None and kept is None:
-        library.near_far_recall_size.restype = ctypes.c_int64
-        kept = new(Z, library.near_far_recall_size(ctypes.byref(call)))
-        kept[:, :2] = 0
-    if kept is not None:
-        call.kept = kept.data_ptr()
-    if library.near_far_recall(ctypes.byref(call)) == NO_MEMORY:
-        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}")
-    return found, kept
+    return call, [views, plain]
+
+
+def _recall(name: str, call: RecallCall) -> None:
+    if getattr(native.library(), name)(ctypes.byref(call)) == NO_MEMORY:
+        raise MemoryError(f"no memory for near-far attention of {call.S} tokens with d = {call.d}")
 
 
 class _Attend(torch.autograd.Function):

@@ -7,54 +7,7 @@
 
    Legend: see near_far.h; blocks are LEAF times a power of 2. A key that is heavy, masked or near has no cell, -1. */
 
-#include "near_far.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
-enum { PIECE = 48, RANKED = 12 };      /* queries of a piece; those of which all leaves are ranked at once */
-
-typedef struct {
-    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
-    double factor;                     /* of queries and keys as they are given */
-    View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
-    const uint8_t *keep;               /* (Z, S), or null */
-    const float *shift, *root;         /* (Z, d), (Z, d, d) */
-    int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none; or null */
-    float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
-    float *spread;                     /* (Z): mean tau of the cells of the last block */
-    float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
-} Recall;
-
-/* What the queries of a block see. */
-typedef struct {
-    int d, dp, dv, lv, n, K, open, looked;             /* looked: leaves whose keys are looked at */
-    int64_t leaves, most;                              /* most: numbers from one feature of the means to the next */
-    const float *Y, *V;                                /* (S, dp), (S, lv) */
-    const int32_t *in_cells, *cell;                    /* (leaves, LEAF): places, -1 for those that have no cell; (S) */
-    const float *means, *reach, *panels;               /* (d, most), (leaves), (leaves, dp, LEAF): keys of leaves */
-    const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
-    const uint8_t *keep;                               /* (S), or null */
-    int64_t near, stop;                                /* the places of near keys */
-} Seen;
-
-/* Numbers and their places; behind the last there is room for a whole vector. */
-typedef struct {
-    float *value;
-    int32_t *place;
-    int n;
-} Some;
-
-/* What a piece of R queries works with. */
-typedef struct {
-    float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
-    float *ranks, *each;                               /* (RANKED, most), (dp, LEAF) */
-    float *top, *scale, *part;                         /* (PIECE) */
-    float *read;                                       /* (PIECE, open up): logits, then changes of weight */
-    int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
-    Some leaves, looked, chosen, spare[2];             /* (most), (looked LEAF), (most or looked LEAF) thrice */
-} Work;
+#include "recall.h"
 
 /* ---- The logits of a leaf ---- */
 
@@ -270,25 +223,6 @@ static __attribute__((noinline)) void attend_piece(const Seen *s, Work *k, int R
 
 /* ---- One head ---- */
 
-typedef struct {
-    const Recall *c;
-    int64_t z, far, fit;                               /* blocks that are far; leaves of which there is room */
-    int64_t t, start;                                  /* the block whose past this is; the place of the renewal */
-    Seen s;
-    Work k;
-    int64_t *numbers;                                  /* (5): what is kept of these between calls */
-    float *memory, *Y, *V, *means, *reach, *panels;
-    int32_t *order, *in_cells, *cell;                  /* (S): places in leaves; the same, -1 for those without a cell */
-    float *square;                                     /* (S): |z|^2 */
-    float *shared, *values, *bias, *high, *mass;
-    float *ysum, *zsum, *squares;                      /* (K, dp) twice, (K): sums over the keys of cells */
-    float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
-    float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
-    float *pooled, *counts;                            /* (fit, d), (fit): means of leaves */
-    float *X, *Xt, *dots, *along, *axis, *next, *mean; /* (CHUNK, dp), (dp, CHUNK), (K, CHUNK), (S), (dp) thrice */
-    int64_t *nearest;                                  /* (fit) */
-} Past;
-
 /* Leaves whose keys are looked at, where so many keys are far. */
 INLINE int64_t looked_at(const Recall *c, int64_t far) {
     const int64_t keys = LOOKED * c->open > far / SHARE ? LOOKED * c->open : far / SHARE;
@@ -318,7 +252,7 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
         {&h->numbers, PAD}, {&h->means, d * up(fit)}, {&h->reach, up(fit)}, {&h->panels, fit * LEAF * dp},
         {&h->order, S + c->block}, {&h->in_cells, S + c->block}, {&h->cell, S}, {&h->square, S},
         {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
-        {&h->zsum, K * dp}, {&h->squares, K}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
+        {&h->zsum, K * dp}, {&h->squares, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
         {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
     return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
 }
@@ -344,7 +278,7 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
 
 int64_t near_far_recall_size(const Recall *c) { return place_kept(&(Past){0}, c, NULL); }
 
-static int open_past(Past *h, const Recall *c, int64_t z) {
+int open_past(Past *h, const Recall *c, int64_t z) {
     *h = (Past){.c = c, .z = z, .fit = (c->room + c->block) / LEAF + 1};
     const size_t size = place_kept(h, c, NULL), scratch = place_scratch(h, c, NULL);
     const size_t bytes = sizeof(float) * (scratch + (c->kept ? 0 : size));
@@ -357,6 +291,7 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
         h->numbers[0] = 0;
     }
     for (int64_t l = 0; l < h->fit; l++) h->k.leaves.place[l] = (int32_t)l;
+    h->pages = 1;
     h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
                   .open = c->open, .most = up(h->fit), .Y = h->Y, .V = h->V, .in_cells = h->in_cells,
                   .cell = h->cell, .means = h->means, .reach = h->reach, .panels = h->panels, .shared = h->shared,
@@ -367,14 +302,11 @@ static int open_past(Past *h, const Recall *c, int64_t z) {
     return 1;
 }
 
-static void close_past(Past *h) {
+void close_past(Past *h) {
     const int64_t numbers[] = {h->t, h->far, h->start, h->s.leaves, h->s.K};
     if (h->memory) memcpy(h->numbers, numbers, sizeof numbers);
     free(h->memory);
 }
-
-INLINE int there(const Past *h, int64_t j) { return !h->s.keep || h->s.keep[j]; }
-INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->s.dp; }
 
 static void load_past(Past *h) {
     const Recall *c = h->c;
@@ -574,6 +506,7 @@ static void find_heavy(Past *h, int64_t far) {
     }
     for (int64_t j = 0; j < far; j++) h->cell[j] = -1;
     for (int i = 0; i < n; i++) {
+        h->heavy[i] = i < count ? (int32_t)held[i] : -1;
         h->mass[i] = i < count, h->bias[i] = 0, h->high[i] = i < count ? 0 : HIDDEN;
         memset(h->shared + i * dp, 0, sizeof(float) * dp);
         memset(h->values + i * lv, 0, sizeof(float) * lv);
@@ -628,8 +561,7 @@ static __attribute__((noinline)) int renew(Past *h, int64_t t) {
     return 1;
 }
 
-/* Means, biases and powers of two above N of the cells, from their sums; returns the mean tau. */
-static float place_cells_of(Past *h) {
+float place_cells_of(Past *h) {
     const int dp = h->s.dp, n = h->s.n;
     double spread = 0, all = 0;
     for (int k = 0; k < h->s.K; k++) {
@@ -679,14 +611,7 @@ static void attend_block(Past *h, int64_t t) {
     }
 }
 
-/* The place of the renewal behind one. */
-INLINE int64_t following(int64_t place, int64_t b) {
-    const int64_t more = place / PART > RENEWED ? place / PART : RENEWED;
-    return place + (more + b - 1) / b * b;
-}
-
-/* Brings the past to that of block t. */
-static int advance(Past *h, int64_t t) {
+int advance(Past *h, int64_t t) {
     const Recall *c = h->c;
     const int64_t b = c->block;
     if (!h->t) {
@@ -706,7 +631,7 @@ static int advance(Past *h, int64_t t) {
         grow_pages(h, h->t - 1);
         if (!renew(h, h->t)) return 0;
     }
-    if (h->far < t - 1) grow_pages(h, t - 1);
+    if (h->far < t - 1 && h->pages) grow_pages(h, t - 1);
     return 1;
 }
 

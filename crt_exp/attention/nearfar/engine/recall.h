@@ -1,0 +1,97 @@
+/* What recall.c, which goes through a sequence, and recall_backward.c share: a head with its past. */
+
+#pragma once
+
+#include "near_far.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+enum { PIECE = 48, RANKED = 12 };      /* queries of a piece; those of which all leaves are ranked at once */
+
+typedef struct {
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
+    double factor;                     /* of queries and keys as they are given */
+    View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
+    View grad, dx, dy, dvalues;        /* of the backward pass */
+    const uint8_t *keep;               /* (Z, S), or null */
+    const float *shift, *root;         /* (Z, d), (Z, d, d) */
+    int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none; or null */
+    float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
+    float *spread;                     /* (Z): mean tau of the cells of the last block */
+    float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
+} Recall;
+
+/* What the queries of a block see. */
+typedef struct {
+    int d, dp, dv, lv, n, K, open, looked;             /* looked: leaves whose keys are looked at */
+    int64_t leaves, most;                              /* most: numbers from one feature of the means to the next */
+    const float *Y, *V;                                /* (S, dp), (S, lv) */
+    const int32_t *in_cells, *cell;                    /* (leaves, LEAF): places, -1 for those that have no cell; (S) */
+    const float *means, *reach, *panels;               /* (d, most), (leaves), (leaves, dp, LEAF): keys of leaves */
+    const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
+    const uint8_t *keep;                               /* (S), or null */
+    int64_t near, stop;                                /* the places of near keys */
+} Seen;
+
+/* Numbers and their places; behind the last there is room for a whole vector. */
+typedef struct {
+    float *value;
+    int32_t *place;
+    int n;
+} Some;
+
+/* What a piece of R queries works with. */
+typedef struct {
+    float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
+    float *ranks, *each;                               /* (RANKED, most), (dp, LEAF) */
+    float *top, *scale, *part;                         /* (PIECE) */
+    float *read;                                       /* (PIECE, open up): logits, then changes of weight */
+    int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
+    Some leaves, looked, chosen, spare[2];             /* (most), (looked LEAF), (most or looked LEAF) thrice */
+} Work;
+
+typedef struct {
+    const Recall *c;
+    int64_t z, far, fit;                               /* blocks that are far; leaves of which there is room */
+    int64_t t, start;                                  /* the block whose past this is; the place of the renewal */
+    int pages;                                         /* whether each block has its leaves, and not renewals alone */
+    Seen s;
+    Work k;
+    int64_t *numbers;                                  /* (5): what is kept of these between calls */
+    float *memory, *Y, *V, *means, *reach, *panels;
+    int32_t *heavy;                                    /* (n): places, -1 where there are fewer */
+    int32_t *order, *in_cells, *cell;                  /* (S): places in leaves; the same, -1 for those without a cell */
+    float *square;                                     /* (S): |z|^2 */
+    float *shared, *values, *bias, *high, *mass;
+    float *ysum, *zsum, *squares;                      /* (K, dp) twice, (K): sums over the keys of cells */
+    float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
+    float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
+    float *pooled, *counts;                            /* (fit, d), (fit): means of leaves */
+    float *X, *Xt, *dots, *along, *axis, *next, *mean; /* (CHUNK, dp), (dp, CHUNK), (K, CHUNK), (S), (dp) thrice */
+    int64_t *nearest;                                  /* (fit) */
+} Past;
+
+#pragma GCC visibility push(hidden)
+
+/* A head with the memory that it needs; 0 where that ended. It is closed in any case. */
+int open_past(Past *h, const Recall *c, int64_t z);
+void close_past(Past *h);
+
+/* Brings the past to that of block t; 0 where memory ended. */
+int advance(Past *h, int64_t t);
+
+/* Means, biases and powers of two above N of the cells, from their sums; returns the mean tau. */
+float place_cells_of(Past *h);
+
+#pragma GCC visibility pop
+
+INLINE int there(const Past *h, int64_t j) { return !h->s.keep || h->s.keep[j]; }
+INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->s.dp; }
+
+/* The place of the renewal behind one. */
+INLINE int64_t following(int64_t place, int64_t b) {
+    const int64_t more = place / PART > RENEWED ? place / PART : RENEWED;
+    return place + (more + b - 1) / b * b;
+}

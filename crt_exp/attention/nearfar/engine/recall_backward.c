@@ -1,0 +1,293 @@
+/* The gradients of recall.c, for keys that were read and log-sums that were found.
+
+   First the past goes by once more, and what the cells were at each block is kept; then blocks are taken from the last
+   to the first. What a key gives to its cell it gives to all later blocks of the renewal: gradients to the sums of cells
+   are added up until the block at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times
+   G.[v, 1]; a key that is read also takes its share of the weight of its cell away.
+
+   Per cell, for keys j of it: mu and V are means and sums over them, tau = mean |z_j|^2 - |mean z|^2, so that
+   dy_j = dmu / N + root (2 dtau / N) (z_j - mean z) and dv_j = dV. */
+
+#include "recall.h"
+
+/* The cells of a block. */
+typedef struct {
+    float *mu, *V, *bias, *mass, *zmean, *tau;         /* (K, dp), (K, lv), (K) twice, (K, dp), (K) */
+    int K;
+} Cells;
+
+typedef struct {
+    Past h;
+    Cells *cells;                                      /* of each block from the first one on */
+    int64_t first, count;
+    int32_t **cell;                                    /* at each renewal: of the keys that are far there, then of all */
+    int64_t *heavy, renewals;                          /* (renewals, n) places, -1 for none */
+    float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
+    float *sum, *slope, *dvalue, *dmu, *dbias, *dfar;  /* (K, dp), (K), (K, lv): over blocks; (M, dp), (K), (M, lv) */
+    float *A, *B, *Q, *Qt, *G, *Gt, *O, *back;         /* (2 b + M, PIECE) twice, of a piece; (K, dp) */
+    float *shared, *values;                            /* (M, dp), (M, lv) */
+    float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
+} Back;
+
+static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + 64); }
+
+static int keep_cells(Back *e, int64_t i) {
+    Past *h = &e->h;
+    const int K = h->s.K, dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    Cells *to = e->cells + i;
+    float *at = all_of(sizeof(float) * K * (2 * dp + lv + 3 * PAD));
+    if (!at) return 0;
+    *to = (Cells){.mu = at, .zmean = at + K * dp, .V = at + 2 * K * dp, .K = K};
+    to->bias = to->V + K * lv, to->mass = to->bias + up(K), to->tau = to->mass + up(K);
+    memcpy(to->mu, h->shared + n * dp, sizeof(float) * K * dp);
+    memcpy(to->V, h->values + n * lv, sizeof(float) * K * lv);
+    memcpy(to->bias, h->bias + n, sizeof(float) * K);
+    memcpy(to->mass, h->mass + n, sizeof(float) * K);
+    for (int k = 0; k < K; k++) {
+        const float N = h->mass[n + k];
+        put_row(to->zmean + k * dp, N > 0 ? 1 / N : 0, h->zsum + k * dp, dp);
+        to->tau[k] = 2 * (exp2f(h->bias[n + k]) - 1);
+    }
+    return 1;
+}
+
+/* The past of all blocks. */
+static int go_by(Back *e) {
+    Past *h = &e->h;
+    const Recall *c = h->c;
+    h->pages = 0;
+    for (int64_t i = 0; i < e->count; i++) {
+        if (!advance(h, e->first + i)) return 0;
+        place_cells_of(h);
+        if (!keep_cells(e, i)) return 0;
+        const int ends = i + 1 == e->count || (e->first + i + 1) * c->block == following(h->start, c->block);
+        if (!ends) continue;
+        int32_t *cell = e->cell[e->renewals] = all_of(sizeof(int32_t) * c->S);
+        if (!cell) return 0;
+        memcpy(cell, h->cell, sizeof(int32_t) * c->S);
+        for (int j = 0; j < h->s.n; j++) e->heavy[e->renewals * h->s.n + j] = h->heavy[j];
+        e->renewals++;
+    }
+    return 1;
+}
+
+/* Gradients to the keys [j, stop) of cells from those to the sums. */
+static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
+    Past *h = &e->h;
+    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv;
+    for (; j < stop; j += CHUNK) {
+        const int m = stop - j < CHUNK ? stop - j : CHUNK;
+        float Y[CHUNK * dp], Z[CHUNK * dp];
+        memset(Y, 0, sizeof Y);
+        for (int i = 0; i < m; i++)
+            for (int p = 0; p < dp && cell[j + i] >= 0; p += LANES)
+                AT(Y + i * dp + p) = AT(key(h, j + i) + p) - AT(h->shift + p);
+        product(ALL, m, d, d, Y, dp, 1, h->rows, dp, Z, dp, 0);
+        for (int i = 0; i < m; i++) {
+            const float slope = cell[j + i] >= 0 ? e->slope[cell[j + i]] : 0;
+            put_row(Z + i * dp, slope, Z + i * dp, dp);
+        }
+        product(ALL, m, d, d, Z, dp, 1, h->rootT, dp, Y, dp, 0);
+        for (int i = 0; i < m; i++) {
+            const int k = cell[j + i];
+            if (k < 0) continue;
+            add_row(e->dY + (j + i) * dp, 1, Y + i * dp, d);
+            add_row(e->dY + (j + i) * dp, 1, e->sum + k * dp, d);
+            add_row(e->dV + (j + i) * lv, 1, e->dvalue + k * lv, lv);
+        }
+    }
+}
+
+/* The gradients of queries [i, i + R) of block t. */
+static void piece_backward(Back *e, const Cells *cells, const int32_t *cell, int64_t t, int64_t i, int R) {
+    Past *h = &e->h;
+    const Recall *c = h->c;
+    const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, K = cells->K, M = n + K, ld = up(R);
+    const int64_t first = c->S - c->L, b = c->block, from = (t - 1) * b;
+    const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
+    const int near = (int)(stop - from);
+    float *A = e->A, *B = e->B, *shared = A + near * ld, *dshared = B + near * ld;
+    memset(e->Q, 0, sizeof(float) * ld * dp);
+    memset(e->G, 0, sizeof(float) * ld * lv);
+    for (int r = 0; r < R; r++) {
+        const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens, at = (h->z * c->G + g) * c->L + j - first;
+        const float *grad = of(c->grad, h->z, g) + (j - first) * c->grad.token;
+        put_row(e->Q + r * dp, (float)c->factor, of(c->x, h->z, g) + (j - first) * c->x.token, d);
+        memcpy(e->G + r * lv, grad, sizeof(float) * dv);
+        e->bar[r] = dot(grad, of(c->out, h->z, g) + (j - first) * c->out.token, dv);
+        e->top[r] = c->logsum[at];
+    }
+    transpose(ld, d, e->Q, dp, e->Qt, ld);
+    for (int p = 0; p < d * ld; p += LANES) AT(e->Qt + p) *= LOG2E;
+    transpose(ld, dv, e->G, lv, e->Gt, ld);
+    for (int r = R; r < ld; r++) e->top[r] = e->bar[r] = 0;
+    product(ALL, near, ld, d, h->Y + from * dp, dp, 1, e->Qt, ld, A, ld, 0);
+    product(ALL, M, ld, d, e->shared, dp, 1, e->Qt, ld, shared, ld, 0);
+    product(ALL, near, ld, dv, h->V + from * lv, lv, 1, e->Gt, ld, B, ld, 0);
+    product(ALL, M, ld, dv, e->values, lv, 1, e->Gt, ld, dshared, ld, 0);
+    for (int j = 0; j < near; j++)
+        for (int r = 0; r < R; r++) {
+            const int64_t place = start + (i + r) % tokens;
+            if (from + j > place || !there(h, from + j)) A[j * ld + r] = HIDDEN;
+        }
+    const vec most = (vec){0} + 126.0f;
+    for (int j = 0; j < near; j++)
+        for (int r = 0; r < ld; r += LANES) {
+            const vec weight = AT(A + j * ld + r) = exp2_of(AT(A + j * ld + r) - AT(e->top + r));
+            AT(B + j * ld + r) = weight * (AT(B + j * ld + r) - AT(e->bar + r));
+        }
+    for (int j = 0; j < M; j++)
+        for (int r = 0; r < ld; r += LANES) {
+            float *a = shared + j * ld + r, *g = dshared + j * ld + r;
+            const float mass = j < n ? h->mass[j] : cells->mass[j - n], bias = j < n ? 0 : cells->bias[j - n];
+            const vec weight = AT(a) = mass > 0 ? exp2_of(minimum(AT(a) + bias - AT(e->top + r), most)) : (vec){0};
+            AT(g) = weight * (AT(g) - mass * AT(e->bar + r));
+        }
+    memset(e->O, 0, sizeof(float) * ld * dp);
+    for (int r = 0; r < R; r++) {                       /* keys that are read */
+        const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens, at = (h->z * c->G + g) * c->L + j - first;
+        const float *q = e->Q + r * dp, *grad = e->G + r * lv;
+        for (int o = 0; o < c->open; o++) {
+            const int64_t place = c->places[at * c->open + o];
+            if (place < 0) break;
+            const float *y = key(h, place), *v = h->V + place * lv;
+            const int k = n + cell[place];
+            const float weight = exp2f(LOG2E * dot(q, y, dp) - e->top[r]), less = shared[k * ld + r];
+            const float gain = dot(grad, v, lv) - e->bar[r];
+            add_row(e->dV + place * lv, weight - less, grad, lv);
+            add_row(e->dY + place * dp, weight * gain, q, dp);
+            add_row(e->O + r * dp, weight * gain, y, dp);
+            dshared[k * ld + r] -= less * gain;
+        }
+    }
+    product(ALL, near, dv, R, A, ld, 1, e->G, lv, e->dV + from * lv, lv, 1);
+    product(ALL, near, d, R, B, ld, 1, e->Q, dp, e->dY + from * dp, dp, 1);
+    product(ALL, M, dv, R, shared, ld, 1, e->G, lv, e->dfar, lv, 1);
+    product(ALL, M, d, R, dshared, ld, 1, e->Q, dp, e->dmu, dp, 1);
+    product(ALL, R, d, near, B, 1, ld, h->Y + from * dp, dp, e->O, dp, 1);
+    product(ALL, R, d, M, dshared, 1, ld, e->shared, dp, e->O, dp, 1);
+    for (int k = 0; k < K; k++)
+        for (int r = 0; r < R; r++) e->dbias[k] += dshared[(n + k) * ld + r];
+    for (int r = 0; r < R; r++) {
+        const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
+        put_row(of(c->dx, h->z, g) + (j - first) * c->dx.token, (float)c->factor, e->O + r * dp, d);
+    }
+}
+
+/* From the gradients of a block to means, biases and values of cells: those to their sums. */
+static void add_sums(Back *e, const Cells *cells) {
+    Past *h = &e->h;
+    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = cells->K;
+    for (int k = 0; k < K; k++) {
+        const float N = cells->mass[k], scale = N > 0 ? 1 / N : 0;
+        const float dtau = cells->tau[k] > 0 ? scale * e->dbias[k] / (1 + cells->tau[k] / 2) : 0;   /* 2 dtau / N */
+        put_row(e->back + k * dp, -dtau, cells->zmean + k * dp, dp);
+        add_row(e->sum + k * dp, scale, e->dmu + (n + k) * dp, d);
+        add_row(e->dvalue + k * lv, N > 0, e->dfar + (n + k) * lv, lv);
+        e->slope[k] += dtau;
+    }
+    product(ALL, K, d, d, e->back, dp, 1, h->rootT, dp, e->sum, dp, 1);
+}
+
+static int backward_head(Back *e) {
+    Past *h = &e->h;
+    const Recall *c = h->c;
+    const int dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = (int)c->cells;
+    const int64_t b = c->block;
+    if (!go_by(e)) return 0;
+    int64_t starts[e->renewals], next = c->until, at = 0;
+    for (; at < e->renewals; next = following(next, b))
+        if (following(next, b) > e->first * b) starts[at++] = next;
+    at = e->renewals - 1;
+    memset(e->sum, 0, sizeof(float) * K * dp);
+    memset(e->dvalue, 0, sizeof(float) * K * lv);
+    memset(e->slope, 0, sizeof(float) * K);
+    for (int64_t t = e->first + e->count - 1; t >= e->first; t--) {
+        const Cells *cells = e->cells + t - e->first;
+        const int32_t *cell = e->cell[at];
+        const int64_t tokens = least_of((t + 1) * b, c->S) - (t * b > c->S - c->L ? t * b : c->S - c->L);
+        int64_t heavy[n > 0 ? n : 1];
+        for (int i = 0; i < n; i++) heavy[i] = e->heavy[at * n + i];
+        for (int i = 0; i < n; i++) {
+            h->mass[i] = heavy[i] >= 0;
+            memset(e->shared + i * dp, 0, sizeof(float) * dp);
+            memset(e->values + i * lv, 0, sizeof(float) * lv);
+            if (heavy[i] < 0) continue;
+            memcpy(e->shared + i * dp, key(h, heavy[i]), sizeof(float) * dp);
+            memcpy(e->values + i * lv, h->V + heavy[i] * lv, sizeof(float) * lv);
+        }
+        memcpy(e->shared + n * dp, cells->mu, sizeof(float) * cells->K * dp);
+        memcpy(e->values + n * lv, cells->V, sizeof(float) * cells->K * lv);
+        memset(e->dmu, 0, sizeof(float) * (n + K) * dp);
+        memset(e->dfar, 0, sizeof(float) * (n + K) * lv);
+        memset(e->dbias, 0, sizeof(float) * K);
+        for (int64_t i = 0; i < tokens * c->G; i += PIECE)
+            piece_backward(e, cells, cell, t, i, (int)least_of(PIECE, tokens * c->G - i));
+        for (int i = 0; i < n; i++) {
+            if (heavy[i] < 0) continue;
+            add_row(e->dY + heavy[i] * dp, 1, e->dmu + i * dp, dp);
+            add_row(e->dV + heavy[i] * lv, 1, e->dfar + i * lv, lv);
+        }
+        add_sums(e, cells);
+        const int renewed = t * b == starts[at];
+        if (renewed || t == e->first) {
+            give_keys(e, cell, 0, (t - 1) * b);
+            memset(e->sum, 0, sizeof(float) * K * dp);
+            memset(e->dvalue, 0, sizeof(float) * K * lv);
+            memset(e->slope, 0, sizeof(float) * K);
+            at -= at > 0;
+        } else {
+            give_keys(e, cell, (t - 2) * b, (t - 1) * b);
+        }
+    }
+    for (int64_t j = 0; j < c->S; j++) {
+        put_row(of(c->dy, h->z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * dp, h->s.d);
+        memcpy(of(c->dvalues, h->z, 0) + j * c->dvalues.token, e->dV + j * lv, sizeof(float) * h->s.dv);
+    }
+    return 1;
+}
+
+static int open_back(Back *e, const Recall *c, int64_t z) {
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy, K = c->cells, M = n + K;
+    const size_t wide = (2 * c->block + M) * PIECE;
+    *e = (Back){.first = (c->S - c->L) / c->block};
+    e->count = (c->S - 1) / c->block - e->first + 1;
+    if (!open_past(&e->h, c, z)) return 0;
+    float **to[] = {&e->dY, &e->dV, &e->sum, &e->slope, &e->dvalue, &e->dmu, &e->dbias, &e->dfar, &e->A, &e->B, &e->Q,
+                    &e->Qt, &e->G, &e->Gt, &e->O, &e->back, &e->shared, &e->values};
+    const size_t sizes[] = {S * dp, S * lv, K * dp, K, K * lv, M * dp, K, M * lv, wide, wide, PIECE * dp, d * PIECE,
+                            PIECE * lv, lv * PIECE, PIECE * dp, K * dp, M * dp, M * lv};
+    size_t all = 0;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) all += up(sizes[i]) + PAD;
+    e->memory = all_of(sizeof(float) * all);
+    e->cells = calloc(e->count, sizeof *e->cells);
+    e->cell = calloc(e->count + 1, sizeof *e->cell);
+    e->heavy = calloc((e->count + 1) * (n + 1), sizeof *e->heavy);
+    if (!e->memory || !e->cells || !e->cell || !e->heavy) return 0;
+    float *at = e->memory;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) *to[i] = at, at += up(sizes[i]) + PAD;
+    memset(e->dY, 0, sizeof(float) * S * dp);
+    memset(e->dV, 0, sizeof(float) * S * lv);
+    return 1;
+}
+
+static void close_back(Back *e) {
+    for (int64_t i = 0; e->cells && i < e->count; i++) free(e->cells[i].mu);
+    for (int64_t i = 0; e->cell && i <= e->count; i++) free(e->cell[i]);
+    free(e->cells), free(e->cell), free(e->heavy), free(e->memory);
+    close_past(&e->h);
+}
+
+int near_far_recall_backward(const Recall *c) {
+    int bad = OK;
+#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
+    for (int64_t z = 0; z < c->Z; z++) {
+        const unsigned mode = without_denormals();
+        Back e;
+        if (!open_back(&e, c, z) || !backward_head(&e)) bad = NO_MEMORY;
+        close_back(&e);
+        with_mode(mode);
+        trim_scratch();
+    }
+    return bad;
+}
