@@ -42,7 +42,7 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "hrf_speech": "arms of speech recognition",
     "lra": "attention in a classifier", "pixels": "attention in a model of images",
     "books": "attention in a language model",
-    "recall": "near-far attention and its peers",
+    "recall": "near-far attention and its peers", "copying": "attention in a language model",
     "index": "verdicts of the others", "fidelity": "attention in language models"}
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 

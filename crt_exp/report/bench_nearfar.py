@@ -1,10 +1,10 @@
 """Speed and memory of near-far attention beside exact attention (SDPA) and FAVOR++, with the bars that it is to reach:
-`python -m crt_exp.report.bench_nearfar [time|memory] [--lengths 1024 4096 16384] [--turns 5]
+`python -m crt_exp.report.bench_nearfar [time|memory] [--causal] [--forward] [--lengths 1024 4096 16384] [--turns 5]
 [--without exact]`.
 
-Preset `default`, m = 256, batch 1, 8 heads, d = 64, float32 on the CPU, not causal, forward and backward. All take
-turns, so that load from outside hits them alike; a line has the median of milliseconds with the quartiles, and its
-ratio to the median of near-far attention. SDPA, whose time grows with the square, is warmed up at 4096 tokens at most.
+Preset `default`, m = 256, batch 1, 8 heads, d = 64, float32 on the CPU, forward and backward. All take turns, so that
+load from outside hits them alike; a line has the median of milliseconds with the quartiles, and its ratio to the median
+of near-far attention. SDPA, whose time grows with the square, is warmed up at 4096 tokens at most.
 `memory`: the peak beyond inputs, output and gradients, each in a process of its own.
 """
 
@@ -17,46 +17,55 @@ from collections.abc import Sequence
 import torch
 
 from crt_exp.studies.memory import in_new_process
-from crt_exp.studies.speed import forward_backward, held_by, inputs, methods
+from crt_exp.studies.speed import CAUSAL, forward_backward, held_by, inputs, methods
 
 NAMES = OURS, SDPA, FAVOR = "nearfar", "exact", "favorpp"
 LENGTHS, LONG = (1024, 2048, 4096, 8192, 16384), 65536
 TURNS = {1024: 41, 2048: 21, 4096: 11, 8192: 7}   # others: 5
 LONGEST_WARM_UP = 4096
 FASTER = {1024: 1.0, 2048: 1.0, 4096: 3.0, 8192: 3.0, 16384: 10.0}    # than SDPA, at least
+FASTER_CAUSAL = {1024: 0.95, 2048: 0.95, 4096: 2.0, 16384: 7.0}
 FAVORS = {16384: 2.0}                                                 # of the time of FAVOR++, at most
 MEMORY = 400                                                          # MiB, at most, at LONG
 
 
-def measured(length: int, turns: int, names: Sequence[str]) -> dict[str, list[float]]:
+def measured(length: int, turns: int, names: Sequence[str], forward: bool) -> dict[str, list[float]]:
     """Milliseconds of every turn."""
-    chosen = methods(length, names)
+    chosen, run = methods(length, names), forward_only if forward else forward_backward
     for name, method in chosen.items():
-        warm = min(length, LONGEST_WARM_UP) if name == SDPA else length
-        forward_backward(method, inputs(warm))
+        warm = min(length, LONGEST_WARM_UP) if name.startswith(SDPA) else length
+        run(method, inputs(warm))
     times, tensors = {name: [] for name in chosen}, inputs(length)
     for _ in range(turns):
         for name, method in chosen.items():
             start = time.perf_counter()
-            forward_backward(method, tensors)
+            run(method, tensors)
             times[name].append(1e3 * (time.perf_counter() - start))
     return times
 
 
-def print_times(lengths: Sequence[int], turns: int | None = None, names: Sequence[str] = NAMES) -> None:
+@torch.no_grad()
+def forward_only(method, tensors) -> None:
+    method(*tensors[:3])
+
+
+def print_times(lengths: Sequence[int], turns: int | None = None, names: Sequence[str] = NAMES, causal: bool = False,
+                forward: bool = False) -> None:
+    end, bars = (CAUSAL, FASTER_CAUSAL) if causal else ("", FASTER)
+    ours, sdpa, favor = (name + end for name in NAMES)
     for length in lengths:
-        times = measured(length, turns or TURNS.get(length, 5), names)
+        times = measured(length, turns or TURNS.get(length, 5), [name + end for name in names], forward)
         medians = {name: statistics.median(t) for name, t in times.items()}
-        print(f"\nL = {length}, {len(times[OURS])} turns, {torch.get_num_threads()} threads; "
-              f"load {os.getloadavg()[0]:.1f}")
+        print(f"\nL = {length}, {len(times[ours])} turns, {'forward' if forward else 'forward and backward'}, "
+              f"{torch.get_num_threads()} threads; load {os.getloadavg()[0]:.1f}")
         for name, t in times.items():
             low, _, high = statistics.quantiles(t, n=4) if len(t) > 1 else (t[0],) * 3
-            print(f"  {name:<10}{medians[name]:10.1f} ms  ({low:.1f} to {high:.1f})"
-                  f"{medians[name] / medians[OURS]:8.2f}", flush=True)
-        if length in FASTER and SDPA in times:
-            _say(f"{FASTER[length]:g} times as fast as SDPA", medians[SDPA] / medians[OURS] >= FASTER[length])
-        if length in FAVORS and FAVOR in times:
-            _say(f"{FAVORS[length]:g} times the time of FAVOR++", medians[OURS] / medians[FAVOR] <= FAVORS[length])
+            print(f"  {name:<18}{medians[name]:10.1f} ms  ({low:.1f} to {high:.1f})"
+                  f"{medians[name] / medians[ours]:8.2f}", flush=True)
+        if length in bars and sdpa in times:
+            _say(f"{bars[length]:g} times as fast as SDPA", medians[sdpa] / medians[ours] >= bars[length])
+        if length in FAVORS and favor in times and not causal:
+            _say(f"{FAVORS[length]:g} times the time of FAVOR++", medians[ours] / medians[favor] <= FAVORS[length])
 
 
 def print_memory(length: int) -> None:
@@ -82,10 +91,13 @@ def command_line() -> None:
     parser.add_argument("what", nargs="?", default="time", choices=["time", "memory"])
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--turns", type=int)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--forward", action="store_true", help="no backward pass")
     parser.add_argument("--without", nargs="*", default=[], choices=[SDPA, FAVOR])
     args = parser.parse_args()
     if args.what == "time":
-        print_times(args.lengths or LENGTHS, args.turns, [name for name in NAMES if name not in args.without])
+        names = [name for name in NAMES if name not in args.without]
+        print_times(args.lengths or LENGTHS, args.turns, names, args.causal, args.forward)
         return
     for length in args.lengths or [LONG]:
         print_memory(length)

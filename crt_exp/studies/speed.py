@@ -40,7 +40,6 @@ HYBRIDS = {"hrf_angular": 8, "hrf_gaussian": 4, "hrf_cluster": 64}
 TWINS = {"hrf_angular": 256, "hrf_gaussian": 136, "hrf_cluster": 128}
 TWINS_AT = 4096             # the length at which these take part
 SAMPLE = 512                # queries and keys of a head that clusters are fitted to, before any time is taken
-CALIBRATED = 2048           # tokens that the codebook of causal near-far attention is made of, likewise
 PEER_LONGEST = 65536        # where performer-pytorch's feature matrices still fit the memory of a workstation
 PEER_CAUSAL = 1024          # performer-pytorch's causal form without its extension keeps L m d numbers
 WARMED = 1024               # the longest sequence to warm up on
@@ -280,12 +279,8 @@ def fitted(phi: FeatureMap, m: int, causal: bool = False) -> Method:
 
 
 def near_far(causal: bool) -> Method:
-    """Near-far attention with its preset `default`; the codebook of the causal one is of other queries and keys."""
-    layer = Mechanism.of("nearfar").layer(HEADS, D, scaling=1.0, causal=causal).eval()
-    if causal:
-        with torch.no_grad(), layer.calibration():
-            layer(*inputs(CALIBRATED)[:3])
-    return layer
+    """Near-far attention with its preset `default`."""
+    return Mechanism.of("nearfar").layer(HEADS, D, scaling=1.0, causal=causal).eval()
 
 
 def peers(length: int) -> dict[str, Callable[[], Method]]:
