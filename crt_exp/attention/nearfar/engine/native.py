@@ -18,7 +18,7 @@ from crt_exp.attention.engines.native import NO_MEMORY, NOT_FINITE, View
 
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
 SIZES = ("Z", "G", "S", "d", "dv", "block", "heavy", "cells", "first_order", "threads")
-VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
+VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")     # of both calls
 PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
          "spread", "slope", "logsum", "share")
 
@@ -28,13 +28,10 @@ class Call(ctypes.Structure):
                 *((name, View) for name in VIEWS), *((name, ctypes.c_void_p) for name in PLAIN)]
 
 
-GRADIENTS = ("grad", "dx", "dy", "dvalues")
-
-
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
                                                       "until", "room", "threads")),
-                ("factor", ctypes.c_double), *((name, View) for name in ("x", "y", "v", "out", *GRADIENTS)),
+                ("factor", ctypes.c_double), *((name, View) for name in VIEWS),
                 *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "places", "logsum", "share",
                                                        "spread", "kept"))]
 
@@ -115,14 +112,14 @@ def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int,
     next step. room: how many tokens there may be. kept: what the call before kept, for as much room; it is overwritten.
     d and dv are multiples of 16."""
     found = _room_for(x, y, v, given)
-    call, alive = _recall_call(x, y, v, given, found, room)
+    call = _recall_call(x, y, v, given, found, room)
     if kept is None:
         size = native.library().near_far_recall_size
         size.restype = ctypes.c_int64
         kept = y.new_empty(len(y), size(ctypes.byref(call)))
         kept[:, :2] = 0
     call.kept = kept.data_ptr()
-    _recall("near_far_recall", call)
+    _do("near_far_recall", call)
     return found.out, kept
 
 
@@ -141,8 +138,7 @@ class _Recall(torch.autograd.Function):
     @staticmethod
     def forward(ctx, given, x, y, v):
         found = _room_for(x, y, v, given)
-        call, alive = _recall_call(x, y, v, given, found)
-        _recall("near_far_recall", call)
+        _do("near_far_recall", _recall_call(x, y, v, given, found))
         ctx.given = given
         ctx.save_for_backward(x, y, v, *found)
         ctx.mark_non_differentiable(*found[1:])
@@ -154,15 +150,9 @@ class _Recall(torch.autograd.Function):
         x, y, v, *found = ctx.saved_tensors
         if grad is None:
             return (None,) * 4
-        check_gradient(grad)
-        if torch.is_grad_enabled():
-            raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
-                                      "such as torch.func.hessian, which goes through plain operations")
-        dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
-        views = dict(grad=grad, dx=dx, dy=dy.unsqueeze(1), dvalues=dv.unsqueeze(1))
-        call, alive = _recall_call(x, y, v, ctx.given, Recalled(*found), **views)
-        _recall("near_far_recall_backward", call)
-        return None, dx, dy, dv
+        views, gradients = _gradients(grad, x, y, v)
+        _do("near_far_recall_backward", _recall_call(x, y, v, ctx.given, Recalled(*found), **views))
+        return None, *gradients
 
 
 def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given) -> Recalled:
@@ -172,24 +162,14 @@ def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given) -> Recalled:
 
 
 def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, found: Recalled, room: int | None = None,
-                 **views: Tensor) -> tuple[RecallCall, list]:
-    """The call, and the tensors that must outlive it."""
+                 **views: Tensor) -> RecallCall:
     (Z, G, L, d), S = x.shape, y.shape[1]
     views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=found.out) | views
-    views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()}
     plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **found._asdict()}
-    plain = {key: t.contiguous() for key, t in plain.items() if t is not None and key != "out"}
+    del plain["out"]
     sizes = given.sizes | {"open": found.places.shape[-1]}
-    call = RecallCall(Z=Z, G=G, L=L, S=S, d=d, dv=v.shape[-1], room=room or S, threads=torch.get_num_threads(),
-                      factor=given.factor, **sizes,
-                      **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
-                      **{key: t.data_ptr() for key, t in plain.items()})
-    return call, [views, plain]
-
-
-def _recall(name: str, call: RecallCall) -> None:
-    if getattr(native.library(), name)(ctypes.byref(call)) == NO_MEMORY:
-        raise MemoryError(f"no memory for near-far attention of {call.S} tokens with d = {call.d}")
+    return _filled(RecallCall, views, plain, Z=Z, G=G, L=L, S=S, d=d, dv=v.shape[-1], room=room or S,
+                   factor=given.factor, **sizes)
 
 
 class _Attend(torch.autograd.Function):
@@ -211,14 +191,9 @@ class _Attend(torch.autograd.Function):
         x, y, v, *found = ctx.saved_tensors
         if grad is None:
             return (None,) * 5
-        check_gradient(grad)
-        if torch.is_grad_enabled():
-            raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
-                                      "such as torch.func.hessian, which goes through plain operations")
-        dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
-        _run("near_far_backward", ctx, x, y, v, Attended(*found), grad=grad, dx=dx, dy=dy.unsqueeze(1),
-             dvalues=dv.unsqueeze(1))
-        return None, None, dx, dy, dv
+        views, gradients = _gradients(grad, x, y, v)
+        _run("near_far_backward", ctx, x, y, v, Attended(*found), **views)
+        return None, None, *gradients
 
 
 def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, found: Attended, **views: Tensor) -> None:
@@ -231,13 +206,37 @@ def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, found: Attended, **vie
 def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], **sizes: float) -> None:
     Z, G, S, d = views["x"].shape
     sizes["block"] = min(sizes["block"], S)
+    _do(name, _filled(Call, views, plain, Z=Z, G=G, S=S, d=d, **sizes))
+
+
+# ---- what both calls share
+
+
+def _filled(kind: type[ctypes.Structure], views: dict[str, Tensor], plain: dict[str, Tensor | None],
+            **numbers: float) -> ctypes.Structure:
+    """A call with the addresses of these tensors, which live as long as it does."""
     views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()}
     plain = {key: t.contiguous() for key, t in plain.items() if t is not None}
-    call = Call(Z=Z, G=G, S=S, d=d, threads=torch.get_num_threads(), **sizes,
+    call = kind(threads=torch.get_num_threads(), **numbers,
                 **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
                 **{key: t.data_ptr() for key, t in plain.items()})
+    call.tensors = views, plain
+    return call
+
+
+def _do(name: str, call: ctypes.Structure) -> None:
     status = getattr(native.library(), name)(ctypes.byref(call))
     if status == NO_MEMORY:
-        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}")
+        raise MemoryError(f"no memory for near-far attention of {call.S} tokens with d = {call.d}")
     if status == NOT_FINITE:
         check_result(torch.tensor(torch.inf, device="cpu"))
+
+
+def _gradients(grad: Tensor, x: Tensor, y: Tensor, v: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """The views of a backward pass, and the gradients to x, y and v that it writes."""
+    check_gradient(grad)
+    if torch.is_grad_enabled():
+        raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
+                                  "such as torch.func.hessian, which goes through plain operations")
+    dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+    return {"grad": grad, "dx": dx, "dy": dy.unsqueeze(1), "dvalues": dv.unsqueeze(1)}, (dx, dy, dv)
