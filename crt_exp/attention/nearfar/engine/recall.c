@@ -99,7 +99,7 @@ static int select_largest(Some from, int k, Some to, const Some spare[2]) {
 /* ---- A piece of queries ---- */
 
 /* The keys that query r reads, of those in the leaves that rank highest, which are given with their numbers. */
-static __attribute__((noinline)) void open_keys(const Seen *s, Work *k, int r) {
+static void open_keys(const Seen *s, Work *k, int r) {
     const int leaves = select_largest(k->leaves, s->looked, k->chosen, k->spare);
     const float *q = k->Q + r * s->dp;
     Some *looked = &k->looked;
@@ -144,7 +144,7 @@ static void open_all(const Seen *s, Work *k, int R) {
 }
 
 /* out (dv) += sum of change_j v_j over the n keys of a query. */
-static __attribute__((noinline)) void add_values(const Seen *s, const float *change, const int32_t *places, int n, float *out) {
+static void add_values(const Seen *s, const float *change, const int32_t *places, int n, float *out) {
     enum { TOGETHER = 4 };
     for (int p = 0; p < s->lv; p += TOGETHER * LANES) {
         const int wide = s->lv - p >= TOGETHER * LANES;
@@ -168,7 +168,7 @@ static __attribute__((noinline)) void add_values(const Seen *s, const float *cha
 
 /* Queries (R, dp) in Q, in base 2, of which r sees the near keys before until[r]: O, with total weights in `scale`, logs
    of them in `top`, and in `part` what lies in cells. */
-static __attribute__((noinline)) void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
+static void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
     const int ld = up(R), near = (int)(s->stop - s->near), M = s->n + s->K, lv = s->lv;
     memset(k->Q + R * s->dp, 0, sizeof(float) * (ld - R) * s->dp);
     transpose(ld, s->d, k->Q, s->dp, k->Qt, ld);
@@ -229,12 +229,7 @@ INLINE int64_t looked_at(const Recall *c, int64_t far) {
     return keys / LEAF + 1;
 }
 
-typedef struct {
-    void *to;                                          /* where the address of a piece is to be */
-    size_t count;
-} Piece;
-
-static size_t place_pieces(const Piece *pieces, size_t number, float *at) {
+size_t place_pieces(const Piece *pieces, size_t number, float *at) {
     size_t count = 0;
     for (size_t i = 0; i < number; i++) {
         float *here = at + count;
@@ -265,8 +260,8 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
     Work *k = &h->k;
     const Piece pieces[] = {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->pooled, fit * d}, {&h->counts, fit}, {&h->X, CHUNK * dp},
-        {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->along, c->room}, {&h->axis, dp}, {&h->next, dp},
-        {&h->mean, dp}, {&h->nearest, 2 * fit}, {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE},
+        {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->along, c->room}, {&h->axis, dp},
+        {&h->next, dp}, {&h->mean, dp}, {&h->nearest, 2 * fit}, {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE},
         {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv}, {&k->ranks, RANKED * most}, {&k->each, LEAF * dp},
         {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + LANES},
         {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->leaves.value, more}, {&k->leaves.place, more},
@@ -328,7 +323,7 @@ static void load_past(Past *h) {
 /* ---- Leaves ---- */
 
 /* The keys of a node from one end of its main axis to the other, those of the lower half first. */
-static __attribute__((noinline)) void halve(Past *h, int32_t *at, int64_t m) {
+static void halve(Past *h, int32_t *at, int64_t m) {
     const int d = h->s.d, dp = h->s.dp;
     float *mean = h->mean, *axis = h->axis, *next = h->next, *along = h->along;
     int64_t count = 0, farthest = -1;
@@ -434,13 +429,11 @@ static void grow_pages(Past *h, int64_t blocks) {
 
 /* ---- Cells ---- */
 
-/* The nearest centres of keys [j, j + m), m <= CHUNK, whose sums get them. */
+/* The nearest centres of keys [j, j + m), m <= CHUNK, whose sums get them; Z: their z, where these sums get it too. */
 static void to_cells(Past *h, int64_t j, int m, const float *Z) {
     const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n;
-    memcpy(h->X, key(h, j), sizeof(float) * m * dp);
-    memset(h->X + m * dp, 0, sizeof(float) * (CHUNK - m) * dp);
-    transpose(CHUNK, d, h->X, dp, h->Xt, CHUNK);
-    product(ALL, h->s.K, CHUNK, d, h->turned, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
+    transpose(m, d, key(h, j), dp, h->Xt, CHUNK);
+    product(ALL, h->s.K, m, d, h->turned, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
     for (int i = 0; i < m; i += LANES) {
         vec best = AT(h->dots + i) - h->offset[0];
         ivec which = {0};
@@ -466,59 +459,58 @@ static void to_cells(Past *h, int64_t j, int m, const float *Z) {
     }
 }
 
-/* z of keys [j, j + m) in X, and |z|^2. */
-static void measure(Past *h, int64_t j, int m) {
+void measure(Past *h, int64_t j, int m) {
     const int d = h->s.d, dp = h->s.dp;
-    float Y[m * dp];
-    memset(Y, 0, sizeof Y);
     for (int i = 0; i < m; i++)
-        for (int p = 0; p < dp && there(h, j + i); p += LANES)
-            AT(Y + i * dp + p) = AT(key(h, j + i) + p) - AT(h->shift + p);
-    product(ALL, m, d, d, Y, dp, 1, h->rows, dp, h->X, dp, 0);
-    for (int i = 0; i < m; i++) {
+        for (int p = 0; p < dp; p += LANES)
+            AT(h->apart + i * dp + p) = there(h, j + i) ? (vec)(AT(key(h, j + i) + p) - AT(h->shift + p)) : (vec){0};
+    product(ALL, m, d, d, h->apart, dp, 1, h->rows, dp, h->X, dp, 0);
+    for (int i = 0; i < m; i++)
         for (int p = d; p < dp; p++) h->X[i * dp + p] = 0;
-        h->square[j + i] = square_sum(h->X + i * dp, dp);
-    }
 }
 
-/* The keys before the window of a block, from `blocks` on, become far. */
-static __attribute__((noinline)) void measure_block(Past *h, int64_t t, int joins) {
+/* The keys of block t become far: what they are measured by, and where they join cells, these. */
+static void measure_block(Past *h, int64_t t, int joins) {
     for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
         const int m = stop - j < CHUNK ? stop - j : CHUNK;
         measure(h, j, m);
-        if (!joins) continue;
-        float Z[m * h->s.dp];
-        memcpy(Z, h->X, sizeof Z);
-        to_cells(h, j, m, Z);
+        for (int i = 0; i < m; i++) h->square[j + i] = square_sum(h->X + i * h->s.dp, h->s.dp);
+        if (joins) to_cells(h, j, m, h->X);
+    }
+}
+
+void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values, float *mass) {
+    const int dp = h->s.dp, lv = h->s.lv;
+    for (int i = 0; i < h->s.n; i++) {
+        mass[i] = heavy[i] >= 0;
+        memset(keys + i * dp, 0, sizeof(float) * dp);
+        memset(values + i * lv, 0, sizeof(float) * lv);
+        if (heavy[i] < 0) continue;
+        memcpy(keys + i * dp, key(h, heavy[i]), sizeof(float) * dp);
+        memcpy(values + i * lv, h->V + heavy[i] * lv, sizeof(float) * lv);
     }
 }
 
 /* Heavy keys, of the keys before the window: those of the largest |z|^2. */
 static void find_heavy(Past *h, int64_t far) {
-    const int n = h->s.n, dp = h->s.dp, lv = h->s.lv;
-    int64_t held[n > 0 ? n : 1];
+    const int n = h->s.n;
+    int32_t *held = h->heavy;
     int count = 0;
     for (int64_t j = 0; j < far && n; j++) {
         if (!there(h, j) || (count == n && !(h->square[j] > h->square[held[n - 1]]))) continue;
         int i = count < n ? count++ : n - 1;
         for (; i > 0 && h->square[held[i - 1]] < h->square[j]; i--) held[i] = held[i - 1];
-        held[i] = j;
+        held[i] = (int32_t)j;
     }
     for (int64_t j = 0; j < far; j++) h->cell[j] = -1;
-    for (int i = 0; i < n; i++) {
-        h->heavy[i] = i < count ? (int32_t)held[i] : -1;
-        h->mass[i] = i < count, h->bias[i] = 0, h->high[i] = i < count ? 0 : HIDDEN;
-        memset(h->shared + i * dp, 0, sizeof(float) * dp);
-        memset(h->values + i * lv, 0, sizeof(float) * lv);
-        if (i >= count) continue;
-        h->cell[held[i]] = -2;
-        memcpy(h->shared + i * dp, key(h, held[i]), sizeof(float) * dp);
-        memcpy(h->values + i * lv, h->V + held[i] * lv, sizeof(float) * lv);
-    }
+    for (int i = 0; i < count; i++) h->cell[held[i]] = -2;
+    for (int i = count; i < n; i++) held[i] = -1;
+    for (int i = 0; i < n; i++) h->bias[i] = 0, h->high[i] = i < count ? 0 : HIDDEN;
+    load_heavy(h, held, h->shared, h->values, h->mass);
 }
 
 /* Heavy keys and cells of the keys before the window of block t, where a renewal lies. */
-static __attribute__((noinline)) int renew(Past *h, int64_t t) {
+static int renew(Past *h, int64_t t) {
     const Recall *c = h->c;
     const int64_t far = (t - 1) * c->block, leaves = h->s.leaves;
     const int d = h->s.d, dp = h->s.dp, n = h->s.n;
@@ -606,7 +598,7 @@ static void attend_block(Past *h, int64_t t) {
             put_row(out, scale, k->O + r * s->lv, s->dv);
             c->logsum[number[r]] = k->top[r] + log2f(k->scale[r]);
             c->share[number[r]] = k->part[r] * scale;
-            if (c->places) memcpy(c->places + number[r] * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
+            memcpy(c->places + number[r] * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
         }
     }
 }

@@ -17,7 +17,7 @@ typedef struct {
     View grad, dx, dy, dvalues;        /* of the backward pass */
     const uint8_t *keep;               /* (Z, S), or null */
     const float *shift, *root;         /* (Z, d), (Z, d, d) */
-    int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none; or null */
+    int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none */
     float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
     float *spread;                     /* (Z): mean tau of the cells of the last block */
     float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
@@ -69,9 +69,15 @@ typedef struct {
     float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
     float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
     float *pooled, *counts;                            /* (fit, d), (fit): means of leaves */
-    float *X, *Xt, *dots, *along, *axis, *next, *mean; /* (CHUNK, dp), (dp, CHUNK), (K, CHUNK), (S), (dp) thrice */
+    float *X, *apart, *Xt, *dots;                      /* (CHUNK, dp) twice, (dp, CHUNK), (K, CHUNK) */
+    float *along, *axis, *next, *mean;                 /* (S), (dp) thrice */
     int64_t *nearest;                                  /* (fit) */
 } Past;
+
+typedef struct {
+    void *to;                                          /* where the address of a piece is to be */
+    size_t count;
+} Piece;
 
 #pragma GCC visibility push(hidden)
 
@@ -81,6 +87,15 @@ void close_past(Past *h);
 
 /* Brings the past to that of block t; 0 where memory ended. */
 int advance(Past *h, int64_t t);
+
+/* z of keys [j, j + m), m <= CHUNK, in X; 0 for those that are masked. */
+void measure(Past *h, int64_t j, int m);
+
+/* Rows, values and mass of the heavy keys at these places, -1 for none. */
+void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values, float *mass);
+
+/* Gives each piece its place from `at` on, where that is not null; returns how many numbers they take. */
+size_t place_pieces(const Piece *pieces, size_t number, float *at);
 
 /* Means, biases and powers of two above N of the cells, from their sums; returns the mean tau. */
 float place_cells_of(Past *h);

@@ -20,8 +20,9 @@ typedef struct {
     Past h;
     Cells *cells;                                      /* of each block from the first one on */
     int64_t first, count;
-    int32_t **cell;                                    /* at each renewal: of the keys that are far there, then of all */
-    int64_t *heavy, renewals;                          /* (renewals, n) places, -1 for none */
+    int32_t **cell;                                    /* as it was at the end of each renewal */
+    int32_t *heavy;                                    /* (renewals, n) places, -1 for none */
+    int64_t renewals;
     float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
     float *sum, *slope, *dvalue, *dmu, *dbias, *dfar;  /* (K, dp), (K), (K, lv): over blocks; (M, dp), (K), (M, lv) */
     float *A, *B, *Q, *Qt, *G, *Gt, *O, *back;         /* (2 b + M, PIECE) twice, of a piece; (K, dp) */
@@ -65,7 +66,7 @@ static int go_by(Back *e) {
         int32_t *cell = e->cell[e->renewals] = all_of(sizeof(int32_t) * c->S);
         if (!cell) return 0;
         memcpy(cell, h->cell, sizeof(int32_t) * c->S);
-        for (int j = 0; j < h->s.n; j++) e->heavy[e->renewals * h->s.n + j] = h->heavy[j];
+        memcpy(e->heavy + e->renewals * h->s.n, h->heavy, sizeof(int32_t) * h->s.n);
         e->renewals++;
     }
     return 1;
@@ -77,21 +78,14 @@ static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
     const int d = h->s.d, dp = h->s.dp, lv = h->s.lv;
     for (; j < stop; j += CHUNK) {
         const int m = stop - j < CHUNK ? stop - j : CHUNK;
-        float Y[CHUNK * dp], Z[CHUNK * dp];
-        memset(Y, 0, sizeof Y);
+        measure(h, j, m);
         for (int i = 0; i < m; i++)
-            for (int p = 0; p < dp && cell[j + i] >= 0; p += LANES)
-                AT(Y + i * dp + p) = AT(key(h, j + i) + p) - AT(h->shift + p);
-        product(ALL, m, d, d, Y, dp, 1, h->rows, dp, Z, dp, 0);
-        for (int i = 0; i < m; i++) {
-            const float slope = cell[j + i] >= 0 ? e->slope[cell[j + i]] : 0;
-            put_row(Z + i * dp, slope, Z + i * dp, dp);
-        }
-        product(ALL, m, d, d, Z, dp, 1, h->rootT, dp, Y, dp, 0);
+            put_row(h->X + i * dp, cell[j + i] >= 0 ? e->slope[cell[j + i]] : 0, h->X + i * dp, dp);
+        product(ALL, m, d, d, h->X, dp, 1, h->rootT, dp, h->apart, dp, 0);
         for (int i = 0; i < m; i++) {
             const int k = cell[j + i];
             if (k < 0) continue;
-            add_row(e->dY + (j + i) * dp, 1, Y + i * dp, d);
+            add_row(e->dY + (j + i) * dp, 1, h->apart + i * dp, d);
             add_row(e->dY + (j + i) * dp, 1, e->sum + k * dp, d);
             add_row(e->dV + (j + i) * lv, 1, e->dvalue + k * lv, lv);
         }
@@ -206,16 +200,8 @@ static int backward_head(Back *e) {
         const Cells *cells = e->cells + t - e->first;
         const int32_t *cell = e->cell[at];
         const int64_t tokens = least_of((t + 1) * b, c->S) - (t * b > c->S - c->L ? t * b : c->S - c->L);
-        int64_t heavy[n > 0 ? n : 1];
-        for (int i = 0; i < n; i++) heavy[i] = e->heavy[at * n + i];
-        for (int i = 0; i < n; i++) {
-            h->mass[i] = heavy[i] >= 0;
-            memset(e->shared + i * dp, 0, sizeof(float) * dp);
-            memset(e->values + i * lv, 0, sizeof(float) * lv);
-            if (heavy[i] < 0) continue;
-            memcpy(e->shared + i * dp, key(h, heavy[i]), sizeof(float) * dp);
-            memcpy(e->values + i * lv, h->V + heavy[i] * lv, sizeof(float) * lv);
-        }
+        const int32_t *heavy = e->heavy + at * n;
+        load_heavy(h, heavy, e->shared, e->values, h->mass);
         memcpy(e->shared + n * dp, cells->mu, sizeof(float) * cells->K * dp);
         memcpy(e->values + n * lv, cells->V, sizeof(float) * cells->K * lv);
         memset(e->dmu, 0, sizeof(float) * (n + K) * dp);
@@ -253,19 +239,18 @@ static int open_back(Back *e, const Recall *c, int64_t z) {
     *e = (Back){.first = (c->S - c->L) / c->block};
     e->count = (c->S - 1) / c->block - e->first + 1;
     if (!open_past(&e->h, c, z)) return 0;
-    float **to[] = {&e->dY, &e->dV, &e->sum, &e->slope, &e->dvalue, &e->dmu, &e->dbias, &e->dfar, &e->A, &e->B, &e->Q,
-                    &e->Qt, &e->G, &e->Gt, &e->O, &e->back, &e->shared, &e->values};
-    const size_t sizes[] = {S * dp, S * lv, K * dp, K, K * lv, M * dp, K, M * lv, wide, wide, PIECE * dp, d * PIECE,
-                            PIECE * lv, lv * PIECE, PIECE * dp, K * dp, M * dp, M * lv};
-    size_t all = 0;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) all += up(sizes[i]) + PAD;
-    e->memory = all_of(sizeof(float) * all);
+    const Piece pieces[] = {
+        {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->slope, K}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
+        {&e->dbias, K}, {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
+        {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}, {&e->back, K * dp}, {&e->shared, M * dp},
+        {&e->values, M * lv}};
+    const size_t number = sizeof pieces / sizeof *pieces;
+    e->memory = all_of(sizeof(float) * place_pieces(pieces, number, NULL));
     e->cells = calloc(e->count, sizeof *e->cells);
     e->cell = calloc(e->count + 1, sizeof *e->cell);
     e->heavy = calloc((e->count + 1) * (n + 1), sizeof *e->heavy);
     if (!e->memory || !e->cells || !e->cell || !e->heavy) return 0;
-    float *at = e->memory;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) *to[i] = at, at += up(sizes[i]) + PAD;
+    place_pieces(pieces, number, e->memory);
     memset(e->dY, 0, sizeof(float) * S * dp);
     memset(e->dV, 0, sizeof(float) * S * lv);
     return 1;
