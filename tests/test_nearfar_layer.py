@@ -5,7 +5,7 @@ import torch
 from nearfar_cases import tensors
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention
-from crt_exp.attention import NearFar, near_far_attention
+from crt_exp.attention import NearFar, near_far_attention, softmax_attention
 from crt_exp.attention.nearfar import layer as nearfar_layer
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.mechanism import Mechanism
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def layer_of(causal=True, dtype=torch.float64, **options):
-    options = {"block": 3, "heavy": 4, "cells": 3} | options
+    options = {"preset": "bounded", "block": 3, "heavy": 4, "cells": 3, "exact_until": 0} | options
     layer = Mechanism.of("nearfar", **options).layer(4, 4, kv_heads=2, causal=causal).to(dtype).eval()
     q, k, v, _ = tensors(H=4, L=40, seed=5)
     if layer.clusters is not None:
@@ -63,6 +63,27 @@ def test_decoding_counts_each_row_from_its_first_token(options):
     torch.testing.assert_close(expected[[0], :, 11:], alone)
 
 
+@pytest.mark.parametrize("cross", [False, True])
+def test_short_sequences_are_exact(cross):
+    """And no row's outputs depend on how long the others are."""
+    make = lambda until: NearFar(4, 4, kv_heads=2, cross=cross, block=2, heavy=1, cells=2, scaling=1.0,
+                                 exact_until=until).double().eval()
+    x, y, v, keep = tensors(H=4, L=9 if cross else 40, S=40)
+    keep[0, 15:], keep[1] = False, True
+    exact = softmax_attention(x, y, v, key_mask=keep)
+    for until in (None, 40):
+        torch.testing.assert_close(make(until)(x, y, v, keep), exact)
+        torch.testing.assert_close(make(until)(x, y, v), softmax_attention(x, y, v))
+    out = make(15)(x, y, v, keep)
+    torch.testing.assert_close(out[0], exact[0])
+    torch.testing.assert_close(out[1], make(0)(x, y, v, keep)[1])
+    assert (out[1] - exact[1]).abs().max() > 1e-2
+    gradient, = torch.autograd.grad(out.square().sum(), v, retain_graph=True)
+    torch.testing.assert_close(gradient[0], torch.autograd.grad(exact.square().sum(), v)[0][0])
+    at_once = torch.func.vmap(make(15))(*(t.unsqueeze(0) for t in (x, y, v, keep)))
+    torch.testing.assert_close(at_once[0], out)
+
+
 @torch.no_grad()
 def test_long_rows_alone_are_to_first_order(monkeypatch):
     monkeypatch.setattr(nearfar_layer, "LONG", 20)
@@ -91,11 +112,7 @@ def test_vmap_and_export(causal):
     keep = torch.ones(3, 2, 23, dtype=torch.bool)
     keep[1, 0, :5] = False
     expected = torch.stack([layer(*row) for row in zip(q, k, v, keep)])
-    if causal:
-        with pytest.raises(ValueError, match="cannot follow: leave the mask out, or take preset=bounded"):
-            torch.func.vmap(layer)(q, k, v, keep)
-    else:
-        torch.testing.assert_close(torch.func.vmap(layer)(q, k, v, keep), expected)
+    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v, keep), expected)
     plain = torch.stack([layer(*row) for row in zip(q, k, v)])
     torch.testing.assert_close(torch.func.vmap(layer)(q, k, v), plain)
     inputs = q[0].detach(), k[0].detach(), v[0].detach()
@@ -113,10 +130,11 @@ def test_names_and_sizes():
     assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 1024)
     assert sizes(far="features").open == 0
     for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}, {"open": -1}, {"open": 1.5},
-                  {"exact_until": -1}, {"preset": "bounded", "open": 8}, {"open": 8, "far": "features"},
-                  {"exact_until": 8, "open": 0}):
+                  {"exact_until": -1}, {"preset": "bounded", "open": 8}, {"open": 8, "far": "features"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sizes(**wrong)
+    with pytest.raises(ValueError, match="exact_until = 8 with open = 0: the bounded memory of a causal layer"):
+        Mechanism.of("nearfar", exact_until=8, open=0).layer(2, 4, causal=True)
     with pytest.raises(ValueError, match="makes no use of m"):
         Mechanism.of("nearfar", m=8)
 
@@ -190,7 +208,8 @@ def test_a_codebook_comes_from_training_passes():
 
 
 def test_across_a_query_depends_on_no_other_but_earlier_ones():
-    layer, (q, k, v, keep) = NearFar(2, 4, cross=True, heavy=2, cells=3, fit_steps=1), tensors(L=9, S=23)
+    layer = NearFar(2, 4, cross=True, heavy=2, cells=3, exact_until=0, fit_steps=1)
+    q, k, v, keep = tensors(L=9, S=23)
     q, k, v = (t.detach().float() for t in (q, k, v))
     before = layer.eval()(q, k, v, keep)
     torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), before[:, :, 4:5])

@@ -178,7 +178,11 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     keep[1, :5] = False
     whole, first = attend(x, y, v, sizes, keep), RecallState(sizes, 1)
     token = lambda t, i, rows=slice(None): t[rows, :, i:i + 1]
-    first.take(y[:, :, :200], v[:, :, :200], keep[:, :200])
+    out = first.step(*(t[:, :, :150] for t in (x, y, v)), keep[:, :150])                       # a prompt
+    torch.testing.assert_close(out, whole[:, :, :150], **close)
+    if in_c:                                                        # what is known after it serves the next tokens
+        assert all(known.blocks == 149 // 8 - 1 for known in first.known.values())
+    first.take(y[:, :, 150:200], v[:, :, 150:200], keep[:, 150:200])
     first.step(*(token(t, 200) for t in (x, y, v)))
     other = first.copy()
     other.step(*(token(t, 5) for t in (x, y, v)))                   # another token, in the same buffer
@@ -268,7 +272,10 @@ def test_a_layer_needs_no_calibration_and_holds_nothing():
 
 def test_transforms_and_export():
     layer = NearFar(2, 4, causal=True, block=4, cells=6, heavy=2, open=8, exact_until=8).double().eval()
-    q, k, v = torch.randn(3, 1, 2, 60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, v = torch.randn(3, 1, 2, 30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    keep = torch.ones(1, 30, dtype=torch.bool)
+    with pytest.raises(ValueError, match="cannot follow: leave the mask out, or take preset=bounded"):
+        torch.func.vmap(layer)(*(t.unsqueeze(0) for t in (q, k, v, keep)))
     out, tangent = torch.func.jvp(lambda v: layer(q, k, v), (v,), (torch.ones_like(v),))
     torch.testing.assert_close(out, layer(q, k, v))
     torch.testing.assert_close(tangent, torch.ones_like(out))            # weights sum to 1

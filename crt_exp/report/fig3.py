@@ -36,7 +36,7 @@ SECONDS = (10, 30, 60, 120, 300, 600)  # of audio, on which the encoder is timed
 PAPER = ("The paper (17 layers, LibriSpeech 960 h): FAVOR++ is better than FAVOR+ by 2.49 points of WER at m = 8 and "
          "by 3.05 at m = 16.")
 
-NEAR_FAR = (("block", 8), ("heavy", 8), ("cells", 8))  # of audio whose strings have some 60 frames
+NEAR_FAR = (("block", 8), ("heavy", 8), ("cells", 8), ("exact_until", 0))  # of audio whose strings have some 60 frames
 LAST = ("trainer.select=last", "trainer.log_every=50")  # the curve's split chooses nothing
 PIECES = ("task.preset=paper", "task.symbols=pieces", "trainer.precision=bf16", "trainer.save_minutes=5")
 # What is near tells digits apart: with convolutions of 5 frames, uniform attention costs 0.1 nats. With those of one

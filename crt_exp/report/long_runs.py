@@ -21,7 +21,8 @@ HOME = runs.Home(Path("outputs/long"), SOURCES)
 BLIND = ("uniform", "identity")                              # controls that look at no query and no key
 CONTROLS = (*BLIND, "window")
 GATE_ARMS = ("exact", "uniform")
-FEW = ("attention.block=8", "attention.heavy=8", "attention.cells=8")  # of near-far attention on rows as short as 64
+# Of near-far attention on rows as short as 64
+FEW = ("attention.block=8", "attention.heavy=8", "attention.cells=8", "attention.exact_until=0")
 TIMED, WARM = 8, 2                                           # steps of the run that is timed, and those before
 LAST = ("trainer.select=last", "trainer.save_every=1000000")  # validation is for the curves and chooses nothing
 

@@ -22,7 +22,8 @@ def arms(m: int, length: int, rank: int, chunk: int, hashes: int, buckets: int, 
 
 SMALL = ("task.positions=rotary", *model(4, 2, 128, 64), *LAST)
 FEWER = ("task.dropout=0", "task.evaluated=300", "trainer.eval_batch=50", "trainer.lr=2e-3", *SMALL)
-FEW = ("attention.block=4", "attention.heavy=4", "attention.cells=4")  # of lists of 15 to 39 symbols
+# Of lists of 15 to 39 symbols.
+FEW = ("attention.block=4", "attention.heavy=4", "attention.cells=4", "attention.exact_until=0")
 CHOSEN = {"small": "ListOps (lists of at most 3 entries, 15 to 39 symbols) and rotary positions are chosen, with exact "
                    "and uniform attention alone, because attention matters there after few steps: with positions that "
                    "are added to the embeddings a mean over tokens knows their places, and exact attention ended 2.8 ± "

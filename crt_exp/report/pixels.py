@@ -10,8 +10,8 @@ from crt_exp.report.long_runs import LAST, Setting, attention, filled, model, tr
 
 def arms(m: int, length: int, chunk: int, hashes: int, preset: str) -> dict[str, tuple[str, ...]]:
     return {"exact": attention("exact"), "favorp": attention("favorp", m), "favorpp": attention("favorpp", m),
-            "nearfar": attention("nearfar", None, f"attention.preset={preset}"), "relu": attention("relu", m),
-            "smreg": attention("smreg", m),
+            "nearfar": attention("nearfar", None, f"attention.preset={preset}", "attention.exact_until=0"),
+            "relu": attention("relu", m), "smreg": attention("smreg", m),
             "reformer": attention("reformer", None, f"attention.chunk={chunk}", f"attention.hashes={hashes}",
                                   f"attention.buckets={2 * length // chunk}"),
             "uniform": attention("uniform"), "identity": attention("identity"), "window": window(*PRESETS[preset][:2])}

@@ -52,7 +52,7 @@ def model(heads: int, layers: int, d_ff: int, d: int) -> tuple[str, ...]:
 
 SHORT = {"linformer": ("attention.length=128", "attention.rank=32"), "window": ("attention.block=8",),
          "reformer": ("attention.chunk=16", "attention.buckets=16", "attention.hashes=2"),   # buckets: 2 L / chunk
-         "nearfar": ("attention.block=8", "attention.heavy=8", "attention.cells=8")}
+         "nearfar": ("attention.block=8", "attention.heavy=8", "attention.cells=8", "attention.exact_until=0")}
 PAPER = {"linformer": ("attention.length=1024", "attention.rank=600"), "window": (),
          "reformer": ("attention.chunk=64", "attention.buckets=32", "attention.hashes=4"),
          "nearfar": ("attention.preset=default",)}

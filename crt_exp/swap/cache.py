@@ -24,7 +24,8 @@ from transformers.generation import GenerationMixin
 
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.swap.call import attend, read_mask
+from crt_exp.attention.nearfar.past import RecallState
+from crt_exp.swap.call import attend, prepare, read_mask
 
 WHOLE = "give past_key_values=DynamicCache(), which keeps all keys"
 
@@ -92,24 +93,31 @@ class RecurrentLayer(DynamicLayer):
         Raises ValueError, naming the layer, where the state cannot give what is asked for.
         """
         used, first = self.length, not isinstance(key, NewKeys)
-        if first:
-            out = attend(swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling,
-                         dropout=dropout, matrix=matrix)
+        at_once = partial(attend, swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling,
+                          dropout=dropout, matrix=matrix)
         if not self._takes(key, value, swapped.path):
-            return out
+            return at_once()
         (key, value), self.given = self.given, None
         if mask is not None:
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
         keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
+        prepare(swapped, query, key, causal)
+        if first and not self._begins(swapped, query, key, value, causal and not matrix and used == self.length):
+            self._keep_whole(key, value)
+            return at_once()
         if first:
-            self._begin(swapped, query, key, value, keep, causal and not matrix and used == self.length)
-            return out
-        self._check(swapped, query, causal, matrix, used)
-        keep = self._new_padding(keep, query.shape[2], swapped.path)
-        q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
-        out = self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep)
+            self._set_padding(keep)
+        else:
+            self._check(swapped, query, causal, matrix, used)
+            keep = self._new_padding(keep, query.shape[2], swapped.path)
+        if first and not isinstance(self.state, RecallState):
+            out = at_once()
+            self._take(self.state, key, value, keep)
+        else:
+            q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
+            out = self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
         self._note(key, value, keep)
-        return out, None
+        return out
 
     def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
         """Whether these are the new keys and values as `update` gave them, and come for the first time."""
@@ -126,23 +134,19 @@ class RecurrentLayer(DynamicLayer):
             self._keep_whole(key, value)
         return False
 
-    def _begin(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None,
-               possible: bool) -> None:
-        """After the first call: the state of its keys, or where it cannot stand for them, the keys."""
+    def _begins(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
+        """Before the first tokens are taken: a new state, or False where none can stand for their keys."""
         possible = possible and isinstance(swapped, LinearAttention) and swapped.recurrent
         possible = possible and query.shape[2] == key.shape[2]
         changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not possible or changing or swapped.calibrated is not None:
-            self._keep_whole(key, value)
-            return
+            return False
         # sizes are asked for
         self.keys, self.values = (torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value))
         self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
         self.before = swapped.decoding()
         self.state = self.before.copy()
-        self._take(self.state, key, value, keep)
-        self._set_padding(keep)
-        self._note(key, value, keep)
+        return True
 
     def _take(self, state, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
         swapped = self.owner()

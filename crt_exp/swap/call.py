@@ -26,14 +26,12 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     sequences, None as the layer was swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask
     that is not padding, causal or both, and for sizes other than those of the swap.
     """
-    _check_sizes(state, q, k)
-    _note_reached(state)
     if mask is not None:
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
         k, v = k[:, :, :used], v[:, :, :used]
     if keep is not None:
         keep = None if known_true(keep) else keep.expand(k.shape[0], -1)
-    _set_mode(state, causal, cross)
+    prepare(state, q, k, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
     dv = state.columns = v.shape[-1]
@@ -44,6 +42,13 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
         v = drop_keys(v, dropout)
     out = state(q, k, v, keep)
     return (out[..., :dv], out[..., dv:]) if matrix else (out, None)
+
+
+def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None) -> None:
+    """What comes before each call of a swapped layer. Raises ValueError for what it was not made for."""
+    _check_sizes(state, q, k)
+    _note_reached(state)
+    _set_mode(state, causal, cross)
 
 
 def drop_keys(v: Tensor, p: float) -> Tensor:

@@ -10,7 +10,9 @@ blocks of b tokens, n heavy keys, K cells. A query of block t sees
 Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
 by (crt_exp/attention/nearfar/choice.py), carry no gradient, all sums do. Derived here. """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
 from crt_exp.attention.nearfar.engine.windows import gather
 from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.attention.nearfar.padding import Shift, first_kept
-from crt_exp.attention.nearfar.recall import Recall, renewals
+from crt_exp.attention.nearfar.recall import Recall, exactly, renewals
 from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
@@ -60,14 +62,15 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated; of
     factor x and factor y, where a factor is given.
 
-    In both directions: measure, heavy keys and cells of the sequence itself. `cross`: queries are of another sequence,
-    so that none is near: heavy keys and cells alone, with the queries' moments of `codebook`, or without one as if
-    queries were as large as the keys. causal: query i stands at i + S - L; what is known comes from the sequence's own
-    past (recall.py) where `sizes.open` keys are to be read, else from `codebook`, of earlier sequences.
-    far: random features, in place of the cells. key_mask (B, S), True = keep; a query that sees no key gets 0. No more
-    heavy keys and cells than keys are taken, and a length that the block does not divide is padded; blocks are counted
-    from the first real token of each row. Exact where block >= S, heavy >= S, or every key is the only one of its cell.
-    Differentiable in x, y and v, sets and measure constant.
+    Exact where no more than `sizes.exact_until` keys count. Else, in both directions: measure, heavy keys and cells of
+    the sequence itself. `cross`: queries are of another sequence, so that none is near: heavy keys and cells alone,
+    with the queries' moments of `codebook`, or without one as if queries were as large as the keys. causal:
+    query i stands at i + S - L; what is known comes from the sequence's own past (recall.py) where `sizes.open` keys
+    are to be read, else from `codebook`, of earlier sequences. far: random features, in place of the cells. key_mask
+    (B, S), True = keep; a query that sees no key gets 0. No more heavy keys and cells than keys are taken, and a length
+    that the block does not divide is padded; blocks are counted from the first real token of each row. Also exact where
+    block >= S, heavy >= S, or every key is the only one of its cell. Differentiable in x, y and v, sets and measure
+    constant.
 
     Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
     nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
@@ -77,13 +80,49 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     _check(x, y, sizes, causal, cross, codebook, far)
     if key_mask is not None and not cross and x.shape[2] == y.shape[2]:
         x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)    # padding may hold NaN
-    if causal and sizes.open and y.shape[2] <= renewals(sizes, 0)[0] and not transformed(x, y, v):
-        out = exact_attention(x, y, v, causal=True, key_mask=key_mask, scale=factor**2)
-        check_result(out.detach().sum((2, 3)).abs())
-        return Result(out, out.new_zeros(y.shape[:2]))
+    exact, until = partial(_exactly, causal=causal, factor=factor), 0 if far is not None else sizes.exact_until
     if causal and sizes.open:
+        if y.shape[2] <= renewals(sizes, 0)[0]:
+            return exact(x, y, v, key_mask)
         return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
+    if not causal and y.shape[2] <= until:
+        return exact(x, y, v, key_mask)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
+    rest = partial(_from_first_token, call, factor=factor)
+    if causal or key_mask is None or not until:
+        return rest(x, y, v, key_mask)
+    return by_rows(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
+
+
+def by_rows(which: Tensor, first: Callable[..., Result], second: Callable[..., Result], *inputs: Tensor) -> Result:
+    """What `first` gives for the rows of a batch that `which` (B,) says, and `second` for the others: no row's outputs
+    depend on the others."""
+    if torch.compiler.is_compiling() or transforming():
+        parts = (call(*inputs) for call in (first, second))
+        return Result(*(torch.where(which.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(*parts)))
+    if which.all() or not which.any():
+        return (first if which.any() else second)(*inputs)
+    parts = [call(*(t[rows] for t in inputs)) for rows, call in ((which, first), (~which, second))]
+    order = torch.cat([rows.nonzero().squeeze(1) for rows in (which, ~which)]).argsort()
+    return Result(*(torch.cat(both)[order] for both in zip(*parts)))
+
+
+def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float) -> Result:
+    B, Hkv = y.shape[:2]
+    if transformed(x, y, v):
+        keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
+        heads = (t.flatten(0, 1) for t in (x.unflatten(1, (Hkv, -1)), y, v))
+        out = exactly(*heads, keep, factor**2, causal).unflatten(0, (B, Hkv)).flatten(1, 2)
+    else:
+        out = exact_attention(x, y, v, causal=causal, key_mask=key_mask, scale=factor**2)
+        check_result(out.detach().sum().abs())
+    return Result(out, out.new_zeros(B, Hkv))
+
+
+def _from_first_token(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+                      factor: float) -> Result:
+    """Blocks are counted from the first real token of each row."""
+    cross, sizes = isinstance(call, Both) and call.cross, call.sizes
     shift = None if cross else Shift.of(key_mask, sizes.block)
     if shift is None:
         return _result(call, x, y, v, key_mask, factor)

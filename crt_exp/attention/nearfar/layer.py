@@ -8,6 +8,7 @@ forward pass in training.
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.layer import RandomFeatureAttention, in_backward, in_step
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar.call import Result, check_sizes, near_far_attention
+from crt_exp.attention.nearfar.call import Result, by_rows, check_sizes, near_far_attention
 from crt_exp.attention.nearfar.causal import Codebook
 from crt_exp.attention.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.attention.nearfar.decoding import NearFarState
@@ -34,6 +35,7 @@ PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1024),
            "quality": Sizes(32, 64, 128, True, open=256, exact_until=1024),
            "bounded": Sizes(32, 16, 64)}
 SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
+SHORT = 512          # keys up to which attention in both directions and cross-attention is exact, which is as fast
 LONG = 1000          # keys from which on values are taken to first order, where it is not said
 
 
@@ -45,9 +47,9 @@ class NearFar(LinearAttention):
     default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
     others by cells. open: keys of its past that each query of a causal sequence reads exactly, those that promise most;
-    exact_until: the place up to which these see all keys exactly. Preset bounded, or open = 0, opens none: its memory
-    does not grow with the sequence. far: "features" puts random features (a positive map phi, sampler, m) in the place
-    of the cells.
+    exact_until: the place up to which these see all keys exactly (1024), and the number of keys up to which attention
+    that is not causal is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with
+    the sequence. far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;
@@ -71,7 +73,8 @@ class NearFar(LinearAttention):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
         opens = 0 if open is None and (preset == "bounded" or far == "features") else open
-        self.sizes = sizes_of(preset, block, heavy, cells, first_order, opens, exact_until)
+        self.sizes = sizes_of(preset, block, heavy, cells, first_order, opens, exact_until, causal)
+        self.exact_until = 0 if far == "features" else SHORT if exact_until is None else exact_until
         makes = cross or causal and not self.sizes.open
         self.features = None
         if far == "features":
@@ -109,27 +112,17 @@ class NearFar(LinearAttention):
         return self._attend(q, k, v, key_mask).out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
+        plain = partial(self._with_sizes, self.sizes)
         if self.first_order is not None or self.preset == "quality" or self.causal or k.shape[2] < LONG:
-            return self._with_sizes(self.sizes, q, k, v, key_mask)
-        long = self.sizes._replace(first_order=True)
+            return plain(q, k, v, key_mask)
+        long = partial(self._with_sizes, self.sizes._replace(first_order=True))
         if key_mask is None:
-            return self._with_sizes(long, q, k, v, None)
-        return self._by_length(long, key_mask.sum(1) >= LONG, q, k, v, key_mask)
-
-    def _by_length(self, sizes: Sizes, long: Tensor, *inputs: Tensor) -> Result:
-        """By these sizes the rows that are `long` (B,), the others by those of the layer: no row's outputs depend on
-        how long the others are."""
-        if torch.compiler.is_compiling() or transforming():
-            parts = (self._with_sizes(s, *inputs) for s in (sizes, self.sizes))
-            return Result(*(torch.where(long.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(*parts)))
-        if long.all() or not long.any():
-            return self._with_sizes(sizes if long.any() else self.sizes, *inputs)
-        parts = [self._with_sizes(s, *(t[rows] for t in inputs)) for rows, s in ((long, sizes), (~long, self.sizes))]
-        order = torch.cat([rows.nonzero().squeeze(1) for rows in (long, ~long)]).argsort()
-        return Result(*(torch.cat(both)[order] for both in zip(*parts)))
+            return long(q, k, v, None)
+        return by_rows(key_mask.sum(1) >= LONG, long, plain, q, k, v, key_mask)
 
     def _with_sizes(self, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
         book, cross = None, self.cross or q.shape[2] != k.shape[2]
+        sizes = sizes if self.causal else sizes._replace(exact_until=self.exact_until)
         if self.causal and not sizes.open or (cross and self.clusters is not None and self.clusters.done):
             book = self.codebook(len(q))
         if self.features is not None:
@@ -235,13 +228,14 @@ class NearFar(LinearAttention):
 
 
 def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,
-             open: int | None, exact_until: int | None) -> Sizes:
+             open: int | None, exact_until: int | None, causal: bool) -> Sizes:
     """Those of the preset, but for those that are given. Raises ValueError for numbers that cannot be."""
     if preset == "bounded" and open:
         raise ValueError(f"open = {open} with preset = bounded, whose memory does not grow and holds no keys to read: "
                          "take preset cheap, default or quality")
-    if open == 0 and exact_until:
-        raise ValueError(f"exact_until = {exact_until} with open = 0: the bounded memory holds no keys to see exactly")
+    if causal and open == 0 and exact_until:
+        raise ValueError(f"exact_until = {exact_until} with open = 0: the bounded memory of a causal layer holds no "
+                         "keys to see exactly")
     given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order, "open": open,
              "exact_until": 0 if open == 0 else exact_until}
     sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})

@@ -5,7 +5,7 @@ Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
 """
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -128,10 +128,9 @@ class RecallState:
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
         for first in {place for place in self.firsts if place is not None}:
-            rows = [row for row, place in enumerate(self.firsts) if place == first]
-            at = slice(None) if len(rows) == len(x) else torch.tensor(rows, device=x.device)
-            lead = max(0, first - start)
-            out[at, :, lead:] = self._read(first, at, x[at, :, lead:]).to(v.dtype)
+            rows, lead = self._rows(first), max(0, first - start)
+            at = _places(rows)
+            out[at, :, lead:] = self._read(first, rows, x[at, :, lead:]).to(v.dtype)
         return out
 
     @torch.no_grad()
@@ -168,7 +167,7 @@ class RecallState:
         if self.buffers is None:
             return
         self.buffers = tuple(Buffer(t[rows], self.length) for t in self.kept)
-        places = {first: [row for row, place in enumerate(self.firsts) if place == first] for first in self.known}
+        places = {first: self._rows(first) for first in self.known}
         chosen = [self.firsts[row] for row in rows.tolist()]
         heads = torch.arange(self.heads, device=rows.device)
         for first, own in places.items():
@@ -180,39 +179,48 @@ class RecallState:
                 del self.known[first]
         self.firsts = chosen
 
-    def _read(self, first: int, at: Tensor | slice, x: Tensor) -> Tensor:
-        """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
-        y, v, keep = (t[at, :, first:] for t in self.kept)
-        keep = None if bool(keep.all()) else keep[:, 0, :, 0].repeat_interleave(self.heads, 0)
-        y, v, x = y.flatten(0, 1), v.flatten(0, 1), x.to(y.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
-        S, b, found = y.shape[1], self.sizes.block, []
-        places = renewals(self.sizes, S)
-        done = S - x.shape[2]
-        while done < S:                                           # in pieces, each within a block
-            stop = min(S, places[0] if done < places[0] else (done // b + 1) * b)
-            here = x[:, :, done - S + x.shape[2]:stop - S + x.shape[2]]
-            mask = None if keep is None else keep[:, :stop]
-            if done < places[0]:
-                found.append(exactly(here, y[:, :stop], v[:, :stop], mask))
-            else:
-                a, e = next((a, e) for a, e in zip(places, places[1:]) if a <= done < e)
-                found.append(self._within(first, a, e, here, y[:, :stop], v[:, :stop], mask))
-            done = stop
-        out = torch.cat(found, 2).unflatten(0, (-1, self.heads)).flatten(1, 2)
-        if keep is None:
-            return out
-        seen = keep.unflatten(0, (-1, self.heads))[:, 0].cumsum(1)[:, S - x.shape[2]:] > 0
-        return torch.where(seen[:, None, :, None], out, 0.0)
+    def _rows(self, first: int) -> list[int]:
+        """Those whose first real token is there."""
+        return [row for row, place in enumerate(self.firsts) if place == first]
 
-    def _within(self, first: int, start: int, stop: int, x: Tensor, y: Tensor, v: Tensor,
-                keep: Tensor | None) -> Tensor:
+    def _tokens(self, rows: list[int], first: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys (Z, S, d), values and mask of these rows from there on, where they lie if the rows are neighbours."""
+        y, v, keep = (t[_places(rows), :, first:] for t in self.kept)
+        keep = None if bool(keep.all()) else keep[:, 0, :, 0].repeat_interleave(self.heads, 0)
+        return y.flatten(0, 1), v.flatten(0, 1), keep
+
+    def _read(self, first: int, rows: list[int], x: Tensor) -> Tensor:
+        """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
+        T, S, until = x.shape[2], self.length - first, renewals(self.sizes, 0)[0]
+        x = x.to(self.kept.keys.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
+        if S <= until:
+            parts = [exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)]
+            out, keep = torch.cat(parts), self.kept.keep[_places(rows), 0, first:, 0]
+        elif self._in_c(x):
+            out, keep = self._by_c(first, rows, x), self.kept.keep[_places(rows), 0, first:, 0]
+        else:
+            y, v, keep = self._tokens(rows, first)
+            b = self.sizes.block
+            if (S - T) // b < (S - 1) // b or S - T < until:                # in parallel
+                call = Recall(self.sizes)
+                out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
+            else:
+                out = self._within(first, x, y, v, keep)
+            keep = kept_of(y, keep).unflatten(0, (-1, self.heads))[:, 0]
+        out = out.unflatten(0, (-1, self.heads)).flatten(1, 2)
+        return torch.where((keep.cumsum(1)[:, S - T:] > 0)[:, None, :, None], out, 0.0)
+
+    def _runs(self, rows: list[int]) -> Iterator[tuple[list[int], slice]]:
+        """Neighbours among these rows, and the places of their heads among those of all."""
+        starts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
+        for start, stop in zip(starts, starts[1:]):
+            yield rows[start:stop], slice(start * self.heads, stop * self.heads)
+
+    def _within(self, first: int, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """Of queries (Z, G, t, d) of one block, the last ones of keys (Z, S, d)."""
-        b = self.sizes.block
+        b, keep, places = self.sizes.block, kept_of(y, keep), renewals(self.sizes, y.shape[1])
         block = (y.shape[1] - 1) // b
-        if Recall(self.sizes).in_c(x, y, v) and not (y.shape[-1] % WHOLE or v.shape[-1] % WHOLE):
-            return self._in_c(first, block - 1, x, y, v, keep)
-        keep = kept_of(y, keep)
-        known = self._known(first, start, stop, block - 1, y, v, keep)
+        known = self._known(first, *places[-2:], block - 1, y, v, keep)
         self.known[first] = known
         far, cells = cells_of(known.sums.unsqueeze(1), v.shape[-1], known.epoch)
         seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
@@ -221,19 +229,34 @@ class RecallState:
         out, _ = in_chunks(known.epoch, known.pages, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
         return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
 
-    def _in_c(self, first: int, blocks: int, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-        S, known = y.shape[1], self.known.get(first)
+    def _in_c(self, x: Tensor) -> bool:
+        keys, values = self.kept[:2]
+        return Recall(self.sizes).in_c(x, keys, values) and not (keys.shape[-1] % WHOLE or values.shape[-1] % WHOLE)
+
+    def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
+        """The C engine takes a prompt at once, and goes on from what it knows after it."""
+        S, known, options = self.length - first, self.known.get(first), options_of(self.sizes)
+        blocks = (S - 1) // self.sizes.block - 1
         if known is None or known.room < S or known.blocks > blocks:
+            y, _, keep = self._tokens(rows, first)
             metric = metric_of(y, keep, self.sizes) if known is None else known.metric
-            known = KeptInC(blocks, max(LEAST_ROOM, 2 * S), metric, None)
-        kept = known.kept
-        if kept is None or known.blocks < blocks:
-            kept = kept.clone() if kept is not None and first not in self.own else kept
+            room = max(LEAST_ROOM, 2 * S)
+            none = native.room_for_steps(y, self.kept.values.shape[-1], options, room)
+            known = KeptInC(blocks, room, metric, none)
             self.own.add(first)
-        given = native.Given(keep, known.metric.shift, known.metric.root, options_of(self.sizes))
-        out, kept = native.recall_step(x, y, v, given, known.room, kept)
-        self.known[first] = known._replace(blocks=blocks, kept=kept)
-        return out
+        elif known.blocks < blocks and first not in self.own:
+            known = known._replace(kept=known.kept.clone())
+            self.own.add(first)
+        self.known[first] = known = known._replace(blocks=blocks)
+        short, parts = max(0, min(x.shape[2], renewals(self.sizes, 0)[0] - S + x.shape[2])), []
+        for run, at in self._runs(rows):
+            y, v, keep = self._tokens(run, first)
+            stop = S - x.shape[2] + short
+            near = [exactly(x[at, :, :short], y[:, :stop], v[:, :stop], keep)] if short else []
+            given = native.Given(keep, *(t[at] for t in (known.metric.shift, known.metric.root)), options)
+            rest = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
+            parts.append(torch.cat([*near, rest], 2))
+        return torch.cat(parts)
 
     def _known(self, first: int, start: int, stop: int, blocks: int, y: Tensor, v: Tensor, keep: Tensor) -> Known:
         """Of the epoch from `start` to `stop`, where so many blocks of the keys are far."""
@@ -257,3 +280,8 @@ class RecallState:
         sums = known.sums + one_hot(cell[:, done:far], epoch.centres.shape[1], rows.dtype).mT @ rows
         known.pages.of(blocks, y, keep)
         return Known(blocks, epoch, member, cell, sums, known.pages.only(blocks))
+
+
+def _places(rows: list[int]) -> slice | list[int]:
+    """A slice where they are neighbours."""
+    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else rows

@@ -177,15 +177,17 @@ class Recall:
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
 
-def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0) -> Tensor:
-    """Queries (Z, G, l, d), the last ones of keys (Z, S, d), see all that are not later; logits are scale x.y."""
+def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True) -> Tensor:
+    """Queries (Z, G, l, d) see all keys (Z, S, d), of which causal ones are the last: those that are not later; logits
+    are scale x.y."""
     mask = None if keep is None else keep[:, :y.shape[1]]
-    if transformed(x, y, v):      # the fused kernel knows the backward pass alone
-        seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device).tril(y.shape[1] - x.shape[2])
-        seen = seen if mask is None else seen & mask[:, None, None]
-        logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
-        return logits.softmax(-1) @ v.unsqueeze(1)
-    return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=True, key_mask=mask, scale=scale)
+    if not transformed(x, y, v):      # the fused kernel knows the backward pass alone
+        return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale)
+    seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
+    seen = seen.tril(y.shape[1] - x.shape[2]) if causal else seen
+    seen = seen if mask is None else seen & mask[:, None, None]
+    logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
+    return torch.where(seen.any(-1, keepdim=True), logits.softmax(-1) @ v.unsqueeze(1), 0.0)
 
 
 def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:

@@ -106,21 +106,26 @@ def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given") -> Recalled:
 
 
 @torch.no_grad()
-def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int,
-                kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The outputs (Z, G, L, dv) of queries that are all of the last block, without gradients, and what is kept for the
-    next step. room: how many tokens there may be. kept: what the call before kept, for as much room; it is overwritten.
-    d and dv are multiples of 16."""
+def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int, kept: Tensor) -> Tensor:
+    """The outputs (Z, G, L, dv) of queries behind the first renewal, the last ones of the keys, without gradients.
+    kept: what the call before knew, or `room_for_steps`, for as many tokens; it is overwritten. d and dv are multiples
+    of 16."""
     found = _room_for(x, y, v, given)
     call = _recall_call(x, y, v, given, found, room)
-    if kept is None:
-        size = native.library().near_far_recall_size
-        size.restype = ctypes.c_int64
-        kept = y.new_empty(len(y), size(ctypes.byref(call)))
-        kept[:, :2] = 0
     call.kept = kept.data_ptr()
     _do("near_far_recall", call)
-    return found.out, kept
+    return found.out
+
+
+def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Tensor:
+    """(Z, numbers): what `recall_step` knows before its first call, for keys y (Z, S, d) of which there will be at most
+    so many."""
+    call = RecallCall(d=y.shape[-1], dv=dv, room=room, **options)
+    size = native.library().near_far_recall_size
+    size.restype = ctypes.c_int64
+    kept = y.new_empty(len(y), size(ctypes.byref(call)))
+    kept[:, :2] = 0
+    return kept
 
 
 class Given(NamedTuple):
