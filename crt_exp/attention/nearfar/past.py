@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
     keys: Tensor      # (B, Hkv, S, d)
     values: Tensor    # (B, Hkv, S, dv)
-    keep: Tensor      # (B, 1, S, 1)
+    keep: Tensor | None = None     # (B, 1, S, 1); None: all
 
     @property
     def sums(self) -> Tensor:
@@ -105,16 +105,14 @@ class RecallState:
 
     def __init__(self, sizes: Sizes, heads: int, version: Hashable = None):
         self.sizes, self.heads, self.version = sizes, heads, version
-        self.length, self.buffers = 0, None
+        self.length, self.buffers = 0, ()         # of the parts of `Kept`
         self.firsts: list[int | None] = []        # of each row: the place of its first real token
         self.known: dict[int, Known | KeptInC] = {}         # by that place
         self.own: set[int] = set()                # of those, the ones that no other state looks at
 
     @property
     def kept(self) -> Kept | None:
-        if self.buffers is None:
-            return None
-        return Kept(*(buffer.tensor[:, :, :self.length] for buffer in self.buffers))
+        return Kept(*(buffer.tensor[:, :, :self.length] for buffer in self.buffers)) if self.buffers else None
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
@@ -124,7 +122,7 @@ class RecallState:
         if x.shape[2] != y.shape[2]:
             raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
         start = self.length
-        self.take(y, v, key_mask, version)
+        self._take(y, v, key_mask, version)
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
         for first in {place for place in self.firsts if place is not None}:
@@ -137,22 +135,30 @@ class RecallState:
     def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> None:
         """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,Hkv,T,d), v (B,Hkv,T,dv)."""
         check_inputs(y, y, v, None, (), True, key_mask)
+        self._take(y, v, key_mask, version)
+
+    def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None, version: Hashable) -> None:
         if version is not None and version != self.version:
             raise ValueError(f"the decoding state belongs to version {self.version} of the layer, now {version}")
         (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
-        if self.buffers is not None and len(self.kept.keys) != B:
-            raise ValueError(f"the decoding state holds {len(self.kept.keys)} sequences but {B} came")
-        keep = torch.ones(B, T, dtype=torch.bool, device=y.device) if key_mask is None else key_mask
-        y, v = (torch.where(keep[:, None, :, None], t.to(dtype), 0.0) for t in (y, v))       # padding may hold NaN
-        check_result(torch.linalg.vector_norm(y, dim=(1, 2, 3)))
-        if self.buffers is None:
-            self.firsts = [None] * B
-            self.buffers = tuple(Buffer(t[:, :, :0]) for t in (y, v, keep[:, None, :, None]))
-        new = torch.where(keep.any(1), first_kept(keep), -1).tolist()
-        self.firsts = [place if place is not None else self.length + at if at >= 0 else None
-                       for place, at in zip(self.firsts, new)]
-        tokens = y, v, keep[:, None, :, None]
-        self.buffers = tuple(buffer.added(self.length, t) for buffer, t in zip(self.buffers, tokens))
+        if self.buffers and len(self.firsts) != B:
+            raise ValueError(f"the decoding state holds {len(self.firsts)} sequences but {B} came")
+        self.firsts = self.firsts if self.buffers else [None] * B
+        parts = [y.to(dtype), v.to(dtype)]
+        if len(self.buffers) == len(Kept._fields) or not (key_mask is None or bool(key_mask.all())):
+            keep = torch.ones(B, 1, T, 1, dtype=torch.bool, device=y.device) if key_mask is None else (
+                key_mask[:, None, :, None])
+            parts = [*(torch.where(keep, t, 0.0) for t in parts), keep]                      # padding may hold NaN
+            if len(self.buffers) == len(parts) - 1:
+                self.buffers += Buffer(keep.new_ones(B, 1, self.length, 1), self.length),
+        check_result(torch.linalg.vector_norm(parts[0], dim=(1, 2, 3)))
+        if None in self.firsts:
+            new = [0] * B if len(parts) == 2 else torch.where(keep.any(2), first_kept(keep[:, 0, :, 0])[:, None, None],
+                                                              -1).flatten().tolist()
+            self.firsts = [place if place is not None else self.length + at if at >= 0 else None
+                           for place, at in zip(self.firsts, new)]
+        buffers = self.buffers or [Buffer(t[:, :, :0]) for t in parts]
+        self.buffers = tuple(buffer.added(self.length, t) for buffer, t in zip(buffers, parts))
         self.length += T
 
     def copy(self) -> "RecallState":
@@ -164,7 +170,7 @@ class RecallState:
 
     def select(self, rows: Tensor) -> None:
         """Keeps these batch entries, in this order: what a beam search needs."""
-        if self.buffers is None:
+        if not self.buffers:
             return
         self.buffers = tuple(Buffer(t[rows], self.length) for t in self.kept)
         places = {first: self._rows(first) for first in self.known}
@@ -185,19 +191,21 @@ class RecallState:
 
     def _tokens(self, rows: list[int], first: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys (Z, S, d), values and mask of these rows from there on, where they lie if the rows are neighbours."""
-        y, v, keep = (t[_places(rows), :, first:] for t in self.kept)
-        keep = None if bool(keep.all()) else keep[:, 0, :, 0].repeat_interleave(self.heads, 0)
+        y, v, *masks = (t[_places(rows), :, first:] for t in self.kept if t is not None)
+        keep = None
+        if masks and not bool(masks[0].all()):
+            keep = masks[0][:, 0, :, 0].repeat_interleave(self.heads, 0)
         return y.flatten(0, 1), v.flatten(0, 1), keep
 
     def _read(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
         T, S, until = x.shape[2], self.length - first, renewals(self.sizes, 0)[0]
-        x = x.to(self.kept.keys.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
+        x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
         if S <= until:
             parts = [exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)]
-            out, keep = torch.cat(parts), self.kept.keep[_places(rows), 0, first:, 0]
+            out = torch.cat(parts)
         elif self._in_c(x):
-            out, keep = self._by_c(first, rows, x), self.kept.keep[_places(rows), 0, first:, 0]
+            out = self._by_c(first, rows, x)
         else:
             y, v, keep = self._tokens(rows, first)
             b = self.sizes.block
@@ -206,8 +214,10 @@ class RecallState:
                 out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
             else:
                 out = self._within(first, x, y, v, keep)
-            keep = kept_of(y, keep).unflatten(0, (-1, self.heads))[:, 0]
-        out = out.unflatten(0, (-1, self.heads)).flatten(1, 2)
+        out, keep = out.unflatten(0, (-1, self.heads)).flatten(1, 2), self.kept.keep
+        if keep is None:
+            return out
+        keep = keep[_places(rows), 0, first:, 0]
         return torch.where((keep.cumsum(1)[:, S - T:] > 0)[:, None, :, None], out, 0.0)
 
     def _runs(self, rows: list[int]) -> Iterator[tuple[list[int], slice]]:
@@ -230,7 +240,7 @@ class RecallState:
         return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
 
     def _in_c(self, x: Tensor) -> bool:
-        keys, values = self.kept[:2]
+        keys, values = (buffer.tensor for buffer in self.buffers[:2])
         return Recall(self.sizes).in_c(x, keys, values) and not (keys.shape[-1] % WHOLE or values.shape[-1] % WHOLE)
 
     def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
