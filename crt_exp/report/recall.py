@@ -15,7 +15,7 @@ from crt_exp.studies import far_key
 
 LENGTHS = {"small": (512, 2048, 8192, 16384), "gpu": (512, 2048, 8192, 16384), "full": (512, 2048, 8192, 16384, 65536)}
 KINDS = {"iid keys": False, "keys in 32 clusters": True}
-OPENED, SEEDS, MOST = (32, 128), 5, 0.15
+OPENED, SEEDS, MOST = (32, 128), 10, 0.15
 CONTROL, OURS, PAGES = "uniform attention", "near-far, 128 keys", "pages, 128 keys"
 Found = dict[tuple[str, int], list[dict[str, float]]]      # kind, length -> an error of each arm, for each seed
 

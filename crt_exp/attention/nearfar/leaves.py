@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.nearfar.engine.constants import GROWN, LEAF, LEAST, SPREADS, TURNS
+from crt_exp.attention.nearfar.engine.constants import GROWN, LEAF, LEAST, SAMPLED, SPREADS, TURNS
 
 
 def width(b: int) -> int:
@@ -60,9 +60,11 @@ class Leaves(NamedTuple):
         return cls(order.unflatten(1, (nodes, w)) + first, count, mean, SPREADS * spread.sqrt())
 
     def rank(self, q: Tensor) -> Tensor:
-        """q.mu + |q| reach (Z, R, N) of queries (Z, R, d), a guess at the best logit of a leaf; -inf: empty ones."""
+        """q.mu + |q| reach (Z, R, N) of queries (Z, R, d), a guess at the best logit of a leaf, with q and mu in
+        bfloat16; -inf: empty ones."""
         reach = torch.linalg.vector_norm(q, dim=-1, keepdim=True) * self.reach.unsqueeze(-2)
-        return (q @ self.mean.mT + reach).masked_fill(self.count.unsqueeze(-2) == 0, -torch.inf)
+        q, mean = (t.to(torch.bfloat16).to(t.dtype) for t in (q, self.mean))
+        return (q @ mean.mT + reach).masked_fill(self.count.unsqueeze(-2) == 0, -torch.inf)
 
     def best(self, q: Tensor, leaves: int) -> Tensor:
         """Places (Z, R, k) of the keys of so many leaves that promise most to queries (Z, R, d)."""
@@ -95,15 +97,17 @@ class Pages:
 
 def _halved(order: Tensor, y: Tensor, there: Tensor, nodes: int) -> Tensor:
     """What each node holds from one end of its main axis to the other; those that are not there come last."""
-    Z, m = order.shape
-    parts = y.gather(1, order.unsqueeze(-1).expand(-1, -1, y.shape[-1])).unflatten(1, (nodes, m // nodes))
-    kept = there.gather(1, order).unflatten(1, (nodes, m // nodes))
-    mean = (parts * kept.unsqueeze(-1)).sum(2, keepdim=True) / kept.sum(2)[..., None, None].clamp(min=1)
-    parts = torch.where(kept.unsqueeze(-1), parts - mean, 0.0)
-    far = parts.square().sum(-1).argmax(-1)[..., None, None].expand(-1, -1, 1, y.shape[-1])
-    axis = parts.gather(2, far).mT                                                        # (Z, nodes, d, 1)
+    size = order.shape[1] // nodes
+    parts = y.gather(1, order.unsqueeze(-1).expand(-1, -1, y.shape[-1])).unflatten(1, (nodes, size))
+    kept, order = (t.unflatten(1, (nodes, size)) for t in (there.gather(1, order), order))
+    sample = (kept & (order % max(1, size // SAMPLED) == 0)).unsqueeze(-1)
+    mean = torch.where(sample, parts, 0.0).sum(2, keepdim=True) / sample.sum(2, keepdim=True).clamp(min=1)
+    parts = parts - mean
+    seen = torch.where(sample, parts, 0.0)
+    far = seen.square().sum(-1).argmax(-1)[..., None, None].expand(-1, -1, 1, y.shape[-1])
+    axis = seen.gather(2, far).mT                                                         # (Z, nodes, d, 1)
     for _ in range(TURNS):
-        axis = parts.mT @ (parts @ axis)
+        axis = seen.mT @ (seen @ axis)
         axis = axis / axis.norm(dim=2, keepdim=True).clamp(min=LEAST)
     along = (parts @ axis).squeeze(-1).masked_fill(~kept, torch.inf)
-    return order.unflatten(1, (nodes, m // nodes)).gather(2, along.argsort(dim=-1, stable=True)).flatten(1)
+    return order.gather(2, along.argsort(dim=-1, stable=True)).flatten(1)

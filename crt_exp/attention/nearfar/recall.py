@@ -242,11 +242,11 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def opened(leaves: Leaves, seen: Seen, q: Tensor, sizes: Sizes) -> Tensor:
     """Places (Z, R, o) of the keys that each query (Z, R, d) of a block reads, -1 where there are fewer: of those that
-    lie in its best leaves the ones of the largest logits."""
+    lie in its best leaves the ones of the largest logits, in bfloat16."""
     w = width(sizes.block)
     places = leaves.best(q, max(LOOKED * sizes.open, leaves.order.shape[1] * w // SHARE) // w + 1)
     member = seen.member.gather(1, places.flatten(1)).view(places.shape)
-    found = reads.logits(q, seen.y, torch.where(member, places, -1))
+    found = reads.logits(q, seen.y, torch.where(member, places, -1), rounded=True)
     found, at = found.topk(min(sizes.open, places.shape[-1]), -1)
     return torch.where(found > HIDDEN, places.gather(-1, at), -1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 _TEXT = Path(__file__).with_suffix(".h").read_text()
 _NUMBERS = dict(re.findall(r"^#define (\w+) +\(?([-+.e\d]+)", _TEXT, re.MULTILINE))
 
-PICKS, LEAF, GROWN, TURNS = (int(_NUMBERS[name]) for name in ("PICKS", "LEAF", "GROWN", "TURNS"))
-LOOKED, SHARE, RENEWED, PART = (int(_NUMBERS[name]) for name in ("LOOKED", "SHARE", "RENEWED", "PART"))
+WHOLE = "PICKS", "LEAF", "GROWN", "TURNS", "SAMPLED", "LOOKED", "SHARE", "RENEWED", "PART"
+PICKS, LEAF, GROWN, TURNS, SAMPLED, LOOKED, SHARE, RENEWED, PART = (int(_NUMBERS[name]) for name in WHOLE)
 RIDGE, LEAST, HIDDEN, SPREADS, AWAY = (float(_NUMBERS[name])
                                         for name in ("RIDGE", "LEAST", "HIDDEN", "SPREADS", "AWAY"))

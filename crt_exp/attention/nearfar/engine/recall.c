@@ -9,26 +9,113 @@
 
 #include "recall.h"
 
-/* ---- The logits of a leaf ---- */
+/* ---- Keys that are looked at ---- */
 
-/* The products of a query with the keys of a leaf, features one after the other, LEAF keys each; query: each number LEAF
-   times. */
-INLINE void leaf_logits(const float *leaf, const float *query, int dp, float *to) {
-    enum { BOTH = 2 * LEAF, PARTS = BOTH / LANES };
-    vec sum[2 * PARTS];
-    UNROLL for (int i = 0; i < 2 * PARTS; i++) sum[i] = (vec){0};
-    for (int i = 0; i < LEAF * dp; i += 2 * BOTH)
-        UNROLL for (int j = 0; j < 2 * PARTS; j++) sum[j] += AT(leaf + i + j * LANES) * AT(query + i + j * LANES);
-    float all[BOTH];
-    UNROLL for (int j = 0; j < PARTS; j++) AT(all + j * LANES) = sum[j] + sum[PARTS + j];
-    for (int e = 0; e < LEAF; e++) to[e] = all[e] + all[LEAF + e];
+/* Panels and queries hold features in bfloat16: QUAD of a leaf's keys are 2 LEAF pairs of features, those of the first
+   two for each key, then of the next two. */
+enum { QUAD = 4, TOGETHER = 4, AHEAD = 8 };
+
+/* The pair of two numbers, each rounded to the nearest. */
+INLINE uint32_t pair_of(const float *x) {
+    uint32_t two[2];
+    memcpy(two, x, sizeof two);
+    for (int i = 0; i < 2; i++) two[i] += 0x7fff + (two[i] >> 16 & 1);
+    return two[0] >> 16 | (two[1] & 0xffff0000u);
+}
+
+/* A row (dp) as a query: each pair LEAF times. */
+static void spread_pairs(const float *x, int dp, uint32_t *to) {
+    for (int p = 0; p < dp; p += 2) {
+        const uint32_t pair = pair_of(x + p);
+        for (int e = 0; e < LEAF; e++) to[p / 2 * LEAF + e] = pair;
+    }
+}
+
+typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define PAIRS(p) (*(const stored_bits *)(p))
+
+/* sum + the products of pairs. */
+INLINE vec add_pairs(vec sum, bits q, bits y) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)y);
+#else
+    return sum + (vec)(q << 16) * (vec)(y << 16) + (vec)(q & 0xffff0000u) * (vec)(y & 0xffff0000u);
+#endif
+}
+
+/* The products of a query with the keys of TOGETHER leaves. */
+INLINE void leaf_logits(const uint32_t *const *leaves, const uint32_t *query, int dp, float *to) {
+    enum { PARTS = 2 * LEAF / LANES };
+    vec sum[TOGETHER][PARTS];
+    UNROLL for (int i = 0; i < TOGETHER; i++)
+        UNROLL for (int j = 0; j < PARTS; j++) sum[i][j] = (vec){0};
+    for (int p = 0; p < dp / QUAD * 2 * LEAF; p += 2 * LEAF)
+        UNROLL for (int j = 0; j < PARTS; j++) {
+            const bits q = PAIRS(query + p + j * LANES);
+            UNROLL for (int i = 0; i < TOGETHER; i++)
+                sum[i][j] = add_pairs(sum[i][j], q, PAIRS(leaves[i] + p + j * LANES));
+        }
+    UNROLL for (int i = 0; i < TOGETHER; i++) {
+        float all[2 * LEAF];
+        UNROLL for (int j = 0; j < PARTS; j++) AT(all + j * LANES) = sum[i][j];
+        for (int e = 0; e < LEAF; e++) to[i * LEAF + e] = all[e] + all[LEAF + e];
+    }
+}
+
+/* The products of some queries with n means of leaves, whole vectors of them. */
+INLINE void rank_tile(const int rows, const uint32_t *queries, int dp, const uint32_t *means, int64_t most, float *to,
+                      int64_t ld) {
+    enum { VECS = LANES == 16 ? 4 : 2 };
+    vec sum[ROWS][VECS];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < VECS; j++) sum[i][j] = (vec){0};
+    for (int p = 0; p < dp / 2; p++) {
+        bits y[VECS];
+        UNROLL for (int j = 0; j < VECS; j++) y[j] = PAIRS(means + p * most + j * LANES);
+        UNROLL for (int i = 0; i < rows; i++)
+            UNROLL for (int j = 0; j < VECS; j++)
+                sum[i][j] = add_pairs(sum[i][j], (bits){0} + queries[(i * dp / 2 + p) * LEAF], y[j]);
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < VECS; j++) AT(to + i * ld + j * LANES) = sum[i][j];
+}
+
+static void rank_leaves(const uint32_t *queries, int R, int dp, const uint32_t *means, int64_t most, int n, float *to,
+                        int64_t ld) {
+    const int step = LANES == 16 ? 4 * LANES : 2 * LANES;
+    for (int j = 0; j < n; j += step) {
+        int i = 0;
+        for (; i + ROWS <= R; i += ROWS)
+            rank_tile(ROWS, queries + i * dp / 2 * LEAF, dp, means + j, most, to + i * ld + j, ld);
+        for (; i < R; i++) rank_tile(1, queries + i * dp / 2 * LEAF, dp, means + j, most, to + i * ld + j, ld);
+    }
+}
+
+/* The keys of n leaves in `looked`, HIDDEN for those that have no cell. */
+static void look_at(const Seen *s, Work *k, const uint32_t *query, const int32_t *numbers, int n) {
+    const int64_t size = (int64_t)s->dp / 2 * LEAF;
+    Some *looked = &k->looked;
+    for (int i = 0; i < n; i += TOGETHER) {
+        const uint32_t *leaves[TOGETHER];
+        for (int j = 0; j < TOGETHER; j++) {
+            leaves[j] = s->panels + numbers[i + j < n ? i + j : n - 1] * size;
+            const uint32_t *next = s->panels + numbers[i + j + TOGETHER < n ? i + j + TOGETHER : n - 1] * size;
+            for (int64_t p = 0; p < size; p += 16) __builtin_prefetch(next + p);
+        }
+        leaf_logits(leaves, query, s->dp, looked->value + i * LEAF);
+    }
+    for (int i = 0; i < n; i++)
+        memcpy(looked->place + i * LEAF, s->in_cells + numbers[i] * LEAF, sizeof(int32_t) * LEAF);
+    looked->n = n * LEAF;
+    for (int i = 0; i < looked->n; i++) looked->value[i] = looked->place[i] < 0 ? HIDDEN : looked->value[i];
 }
 
 /* ---- The largest of many ---- */
 
-/* Those above a bar, and the others. */
+/* Those above a bar, and the others where they are wanted. */
 INLINE void part(const Some *from, float bar, Some *more, Some *rest) {
-    more->n = rest->n = 0;
+    more->n = 0;
+    if (rest) rest->n = 0;
     int i = 0;
 #if defined(__AVX512F__)
     for (; i + 16 <= from->n; i += 16) {
@@ -38,6 +125,7 @@ INLINE void part(const Some *from, float bar, Some *more, Some *rest) {
         _mm512_storeu_ps(more->value + more->n, _mm512_maskz_compress_ps(high, value));
         _mm512_storeu_si512(more->place + more->n, _mm512_maskz_compress_epi32(high, place));
         more->n += __builtin_popcount(high);
+        if (!rest) continue;
         _mm512_storeu_ps(rest->value + rest->n, _mm512_maskz_compress_ps(low, value));
         _mm512_storeu_si512(rest->place + rest->n, _mm512_maskz_compress_epi32(low, place));
         rest->n += __builtin_popcount(low);
@@ -45,29 +133,41 @@ INLINE void part(const Some *from, float bar, Some *more, Some *rest) {
 #endif
     for (; i < from->n; i++) {
         const int high = from->value[i] > bar;
-        more->value[more->n] = rest->value[rest->n] = from->value[i];
-        more->place[more->n] = rest->place[rest->n] = from->place[i];
-        more->n += high, rest->n += !high;
+        more->value[more->n] = from->value[i], more->place[more->n] = from->place[i];
+        more->n += high;
+        if (!rest) continue;
+        rest->value[rest->n] = from->value[i], rest->place[rest->n] = from->place[i];
+        rest->n += !high;
     }
 }
 
 INLINE Some behind(Some s, int n) { return (Some){s.value + n, s.place + n, s.n - n}; }
 
-/* The largest and the least of some numbers, but for those that are HIDDEN. */
-INLINE void range(Some s, float *most, float *least) {
-    vec high = {0}, low = {0};
+/* The largest and the least of some numbers, but for those that are HIDDEN. Returns a guess at what k of them exceed:
+   what as many of a normal law would. */
+INLINE float range(Some s, int k, float *most, float *least) {
+    vec high = {0}, low = {0}, sum = {0}, square = {0}, count = {0};
     high += HIDDEN, low -= HIDDEN;
     int i = 0;
     for (; i + LANES <= s.n; i += LANES) {
-        const vec here = AT(s.value + i);
+        const vec here = AT(s.value + i), one = (vec){0} + 1.0f;
+        const ivec there = here > HIDDEN;
+        const vec seen = choose(there, here, (vec){0});
         high = maximum(high, here);
-        low = minimum(low, choose(here > HIDDEN, here, low));
+        low = minimum(low, choose(there, here, low));
+        sum += seen, square += seen * seen, count += choose(there, one, (vec){0});
     }
     *most = largest(high), *least = -largest(-low);
+    float n = total(count), mean = total(sum), moment = total(square);
     for (; i < s.n; i++) {
         *most = s.value[i] > *most ? s.value[i] : *most;
         *least = s.value[i] > HIDDEN && s.value[i] < *least ? s.value[i] : *least;
     }
+    if (!(n > 2 * k)) return 0.5f * (*most + *least);
+    mean /= n, moment = moment / n - mean * mean;
+    const float t = sqrtf(-2 * logf(k / n));                     /* Hastings' rational approximation of the quantile */
+    const float quantile = t - (2.30753f + 0.27061f * t) / (1 + t * (0.99229f + 0.04481f * t));
+    return mean + sqrtf(moment > 0 ? moment : 0) * quantile;
 }
 
 /* The k largest of some numbers, of those above HIDDEN, come first in `to`, with their places. Returns how many there
@@ -75,7 +175,12 @@ INLINE void range(Some s, float *most, float *least) {
 static int select_largest(Some from, int k, Some to, const Some spare[2]) {
     float most, least;
     int found = 0;
-    range(from, &most, &least);
+    const float guess = range(from, k + k / 8 + 4, &most, &least);
+    if (guess < most && guess > least) {                         /* most likely the k largest are above */
+        Some more = spare[0];
+        part(&from, guess, &more, NULL);
+        if (more.n >= k) from = more, least = guess;
+    }
     while (found < k) {
         const float bar = from.n <= k - found ? HIDDEN : 0.5f * (most + least);
         Some more = behind(to, found), rest = spare[from.value == spare[0].value];
@@ -102,24 +207,15 @@ static int select_largest(Some from, int k, Some to, const Some spare[2]) {
 static void open_keys(const Seen *s, Work *k, int r) {
     const int leaves = select_largest(k->leaves, s->looked, k->chosen, k->spare);
     const float *q = k->Q + r * s->dp;
-    Some *looked = &k->looked;
-    for (int p = 0; p < s->dp; p++)
-        for (int e = 0; e < LEAF; e++) k->each[p * LEAF + e] = q[p];
-    for (int i = 0; i < leaves; i++) {
-        const int64_t leaf = k->chosen.place[i];
-        leaf_logits(s->panels + leaf * LEAF * s->dp, k->each, s->dp, looked->value + i * LEAF);
-        for (int e = 0; e < LEAF; e++) {
-            const int32_t place = looked->place[i * LEAF + e] = s->in_cells[leaf * LEAF + e];
-            looked->value[i * LEAF + e] = place < 0 ? HIDDEN : looked->value[i * LEAF + e];
-        }
-    }
-    looked->n = leaves * LEAF;
-    const int read = select_largest(*looked, s->open, k->chosen, k->spare);
+    look_at(s, k, k->pairs + (int64_t)r * s->dp / 2 * LEAF, k->chosen.place, leaves);
+    const int read = select_largest(k->looked, s->open, k->chosen, k->spare);
     int32_t *places = k->places + r * s->open;
     float *logits = k->read + r * up(s->open), top = k->top[r];
     for (int i = 0; i < read; i++) {
         places[i] = k->chosen.place[i];
-        logits[i] = k->chosen.value[i];
+        const float *ahead = s->Y + (int64_t)k->chosen.place[i + AHEAD < read ? i + AHEAD : i] * s->dp;
+        for (int p = 0; p < s->dp; p += 16) __builtin_prefetch(ahead + p);
+        logits[i] = dot(q, s->Y + (int64_t)places[i] * s->dp, s->dp);
         top = logits[i] > top ? logits[i] : top;
     }
     for (int i = read; i < s->open; i++) places[i] = -1;
@@ -130,9 +226,11 @@ static void open_keys(const Seen *s, Work *k, int r) {
 static void open_all(const Seen *s, Work *k, int R) {
     for (int i = 0; i < R; i += RANKED) {
         const int here = R - i < RANKED ? R - i : RANKED, ld = up(s->leaves);
-        product(ALL, here, s->leaves, s->d, k->Q + i * s->dp, s->dp, 1, s->means, s->most, k->ranks, ld, 0);
+        const int64_t wide = s->most;
+        rank_leaves(k->pairs + (int64_t)i * s->dp / 2 * LEAF, here, s->dp, s->means, s->most, ld, k->ranks, wide);
         for (int r = 0; r < here; r++) {
-            const float *ranks = k->ranks + r * ld, length = sqrtf(square_sum(k->Q + (i + r) * s->dp, s->dp));
+            const float *ranks = k->ranks + r * wide;
+            const float length = LN2 * sqrtf(square_sum(k->Q + (i + r) * s->dp, s->dp));
             for (int64_t l = 0; l < ld; l += LANES) {
                 const vec reach = AT(s->reach + l), none = (vec){0} + HIDDEN;
                 AT(k->leaves.value + l) = choose(reach > none, AT(ranks + l) + length * reach, none);
@@ -143,24 +241,23 @@ static void open_all(const Seen *s, Work *k, int R) {
     }
 }
 
-/* out (dv) += sum of change_j v_j over the n keys of a query. */
-static void add_values(const Seen *s, const float *change, const int32_t *places, int n, float *out) {
-    enum { TOGETHER = 4 };
-    for (int p = 0; p < s->lv; p += TOGETHER * LANES) {
-        const int wide = s->lv - p >= TOGETHER * LANES;
+/* out (ld) += the sum of weight_j times row places_j, over n rows. */
+static void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
+    for (int p = 0; p < ld; p += TOGETHER * LANES) {
+        const int wide = ld - p >= TOGETHER * LANES;
         if (wide) {
             vec sum[TOGETHER];
             UNROLL for (int i = 0; i < TOGETHER; i++) sum[i] = AT(out + p + i * LANES);
             for (int j = 0; j < n; j++) {
-                const float *row = s->V + (int64_t)places[j] * s->lv + p;
-                UNROLL for (int i = 0; i < TOGETHER; i++) sum[i] += change[j] * AT(row + i * LANES);
+                const float *row = rows + (int64_t)places[j] * ld + p;
+                UNROLL for (int i = 0; i < TOGETHER; i++) sum[i] += weight[j] * AT(row + i * LANES);
             }
             UNROLL for (int i = 0; i < TOGETHER; i++) AT(out + p + i * LANES) = sum[i];
             continue;
         }
-        for (int q = p; q < s->lv; q += LANES) {
+        for (int q = p; q < ld; q += LANES) {
             vec sum = AT(out + q);
-            for (int j = 0; j < n; j++) sum += change[j] * AT(s->V + (int64_t)places[j] * s->lv + q);
+            for (int j = 0; j < n; j++) sum += weight[j] * AT(rows + (int64_t)places[j] * ld + q);
             AT(out + q) = sum;
         }
     }
@@ -217,7 +314,7 @@ static void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
         }
         k->scale[r] += all;
         k->part[r] -= taken;
-        add_values(s, change, places, n, k->O + r * lv);
+        add_rows(s->V, lv, change, places, n, k->O + r * lv);
     }
 }
 
@@ -227,6 +324,11 @@ static void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
 INLINE int64_t looked_at(const Recall *c, int64_t far) {
     const int64_t keys = LOOKED * c->open > far / SHARE ? LOOKED * c->open : far / SHARE;
     return keys / LEAF + 1;
+}
+
+/* Of so many leaves there is room, whole tiles of them. */
+INLINE int64_t most_leaves(const Recall *c) {
+    return ((c->room + c->block) / LEAF + WIDE) / WIDE * WIDE;
 }
 
 size_t place_pieces(const Piece *pieces, size_t number, float *at) {
@@ -244,7 +346,7 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->cells, M = n + K;
     const size_t fit = (S + c->block) / LEAF + 1;
     const Piece pieces[] = {
-        {&h->numbers, PAD}, {&h->means, d * up(fit)}, {&h->reach, up(fit)}, {&h->panels, fit * LEAF * dp},
+        {&h->numbers, PAD}, {&h->means, dp / 2 * most_leaves(c)}, {&h->reach, up(fit)}, {&h->panels, fit * LEAF * dp / 2},
         {&h->order, S + c->block}, {&h->in_cells, S + c->block}, {&h->cell, S}, {&h->square, S},
         {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
         {&h->zsum, K * dp}, {&h->squares, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
@@ -254,15 +356,16 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
 
 static size_t place_scratch(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
-    const size_t fit = (c->room + c->block) / LEAF + 1, most = up(fit), looked = looked_at(c, c->room);
+    const size_t fit = (c->room + c->block) / LEAF + 1, most = most_leaves(c), looked = looked_at(c, c->room);
     const size_t seen = (looked < fit ? looked : fit) * LEAF, open = up(c->open);
     const size_t more = (most > seen ? most : seen) + 2 * PAD;
     Work *k = &h->k;
     const Piece pieces[] = {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->pooled, fit * d}, {&h->counts, fit}, {&h->X, CHUNK * dp},
-        {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->along, c->room}, {&h->axis, dp},
-        {&h->next, dp}, {&h->mean, dp}, {&h->nearest, 2 * fit}, {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE},
-        {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv}, {&k->ranks, RANKED * most}, {&k->each, LEAF * dp},
+        {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->along, c->room}, {&h->sample, c->room},
+        {&h->axis, dp}, {&h->next, dp}, {&h->mean, dp}, {&h->pairs, LANES * dp / 2}, {&h->nearest, 2 * fit},
+        {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv},
+        {&k->ranks, RANKED * most}, {&k->pairs, PIECE * dp / 2 * LEAF},
         {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + LANES},
         {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->leaves.value, more}, {&k->leaves.place, more},
         {&k->looked.value, more}, {&k->looked.place, more}, {&k->chosen.value, more}, {&k->chosen.place, more},
@@ -273,13 +376,17 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
 
 int64_t near_far_recall_size(const Recall *c) { return place_kept(&(Past){0}, c, NULL); }
 
-int open_past(Past *h, const Recall *c, int64_t z) {
+float *past_memory(const Recall *c) {
+    Past h = {0};
+    const size_t size = c->kept ? 0 : place_kept(&h, c, NULL);
+    const size_t bytes = sizeof(float) * (place_scratch(&h, c, NULL) + size);
+    return aligned_alloc(64, (bytes + 63) / 64 * 64);
+}
+
+void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
     *h = (Past){.c = c, .z = z, .fit = (c->room + c->block) / LEAF + 1};
-    const size_t size = place_kept(h, c, NULL), scratch = place_scratch(h, c, NULL);
-    const size_t bytes = sizeof(float) * (scratch + (c->kept ? 0 : size));
-    if (!(h->memory = aligned_alloc(64, (bytes + 63) / 64 * 64))) return 0;
-    place_scratch(h, c, h->memory);
-    place_kept(h, c, c->kept ? c->kept + z * size : h->memory + scratch);
+    const size_t size = place_kept(h, c, NULL), scratch = place_scratch(h, c, memory);
+    place_kept(h, c, c->kept ? c->kept + z * size : memory + scratch);
     if (c->kept) {
         h->Y = of(c->y, z, 0), h->V = of(c->v, z, 0);
     } else {
@@ -288,19 +395,17 @@ int open_past(Past *h, const Recall *c, int64_t z) {
     for (int64_t l = 0; l < h->fit; l++) h->k.leaves.place[l] = (int32_t)l;
     h->pages = 1;
     h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
-                  .open = c->open, .most = up(h->fit), .Y = h->Y, .V = h->V, .in_cells = h->in_cells,
+                  .open = c->open, .most = most_leaves(c), .Y = h->Y, .V = h->V, .in_cells = h->in_cells,
                   .cell = h->cell, .means = h->means, .reach = h->reach, .panels = h->panels, .shared = h->shared,
                   .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
     h->t = h->numbers[0];
     if (h->t) h->far = h->numbers[1], h->start = h->numbers[2], h->s.leaves = h->numbers[3], h->s.K = h->numbers[4];
-    return 1;
 }
 
 void close_past(Past *h) {
     const int64_t numbers[] = {h->t, h->far, h->start, h->s.leaves, h->s.K};
-    if (h->memory) memcpy(h->numbers, numbers, sizeof numbers);
-    free(h->memory);
+    memcpy(h->numbers, numbers, sizeof numbers);
 }
 
 static void load_past(Past *h) {
@@ -326,33 +431,30 @@ static void load_past(Past *h) {
 static void halve(Past *h, int32_t *at, int64_t m) {
     const int d = h->s.d, dp = h->s.dp;
     float *mean = h->mean, *axis = h->axis, *next = h->next, *along = h->along;
-    int64_t count = 0, farthest = -1;
+    int32_t *sample = h->sample;
+    int count = 0, farthest = -1;
     memset(mean, 0, sizeof(float) * dp);
-    for (int64_t i = 0; i < m; i++)
-        if (there(h, at[i])) add_row(mean, 1, key(h, at[i]), dp), count++;
+    for (int64_t i = 0, step = m > SAMPLED ? m / SAMPLED : 1; i < m; i++)          /* a power of 2, as m is */
+        if (!(at[i] & (step - 1)) && there(h, at[i])) sample[count] = at[i], along[count++] = 1;
+    add_rows(h->Y, dp, along, sample, count, mean);
     for (int p = 0; p < dp; p++) mean[p] /= count ? count : 1;
     float most = -1;
-    for (int64_t i = 0; i < m; i++) {
-        if (!there(h, at[i])) continue;
+    for (int i = 0; i < count; i++) {
         vec sum = {0};
         for (int p = 0; p < dp; p += LANES) {
-            vec apart = AT(key(h, at[i]) + p) - AT(mean + p);
+            vec apart = AT(key(h, sample[i]) + p) - AT(mean + p);
             sum += apart * apart;
         }
         const float square = total(sum);
         if (square > most) most = square, farthest = i;
     }
-    for (int p = 0; p < dp; p++) axis[p] = count ? key(h, at[farthest])[p] - mean[p] : 0;
+    for (int p = 0; p < dp; p++) axis[p] = count ? key(h, sample[farthest])[p] - mean[p] : 0;
     for (int turn = 0; turn < TURNS; turn++) {
         const float offset = dot(mean, axis, dp);
         float all = 0;
         memset(next, 0, sizeof(float) * dp);
-        for (int64_t i = 0; i < m; i++) {
-            if (!there(h, at[i])) continue;
-            const float *y = key(h, at[i]), part = dot(y, axis, dp) - offset;
-            add_row(next, part, y, dp);
-            all += part;
-        }
+        for (int i = 0; i < count; i++) all += along[i] = dot(key(h, sample[i]), axis, dp) - offset;
+        add_rows(h->Y, dp, along, sample, count, next);
         for (int p = 0; p < d; p++) next[p] -= all * mean[p];
         const float length = sqrtf(square_sum(next, dp));
         for (int p = 0; p < dp; p++) axis[p] = next[p] / (length > LEAST ? length : LEAST);
@@ -387,7 +489,8 @@ static void sort_page(Past *h, int64_t first, int64_t size) {
     for (int64_t m = size; m > LEAF; m /= 2)
         for (int64_t i = 0; i < size; i += m) halve(h, order + i, m);
     for (int64_t i = 0; i < size; i += LEAF) {
-        float *mean = h->mean, square = 0;
+        float *mean = h->mean;
+        vec square = {0};
         const int64_t leaf = (first + i) / LEAF;
         int count = 0;
         memset(mean, 0, sizeof(float) * dp);
@@ -395,14 +498,18 @@ static void sort_page(Past *h, int64_t first, int64_t size) {
             if (there(h, order[i + j])) add_row(mean, 1, key(h, order[i + j]), dp), count++;
         for (int p = 0; p < dp; p++) mean[p] /= count ? count : 1;
         for (int j = 0; j < LEAF; j++)
-            for (int p = 0; p < d && there(h, order[i + j]); p++) {
-                const float apart = key(h, order[i + j])[p] - mean[p];
+            for (int p = 0; p < dp && there(h, order[i + j]); p += LANES) {
+                const vec apart = AT(key(h, order[i + j]) + p) - AT(mean + p);
                 square += apart * apart;
             }
-        for (int p = 0; p < d; p++) h->means[p * h->s.most + leaf] = mean[p];
-        for (int p = 0; p < dp; p++)
-            for (int j = 0; j < LEAF; j++) h->panels[(leaf * dp + p) * LEAF + j] = key(h, order[i + j])[p];
-        h->reach[leaf] = count ? SPREADS * sqrtf(square / count / d) : HIDDEN;
+        for (int p = 0; p < dp; p += 2) h->pairs[i / LEAF % LANES * dp / 2 + p / 2] = pair_of(mean + p);
+        const int64_t last = i / LEAF % LANES;
+        if (last == LANES - 1 || i + LEAF >= size)
+            transpose(last + 1, dp / 2, (float *)h->pairs, dp / 2, (float *)h->means + leaf - last, h->s.most);
+        for (int p = 0; p < dp; p += 2)
+            for (int j = 0; j < LEAF; j++)
+                h->panels[(leaf * dp + p) / 2 * LEAF + j] = pair_of(key(h, order[i + j]) + p);
+        h->reach[leaf] = count ? SPREADS * sqrtf(total(square) / count / d) : HIDDEN;
     }
     mark(h, first, first + size);
 }
@@ -585,8 +692,10 @@ static void attend_block(Past *h, int64_t t) {
         for (int r = 0; r < R; r++) {
             const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
             float *q = k->Q + r * s->dp;
-            put_row(q, (float)c->factor * LOG2E, of(c->x, h->z, g) + (j - first) * c->x.token, s->d);
+            put_row(q, (float)c->factor, of(c->x, h->z, g) + (j - first) * c->x.token, s->d);
             for (int p = s->d; p < s->dp; p++) q[p] = 0;
+            spread_pairs(q, s->dp, k->pairs + (int64_t)r * s->dp / 2 * LEAF);
+            put_row(q, LOG2E, q, s->dp);
             until[r] = j + 1;
             number[r] = (h->z * c->G + g) * c->L + j - first;
         }
@@ -639,12 +748,20 @@ static int recall_head(Past *h) {
 
 int near_far_recall(const Recall *c) {
     int bad = OK;
-#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
-    for (int64_t z = 0; z < c->Z; z++) {
+#pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
+    {
         const unsigned mode = without_denormals();
-        Past h;
-        if (!open_past(&h, c, z) || !recall_head(&h)) bad = NO_MEMORY;
-        close_past(&h);
+        float *memory = past_memory(c);
+#pragma omp for schedule(dynamic)
+        for (int64_t z = 0; z < c->Z; z++) {
+            Past h;
+            if (!memory) continue;
+            open_past(&h, c, z, memory);
+            if (!recall_head(&h)) bad = NO_MEMORY;
+            close_past(&h);
+        }
+        if (!memory) bad = NO_MEMORY;
+        free(memory);
         with_mode(mode);
         trim_scratch();
     }

@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-enum { PIECE = 48, RANKED = 12 };      /* queries of a piece; those of which all leaves are ranked at once */
+enum { PIECE = 48, RANKED = 12, WIDE = 4 * LANES };      /* queries of a piece; those of which all leaves are ranked at once */
 
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
@@ -29,7 +29,8 @@ typedef struct {
     int64_t leaves, most;                              /* most: numbers from one feature of the means to the next */
     const float *Y, *V;                                /* (S, dp), (S, lv) */
     const int32_t *in_cells, *cell;                    /* (leaves, LEAF): places, -1 for those that have no cell; (S) */
-    const float *means, *reach, *panels;               /* (d, most), (leaves), (leaves, dp, LEAF): keys of leaves */
+    const float *reach;                                /* (leaves) */
+    const uint32_t *means, *panels;                    /* pairs of features: (dp / 2, most), (leaves, dp / 2, LEAF) */
     const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
     const uint8_t *keep;                               /* (S), or null */
     int64_t near, stop;                                /* the places of near keys */
@@ -45,7 +46,8 @@ typedef struct {
 /* What a piece of R queries works with. */
 typedef struct {
     float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
-    float *ranks, *each;                               /* (RANKED, most), (dp, LEAF) */
+    float *ranks;                                      /* (RANKED, most) */
+    uint32_t *pairs;                                   /* (PIECE, dp / 2, LEAF): queries as they are, not in base 2 */
     float *top, *scale, *part;                         /* (PIECE) */
     float *read;                                       /* (PIECE, open up): logits, then changes of weight */
     int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
@@ -60,7 +62,8 @@ typedef struct {
     Seen s;
     Work k;
     int64_t *numbers;                                  /* (5): what is kept of these between calls */
-    float *memory, *Y, *V, *means, *reach, *panels;
+    float *Y, *V, *reach;
+    uint32_t *means, *panels, *pairs;                  /* pairs (LANES, dp / 2): of the means of some leaves */
     int32_t *heavy;                                    /* (n): places, -1 where there are fewer */
     int32_t *order, *in_cells, *cell;                  /* (S): places in leaves; the same, -1 for those without a cell */
     float *square;                                     /* (S): |z|^2 */
@@ -71,6 +74,7 @@ typedef struct {
     float *pooled, *counts;                            /* (fit, d), (fit): means of leaves */
     float *X, *apart, *Xt, *dots;                      /* (CHUNK, dp) twice, (dp, CHUNK), (K, CHUNK) */
     float *along, *axis, *next, *mean;                 /* (S), (dp) thrice */
+    int32_t *sample;                                   /* (S) */
     int64_t *nearest;                                  /* (fit) */
 } Past;
 
@@ -81,8 +85,11 @@ typedef struct {
 
 #pragma GCC visibility push(hidden)
 
-/* A head with the memory that it needs; 0 where that ended. It is closed in any case. */
-int open_past(Past *h, const Recall *c, int64_t z);
+/* Memory for one head at a time, or null. */
+float *past_memory(const Recall *c);
+
+/* A head, in that memory; what is kept is written when it is closed. */
+void open_past(Past *h, const Recall *c, int64_t z, float *memory);
 void close_past(Past *h);
 
 /* Brings the past to that of block t; 0 where memory ended. */

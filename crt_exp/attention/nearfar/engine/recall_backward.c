@@ -233,12 +233,12 @@ static int backward_head(Back *e) {
     return 1;
 }
 
-static int open_back(Back *e, const Recall *c, int64_t z) {
+static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy, K = c->cells, M = n + K;
     const size_t wide = (2 * c->block + M) * PIECE;
     *e = (Back){.first = (c->S - c->L) / c->block};
     e->count = (c->S - 1) / c->block - e->first + 1;
-    if (!open_past(&e->h, c, z)) return 0;
+    open_past(&e->h, c, z, memory);
     const Piece pieces[] = {
         {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->slope, K}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
         {&e->dbias, K}, {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
@@ -260,17 +260,23 @@ static void close_back(Back *e) {
     for (int64_t i = 0; e->cells && i < e->count; i++) free(e->cells[i].mu);
     for (int64_t i = 0; e->cell && i <= e->count; i++) free(e->cell[i]);
     free(e->cells), free(e->cell), free(e->heavy), free(e->memory);
-    close_past(&e->h);
 }
 
 int near_far_recall_backward(const Recall *c) {
     int bad = OK;
-#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
-    for (int64_t z = 0; z < c->Z; z++) {
+#pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
+    {
         const unsigned mode = without_denormals();
-        Back e;
-        if (!open_back(&e, c, z) || !backward_head(&e)) bad = NO_MEMORY;
-        close_back(&e);
+        float *memory = past_memory(c);
+#pragma omp for schedule(dynamic)
+        for (int64_t z = 0; z < c->Z; z++) {
+            Back e;
+            if (!memory) continue;
+            if (!open_back(&e, c, z, memory) || !backward_head(&e)) bad = NO_MEMORY;
+            close_back(&e);
+        }
+        if (!memory) bad = NO_MEMORY;
+        free(memory);
         with_mode(mode);
         trim_scratch();
     }
