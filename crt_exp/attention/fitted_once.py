@@ -12,6 +12,7 @@ import torch
 import torch.distributed as ranks
 from torch import Tensor, nn
 
+from crt_exp.compiling import outside_graphs
 from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Statistics
 from crt_exp.nested import leaves, mapped
@@ -49,14 +50,14 @@ class FittedOnce(nn.Module):
         """In float64: the inverses of M are made of what the buffers hold, whatever their precision."""
         return mapped(lambda name: getattr(self, name).double(), self.names)
 
-    @torch.compiler.disable
+    @outside_graphs
     def advance(self) -> None:
         """Between two passes in training: fits, once there are samples of `steps` passes."""
         if not self.done and int(self.passes) >= self.steps:
             self._fit({side: getattr(self, side) for side in SIDES})
             self._forget()
 
-    @torch.compiler.disable
+    @outside_graphs
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         """Takes a sample of the scaled queries x (B,H,L,d) and keys y (B,Hkv,S,d) of a pass; masks (B,L) and (B,S)."""

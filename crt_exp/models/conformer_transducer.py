@@ -19,6 +19,7 @@ from torchaudio.functional import rnnt_loss
 from torchaudio.models.conformer import ConformerLayer
 from torchaudio.transforms import MelSpectrogram
 
+from crt_exp.compiling import outside_graphs
 from crt_exp.config import ConfigError
 from crt_exp.schema import Count, NotNegative, below
 
@@ -308,7 +309,7 @@ class ConformerTransducer(nn.Module):
 MOST = 8  # symbols in one frame of 40 ms, so that every search ends
 
 
-@torch.compiler.disable
+@outside_graphs
 @torch.no_grad()
 def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
     """The best symbol at each step, of all utterances at once: each has a frame of its own, blank moves it on."""
@@ -350,7 +351,7 @@ class Beam:
     def __init__(self, width: int):
         self.width = width
 
-    @torch.compiler.disable
+    @outside_graphs
     @torch.no_grad()
     def __call__(self, model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
         search = _search(model, self.width)

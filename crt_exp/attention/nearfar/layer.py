@@ -23,6 +23,7 @@ from crt_exp.attention.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.attention.nearfar.decoding import NearFarState
 from crt_exp.attention.nearfar.features import FarFeatures, check_positive
 from crt_exp.attention.nearfar.past import RecallState
+from crt_exp.compiling import outside_graphs
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.nested import Nested
@@ -281,7 +282,7 @@ class FittedAgain(FittedOnce):
 
     vectors = SAMPLE
 
-    @torch.compiler.disable
+    @outside_graphs
     def advance(self) -> None:
         if int(self.passes) >= self.steps:
             self._fit({side: getattr(self, side) for side in ("queries", "keys")})

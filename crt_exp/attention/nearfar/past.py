@@ -201,7 +201,7 @@ class RecallState:
         """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
         T, S, until = x.shape[2], self.length - first, renewals(self.sizes, 0)[0]
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
-        if S <= until:
+        if until >= S:
             parts = [exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)]
             out = torch.cat(parts)
         elif self._in_c(x):
@@ -209,7 +209,7 @@ class RecallState:
         else:
             y, v, keep = self._tokens(rows, first)
             b = self.sizes.block
-            if (S - T) // b < (S - 1) // b or S - T < until:                # in parallel
+            if (S - T) // b < (S - 1) // b or until > S - T:                # in parallel
                 call = Recall(self.sizes)
                 out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
             else:
