@@ -11,6 +11,7 @@ from native_cases import Case, assert_near, needs_library
 
 from crt_exp.attention import near_far_attention
 from crt_exp.attention.nearfar.choice import Sizes
+from crt_exp.attention.nearfar.recall import Recall
 from crt_exp.attention.engines import native, native_library
 from crt_exp.attention.engines.protocol import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
@@ -63,7 +64,7 @@ def test_equals_float64(phi, shape, causal):
 @pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]), KINDS[2]])
-def test_every_width_of_vectors(kind, built):
+def test_every_width_of_vectors(kind, built, monkeypatch):
     if platform.machine() != "x86_64":
         pytest.skip("these are kinds of x86-64 processors")
     flags = Path("/proc/cpuinfo").read_text()
@@ -75,6 +76,7 @@ def test_every_width_of_vectors(kind, built):
             case = Case(OPRF(), **SHAPES[shape])
             assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
     assert_near_far_is_near()
+    assert_recall_is_its_twin(monkeypatch)
 
 
 def assert_near_far_is_near():
@@ -87,6 +89,17 @@ def assert_near_far_is_near():
             out = near_far_attention(*inputs, Sizes(4, 3, 6, True)).out
             found.append([out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))])
         assert_near(*found)
+
+
+def assert_recall_is_its_twin(monkeypatch):
+    x, y, v, grad = torch.randn(4, 1, 2, 600, 20, generator=torch.Generator().manual_seed(0))
+    inputs, sizes, found = [t.requires_grad_() for t in (x, y, v)], Sizes(8, 3, 6, open=12, exact_until=60), []
+    for in_c in (True, False):
+        if not in_c:
+            monkeypatch.setattr(Recall, "in_c", lambda *tensors: False)
+        out = near_far_attention(*inputs, sizes, causal=True).out
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+    assert_near(*found)
 
 
 @needs_library

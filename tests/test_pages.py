@@ -57,7 +57,7 @@ def rows_of_tasks():
 def test_command_and_time_are_those_of_the_report(task, data, command, minutes, result):
     """The command is that of the report which the row links, and so is the time."""
     report = (ROOT / re.search(r"\]\((outputs/report/[^)]+)\)", result)[1]).read_text()
-    asked = re.search(r"Command: `([^`]+)`", report)[1].removesuffix(" SIZE=small")
+    asked = re.search(r"Command: `([^`]+)`", report)[1].removesuffix(" --size small")
     target = re.sub("^(make|python -m crt_exp.report) ", "", asked).replace("_", "-")
     assert command.strip("`").removeprefix("make ") == target
     seconds = float(re.search(r"(\d+) s of computing", report)[1])

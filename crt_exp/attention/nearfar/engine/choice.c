@@ -337,7 +337,10 @@ int centres_of(const NearFar *c, const float *weight, float *centres) {
     find_picks(&e);
     find_nearest(&e);
     move_centres(&e);
-    memcpy(centres, e.centres, sizeof(float) * e.K * e.dp);
+    for (int k = 0; k < e.K; k++) {
+        memcpy(centres + k * e.dp, e.centres + k * e.dp, sizeof(float) * e.d);
+        for (int p = e.d; p < e.dp; p++) centres[k * e.dp + p] = 0;
+    }
     return 1;
 }
 
