@@ -1,5 +1,5 @@
 """Speed and memory of near-far attention beside exact attention (SDPA) and FAVOR++, with the bars that it is to reach:
-`python -m crt_exp.report.bench_nearfar [time|memory|model] [--causal] [--forward] [--half] [--bounded] [--threads 1]
+`python -m crt_exp.report.bench_nearfar [time|memory] [--causal] [--forward] [--half] [--bounded] [--threads 1]
 [--lengths 1024 4096 16384] [--turns 5] [--without exact]`.
 
 Preset `default`, m = 256, batch 1, 8 heads, d = 64, float32 on the CPU, forward and backward. All take turns, so that
@@ -7,7 +7,6 @@ load from outside hits them alike; a line has the median of milliseconds with th
 of near-far attention. SDPA, whose time grows with the square, is warmed up at 4096 tokens at most. --half: also of
 queries, keys and values in bfloat16. --bounded: preset `bounded` in the place of `default`.
 `memory`: the peak beyond inputs, output and gradients, each in a process of its own.
-`model`: a Llama of 8 layers (width 512, 8 heads) of new weights: milliseconds of a prompt, and of a token after it.
 """
 
 import argparse
@@ -18,17 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from crt_exp.studies.memory import in_new_process
-from crt_exp.studies.speed import (
-    CAUSAL,
-    forward,
-    forward_backward,
-    generation,
-    held_by,
-    inputs,
-    llama,
-    methods,
-    milliseconds,
-)
+from crt_exp.studies.speed import CAUSAL, forward, forward_backward, held_by, inputs, methods, milliseconds
 
 
 NAMES = OURS, SDPA, FAVOR = "nearfar", "exact", "favorpp"
@@ -39,11 +28,6 @@ FASTER = {1024: 1.0, 2048: 1.0, 4096: 3.0, 8192: 3.0, 16384: 10.0}    # than SDP
 FASTER_CAUSAL = {1024: 0.95, 2048: 0.95, 4096: 2.0, 16384: 7.0}
 FAVORS = {16384: 2.0}                                                 # of the time of FAVOR++, at most
 LOW = ", bfloat16"
-MODEL = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
-         "intermediate_size": 1376, "vocab_size": 1000, "max_position_embeddings": 16384}
-PROMPTS, NEW, PROMPT_TURNS = (256, 1024, 4096, 8192), 24, 3
-PROMPT_BARS = {256: 1.05, 1024: 1.05, 4096: 0.8, 8192: 0.6}           # of exact's time, at most
-TOKEN_BARS = {256: 1.1, 1024: 1.1}                                    # of exact's, and else 1.5 of that of FAVOR++
 MEMORY = 400                                                          # MiB, at most, at LONG
 
 
@@ -86,30 +70,6 @@ def print_times(lengths: Sequence[int], turns: int | None = None, names: Sequenc
             _say(f"{FAVORS[length]:g} times the time of FAVOR++", medians[ours] / medians[favor] <= FAVORS[length])
 
 
-def print_model(lengths: Sequence[int], turns: int | None = None) -> None:
-    models = {name: llama(name, MODEL) for name in NAMES}
-    for length in lengths:
-        found = {name: [] for name in models}
-        for turn in range((turns or PROMPT_TURNS) + 1):
-            for name, model in models.items():
-                each = generation(model, length, NEW)
-                found[name] += [each] * (turn > 0)                # the first warms up
-        medians = {name: [statistics.median(t) for t in zip(*runs)] for name, runs in found.items()}
-        print(f"\nprompt of {length} tokens, {len(found[OURS])} turns, {torch.get_num_threads()} threads; "
-              f"load {os.getloadavg()[0]:.1f}")
-        for name, each in medians.items():
-            prompt, token = (a / b for a, b in zip(each, medians[SDPA]))
-            print(f"  {name:<10} prompt {each[0]:8.1f} ms ({prompt:.2f} of exact)   token {each[1]:6.1f} ms "
-                  f"({token:.2f} of exact)", flush=True)
-        of = {name: [a / b for a, b in zip(medians[OURS], medians[name])] for name in models}
-        if length in PROMPT_BARS:
-            _say(f"prompt {PROMPT_BARS[length]:g} of exact's", of[SDPA][0] <= PROMPT_BARS[length])
-        if length in TOKEN_BARS:
-            _say(f"token {TOKEN_BARS[length]:g} of exact's", of[SDPA][1] <= TOKEN_BARS[length])
-        else:
-            _say("token 1.5 of FAVOR++'s", of[FAVOR][1] <= 1.5)
-
-
 def print_memory(length: int) -> None:
     print(f"\npeak memory beyond inputs, output and gradients, L = {length}")
     for name in (OURS, FAVOR):
@@ -130,7 +90,7 @@ def main(size: str) -> None:
 
 def command_line() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory", "model"])
+    parser.add_argument("what", nargs="?", default="time", choices=["time", "memory"])
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--turns", type=int)
     parser.add_argument("--causal", action="store_true")
@@ -145,9 +105,6 @@ def command_line() -> None:
         names = [name for name in NAMES if name not in args.without]
         names[0] += " bounded" * args.bounded
         print_times(args.lengths or LENGTHS, args.turns, names, args.causal, args.forward, args.half)
-        return
-    if args.what == "model":
-        print_model(args.lengths or PROMPTS, args.turns)
         return
     for length in args.lengths or [LONG]:
         print_memory(length)

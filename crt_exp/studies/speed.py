@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crt_exp import calibrate_attention, samplers
+from crt_exp import samplers
 from crt_exp.attention import (
     DenominatorCount,
     attention,
@@ -315,42 +315,6 @@ def forward_backward(method: Method, tensors) -> None:
     out.backward(tensors[3])
     for t in tensors[:3]:
         t.grad = None
-
-
-# ---- decoding
-
-
-class Generation(NamedTuple):
-    """Milliseconds of a prompt, and the median of those of a token after it."""
-
-    prompt: float
-    token: float
-
-
-def llama(name: str, sizes: dict[str, int]) -> nn.Module:
-    """Of new weights, with the mechanism in the place of its attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    if name == "exact":
-        return model
-    swapped = mechanism(name).swap(model)
-    if name.startswith("favor"):
-        calibrate_attention(swapped, [torch.randint(sizes["vocab_size"], (1, SAMPLE))])
-    return swapped
-
-
-@torch.inference_mode()
-def generation(model: nn.Module, length: int, new: int) -> Generation:
-    """Of a prompt of so many tokens, and `new` ones."""
-    tokens, spent = torch.zeros(1, length + new, dtype=torch.long), []
-    start = time.perf_counter()
-    cache = model(tokens[:, :length], use_cache=True, logits_to_keep=1).past_key_values
-    prompt = 1e3 * (time.perf_counter() - start)
-    for i in range(length, length + new):
-        spent.append(milliseconds(partial(model, tokens[:, i:i + 1], past_key_values=cache, use_cache=True)))
-    return Generation(prompt, statistics.median(spent))
 
 
 # ---- memory

@@ -124,8 +124,11 @@ class RecallState:
         start = self.length
         self._take(y, v, key_mask, version)
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
+        groups = {place for place in self.firsts if place is not None}
+        if len(groups) == 1 and None not in self.firsts and max(groups) <= start:         # most often
+            return self._read(*groups, self._rows(*groups), x).to(v.dtype)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
-        for first in {place for place in self.firsts if place is not None}:
+        for first in groups:
             rows, lead = self._rows(first), max(0, first - start)
             at = _places(rows)
             out[at, :, lead:] = self._read(first, rows, x[at, :, lead:]).to(v.dtype)
@@ -202,8 +205,7 @@ class RecallState:
         T, S, until = x.shape[2], self.length - first, renewals(self.sizes, 0)[0]
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
         if until >= S:
-            parts = [exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)]
-            out = torch.cat(parts)
+            out = _joined([exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)], 0)
         elif self._in_c(x):
             out = self._by_c(first, rows, x)
         else:
@@ -265,8 +267,8 @@ class RecallState:
             near = [exactly(x[at, :, :short], y[:, :stop], v[:, :stop], keep)] if short else []
             given = native.Given(keep, *(t[at] for t in (known.metric.shift, known.metric.root)), options)
             rest = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
-            parts.append(torch.cat([*near, rest], 2))
-        return torch.cat(parts)
+            parts.append(_joined([*near, rest], 2))
+        return _joined(parts, 0)
 
     def _known(self, first: int, start: int, stop: int, blocks: int, y: Tensor, v: Tensor, keep: Tensor) -> Known:
         """Of the epoch from `start` to `stop`, where so many blocks of the keys are far."""
@@ -295,3 +297,7 @@ class RecallState:
 def _places(rows: list[int]) -> slice | list[int]:
     """A slice where they are neighbours."""
     return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else rows
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
