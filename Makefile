@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "crt_exp needs Python 3.11 or newer; set PYTHON=python3.x"; exit 1; }
 	@if command -v uv >/dev/null; then \
-	  echo "installing with uv"; uv venv -q --allow-existing --python $(PYTHON) $(VENV) && uv pip install -q --python $(PY) -e '.[dev]'; \
+	  echo "installing with uv"; uv venv -q --allow-existing --python $(PYTHON) $(VENV) && uv pip install -q --compile-bytecode --python $(PY) -e '.[dev]'; \
 	else \
 	  echo "installing with pip (a few GB, one to three minutes)"; \
 	  $(PYTHON) -m venv $(VENV) && $(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'; \
@@ -51,7 +51,7 @@ docs: $(DOCS)  ## the documentation as a site, in site/; a broken link or name i
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 $(DOCS): $(STAMP)
-	@if command -v uv >/dev/null; then uv pip install -q --python $(PY) -e '.[docs]'; \
+	@if command -v uv >/dev/null; then uv pip install -q --compile-bytecode --python $(PY) -e '.[docs]'; \
 	else $(PY) -m pip install -q --disable-pip-version-check -e '.[docs]'; fi
 	@touch $@
 

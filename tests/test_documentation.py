@@ -65,7 +65,7 @@ def table_of_recipes():
 
 
 RECIPES = dict(table_of_recipes())
-FAST = ("map",)  # the recipe that is run with every test; the others are slow
+FAST = ("map",)  # the recipe whose commands are run with every test; the others are slow
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_recipe_in_python(recipe, block, capsys):
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(kind, marks=[pytest.mark.slow] if kind not in FAST else [])
-                                    for kind in RECIPES], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 def test_recipe_passes_its_own_tests(recipe):
     """By a pytest of its own: their files are called as ours are."""
     done = run_in(recipe, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")

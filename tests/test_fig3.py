@@ -11,8 +11,6 @@ from crt_exp.report.evidence import GateFailed, Unjudged
 from crt_exp.report.speech_runs import Arm
 from crt_exp.runner.command_line import check_command_line
 
-SIZES = [pytest.param(size, marks=pytest.mark.slow if size != "small" else ()) for size in fig3.SETTINGS]
-
 
 def keys_of(setting):
     """Of all runs that train."""
@@ -20,7 +18,8 @@ def keys_of(setting):
             *speech_runs.sampling(setting).values()]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", fig3.SETTINGS)
 def test_every_run_is_a_command_line(size, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", "/data")

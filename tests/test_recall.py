@@ -271,7 +271,7 @@ def test_a_layer_needs_no_calibration_and_holds_nothing():
 
 
 def test_transforms_and_export():
-    layer = NearFar(2, 4, causal=True, block=4, cells=6, heavy=2, open=8, exact_until=8).double().eval()
+    layer = NearFar(2, 4, causal=True, block=8, cells=3, heavy=2, open=4, exact_until=8).double().eval()
     q, k, v = torch.randn(3, 1, 2, 30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     keep = torch.ones(1, 30, dtype=torch.bool)
     with pytest.raises(ValueError, match="cannot follow: leave the mask out, or take preset=bounded"):

@@ -32,7 +32,7 @@ def untimed(lines):
 
 
 def test_uci_run(tmp_path):
-    out = crt_exp("task=uci", "features=oprf", "sampler=orthogonal", "features.m=128", "seed=0", "logger=none",
+    out = crt_exp("task=uci", "features=oprf", "sampler=orthogonal", "features.m=32", "seed=0", "logger=none",
                   f"hydra.run.dir={tmp_path}/a")
     assert out.returncode == 0, out.stderr
     assert "wine: accuracy 0." in out.stdout and out.stderr == ""
