@@ -9,7 +9,7 @@ from nearfar_cases import same
 from crt_exp.attention import exact_attention, near_far_attention, uniform_attention
 from crt_exp.attention.nearfar import past, recall
 from crt_exp.attention.nearfar.choice import Sizes
-from crt_exp.attention.nearfar.engine import reads
+from crt_exp.attention.nearfar.engine import native, reads
 from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.attention.nearfar.past import RecallState
 from crt_exp.attention.nearfar.engine.constants import LEAF
@@ -198,6 +198,20 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
             ahead = first.copy()
             for j in range(216, 226):
                 ahead.step(*(token(t, j - 200, rows) for t in (x, y, v)))
+
+
+@needs_library
+@torch.no_grad()
+def test_one_thread_takes_a_token(monkeypatch):
+    """Several would wait for each other longer than it takes."""
+    threads, do = [], native._do
+    monkeypatch.setattr(native, "_do", lambda name, call: (threads.append(call.threads), do(name, call)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x, y, v = drawn(1, 4, 4, d=16, dv=16, dtype=torch.float32)
+    state = RecallState(SIZES._replace(block=8), 4)
+    for at in (slice(0, 200), slice(200, 201), slice(201, 202)):
+        state.step(*(t[:, :, at] for t in (x, y, v)))
+    assert threads == [3, 1, 1]
 
 
 # ---- what is found ----

@@ -16,6 +16,7 @@ from crt_exp.attention.checks import check_gradient, check_result, compute_dtype
 from crt_exp.attention.engines import native
 from crt_exp.attention.engines.native import NO_MEMORY, NOT_FINITE, View
 
+FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
 SIZES = ("Z", "G", "S", "d", "dv", "block", "heavy", "cells", "first_order", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")     # of both calls
@@ -113,6 +114,8 @@ def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int, kept
     found = _room_for(x, y, v, given)
     call = _recall_call(x, y, v, given, found, room)
     call.kept = kept.data_ptr()
+    if found.share.numel() <= FEW:     # threads would wait for each other, and for a core where others have them
+        call.threads = 1
     _do("near_far_recall", call)
     return found.out
 
