@@ -8,6 +8,7 @@ OPTIONS ?=
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in one process
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PARALLEL)   # tests start many processes, which read bytecode sooner
 STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
@@ -39,10 +40,10 @@ demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table
 	@$(PY) -m crt_exp.report demo --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
-	@$(PY) -m pytest $(PARALLEL) -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-all: $(STAMP)  ## every test
-	@$(PY) -m pytest $(PARALLEL)
+	@$(PYTEST)
 
 lint: $(STAMP)  ## ruff
 	@$(PY) -m ruff check crt_exp tests
