@@ -131,7 +131,7 @@ def test_a_sliding_window_forgets_what_is_before_it():
         first = max(0, at + 4 - 8)
         expected = layer(*(t[:, :, first:at + 4] for t in (q, k, v)))[:, :, -4:]
         torch.testing.assert_close(out, expected)
-    assert past.length == 20 and past.held == 8 and past.keys.shape[2] <= 64
+    assert past.length == 20 and past.held == 8 and past.buffers[0].tensor.shape[2] <= 64
     with pytest.raises(ValueError, match="9 tokens at once and a window of 8"):
         past.step(*torch.randn(3, 1, 2, 9, 4))
 

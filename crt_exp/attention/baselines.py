@@ -43,16 +43,35 @@ class Baseline(AttentionLayer):
         return KeysPast(self)
 
 
+class Buffer:
+    """Rows (., ., used, .) of a tensor that may be longer. It grows at its end, to twice the length where it is full,
+    so that keeping a row costs O(1); a state that is not the last one to have written there gets a buffer of its
+    own."""
+
+    def __init__(self, tensor: Tensor, used: int = 0):
+        self.tensor, self.used = tensor, used
+
+    def added(self, length: int, new: Tensor) -> "Buffer":
+        end, buffer = length + new.shape[2], self
+        if self.used != length or end > self.tensor.shape[2]:
+            larger = self.tensor.new_empty(*self.tensor.shape[:2], max(64, 2 * end), self.tensor.shape[3])
+            larger[:, :, :length] = self.tensor[:, :, :length]
+            buffer = Buffer(larger)
+        buffer.tensor[:, :, length:end] = new
+        buffer.used = end
+        return buffer
+
+
 class KeysPast:
     """The keys and values of all tokens so far: O(S) numbers, and time O(S) for the next token.
 
-    The buffers double when they are full, so that keeping a token costs O(1). window: None, or how many tokens the last
-    one of a step sees, itself among them; those before are forgotten when the next step begins.
+    window: None, or how many tokens the last one of a step sees, itself among them; those before are forgotten when the
+    next step begins.
     """
 
     def __init__(self, layer: Baseline, window: int | None = None):
         self.layer, self.window = layer, window
-        self.length, self.held, self.keys, self.values = 0, 0, None, None  # tokens taken, and kept
+        self.length, self.held, self.buffers = 0, 0, ()            # tokens taken, and kept
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,11 +81,12 @@ class KeysPast:
         """
         self.layer.check_call(q, k)
         self._forget(q.shape[2])
-        root, start = self.layer.scaling**0.5, self.held
+        root = self.layer.scaling**0.5
+        new = self.layer.keys(q, k) * root, v
+        buffers = self.buffers or [Buffer(t[:, :, :0]) for t in new]
+        self.buffers = tuple(buffer.added(self.held, t) for buffer, t in zip(buffers, new))
         self.length, self.held = self.length + q.shape[2], self.held + q.shape[2]
-        new = ((self.keys, self.layer.keys(q, k) * root), (self.values, v))
-        self.keys, self.values = (self._kept(buffer, t, start) for buffer, t in new)
-        keys, values = (t[:, :, :self.held] for t in (self.keys, self.values))
+        keys, values = (buffer.tensor[:, :, :self.held] for buffer in self.buffers)
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
 
     def _forget(self, new: int) -> None:
@@ -75,18 +95,9 @@ class KeysPast:
             return
         if new > self.window:
             raise ValueError(f"{new} tokens at once and a window of {self.window}: give at most as many")
-        first = self.held + new - self.window
-        self.keys, self.values = (t[:, :, first:self.held].clone() for t in (self.keys, self.values))
-        self.held -= first
-
-    def _kept(self, buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
-        if buffer is None or self.held > buffer.shape[2]:
-            larger = new.new_empty(*new.shape[:2], max(64, 2 * self.held), new.shape[3])
-            if buffer is not None:
-                larger[:, :, :start] = buffer[:, :, :start]
-            buffer = larger
-        buffer[:, :, start:self.held] = new
-        return buffer
+        first, self.held = self.held + new - self.window, self.window - new
+        self.buffers = tuple(Buffer(buffer.tensor[:, :, first:first + self.held].clone(), self.held)
+                             for buffer in self.buffers)
 
 
 class WholePast(KeysPast):

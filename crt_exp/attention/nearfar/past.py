@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from crt_exp.attention.baselines import Buffer
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype
 from crt_exp.attention.nearfar.choice import Metric, Sizes
 from crt_exp.attention.nearfar.engine import native
@@ -48,23 +49,6 @@ class Kept(NamedTuple):
     def sums(self) -> Tensor:
         """What tells how many sequences there are."""
         return self.keys
-
-
-class Buffer:
-    """Grows at its end: a state that is not the last one to have written there gets a buffer of its own."""
-
-    def __init__(self, tensor: Tensor, used: int = 0):
-        self.tensor, self.used = tensor, used
-
-    def added(self, length: int, new: Tensor) -> "Buffer":
-        end, buffer = length + new.shape[2], self
-        if self.used != length or end > self.tensor.shape[2]:
-            larger = self.tensor.new_empty(*self.tensor.shape[:2], max(64, 2 * end), self.tensor.shape[3])
-            larger[:, :, :length] = self.tensor[:, :, :length]
-            buffer = Buffer(larger)
-        buffer.tensor[:, :, length:end] = new
-        buffer.used = end
-        return buffer
 
 
 class Known(NamedTuple):
