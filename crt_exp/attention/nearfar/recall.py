@@ -148,9 +148,8 @@ class Recall:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
         if metric is not None and self.in_c(x, y, v):
             given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes), self.factor)
-            found = native.recall(x[:, :, max(0, until - first):], y, v, given)
-            parts.append(found.out)
-            predicted = found.share.mean((1, 2)) * found.spread.sqrt()
+            found = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
+            return found.out, found.share.mean((1, 2)) * found.spread.sqrt()
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
             out, predicted = self.within(epoch, pages, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)

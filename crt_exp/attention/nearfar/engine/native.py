@@ -38,7 +38,7 @@ class RecallCall(ctypes.Structure):
 
 
 class Recalled(NamedTuple):
-    out: Tensor       # (Z, G, L, dv)
+    out: Tensor       # (Z, G, L, dv), behind that of the queries before the first renewal
     places: Tensor    # (Z, G, L, open) int32: of the keys that are read, -1 for none
     logsum: Tensor    # (Z, G, L), in base 2
     share: Tensor     # (Z, G, L): how much of the weight of each query lies in the cells
@@ -100,10 +100,10 @@ def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order:
     return Attended(*_Attend.apply(sets, options, x, y, v))
 
 
-def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given") -> Recalled:
+def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given", near: Tensor | None = None) -> Recalled:
     """What causal queries x (Z, G, L, d), the last ones of keys y (Z, S, d), v (Z, S, dv), gather, all behind the first
-    renewal. Differentiable in x, y and v, by the outputs alone."""
-    return Recalled(*_Recall.apply(given, x, y, v))
+    renewal, with the outputs `near` (Z, G, ., dv) of those before. Differentiable by the outputs alone."""
+    return Recalled(*_Recall.apply(given, near, x, y, v))
 
 
 @torch.no_grad()
@@ -144,10 +144,12 @@ class Given(NamedTuple):
 
 class _Recall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, given, x, y, v):
-        found = _room_for(x, y, v, given)
-        _do("near_far_recall", _recall_call(x, y, v, given, found))
-        ctx.given = given
+    def forward(ctx, given, near, x, y, v):
+        ctx.given, ctx.short = given, 0 if near is None else near.shape[2]
+        found = _room_for(x, y, v, given, ctx.short)
+        if near is not None:
+            found.out[:, :, :ctx.short] = near
+        _do("near_far_recall", _recall_call(x, y, v, given, _behind(found, ctx.short)))
         ctx.save_for_backward(x, y, v, *found)
         ctx.mark_non_differentiable(*found[1:])
         ctx.set_materialize_grads(False)
@@ -155,18 +157,23 @@ class _Recall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        x, y, v, *found = ctx.saved_tensors
+        (x, y, v, *found), short = ctx.saved_tensors, ctx.short
         if grad is None:
-            return (None,) * 4
-        views, gradients = _gradients(grad, x, y, v)
-        _do("near_far_recall_backward", _recall_call(x, y, v, ctx.given, Recalled(*found), **views))
-        return None, *gradients
+            return (None,) * 5
+        views, gradients = _gradients(grad[:, :, short:], x, y, v)
+        _do("near_far_recall_backward", _recall_call(x, y, v, ctx.given, _behind(Recalled(*found), short), **views))
+        return None, grad[:, :, :short] if short else None, *gradients
 
 
-def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given) -> Recalled:
+def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given, short: int = 0) -> Recalled:
     (Z, G, L, _), new = x.shape, y.new_empty
     places = torch.empty(Z, G, L, min(given.sizes["open"], y.shape[1]), dtype=torch.int32)
-    return Recalled(new(Z, G, L, v.shape[-1]), places, new(Z, G, L), new(Z, G, L), new(Z))
+    return Recalled(new(Z, G, short + L, v.shape[-1]), places, new(Z, G, L), new(Z, G, L), new(Z))
+
+
+def _behind(found: Recalled, short: int) -> Recalled:
+    """Without the outputs of the first queries."""
+    return found._replace(out=found.out[:, :, short:])
 
 
 def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, found: Recalled, room: int | None = None,
