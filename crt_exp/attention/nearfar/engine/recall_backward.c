@@ -1,55 +1,103 @@
 /* The gradients of recall.c, for keys that were read and log-sums that were found.
 
-   First the past goes by once more, and what the cells were at each block is kept; then blocks are taken from the last
-   to the first. What a key gives to its cell it gives to all later blocks of the renewal: gradients to the sums of cells
-   are added up until the block at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times
-   G.[v, 1]; a key that is read also takes its share of the weight of its cell away.
+   First the past goes by once more, and what the cells were at the end of each renewal is kept; then blocks are taken
+   from the last to the first, and the keys that had joined are taken off the sums of their cells again. What a key gives
+   to its cell it gives to all later blocks of the renewal: gradients to the sums of cells are added up until the block
+   at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1]; a key that is read
+   also takes its share of the weight of its cell away.
 
    Per cell, for keys j of it: mu and V are means and sums over them, tau = mean |z_j|^2 - |mean z|^2, so that
    dy_j = dmu / N + root (2 dtau / N) (z_j - mean z) and dv_j = dV. */
 
 #include "recall.h"
 
-/* The cells of a block. */
+/* What is known at the end of a renewal. */
 typedef struct {
-    float *mu, *V, *bias, *mass, *zmean, *tau;         /* (K, dp), (K, lv), (K) twice, (K, dp), (K) */
+    int32_t *cell, *heavy;                             /* (S), (n): of each key its cell; places, -1 for none */
+    float *sums;                                       /* ysum, zsum, values, squares, mass of the cells */
+    int64_t start;                                     /* its place */
     int K;
-} Cells;
+} End;
 
 typedef struct {
     Past h;
-    Cells *cells;                                      /* of each block from the first one on */
-    int64_t first, count;
-    int32_t **cell;                                    /* as it was at the end of each renewal */
-    int32_t *heavy;                                    /* (renewals, n) places, -1 for none */
-    int64_t renewals;
+    End *ends;                                         /* of each renewal */
+    int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
     float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
+    float *zmean, *tau;                                /* (K, dp), (K): of the cells of a block, with h.shared, ... */
     float *sum, *slope, *dvalue, *dmu, *dbias, *dfar;  /* (K, dp), (K), (K, lv): over blocks; (M, dp), (K), (M, lv) */
     float *A, *B, *Q, *Qt, *G, *Gt, *O, *back;         /* (2 b + M, PIECE) twice, of a piece; (K, dp) */
-    float *shared, *values;                            /* (M, dp), (M, lv) */
     float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
 } Back;
 
 static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + 64); }
 
-static int keep_cells(Back *e, int64_t i) {
+/* The sums of the cells, each with its numbers. */
+enum { SUMS = 5 };
+static void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
+    const size_t dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    float *each[SUMS] = {h->ysum, h->zsum, h->values + n * lv, h->squares, h->mass + n};
+    const size_t size[SUMS] = {K * dp, K * dp, K * lv, K, K};
+    memcpy(sums, each, sizeof each), memcpy(sizes, size, sizeof size);
+}
+
+static int keep_end(Back *e) {
     Past *h = &e->h;
-    const int K = h->s.K, dp = h->s.dp, lv = h->s.lv, n = h->s.n;
-    Cells *to = e->cells + i;
-    float *at = all_of(sizeof(float) * K * (2 * dp + lv + 3 * PAD));
-    if (!at) return 0;
-    *to = (Cells){.mu = at, .zmean = at + K * dp, .V = at + 2 * K * dp, .K = K};
-    to->bias = to->V + K * lv, to->mass = to->bias + up(K), to->tau = to->mass + up(K);
-    memcpy(to->mu, h->shared + n * dp, sizeof(float) * K * dp);
-    memcpy(to->V, h->values + n * lv, sizeof(float) * K * lv);
-    memcpy(to->bias, h->bias + n, sizeof(float) * K);
-    memcpy(to->mass, h->mass + n, sizeof(float) * K);
-    for (int k = 0; k < K; k++) {
-        const float N = h->mass[n + k];
-        put_row(to->zmean + k * dp, N > 0 ? 1 / N : 0, h->zsum + k * dp, dp);
-        to->tau[k] = 2 * (exp2f(h->bias[n + k]) - 1);
-    }
+    End *end = e->ends + e->renewals++;
+    float *sums[SUMS];
+    size_t sizes[SUMS], all = 0;
+    sums_of(h, h->s.K, sums, sizes);
+    for (int i = 0; i < SUMS; i++) all += sizes[i];
+    *end = (End){all_of(sizeof(int32_t) * h->c->S), all_of(sizeof(int32_t) * h->s.n), all_of(sizeof(float) * all),
+                 h->start, h->s.K};
+    if (!end->cell || !end->heavy || !end->sums) return 0;
+    memcpy(end->cell, h->cell, sizeof(int32_t) * h->c->S);
+    memcpy(end->heavy, h->heavy, sizeof(int32_t) * h->s.n);
+    float *to = end->sums;
+    for (int i = 0; i < SUMS; to += sizes[i++]) memcpy(to, sums[i], sizeof(float) * sizes[i]);
     return 1;
+}
+
+/* As it was there. */
+static void load_end(Back *e, const End *end) {
+    Past *h = &e->h;
+    const float *from = end->sums;
+    float *sums[SUMS];
+    size_t sizes[SUMS];
+    sums_of(h, h->s.K = end->K, sums, sizes);
+    for (int i = 0; i < SUMS; from += sizes[i++]) memcpy(sums[i], from, sizeof(float) * sizes[i]);
+    for (int i = 0; i < h->s.n; i++) h->bias[i] = 0;
+}
+
+/* Takes the keys of block t off the cells that they joined. */
+static void take_off(Back *e, const int32_t *cell, int64_t t) {
+    Past *h = &e->h;
+    const int dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
+        const int m = stop - j < CHUNK ? stop - j : CHUNK;
+        measure(h, j, m);
+        for (int i = 0; i < m; i++) {
+            const int k = cell[j + i];
+            if (k < 0) continue;
+            add_row(h->ysum + k * dp, -1, key(h, j + i), dp);
+            add_row(h->zsum + k * dp, -1, h->X + i * dp, dp);
+            add_row(h->values + (n + k) * lv, -1, h->V + (j + i) * lv, lv);
+            h->squares[k] -= h->square[j + i];
+            h->mass[n + k] -= 1;
+        }
+    }
+}
+
+/* The cells of a block, from their sums. */
+static void find_cells(Back *e) {
+    Past *h = &e->h;
+    const int dp = h->s.dp, n = h->s.n;
+    place_cells_of(h);
+    for (int k = 0; k < h->s.K; k++) {
+        const float N = h->mass[n + k];
+        put_row(e->zmean + k * dp, N > 0 ? 1 / N : 0, h->zsum + k * dp, dp);
+        e->tau[k] = 2 * (exp2f(h->bias[n + k]) - 1);
+    }
 }
 
 /* The past of all blocks. */
@@ -59,15 +107,8 @@ static int go_by(Back *e) {
     h->pages = 0;
     for (int64_t i = 0; i < e->count; i++) {
         if (!advance(h, e->first + i)) return 0;
-        place_cells_of(h);
-        if (!keep_cells(e, i)) return 0;
         const int ends = i + 1 == e->count || (e->first + i + 1) * c->block == following(h->start, c->block);
-        if (!ends) continue;
-        int32_t *cell = e->cell[e->renewals] = all_of(sizeof(int32_t) * c->S);
-        if (!cell) return 0;
-        memcpy(cell, h->cell, sizeof(int32_t) * c->S);
-        memcpy(e->heavy + e->renewals * h->s.n, h->heavy, sizeof(int32_t) * h->s.n);
-        e->renewals++;
+        if (ends && !keep_end(e)) return 0;
     }
     return 1;
 }
@@ -93,10 +134,10 @@ static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
 }
 
 /* The gradients of queries [i, i + R) of block t. */
-static void piece_backward(Back *e, const Cells *cells, const int32_t *cell, int64_t t, int64_t i, int R) {
+static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     Past *h = &e->h;
     const Recall *c = h->c;
-    const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, K = cells->K, M = n + K, ld = up(R);
+    const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, K = h->s.K, M = n + K, ld = up(R);
     const int64_t first = c->S - c->L, b = c->block, from = (t - 1) * b;
     const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
     const int near = (int)(stop - from);
@@ -116,9 +157,9 @@ static void piece_backward(Back *e, const Cells *cells, const int32_t *cell, int
     transpose(ld, dv, e->G, lv, e->Gt, ld);
     for (int r = R; r < ld; r++) e->top[r] = e->bar[r] = 0;
     product(ALL, near, ld, d, h->Y + from * dp, dp, 1, e->Qt, ld, A, ld, 0);
-    product(ALL, M, ld, d, e->shared, dp, 1, e->Qt, ld, shared, ld, 0);
+    product(ALL, M, ld, d, h->shared, dp, 1, e->Qt, ld, shared, ld, 0);
     product(ALL, near, ld, dv, h->V + from * lv, lv, 1, e->Gt, ld, B, ld, 0);
-    product(ALL, M, ld, dv, e->values, lv, 1, e->Gt, ld, dshared, ld, 0);
+    product(ALL, M, ld, dv, h->values, lv, 1, e->Gt, ld, dshared, ld, 0);
     for (int j = 0; j < near; j++)
         for (int r = 0; r < R; r++) {
             const int64_t place = start + (i + r) % tokens;
@@ -133,7 +174,7 @@ static void piece_backward(Back *e, const Cells *cells, const int32_t *cell, int
     for (int j = 0; j < M; j++)
         for (int r = 0; r < ld; r += LANES) {
             float *a = shared + j * ld + r, *g = dshared + j * ld + r;
-            const float mass = j < n ? h->mass[j] : cells->mass[j - n], bias = j < n ? 0 : cells->bias[j - n];
+            const float mass = h->mass[j], bias = h->bias[j];
             const vec weight = AT(a) = mass > 0 ? exp2_of(minimum(AT(a) + bias - AT(e->top + r), most)) : (vec){0};
             AT(g) = weight * (AT(g) - mass * AT(e->bar + r));
         }
@@ -159,7 +200,7 @@ static void piece_backward(Back *e, const Cells *cells, const int32_t *cell, int
     product(ALL, M, dv, R, shared, ld, 1, e->G, lv, e->dfar, lv, 1);
     product(ALL, M, d, R, dshared, ld, 1, e->Q, dp, e->dmu, dp, 1);
     product(ALL, R, d, near, B, 1, ld, h->Y + from * dp, dp, e->O, dp, 1);
-    product(ALL, R, d, M, dshared, 1, ld, e->shared, dp, e->O, dp, 1);
+    product(ALL, R, d, M, dshared, 1, ld, h->shared, dp, e->O, dp, 1);
     for (int k = 0; k < K; k++)
         for (int r = 0; r < R; r++) e->dbias[k] += dshared[(n + k) * ld + r];
     for (int r = 0; r < R; r++) {
@@ -169,13 +210,13 @@ static void piece_backward(Back *e, const Cells *cells, const int32_t *cell, int
 }
 
 /* From the gradients of a block to means, biases and values of cells: those to their sums. */
-static void add_sums(Back *e, const Cells *cells) {
+static void add_sums(Back *e) {
     Past *h = &e->h;
-    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = cells->K;
+    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = h->s.K;
     for (int k = 0; k < K; k++) {
-        const float N = cells->mass[k], scale = N > 0 ? 1 / N : 0;
-        const float dtau = cells->tau[k] > 0 ? scale * e->dbias[k] / (1 + cells->tau[k] / 2) : 0;   /* 2 dtau / N */
-        put_row(e->back + k * dp, -dtau, cells->zmean + k * dp, dp);
+        const float N = h->mass[n + k], scale = N > 0 ? 1 / N : 0;
+        const float dtau = e->tau[k] > 0 ? scale * e->dbias[k] / (1 + e->tau[k] / 2) : 0;   /* 2 dtau / N */
+        put_row(e->back + k * dp, -dtau, e->zmean + k * dp, dp);
         add_row(e->sum + k * dp, scale, e->dmu + (n + k) * dp, d);
         add_row(e->dvalue + k * lv, N > 0, e->dfar + (n + k) * lv, lv);
         e->slope[k] += dtau;
@@ -189,42 +230,36 @@ static int backward_head(Back *e) {
     const int dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = (int)c->cells;
     const int64_t b = c->block;
     if (!go_by(e)) return 0;
-    int64_t starts[e->renewals], next = c->until, at = 0;
-    for (; at < e->renewals; next = following(next, b))
-        if (following(next, b) > e->first * b) starts[at++] = next;
-    at = e->renewals - 1;
+    const End *end = e->ends + e->renewals - 1;
+    load_end(e, end);
     memset(e->sum, 0, sizeof(float) * K * dp);
     memset(e->dvalue, 0, sizeof(float) * K * lv);
     memset(e->slope, 0, sizeof(float) * K);
     for (int64_t t = e->first + e->count - 1; t >= e->first; t--) {
-        const Cells *cells = e->cells + t - e->first;
-        const int32_t *cell = e->cell[at];
         const int64_t tokens = least_of((t + 1) * b, c->S) - (t * b > c->S - c->L ? t * b : c->S - c->L);
-        const int32_t *heavy = e->heavy + at * n;
-        load_heavy(h, heavy, e->shared, e->values, h->mass);
-        memcpy(e->shared + n * dp, cells->mu, sizeof(float) * cells->K * dp);
-        memcpy(e->values + n * lv, cells->V, sizeof(float) * cells->K * lv);
+        load_heavy(h, end->heavy, h->shared, h->values, h->mass);
+        find_cells(e);
         memset(e->dmu, 0, sizeof(float) * (n + K) * dp);
         memset(e->dfar, 0, sizeof(float) * (n + K) * lv);
         memset(e->dbias, 0, sizeof(float) * K);
         for (int64_t i = 0; i < tokens * c->G; i += PIECE)
-            piece_backward(e, cells, cell, t, i, (int)least_of(PIECE, tokens * c->G - i));
+            piece_backward(e, end->cell, t, i, (int)least_of(PIECE, tokens * c->G - i));
         for (int i = 0; i < n; i++) {
-            if (heavy[i] < 0) continue;
-            add_row(e->dY + heavy[i] * dp, 1, e->dmu + i * dp, dp);
-            add_row(e->dV + heavy[i] * lv, 1, e->dfar + i * lv, lv);
+            if (end->heavy[i] < 0) continue;
+            add_row(e->dY + end->heavy[i] * dp, 1, e->dmu + i * dp, dp);
+            add_row(e->dV + end->heavy[i] * lv, 1, e->dfar + i * lv, lv);
         }
-        add_sums(e, cells);
-        const int renewed = t * b == starts[at];
-        if (renewed || t == e->first) {
-            give_keys(e, cell, 0, (t - 1) * b);
-            memset(e->sum, 0, sizeof(float) * K * dp);
-            memset(e->dvalue, 0, sizeof(float) * K * lv);
-            memset(e->slope, 0, sizeof(float) * K);
-            at -= at > 0;
-        } else {
-            give_keys(e, cell, (t - 2) * b, (t - 1) * b);
+        add_sums(e);
+        if (t * b != end->start && t > e->first) {
+            give_keys(e, end->cell, (t - 2) * b, (t - 1) * b);
+            take_off(e, end->cell, t - 2);
+            continue;
         }
+        give_keys(e, end->cell, 0, (t - 1) * b);
+        memset(e->sum, 0, sizeof(float) * K * dp);
+        memset(e->dvalue, 0, sizeof(float) * K * lv);
+        memset(e->slope, 0, sizeof(float) * K);
+        if (t > e->first) load_end(e, --end);
     }
     for (int64_t j = 0; j < c->S; j++) {
         put_row(of(c->dy, h->z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * dp, h->s.d);
@@ -234,7 +269,7 @@ static int backward_head(Back *e) {
 }
 
 static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
-    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, n = c->heavy, K = c->cells, M = n + K;
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->cells, M = c->heavy + K;
     const size_t wide = (2 * c->block + M) * PIECE;
     *e = (Back){.first = (c->S - c->L) / c->block};
     e->count = (c->S - 1) / c->block - e->first + 1;
@@ -242,14 +277,12 @@ static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     const Piece pieces[] = {
         {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->slope, K}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
         {&e->dbias, K}, {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
-        {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}, {&e->back, K * dp}, {&e->shared, M * dp},
-        {&e->values, M * lv}};
+        {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}, {&e->back, K * dp}, {&e->zmean, K * dp},
+        {&e->tau, K}};
     const size_t number = sizeof pieces / sizeof *pieces;
     e->memory = all_of(sizeof(float) * place_pieces(pieces, number, NULL));
-    e->cells = calloc(e->count, sizeof *e->cells);
-    e->cell = calloc(e->count + 1, sizeof *e->cell);
-    e->heavy = calloc((e->count + 1) * (n + 1), sizeof *e->heavy);
-    if (!e->memory || !e->cells || !e->cell || !e->heavy) return 0;
+    e->ends = calloc(e->count + 1, sizeof *e->ends);
+    if (!e->memory || !e->ends) return 0;
     place_pieces(pieces, number, e->memory);
     memset(e->dY, 0, sizeof(float) * S * dp);
     memset(e->dV, 0, sizeof(float) * S * lv);
@@ -257,9 +290,9 @@ static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
 }
 
 static void close_back(Back *e) {
-    for (int64_t i = 0; e->cells && i < e->count; i++) free(e->cells[i].mu);
-    for (int64_t i = 0; e->cell && i <= e->count; i++) free(e->cell[i]);
-    free(e->cells), free(e->cell), free(e->heavy), free(e->memory);
+    for (int64_t i = 0; e->ends && i < e->renewals; i++)
+        free(e->ends[i].cell), free(e->ends[i].heavy), free(e->ends[i].sums);
+    free(e->ends), free(e->memory);
 }
 
 int near_far_recall_backward(const Recall *c) {
