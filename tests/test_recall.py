@@ -157,6 +157,27 @@ def test_c_is_the_twin(monkeypatch, seed, heads, kv_heads, S, L, d, dv, block, h
             assert (one - other).norm() < 1e-4 * other.norm()
 
 
+@pytest.mark.slow
+@needs_library
+@pytest.mark.parametrize("seed", range(60))
+def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
+    """float32; where two keys promise alike, the twins may read another."""
+    g = torch.Generator().manual_seed(seed)
+    pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
+    group, kv_heads, S, d, dv = pick(1, 3), pick(1, 2), pick(40, 1200), pick(1, 70), pick(1, 70)
+    sizes = Sizes(8 * 2**pick(0, 3), pick(0, 20), pick(1, 80), open=pick(1, 90), exact_until=pick(0, 200))
+    x, y, v = drawn(2, group * kv_heads, kv_heads, S, pick(1, S), d, dv, seed, torch.float32)
+    inputs, found = [t.requires_grad_() for t in (x, y, v)], []
+    keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
+    for in_c in (True, False):
+        if not in_c:
+            monkeypatch.setattr(recall.Recall, "in_c", lambda *tensors: False)
+        out = attend(0.7 * x, y, v, sizes, keep)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
+    for ours, theirs, most in zip(*found, (2e-4, *[5e-4] * 3)):
+        assert (ours - theirs).norm() <= most * theirs.norm()
+
+
 @needs_library
 @torch.no_grad()
 def test_places_and_past_alone_in_c():
