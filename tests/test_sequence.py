@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -138,10 +137,10 @@ def disagreements(part):
                 layer(*inputs, keep)
 
 
-def work(rank, size, port, body, errors):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+def work(rank, size, meeting, body, errors):
     torch.set_num_threads(1)
     try:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         body(slice(*CUTS[size][rank:rank + 2]))
     except BaseException:
         errors.put(f"rank {rank}: {traceback.format_exc()}")
@@ -159,18 +158,16 @@ def everything(part):
 
 
 @pytest.mark.parametrize("body, size", [(everything, 2), pytest.param(attention_in_parts, 3, marks=pytest.mark.slow)])
-def test_parts_on_processes_equal_the_whole(body, size):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_parts_on_processes_equal_the_whole(body, size, tmp_path):
     context = mp.get_context("spawn")
     errors = context.SimpleQueue()
-    workers = [context.Process(target=work, args=(rank, size, port, body, errors)) for rank in range(size)]
+    workers = [context.Process(target=work, args=(rank, size, tmp_path / "meeting", body, errors)) for rank in range(size)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(120)
-    assert all(worker.exitcode == 0 for worker in workers), errors.get() if not errors.empty() else "a process hangs"
+    assert all(worker.exitcode == 0 for worker in workers), (
+        errors.get() if not errors.empty() else [worker.exitcode for worker in workers])
 
 
 @pytest.mark.slow
