@@ -73,9 +73,11 @@ def read_json(text: str, path: Path, line: int = 1) -> dict[str, Any]:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of NumPy as Python's; other values as they are."""
+    """A number of NumPy as Python's, in a list too; other values as they are."""
     import numpy as np
 
+    if isinstance(value, (list, tuple)):
+        return [plain_number(each) for each in value]
     return value.item() if isinstance(value, np.generic) else value
 
 

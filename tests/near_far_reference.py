@@ -41,8 +41,10 @@ def picked(z, w, pool, K):
     return centres
 
 
-def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, codebook=None, mass=True):
-    """In both directions: outputs (L, dv) of queries x (L, d), keys y (S, d), v (S, dv), keep (S,)."""
+def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, codebook=None, mass=True,
+         read=None):
+    """In both directions: outputs (L, dv) of queries x (L, d), keys y (S, d), v (S, dv), keep (S,). read: places (L, o)
+    of the keys that each query asks for, -1 for none."""
     L, S = len(x), len(y)
     y, v = torch.where(keep[:, None], y, 0.0), torch.where(keep[:, None], v, 0.0)
     if cross:
@@ -66,7 +68,13 @@ def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, 
     at = (torch.arange(S) - first_of(keep)).div(block, rounding_mode="floor")
     near = torch.zeros(L, S, dtype=torch.bool) if cross else (at[:, None] - at).abs() <= 1
     far = ~near & pool
-    logits = (x @ y.T).masked_fill(~(near & keep | is_heavy), EMPTY)
+    is_read = torch.zeros(L, S + 1, dtype=torch.bool)
+    if read is not None:
+        is_read[torch.arange(L)[:, None], read] = True                     # the last column: those that are none
+    is_read = is_read[:, :S]
+    assert not (is_read & ~far).any()                                      # each key counts once
+    far = far & ~is_read
+    logits = (x @ y.T).masked_fill(~(near & keep | is_heavy | is_read), EMPTY)
     virtual, values = cell_logits(x, y, v, z, root, tilt, pool, far, cell, len(centres), mass)
     out = mixed(logits, v, virtual, values)
     if first_order:
@@ -115,12 +123,13 @@ def both(x, y, v, keep=None, **sizes):
     """(B, H, L, d), (B, Hkv, S, d): the queries of the heads of a group are measured together."""
     B, H, L, _ = x.shape
     G, S = H // y.shape[1], y.shape[2]
-    out = x.new_empty(B, H, L, v.shape[-1])
+    out, read = x.new_empty(B, H, L, v.shape[-1]), sizes.pop("read", None)
     rows = []
     for i in range(B):
         mask = torch.ones(S, dtype=torch.bool) if keep is None else keep[i]
         for h in range(H):
-            rows.append(grouped_head(x[i, h // G * G:h // G * G + G], h % G, y[i, h // G], v[i, h // G], mask, **sizes))
+            own = sizes | ({} if read is None else {"read": read[i, h]})
+            rows.append(grouped_head(x[i, h // G * G:h // G * G + G], h % G, y[i, h // G], v[i, h // G], mask, **own))
     return torch.stack(rows).view(out.shape)
 
 

@@ -259,6 +259,7 @@ TINY = {  # the same command in a second: overrides that are added to it
                "+task.sizes.d_ff=16", "task.validation_share=0.1", "task.test_share=0.1", "trainer.steps=2"],
     "lra": ["trainer.steps=2", "+task.rules.train=60", "+task.rules.validation=20", "+task.rules.test=20",
             "+task.sizes.d=16", "task.cache_dir=null"],
+    "recall": ["trainer.steps=2", "task.evaluated=8"],
     "pixels": ["trainer.steps=2", "task.evaluated=10", "+task.sizes.d=16"],
     "books": ["trainer.steps=2", "+task.sizes.d=16", "task.cache_dir=null"],
     "ptb": ["trainer.steps=2", "task.width=16"],
@@ -267,7 +268,7 @@ TINY = {  # the same command in a second: overrides that are added to it
 
 
 # tasks whose every run takes seconds; their own tests are among the fast ones
-SLOW = ("mae", "imagenet", "trembl", "lra", "pixels", "books")
+SLOW = ("mae", "imagenet", "trembl", "lra", "pixels", "books", "recall")
 
 
 def task_of(words):

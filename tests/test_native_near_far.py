@@ -5,7 +5,8 @@ import torch
 
 from crt_exp.attention import near_far_attention
 from crt_exp.attention.engines import native
-from crt_exp.attention.nearfar import call as nearfar
+from crt_exp.attention.nearfar.both import Both
+from crt_exp.attention.nearfar.causal import Causal
 from crt_exp.attention.nearfar.choice import Sizes, mean_spread
 from crt_exp.attention.nearfar.engine import native as near_far
 from crt_exp.nonfinite import NotFinite
@@ -54,7 +55,7 @@ def test_equals_float64(name):
     """With sets that PyTorch has chosen; NaN in the padding."""
     sizes, shape = CASES[name]
     *inputs, grad, keep = tensors(**shape)
-    call = nearfar.Both(sizes, False, None)
+    call = Both(sizes, False, None)
     exact = [t.double().requires_grad_() for t in inputs]
     chosen = call.choose(*exact[:2], keep, slice(None))
     assert not call.in_c(*exact) and call.in_c(*inputs)
@@ -80,9 +81,9 @@ def test_equals_float64(name):
 def test_chooses_what_float64_does(name):
     sizes, shape = CASES[name]
     x, y, *_, keep = tensors(**shape)
-    call = nearfar.Both(sizes, False, None)
-    metric, choice = call.choose(x, y, keep, slice(None))
-    exact, expected = call.choose(x.double(), y.double(), keep, slice(None))
+    call = Both(sizes, False, None)
+    metric, choice, _ = call.choose(x, y, keep, slice(None))
+    exact, expected, _ = call.choose(x.double(), y.double(), keep, slice(None))
     enough = (expected.pool.sum(1) >= expected.centres.shape[1]).all()      # or some centres are any keys
     for ours, theirs in zip((*metric, choice.centres), (*exact, expected.centres)):
         if ours is choice.centres and not enough:
@@ -184,7 +185,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     torch.set_num_threads(9)
     assert not near_far.applies(x, y, v)       # two heads for nine threads
     torch.set_num_threads(1)
-    for call in (nearfar.Both(Sizes(), True, None), nearfar.Causal(Sizes(), None)):
+    for call in (Both(Sizes(), True, None), Causal(Sizes(), None)):
         assert not call.in_c(x, y, v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()

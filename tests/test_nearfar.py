@@ -6,9 +6,11 @@ import torch
 from nearfar_cases import book, codebook, same, tensors
 
 from crt_exp.attention import NearFar, near_far_attention, softmax_attention, uniform_attention
+from crt_exp.attention.nearfar import both
 from crt_exp.attention.nearfar import call as nearfar
 from crt_exp.attention.nearfar.causal import Codebook, kept_and_left
 from crt_exp.attention.nearfar.choice import Choice, Metric, Sizes, levels, moments, scores, summed, weights
+from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
 from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.features import PosRF
@@ -40,6 +42,49 @@ def test_across(sizes, options, masked):
     keep = keep if masked else None
     out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=True).out
     same(out, reference.both(x, y, v, keep, cross=True, **dict(zip(Sizes._fields[:4], sizes))), (x, y, v))
+
+
+@pytest.mark.parametrize("sizes, options, masked", [
+    (Sizes(4, 4, 5, open=6), {"L": 61}, False),
+    (Sizes(4, 3, 5, True, open=3), {"L": 61, "H": 4}, True),
+    (Sizes(8, 0, 4, open=2), {"L": 30, "S": 61}, True),
+    (Sizes(8, 0, 4, open=9), {"L": 30, "S": 61}, False)])
+def test_keys_are_read_in_both_directions(sizes, options, masked, monkeypatch):
+    """The places that were chosen, in the reference of all pairs."""
+    x, y, v, keep = tensors(**options)
+    cross, keep, places = "S" in options, keep if masked else None, []
+    choose = both.opened
+    monkeypatch.setattr(both, "opened", lambda *given: places.append(choose(*given)) or places[-1])
+    out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=cross).out
+    read = torch.stack(places, 1)                                                             # (Z, N, G b, o)
+    assert read.shape[-1] == sizes.open and (read >= 0).any()
+    b = read.shape[2] // (x.shape[1] // y.shape[1])
+    of_heads = read.unflatten(2, (-1, b)).transpose(1, 2).flatten(2, 3)[:, :, :x.shape[2]]      # (Z, G, L, o)
+    of_heads = of_heads.unflatten(0, (2, -1)).flatten(1, 2)
+    if masked and not cross:      # blocks are counted from the first real token of each row
+        first = keep.int().argmax(1)
+        of_heads = torch.stack([torch.where(each >= 0, each + at, -1).roll(int(at), 1) for each, at in
+                                zip(of_heads, first)])
+    expected = reference.both(x, y, v, keep, cross=cross, read=of_heads, **dict(zip(Sizes._fields[:4], sizes)))
+    if masked and not cross:
+        out, expected = (torch.where(keep[:, None, :, None], t, 0.0) for t in (out, expected))
+    same(out, expected, (x, y, v))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cross", [False, True])
+def test_one_far_key_is_read_in_both_directions(cross):
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(1, 2, *size, generator=g)
+    y, v = draw(1024, 16), draw(1024, 8)
+    target = torch.randint(1024, (1, 2, 1024), generator=g)
+    x = 2 * y.gather(2, target.unsqueeze(-1).expand(-1, -1, -1, 16)) / y.norm(dim=-1, keepdim=True)
+    x = 3.5 * torch.nn.functional.normalize(x, dim=-1)
+    exact = softmax_attention(x, y, v)
+    error = lambda sizes: float((near_far_attention(x, y, v, sizes, cross=cross).out - exact).norm() / exact.norm())
+    assert error(Sizes(open=64)) < 0.25 * error(Sizes())
+    torch.testing.assert_close(near_far_attention(x.double(), y.double(), v.double(), Sizes(open=1024),
+                                                  cross=cross).out, softmax_attention(*(t.double() for t in (x, y, v))))
 
 
 CAUSAL = [
@@ -318,7 +363,7 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     low = call(*(t.bfloat16() for t in (x, y, v)))
     assert low.dtype == torch.bfloat16
     assert (low.float() - whole).norm() < 0.02 * whole.norm()
-    monkeypatch.setattr(nearfar.native, "applies", lambda *tensors: False)   # which takes all heads in one call
+    monkeypatch.setattr(native, "applies", lambda *tensors: False)   # which takes all heads in one call
     monkeypatch.setattr(nearfar, "PART", 80)
     for kept in (2**17, 100):
         monkeypatch.setattr(nearfar, "KEPT", kept)

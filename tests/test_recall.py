@@ -6,6 +6,9 @@ import torch
 from native_cases import needs_library
 from nearfar_cases import same
 
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from crt_exp import calibrate_attention, describe_attention, swap_attention
 from crt_exp.attention import exact_attention, near_far_attention, uniform_attention
 from crt_exp.attention.nearfar import past, recall
 from crt_exp.attention.nearfar.choice import Sizes
@@ -14,6 +17,7 @@ from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.attention.nearfar.past import RecallState
 from crt_exp.attention.nearfar.engine.constants import LEAF
 from crt_exp.attention.nearfar.leaves import Pages, pages
+from crt_exp.swap.measured import OPENS, Measured, shared_out
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
@@ -48,9 +52,8 @@ def dense(x, y, v, sizes, keep):
         near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
         far = past & ~near & ~heavy
-        seen = recall.Seen(y[None], None, None, far[None], None, None, None, t)
         leaves = pages.of(t - 1, y[None].detach(), keep[None])
-        read = recall.opened(leaves, seen, x[i][None, None], sizes).flatten()
+        read = recall.opened(leaves, y[None], far[None], x[i][None, None], sizes).flatten()
         read = read[read >= 0]
         assert len(read) <= sizes.open and len(read.unique()) == len(read)
         assert far[read].all()                                       # each key counts once
@@ -383,3 +386,50 @@ def test_a_swapped_decoder_generates_as_without_a_cache(one_thread):
     alone = model.generate(input_ids=ids[:1, 37:], max_new_tokens=24, do_sample=False)
     assert torch.equal(alone[0], text[0, 37:])
     assert model.generate(**given, num_beams=3).shape == text.shape
+
+
+# ---- a budget of all layers ----
+
+
+def test_a_budget_is_shared_out_where_it_pays():
+    prices = lambda *errors: {open: Measured(exact=1.0, error=error) for open, error in zip(OPENS, errors)}
+    falls, stays = prices(0.5, 0.1, 0.02, 0.01, 0.01, 0.01), prices(*[0.3] * 6)
+    assert shared_out([falls, stays], 16) == [8, 8]
+    assert shared_out([falls, stays], 41) == [32, 8]
+    assert shared_out([falls, stays], 1000) == [64, 8]        # more would change nothing
+
+
+def test_a_calibrated_budget_is_a_list_of_the_mechanism(one_thread):
+    model, ids = small(), torch.randint(97, (2, 300), generator=torch.Generator().manual_seed(0))
+    options = {"block": 8, "exact_until": 16, "cells": 4}
+    swap_attention(model, "nearfar", **options)
+    calibrate_attention(model, [ids], budget=40)
+    opens = list(describe_attention(model)["open"])
+    assert sum(opens) <= 40 and min(opens) >= 8
+    with torch.no_grad():
+        expected = model(ids).logits
+        again = swap_attention(small(), "nearfar", open=opens, **options)(ids).logits
+    assert torch.equal(again, expected)
+
+
+def small():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, intermediate_size=32)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_budgets_that_are_refused():
+    model = small()
+    with pytest.raises(ValueError, match="open holds 1 numbers, and there is a layer 1"):
+        swap_attention(model, "nearfar", open=[8])
+    swap_attention(model, "nearfar")
+    for wrong in (8, 2.5):
+        with pytest.raises(ValueError, match="at least 16, 8 keys for each of 2 layers"):
+            calibrate_attention(model, [torch.zeros(1, 4, dtype=torch.long)], budget=wrong)
+    other = swap_attention(small(), "relu")
+    with pytest.raises(ValueError, match="no layer of this LlamaForCausalLM is causal near-far attention that reads"):
+        calibrate_attention(other, [torch.zeros(1, 4, dtype=torch.long)], budget=99)
+    state = NearFar(2, 4, preset="bounded", causal=True)
+    with pytest.raises(ValueError, match="can read more or fewer"):
+        state.set_open(8)

@@ -161,7 +161,8 @@ def everything(part):
 def test_parts_on_processes_equal_the_whole(body, size, tmp_path):
     context = mp.get_context("spawn")
     errors = context.SimpleQueue()
-    workers = [context.Process(target=work, args=(rank, size, tmp_path / "meeting", body, errors)) for rank in range(size)]
+    given = size, tmp_path / "meeting", body, errors
+    workers = [context.Process(target=work, args=(rank, *given)) for rank in range(size)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -16,10 +16,12 @@ from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.features.statistics import Moments, Statistics
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
 QUERIES = 128   # of each of them, at random, that are compared with exact attention
+OPENS = (8, 16, 32, 64, 128, 256)  # keys that a layer of near-far attention may open
 LOGITS = 2**22  # numbers of an exact attention matrix that are held at a time
 
 
@@ -62,9 +64,43 @@ class Watcher:
         state.seen = Statistics(*(Moments.known(**new[side]) for side in "xy"))
 
 
+class Priced:
+    """A forward hook that measures a layer of near-far attention with each number of opened keys: `state.prices`."""
+
+    def __init__(self, state: NearFar):
+        state.prices = {open: Measured() for open in OPENS}
+
+    def __call__(self, state: NearFar, args: tuple, kwargs: dict, out: Tensor) -> None:
+        q, k, v, key_mask = _given(*args, **kwargs)
+        own = state.sizes
+        try:
+            for open, found in state.prices.items():
+                state.sizes = own._replace(open=open)
+                measure(state, q, k, v[..., :state.columns], key_mask, found)
+        finally:
+            state.sizes = own
+
+
+def shared_out(layers: list[dict[int, Measured]], budget: int) -> list[int]:
+    """How many keys each layer opens, of OPENS, at most `budget` of all layers together, which is at least OPENS[0] for
+    each: the next step is always the one that takes most of the squared relative error for each key."""
+    gain = lambda prices, i: (prices[OPENS[i]].relative_error**2 - prices[OPENS[i + 1]].relative_error**2) / (
+        OPENS[i + 1] - OPENS[i])
+    at, left = [0] * len(layers), budget - OPENS[0] * len(layers)
+    while True:
+        steps = [(gain(prices, i), n) for n, (prices, i) in enumerate(zip(layers, at))
+                 if i + 1 < len(OPENS) and OPENS[i + 1] - OPENS[i] <= left]
+        best, n = max(steps, default=(0.0, None))
+        if not best > 0:
+            return [OPENS[i] for i in at]
+        left -= OPENS[at[n] + 1] - OPENS[at[n]]
+        at[n] += 1
+
+
 @torch.no_grad()
-def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Adds to `state.measured` what a call of the layer as it now stands gives:
+def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
+            into: Measured | None = None) -> None:
+    """Adds to `into`, by default `state.measured`, what a call of the layer as it now stands gives:
     q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv).
 
     The layer runs on the first SEQUENCES of the batch, with its own noise; QUERIES of each are compared. Queries at
@@ -80,9 +116,10 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
     found = state.estimate(q, k, v, key_mask)[:, :, rows]
     uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
     size = lambda t: float(torch.where(real, t.double(), 0.0).square().sum())
-    state.measured.exact += size(exact)
-    state.measured.error += size(found.double() - exact)
-    state.measured.uniform += size(uniform.double() - exact)
+    into = state.measured if into is None else into
+    into.exact += size(exact)
+    into.error += size(found.double() - exact)
+    into.uniform += size(uniform.double() - exact)
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.swap import families
-from crt_exp.swap.measured import Watcher
+from crt_exp.swap.measured import OPENS, Priced, Watcher, shared_out
 from crt_exp.swap.refusals import SEES, places, refusal
 
 # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
@@ -68,7 +69,7 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
+def calibrate_attention(model: nn.Module, batches: Iterable, budget: int | None = None) -> nn.Module:
     """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal
     layers are fitted to, and of the queries of cross-attention. Measures each layer's error on the way, for
     `describe_attention`.
@@ -81,14 +82,39 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     4 sequences of each batch and at most 128 queries of each, 16 MB of the exact matrix at a time. Warns of layers that
     are further from exact attention than uniform attention is, the mean of the values that a query may see.
 
-    Returns the model. Raises ValueError where no layer has random features, and for no batches.
+    budget: keys that all causal layers of near-far attention together let each query read, shared out where they take
+    most of the error; `describe_attention` tells how many each has, and `swap_attention` takes them back as a list,
+    open=[...]. Sequences should be longer than `exact_until`, below which nothing is to be seen.
+
+    Returns the model. Raises ValueError where no layer has random features, for no batches, and for a budget that no
+    layer can use or that is too small.
     """
+    sharing = _sharing(model, budget)
     with ExitStack() as stack:
         for state in _states(model).values():
             stack.callback(state.register_forward_hook(Watcher(state), with_kwargs=True).remove)
+        for state in sharing:
+            stack.callback(state.register_forward_hook(Priced(state), with_kwargs=True).remove)
         fill_statistics(model, batches)
+    for state, open in zip(sharing, shared_out([state.prices for state in sharing], budget or 0) if sharing else ()):
+        state.set_open(open)
     _warn_of_errors(model)
     return model
+
+
+def _sharing(model: nn.Module, budget: int | None) -> list[NearFar]:
+    """The layers that share a budget of keys to open."""
+    if budget is None:
+        return []
+    found = [state for state in _states(model).values() if isinstance(state, NearFar) and state.causal
+             and state.sizes.open]
+    if not found:
+        raise ValueError(f"budget = {budget}: no layer of this {type(model).__name__} is causal near-far attention "
+                         "that reads keys")
+    if not isinstance(budget, Integral) or budget < OPENS[0] * len(found):
+        raise ValueError(f"budget = {budget}: it takes a whole number of at least {OPENS[0] * len(found)}, {OPENS[0]} "
+                         f"keys for each of {len(found)} layers")
+    return found
 
 
 @torch.no_grad()

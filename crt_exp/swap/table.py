@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Statistics
 
@@ -14,8 +15,9 @@ from crt_exp.features.statistics import Statistics
 # "predicted error": of near-far attention, the mean far weight of a query times (sum_k N_k tau_k)^(1/2)
 ERRORS = ("error on calibration", "uniform's error", "predicted error")
 # chosen: how many heads have which map, where each takes its own
+# open: keys that each query of causal near-far attention reads
 # reached: whether the first forward pass of the model after the swap came to this module; empty before
-COLUMNS = ("layer", "path", "type", "mechanism", "reached", "m", "M", "A mean", "A min", "A max", "chosen",
+COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A mean", "A min", "A max", "chosen",
            "parameters", *ERRORS)
 
 
@@ -25,7 +27,7 @@ def table(found: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]
 
     rows = [_row(i, path, module) for i, (path, module) in enumerate(found)]
     rows += [_row(None, path, module) for path, module in others]
-    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64"})
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})
 
 
 def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
@@ -34,16 +36,20 @@ def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:
     state = module._modules.get("swapped")
     head, empty = (i, path, kind), (None,) * 6
     if not isinstance(state, RandomFeatureAttention):
-        own = "unchanged" if i is not None else "cannot be swapped"
-        return *head, own if state is None else state.mechanism, _reached(state), *empty, parameters, *_errors(state)
+        own = ("unchanged" if i is not None else "cannot be swapped") if state is None else state.mechanism
+        return *head, own, _reached(state), _open(state), *empty, parameters, *_errors(state)
     params = _params(state)
     m = state.m if state.gaussian else None  # a map without projections has none
     fitted = *_a_range(params), _chosen(state, params)
-    return (*head, state.mechanism, _reached(state), m, state.width, *fitted, parameters, *_errors(state))
+    return (*head, state.mechanism, _reached(state), None, m, state.width, *fitted, parameters, *_errors(state))
 
 
 def _reached(state: nn.Module | None) -> str:
     return {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)]
+
+
+def _open(state: nn.Module | None) -> int | None:
+    return state.sizes.open if isinstance(state, NearFar) and state.causal else None
 
 
 def _params(state: RandomFeatureAttention):

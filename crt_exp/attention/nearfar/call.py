@@ -11,7 +11,7 @@ Each unmasked key is in exactly one of the three sets of each query. The choice 
 by (crt_exp/attention/nearfar/choice.py), carry no gradient, all sums do. Derived here. """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,26 +20,9 @@ from torch import Tensor
 
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_gradient, check_inputs, check_result, compute_dtype, transformed
+from crt_exp.attention.nearfar.both import Both
 from crt_exp.attention.nearfar.causal import Causal, Codebook
-from crt_exp.attention.nearfar.choice import (
-    Choice,
-    Metric,
-    Sizes,
-    blocks,
-    grouped,
-    levels,
-    mean_spread,
-    slopes,
-    summed,
-    sums_of_cells,
-    ungrouped,
-    without,
-)
-from crt_exp.attention.nearfar.engine import native
-from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
-from crt_exp.attention.nearfar.engine.constants import HIDDEN
-from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
-from crt_exp.attention.nearfar.engine.windows import gather
+from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.attention.nearfar.padding import Shift, first_kept
 from crt_exp.attention.nearfar.recall import Recall, exactly, renewals
@@ -47,7 +30,6 @@ from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
-QUERIES = 256    # of a block, where there is no window
 
 
 class Result(NamedTuple):
@@ -258,102 +240,3 @@ def _write_gradients(call: "Both | Causal", inputs: list[Tensor], keep: Tensor |
         found = torch.autograd.grad(out, inputs, grad.to(out.dtype))
     for total, g in zip(totals, found):
         total.copy_(g)
-
-
-# ---- in both directions ----------------------------------------------------------------------------------------------
-
-
-class Chosen(NamedTuple):
-    metric: Metric
-    choice: Choice
-
-
-@dataclass(frozen=True)
-class Both:
-    """Attention of a sequence to itself in both directions, or to another one."""
-
-    sizes: Sizes
-    cross: bool
-    codebook: Codebook | None
-    far: FarFeatures | None = None
-    factor: float = 1.0             # in the C engine: of queries and keys as they are given
-
-    def in_c(self, *tensors: Tensor) -> bool:
-        """Whether the C engine does it, all heads in one call."""
-        return not self.cross and self.far is None and native.applies(*tensors)
-
-    @torch.no_grad()
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
-        """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
-        if self.in_c(x, y):
-            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep, self.factor)
-            return Chosen(Metric(*sets[:3]), Choice(*sets[3:]))
-        dtype = compute_dtype(x, y)
-        y = y.to(dtype)
-        if self.cross:
-            metric = Metric.of(None, y, None, keep)
-            if self.codebook is not None:
-                metric = self.codebook.at(rows).to(dtype).metric._replace(shift=metric.shift)
-        else:
-            queries = None if keep is None else keep.repeat(1, x.shape[1])
-            metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
-        y = without(y - metric.shift, keep)
-        return Chosen(metric, Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep))
-
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
-        """(Z, G, L, dv) and the predicted error (Z,)."""
-        (metric, choice), dtype = chosen, compute_dtype(x, y, v)
-        if self.in_c(x, y, v):
-            sets, sizes = native.Sets(*metric, *choice), self.sizes
-            tensors = x.float(), y.float(), v.float()
-            found = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor)
-            spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
-            return found.out, found.share.mean((1, 2)) * spread.sqrt()
-        x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
-        b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
-        window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
-        heavy = heavy_set(y, v, choice)
-        if self.far is not None:
-            return self._with_features(x, y, v, metric, choice, window, heavy, b), x.new_full((len(y),), torch.nan)
-        level = levels(y.detach(), metric, choice)
-        K = choice.centres.shape[1]
-        rows, sums = sums_of_cells(y, v, metric, choice, level)
-        sums = sums.unsqueeze(1)
-        cells = summed(sums, metric, choice.centres, level)
-        if self.cross:
-            far = (one_hot(choice.cell, K, dtype).mT @ rows).unsqueeze(1)
-        else:
-            far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
-        found = gather(grouped(x, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)))
-        out, share = (ungrouped(t, *x.shape[1:3]) for t in (found.out, found.share))
-        if self.sizes.first_order:
-            g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
-            slope = slopes(y, v, g, one_hot(choice.cell, K, dtype), cells.mu.squeeze(1)).unsqueeze(1)
-            out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
-        spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
-        return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
-
-    def _with_features(self, x: Tensor, y: Tensor, v: Tensor, metric: Metric, choice: Choice, window: Window | None,
-                       heavy: tuple[Weighted, ...], b: int) -> Tensor:
-        near = gather(grouped(x, b), window, heavy or (nothing(y, v),), logsum=True)
-        size = y.shape[1] if self.cross else b
-        far = (blocks(t, size) for t in (y, v, metric.log_weights(y), choice.pool))
-        keys = self.far.keys(*far, self.far.kv_heads * x.shape[1])
-        queries = grouped(x - metric.tilt.unsqueeze(1), b)
-        return ungrouped(self.far.merged(near, queries, keys, None if self.cross else 2, True), *x.shape[1:3])
-
-
-def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:
-    """HIDDEN for keys that are masked, heavy or beyond the last, (Z, N, b)."""
-    near = torch.ones_like(choice.pool) if keep is None else keep
-    near = near.scatter(1, choice.heavy, False)
-    return torch.where(blocks(near, b), 0.0, HIDDEN)
-
-
-def heavy_set(y: Tensor, v: Tensor, choice: Choice) -> tuple[Weighted, ...]:
-    if not choice.heavy.shape[1]:
-        return ()
-    keys, values = (t.gather(1, choice.heavy.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (y, v))
-    there = choice.there.unsqueeze(-1).to(v.dtype)
-    return Weighted(keys.unsqueeze(1), torch.cat([values * there, there], -1).unsqueeze(1),
-                    y.new_zeros(len(y), 1, keys.shape[1])),

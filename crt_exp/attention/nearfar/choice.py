@@ -20,8 +20,8 @@ STEEPEST = 60.0  # nats by which the weight of a key may exceed that of its cell
 
 class Sizes(NamedTuple):
     """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
-    of its past that each query of a causal sequence reads exactly; exact_until: the place up to which these see all
-    keys exactly."""
+    of cells that each query reads exactly, a causal one those of its past; exact_until: the place up to which causal
+    queries see all keys exactly, and the number of keys up to which other ones do."""
 
     block: int = 32
     heavy: int = 16

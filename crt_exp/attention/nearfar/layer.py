@@ -6,7 +6,7 @@ forward pass in training.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal, NamedTuple
@@ -47,10 +47,11 @@ class NearFar(LinearAttention):
     preset: sizes; block (tokens), heavy (keys), cells and first_order (values of a cell to first order in the query; by
     default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
-    others by cells. open: keys of its past that each query of a causal sequence reads exactly, those that promise most;
-    exact_until: the place up to which these see all keys exactly (1024), and the number of keys up to which attention
-    that is not causal is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with
-    the sequence. far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
+    others by cells. open: keys of cells that each query reads exactly, those that promise most; by default causal
+    queries alone read some, of their past; a list holds a number for each layer of a model. exact_until: the place up
+    to which causal queries see all keys exactly (1024), and the number of keys up to which attention that is not causal
+    is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with the sequence.
+    far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;
@@ -66,15 +67,17 @@ class NearFar(LinearAttention):
 
     def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality", "bounded"] = "default",
                  block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
-                 first_order: bool | None = None, open: Whole | None = None, exact_until: Whole | None = None,
-                 far: Literal["cells", "features"] = "cells", phi: FeatureMap | None = None,
-                 sampler: Callable[..., Noise] | None = None, m: Nested = None,
+                 first_order: bool | None = None, open: Whole | Sequence[Whole] | None = None,
+                 exact_until: Whole | None = None, far: Literal["cells", "features"] = "cells",
+                 phi: FeatureMap | None = None, sampler: Callable[..., Noise] | None = None, m: Nested = None,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
+        open = of_layer(open, layer)
         opens = 0 if open is None and (preset == "bounded" or far == "features") else open
         self.sizes = sizes_of(preset, block, heavy, cells, first_order, opens, exact_until, causal)
+        self.opens = opens or 0                 # this and the next: of calls that are not causal
         self.exact_until = 0 if far == "features" else SHORT if exact_until is None else exact_until
         makes = cross or causal and not self.sizes.open
         self.features = None
@@ -88,7 +91,7 @@ class NearFar(LinearAttention):
                                                    layer=layer)
         self.clusters = FittedAgain(CodebookMaker(self.sizes.cells), self.kv_heads, d, fit_steps) if makes else None
         self.predicted = None    # mean predicted error of the calls of the last calibration, of cells
-        self._said = False
+        self._said, self._changes = False, 0
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
@@ -123,7 +126,7 @@ class NearFar(LinearAttention):
 
     def _with_sizes(self, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
         book, cross = None, self.cross or q.shape[2] != k.shape[2]
-        sizes = sizes if self.causal else sizes._replace(exact_until=self.exact_until)
+        sizes = sizes if self.causal else sizes._replace(exact_until=self.exact_until, open=self.opens)
         if self.causal and not sizes.open or (cross and self.clusters is not None and self.clusters.done):
             book = self.codebook(len(q))
         if self.features is not None:
@@ -164,14 +167,21 @@ class NearFar(LinearAttention):
 
     @property
     def version(self) -> int:
-        """Changes with every refit: a decoding state is valid for one version."""
-        return 0 if self.clusters is None else int(self.clusters.fits)
+        """Changes with every refit and `set_open`: a decoding state is valid for one version."""
+        return self._changes + (0 if self.clusters is None else int(self.clusters.fits))
 
     def codebook(self, batch: int = 1) -> Codebook:
         """Of (batch Hkv, ...)."""
         self._say_uncalibrated()
         shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in self.clusters.params())
         return Codebook(Metric(shift, tilt, root), centres)
+
+    def set_open(self, open: int) -> None:
+        """Opens so many keys from now on, in a causal layer that opens some; decoding states of before are refused."""
+        if not self.causal or not self.sizes.open or open < 1:
+            raise ValueError(f"open = {open}: a causal layer of near-far attention that reads keys can read more or "
+                             "fewer, at least one")
+        self.sizes, self._changes = self.sizes._replace(open=open), self._changes + 1
 
     def decoding(self) -> NearFarState | RecallState:
         if not self.causal:
@@ -224,8 +234,19 @@ class NearFar(LinearAttention):
                 self.clusters.calibrate(False)
 
     def extra_repr(self) -> str:
+        opens = self.sizes.open if self.causal else self.opens
         return (f"block={self.sizes.block}, heavy={self.sizes.heavy}, cells={self.sizes.cells}, "
-                f"open={self.sizes.open}, heads={self.heads}, d={self.d}, causal={self.causal}, cross={self.cross}")
+                f"open={opens}, heads={self.heads}, d={self.d}, causal={self.causal}, cross={self.cross}")
+
+
+def of_layer(open: int | Sequence[int] | None, layer: int) -> int | None:
+    """The number of a layer where there is a list of them."""
+    if open is None or isinstance(open, int):
+        return open
+    if layer >= len(open):
+        raise ValueError(f"open holds {len(open)} numbers, and there is a layer {layer}: it takes one for each layer, "
+                         "or one number for all")
+    return open[layer]
 
 
 def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,

@@ -12,7 +12,9 @@ the last one. Renewals lie where the sequence has grown by a half or so, at plac
 depend on places and past alone. Keys that come between two of them go to the nearest cells. Derived here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -236,41 +238,57 @@ class Seen(NamedTuple):
     cells: Cells      # (Z, N, K, .)
     first: int        # the first block
 
-    def at(self, rows: slice) -> "Seen":
-        return self._replace(far=self.far[:, rows], cells=Cells(*(t[:, rows] for t in self.cells)),
-                             first=self.first + rows.start)
-
 
 @torch.no_grad()
-def opened(leaves: Leaves, seen: Seen, q: Tensor, sizes: Sizes) -> Tensor:
-    """Places (Z, R, o) of the keys that each query (Z, R, d) of a block reads, -1 where there are fewer: of those that
-    lie in its best leaves the ones of the largest logits, in bfloat16."""
+def opened(leaves: Leaves, y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -> Tensor:
+    """Places (Z, R, o) of the keys y (Z, S, d) that each query (Z, R, d) of a block reads, -1 where there are fewer: of
+    those that lie in its best leaves and are `member` (Z, S) the ones of the largest logits, in bfloat16."""
     w = width(sizes.block)
     places = leaves.best(q, max(LOOKED * sizes.open, leaves.order.shape[1] * w // SHARE) // w + 1)
-    member = seen.member.gather(1, places.flatten(1)).view(places.shape)
-    found = reads.logits(q, seen.y, torch.where(member, places, -1), rounded=True)
+    member = F.pad(member, (0, max(0, leaves.order.shape[1] * w - member.shape[1])))
+    member = member.gather(1, places.flatten(1)).view(places.shape)
+    found = reads.logits(q, y, torch.where(member, places, -1), rounded=True)
     found, at = found.topk(min(sizes.open, places.shape[-1]), -1)
-    return torch.where(found > HIDDEN, places.gather(-1, at), -1)
+    places = torch.where(found > HIDDEN, places.gather(-1, at), -1)
+    return F.pad(places, (0, sizes.open - places.shape[-1]), value=-1)
 
 
 def in_chunks(epoch: Epoch, pages: Pages, seen: Seen, q: Tensor, sizes: Sizes,
               own: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`gathered` of queries (Z, N, r, d), whose keys are read for some blocks at a time, and again in the backward
-    pass. own (r,): their places within a block; None: the tokens of a whole block, for each head of a group."""
+    """`gathered` of queries (Z, N, r, d). own (r,): their places within a block; None: the tokens of a whole block, for
+    each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
-    Z, N, r, d = q.shape
-    size = max(1, NUMBERS // max(1, Z * r * sizes.open * (d + seen.v.shape[-1])))
-    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(q, seen.y, seen.v)
+
+    def choose(q: Tensor, at: int) -> Tensor:
+        blocks_before = range(seen.first + at - 1, seen.first + at - 1 + q.shape[1])
+        leaves = [pages.of(count, seen.y, seen.keep) for count in blocks_before]
+        return torch.stack([opened(each, seen.y, seen.member, q[:, t], sizes) for t, each in enumerate(leaves)], 1)
+
+    def read(q: Tensor, places: Tensor, far: Tensor, *cells: Tensor, at: int) -> tuple[Tensor, Tensor]:
+        here = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at)
+        return gathered(epoch, here, q, places, own, sizes.block)
+
+    return in_parts(choose, read, parts_of(q, seen.v, sizes.open), q, seen.far, *seen.cells)
+
+
+def parts_of(q: Tensor, v: Tensor, open: int) -> int:
+    """How many of the blocks of queries (Z, N, r, d) read `open` keys and values at a time."""
+    return max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * open * (q.shape[-1] + v.shape[-1])))
+
+
+def in_parts(choose: Callable[..., Tensor], read: Callable[..., tuple[Tensor, Tensor]], size: int, q: Tensor,
+             *of_blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """What `read` gives for queries (Z, N, r, d), the places of the keys that `choose` gives for them, and what belongs
+    to their blocks (Z, N, ...): for `size` blocks from `at` on at a time, and again in the backward pass."""
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(q, *of_blocks)
     found = []
-    for at in range(0, N, size):
-        rows = slice(at, min(at + size, N))
+    for at in range(0, q.shape[1], size):
+        here, *given = (t[:, at:at + size] for t in (q, *of_blocks))
         with torch.no_grad():
-            leaves = [pages.of(seen.first + t - 1, seen.y, seen.keep) for t in range(at, rows.stop)]
-            places = [opened(each, seen, q[:, t], sizes) for t, each in enumerate(leaves, at)]
-            most = max(each.shape[-1] for each in places)
-            places = torch.stack([F.pad(each, (0, most - each.shape[-1]), value=-1) for each in places], 1)
-        given = epoch, seen.at(rows), q[:, rows], places, own, sizes.block
-        found.append(checkpoint(gathered, *given, use_reentrant=False) if again else gathered(*given))
+            places = choose(here, at)
+        reading = partial(read, at=at)
+        found.append(checkpoint(reading, here, places, *given, use_reentrant=False) if again else
+                     reading(here, places, *given))
     return tuple(torch.cat(t, 1) for t in zip(*found))
 
 

@@ -1,0 +1,196 @@
+"""Near-far attention of a sequence to itself in both directions, or to another one: see call.py, whose legend is that
+of this file.
+
+With `sizes.open` each query also reads that many keys of cells exactly, those that it asks for most (leaves.py); they
+leave their cells. Derived here.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.checks import compute_dtype
+from crt_exp.attention.nearfar.causal import Codebook
+from crt_exp.attention.nearfar.choice import (
+    Choice,
+    Metric,
+    Sizes,
+    blocks,
+    grouped,
+    levels,
+    mean_spread,
+    slopes,
+    summed,
+    sums_of_cells,
+    ungrouped,
+    without,
+)
+from crt_exp.attention.nearfar.engine import native, reads
+from crt_exp.attention.nearfar.engine.block_sums import block_sums, one_hot
+from crt_exp.attention.nearfar.engine.constants import HIDDEN
+from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, nothing
+from crt_exp.attention.nearfar.engine.windows import gather
+from crt_exp.attention.nearfar.features import FarFeatures
+from crt_exp.attention.nearfar.leaves import Leaves, Pages
+from crt_exp.attention.nearfar.recall import in_parts, kept_of, opened, parts_of
+
+QUERIES = 256    # of a block, where there is no window
+
+
+class Chosen(NamedTuple):
+    metric: Metric
+    choice: Choice
+    leaves: Leaves | None      # of keys less their shift; None: no key is read
+
+
+@dataclass(frozen=True)
+class Both:
+    """Attention of a sequence to itself in both directions, or to another one."""
+
+    sizes: Sizes
+    cross: bool
+    codebook: Codebook | None
+    far: FarFeatures | None = None
+    factor: float = 1.0             # in the C engine: of queries and keys as they are given
+
+    def in_c(self, *tensors: Tensor) -> bool:
+        """Whether the C engine does it, all heads in one call."""
+        return not self.cross and self.far is None and not self.sizes.open and native.applies(*tensors)
+
+    @torch.no_grad()
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
+        """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
+        if self.in_c(x, y):
+            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep, self.factor)
+            return Chosen(Metric(*sets[:3]), Choice(*sets[3:]), None)
+        dtype = compute_dtype(x, y)
+        y = y.to(dtype)
+        if self.cross:
+            metric = Metric.of(None, y, None, keep)
+            if self.codebook is not None:
+                metric = self.codebook.at(rows).to(dtype).metric._replace(shift=metric.shift)
+        else:
+            queries = None if keep is None else keep.repeat(1, x.shape[1])
+            metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
+        y = without(y - metric.shift, keep)
+        choice = Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep)
+        return Chosen(metric, choice, self._leaves(y, keep) if self.sizes.open else None)
+
+    def _leaves(self, y: Tensor, keep: Tensor | None) -> Leaves:
+        b = self.sizes.block
+        keys, there = (blocks(t, b).flatten(1, 2) for t in (y, kept_of(y, keep)))
+        return Pages(b).of(keys.shape[1] // b, keys, there)
+
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
+        """(Z, G, L, dv) and the predicted error (Z,)."""
+        (metric, choice, leaves), dtype = chosen, compute_dtype(x, y, v)
+        if self.in_c(x, y, v):
+            sets, sizes = native.Sets(*metric, *choice), self.sizes
+            tensors = x.float(), y.float(), v.float()
+            found = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor)
+            spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
+            return found.out, found.share.mean((1, 2)) * spread.sqrt()
+        x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
+        b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
+        window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
+        heavy = heavy_set(y, v, choice)
+        if self.far is not None:
+            return self._with_features(x, y, v, metric, choice, window, heavy, b), x.new_full((len(y),), torch.nan)
+        level = levels(y.detach(), metric, choice)
+        K = choice.centres.shape[1]
+        rows, sums = sums_of_cells(y, v, metric, choice, level)
+        sums = sums.unsqueeze(1)
+        cells = summed(sums, metric, choice.centres, level)
+        if self.cross:
+            far = (one_hot(choice.cell, K, dtype).mT @ rows).unsqueeze(1)
+        else:
+            far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
+        q = grouped(x, b)
+        found = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), logsum=leaves is not None)
+        out, share = found.out, found.share
+        if leaves is not None:
+            log_u = metric.log_weights(y) - level.gather(1, choice.cell)
+            given = Celled(y, v, choice.pool, choice.cell, log_u, cells.mu.squeeze(1), cells.bias.squeeze(1))
+            out, share = self._reopened(q, found, given, leaves)
+        out, share = (ungrouped(t, *x.shape[1:3]) for t in (out, share))
+        if self.sizes.first_order:
+            g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
+            slope = slopes(y, v, g, one_hot(choice.cell, K, dtype), cells.mu.squeeze(1)).unsqueeze(1)
+            out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
+        spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
+        return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
+
+    def _reopened(self, q: Tensor, found: Gathered, given: "Celled", leaves: Leaves) -> tuple[Tensor, Tensor]:
+        """Outputs and shares of the cells, where each query (Z, N, r, d) reads the keys that it asks for too."""
+        b = None if self.cross else self.sizes.block
+
+        def choose(q: Tensor, at: int) -> Tensor:
+            return torch.stack([opened(leaves, given.y, given.far(at + t, b), q[:, t], self.sizes)
+                                for t in range(q.shape[1])], 1)
+
+        def read(q: Tensor, places: Tensor, *now: Tensor, at: int) -> tuple[Tensor, Tensor]:
+            return reopened(q, Gathered(*now), given, places)
+        return in_parts(choose, read, parts_of(q, given.v, self.sizes.open), q, *found)
+
+    def _with_features(self, x: Tensor, y: Tensor, v: Tensor, metric: Metric, choice: Choice, window: Window | None,
+                       heavy: tuple[Weighted, ...], b: int) -> Tensor:
+        near = gather(grouped(x, b), window, heavy or (nothing(y, v),), logsum=True)
+        size = y.shape[1] if self.cross else b
+        far = (blocks(t, size) for t in (y, v, metric.log_weights(y), choice.pool))
+        keys = self.far.keys(*far, self.far.kv_heads * x.shape[1])
+        queries = grouped(x - metric.tilt.unsqueeze(1), b)
+        return ungrouped(self.far.merged(near, queries, keys, None if self.cross else 2, True), *x.shape[1:3])
+
+
+class Celled(NamedTuple):
+    """Keys of cells: keys y (Z, S, d) less their shift, values (Z, S, dv), which of them lie in cells and in which
+    (Z, S), the log of their weight there (Z, S), and the cells' mu (Z, K, d) and bias (Z, K)."""
+
+    y: Tensor
+    v: Tensor
+    pool: Tensor
+    cell: Tensor
+    log_u: Tensor
+    mu: Tensor
+    bias: Tensor
+
+    def far(self, t: int, b: int | None) -> Tensor:
+        """Which keys lie in cells for the queries of block t; b: tokens of a block, None: no key is near."""
+        if b is None:
+            return self.pool
+        away = (torch.arange(self.pool.shape[1], device=self.pool.device).div(b, rounding_mode="floor") - t).abs() > 1
+        return self.pool & away
+
+
+def reopened(q: Tensor, found: Gathered, given: Celled, places: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries (Z, m, r, d) have gathered, with the keys at `places` (Z, m, r, o), -1 for none, read exactly: each
+    of them leaves its cell."""
+    there, at = places >= 0, places.clamp(min=0).flatten(1)
+    of_key = lambda t: t.gather(1, at).view(places.shape)
+    exact = reads.logits(q, given.y, places)
+    of_cells = q @ given.mu.unsqueeze(1).mT + given.bias[:, None, None]
+    before = (of_cells.gather(-1, of_key(given.cell)) + of_key(given.log_u)).masked_fill(~there, HIDDEN)
+    top = torch.cat([found.logsum, exact], -1).amax(-1, keepdim=True).detach()
+    others, less = torch.exp(found.logsum - top), torch.exp(before - top)
+    change = torch.exp(exact - top) - less
+    total = others + change.sum(-1, keepdim=True)
+    out = others * found.out + reads.sums(change, given.v, places)
+    return out / total, (others * found.share - less.sum(-1, keepdim=True)) / total
+
+
+def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:
+    """HIDDEN for keys that are masked, heavy or beyond the last, (Z, N, b)."""
+    near = torch.ones_like(choice.pool) if keep is None else keep
+    near = near.scatter(1, choice.heavy, False)
+    return torch.where(blocks(near, b), 0.0, HIDDEN)
+
+
+def heavy_set(y: Tensor, v: Tensor, choice: Choice) -> tuple[Weighted, ...]:
+    if not choice.heavy.shape[1]:
+        return ()
+    keys, values = (t.gather(1, choice.heavy.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (y, v))
+    there = choice.there.unsqueeze(-1).to(v.dtype)
+    return Weighted(keys.unsqueeze(1), torch.cat([values * there, there], -1).unsqueeze(1),
+                    y.new_zeros(len(y), 1, keys.shape[1])),

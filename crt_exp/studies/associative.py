@@ -1,0 +1,48 @@
+"""Pairs that were said once and are asked for, by a run of task=recall whose attention is swapped without training.
+
+Legend: L tokens of a row, P pairs, V symbols.
+"""
+
+import time
+from functools import lru_cache
+
+import torch
+
+from crt_exp.attention import LinearAttention
+from crt_exp.models import language
+from crt_exp.models.language import LanguageModel
+from crt_exp.studies.fidelity import parsed
+from crt_exp.swap.swap import fill_statistics
+from crt_exp.tasks.recall import drawn
+
+CALIBRATION = 4      # rows that codebooks and statistics are made of
+
+
+@lru_cache(maxsize=1)
+def kept_of(start: str) -> language.Kept:
+    return language.load(start, "start")
+
+
+@torch.no_grad()
+def accuracy(start: str, length: int, pairs: int, rows: int, seed: int, attention: str, m: int | None = None,
+             split: str = "test") -> dict[str, float]:
+    """The share of the values that are right, of all pairs of so many rows, and milliseconds of a row."""
+    model = swapped(start, length, pairs, attention, m)
+    symbols, right, count, begin = kept_of(start).symbols["values"], 0, 0, time.perf_counter()
+    for i in range(rows):
+        tokens, labels = map(torch.from_numpy, drawn(split, 1000 * seed + i, length, symbols, pairs, pairs))
+        asked = labels >= 0
+        logits = model(tokens[None], chosen=asked[None])
+        right, count = right + int((logits[:, :symbols].argmax(-1) == labels[asked]).sum()), count + int(asked.sum())
+    return {"accuracy": right / count, "ms": 1e3 * (time.perf_counter() - begin) / rows}
+
+
+@lru_cache(maxsize=2)
+def swapped(start: str, length: int, pairs: int, attention: str, m: int | None) -> LanguageModel:
+    """The model with that attention, fitted to training rows where it has something to fit."""
+    kept = kept_of(start)
+    model = kept.build(parsed(attention, m))
+    if any(part.learns for part in model.modules() if isinstance(part, LinearAttention)):
+        given = [drawn("train", i, length, kept.symbols["values"], pairs, pairs)[0] for i in range(CALIBRATION)]
+        fill_statistics(model, [torch.from_numpy(tokens)[None] for tokens in given])
+    return model

@@ -1,0 +1,92 @@
+"""Multi-query associative recall (Arora et al., 2023): values that were said once, beside their keys, are asked for.
+
+A row says P pairs of a key and its value, in any order, among noise, and asks Q times for one of them behind that: its
+key, whose value comes next. With one pair it is a needle in a haystack. Attention that forgets single keys fails
+here, however well it models text. Legend: L tokens of a row, P pairs, Q queries.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+import numpy as np
+import torch
+
+from crt_exp.config import ConfigError
+from crt_exp.data.text import IGNORED
+from crt_exp.schema import Count, at_least, checked
+from crt_exp.tasks.base import Batch, Plan
+from crt_exp.tasks.sequences import SymbolTask
+
+SPLITS = {"train": 0, "validation": 1, "test": 2}
+NOISE = 64                         # symbols of what lies between
+WIDTH = 128                        # of a new model, where nothing is said
+
+
+@checked("task")
+@dataclass(eq=False)
+class Recall(SymbolTask):
+    """See `conf/task/recall.yaml` for the options. Raises ConfigError for options that do not go together."""
+
+    block: Annotated[int, at_least(8)]
+    pairs: Count
+    queries: Count | None
+    symbols: Count
+    rows: Count
+    evaluated: Count
+
+    metric, lower_is_better, counted = "accuracy", False, "queries"
+    causal, length_option, ours = True, "block", "a run of task=recall of as many symbols"
+
+    def __post_init__(self):
+        self.row_length, self.predictable = self.block, self.symbols
+        self.asked = self.pairs if self.queries is None else self.queries
+        if self.pairs > self.symbols:
+            raise ConfigError(f"task.pairs = {self.pairs}: there are task.symbols = {self.symbols} keys")
+        if 2 * (self.pairs + self.asked) > self.block:
+            raise ConfigError(f"task.block = {self.block} has no room for {self.pairs} pairs and {self.asked} queries: "
+                              f"take at least {2 * (self.pairs + self.asked)}")
+        self.load()
+        if self.kept is None and self.preset is None:
+            self.sizes = {"d": WIDTH} | dict(self.sizes)
+        self.tied = False if self.tied is None and self.kept is None else self.tied
+        self.describe(2 * self.symbols + NOISE, self.block, {"values": self.symbols, "noise": NOISE})
+
+    # ---- rows
+
+    def length(self, split: str) -> int:
+        return self.rows if split == "train" else self.evaluated
+
+    def row(self, split: str, i: int) -> tuple[np.ndarray, np.ndarray]:
+        return drawn(split, i, self.block, self.symbols, self.pairs, self.asked)
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        for chosen in plan.rows(self.length(split), split):
+            tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*(self.row(split, i) for i in chosen)))
+            yield {"tokens": tokens, "labels": labels}
+
+    # ---- metrics
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        return np.full(self.symbols, 1 / self.symbols)
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (f"recall: {last['accuracy']:.1%} of the values (chance {last['unigram_accuracy']:.1%}; "
+                f"{last['split']}, step {last['step']}; {self.pairs} pairs in {self.block} tokens)")
+
+
+def drawn(split: str, i: int, length: int, symbols: int, pairs: int, queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels (L,) of row i: values are the symbols from 0 on, then keys, then noise."""
+    rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
+    tokens, labels = rng.integers(2 * n, 2 * n + NOISE, length), np.full(length, IGNORED)
+    keys, values, asked = n + rng.permutation(n)[:pairs], rng.integers(0, n, pairs), rng.integers(0, pairs, queries)
+    said = length // 2 * pairs // (pairs + queries)                               # of the places, two tokens each
+    places = 2 * rng.permutation(said)[:pairs]
+    later = 2 * (said + rng.permutation(length // 2 - said)[:queries])
+    tokens[places], tokens[places + 1] = keys, values
+    tokens[later], tokens[later + 1] = keys[asked], values[asked]
+    labels[later] = values[asked]
+    return tokens, labels
