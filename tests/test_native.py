@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from native_cases import Case, assert_near, needs_library
+from nearfar_cases import book, codebook
 
 from crt_exp.attention import near_far_attention
 from crt_exp.attention.nearfar.choice import Sizes
@@ -76,6 +77,7 @@ def test_every_width_of_vectors(kind, built, monkeypatch):
             case = Case(OPRF(), **SHAPES[shape])
             assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
     assert_near_far_is_near()
+    assert_bounded_is_near()
     assert_recall_is_its_twin(monkeypatch)
 
 
@@ -89,6 +91,16 @@ def assert_near_far_is_near():
             out = near_far_attention(*inputs, Sizes(4, 3, 6, True)).out
             found.append([out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))])
         assert_near(*found)
+
+
+def assert_bounded_is_near():
+    given = codebook(book(2, 5, 20, dtype=torch.float32), 1)
+    inputs, found = torch.randn(4, 1, 2, 150, 20, generator=torch.Generator().manual_seed(0)), []
+    for dtype in (torch.float32, torch.float64):
+        t = [t.to(dtype).requires_grad_() for t in inputs[:3]]
+        out = near_far_attention(*t, Sizes(8, 3, 5), causal=True, codebook=given.to(dtype)).out
+        found.append([out.detach(), *torch.autograd.grad(out, t, inputs[3].to(dtype))])
+    assert_near(*found)
 
 
 def assert_recall_is_its_twin(monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nearfar_cases import book, codebook
 
 from crt_exp.attention import near_far_attention
 from crt_exp.attention.engines import native
@@ -185,7 +186,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     torch.set_num_threads(9)
     assert not near_far.applies(x, y, v)       # two heads for nine threads
     torch.set_num_threads(1)
-    for call in (Both(Sizes(), True, None), Causal(Sizes(), None)):
+    for call in (Both(Sizes(), True, None), Both(Sizes(open=4), False, None), Causal(Sizes(first_order=True), None)):
         assert not call.in_c(x, y, v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
@@ -199,3 +200,47 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: Full())
     with pytest.raises(MemoryError, match="20 tokens with d = 8"):
         near_far.choose(x.transpose(0, 1).detach(), y, 3, 9, None)
+
+
+# ---- bounded, causal
+
+
+def bounded(seed):
+    """float32 in C and float64 in PyTorch at a random shape: outputs and gradients."""
+    g = torch.Generator().manual_seed(seed)
+    whole = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
+    kv_heads, G, S, d, dv = whole(1, 3), whole(1, 3), whole(1, 300), whole(2, 40), whole(1, 40)
+    sizes, L = Sizes(whole(1, 40), whole(0, 12), whole(1, 20)), S if seed % 3 else whole(1, S + 1)
+    draw = lambda heads, n, k: torch.randn(2, heads, n, k, generator=g)
+    inputs = draw(kv_heads * G, L, d) / d**0.25, (draw(kv_heads, S, d) + 0.5) / d**0.25, draw(kv_heads, S, dv)
+    keep = torch.rand(2, S, generator=g) < (0.8 if seed % 2 else 2.0)
+    keep[:, -1] = True
+    given, weight = codebook(book(kv_heads, sizes.cells, d, dtype=torch.float32), 2), draw(kv_heads * G, L, dv)
+    weight = weight * keep[:, None, S - L:, None]              # what padded queries see depends on no law
+    for dtype in (torch.float32, torch.float64):
+        t = [a.to(dtype).requires_grad_() for a in inputs]
+        assert Causal(sizes, given.to(dtype)).in_c(*t) == (dtype == torch.float32)
+        out = near_far_attention(*t, sizes, causal=True, codebook=given.to(dtype), key_mask=keep).out
+        yield [out * (weight != 0), *torch.autograd.grad((out * weight.to(dtype)).sum(), t)]
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 60))])
+def test_bounded_is_the_twin_at_any_shape(seed):
+    ours, exact = bounded(seed)
+    for a, b in zip(ours, exact):
+        assert (a.double() - b).abs().amax() <= 5e-5 * b.abs().amax().clamp(min=1e-2)
+
+
+def test_bounded_keys_that_outweigh_all_others():
+    """Sums of cells are never a total less what is gone: weights of e^30 leave nothing behind."""
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(1, 1, 200, 8, generator=g) for _ in range(3))
+    y[:, :, 60] = 12.0
+    given = codebook(book(1, 5, 8, dtype=torch.float32), 1)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
+        out = near_far_attention(*t, Sizes(8, 0, 5), causal=True, codebook=given.to(dtype)).out
+        found.append([out, *torch.autograd.grad(out[:, :, 20:60].square().sum(), t)])
+    for a, b in zip(*found):
+        assert (a.double() - b).abs().amax() <= 1e-4 * b.abs().amax()

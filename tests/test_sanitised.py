@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import torch
 from crt_exp.attention import near_far_attention
-from crt_exp.attention.nearfar.choice import Sizes
+from crt_exp.attention.nearfar.causal import Codebook
+from crt_exp.attention.nearfar.choice import Metric, Sizes
 from crt_exp.attention.nearfar.past import RecallState
 from crt_exp.attention.engines import native_library
 
@@ -27,6 +28,11 @@ for seed in range(60):
     x, y, v = draw(group * kv, L, d), draw(kv, S, d), draw(kv, S, dv)
     keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
     out = near_far_attention(x, y, v, sizes, causal=True, key_mask=keep).out
+    grads = torch.autograd.grad(out.square().sum(), (x, y, v))
+    assert all(t.isfinite().all() for t in (out, *grads))
+    one = lambda n: draw(1, n, d)[0].detach()
+    book = Codebook(Metric(one(1), one(1), one(d) / d), one(sizes.cells))
+    out = near_far_attention(x, y, v, Sizes(pick(1, 50), *sizes[1:3]), causal=True, codebook=book, key_mask=keep).out
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     if seed % 6 == 0:

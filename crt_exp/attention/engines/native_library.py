@@ -32,7 +32,7 @@ NEAR_FAR = ENGINES.parent / "nearfar" / "engine"
 SOURCES = (*(ENGINES / name for name in ("vectors.h", "products.c", "native.c", "tree_draws.c")),
            *(NEAR_FAR / name for name in ("constants.h", "near_far.h", "choice.c", "states.c", "cells.c",
                                           "near_far.c", "reads.c",
-                                          "recall.h", "recall.c", "recall_backward.c")))
+                                          "recall.h", "recall.c", "recall_backward.c", "bounded.c")))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PREBUILT = ENGINES / "prebuilt"
 # Of the libraries of a wheel: options in the place of -march=native, and what /proc/cpuinfo must name. The best first.

@@ -118,9 +118,14 @@ typedef struct {
     char pad[56];
 } Arena;
 
-static float *arena(size_t count) {
+/* NULL before the first arena of this thread. Without the key, 0 would be read: what another library keeps there. */
+static Arena *kept_arena(void) {
     pthread_once(&arena_once, make_arena_key);
-    Arena *kept = pthread_getspecific(arena_key);
+    return pthread_getspecific(arena_key);
+}
+
+static float *arena(size_t count) {
+    Arena *kept = kept_arena();
     if (kept && kept->size >= count) return (float *)(kept + 1);
     free(kept);
     pthread_setspecific(arena_key, NULL);
@@ -149,7 +154,7 @@ int take_scratch(const Scratch *pieces, size_t n) {
 }
 
 void trim_scratch(void) {
-    Arena *kept = pthread_getspecific(arena_key);
+    Arena *kept = kept_arena();
     if (kept && kept->size * sizeof(float) > LARGEST_ARENA) {
         free(kept);
         pthread_setspecific(arena_key, NULL);

@@ -29,6 +29,7 @@ from crt_exp.attention.nearfar.choice import (
     weights,
     without,
 )
+from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import block_sums
 from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST
 from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
@@ -69,9 +70,11 @@ class Left(NamedTuple):
 
 
 class Chosen(NamedTuple):
+    """The codebook alone where the C engine does the rest."""
+
     book: Codebook
-    cell: Tensor      # (Z, S): of every key, where it will go
-    places: Left
+    cell: Tensor | None = None      # (Z, S): of every key, where it will go
+    places: Left | None = None
 
 
 def displaced(held: Tensor, score: Tensor, new: Tensor, new_score: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,14 +106,19 @@ class Causal:
     sizes: Sizes
     codebook: Codebook
     far: FarFeatures | None = None
+    factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:
-        """Whether the C engine does it: not yet."""
-        return False
+        """Whether the C engine does it, all heads in one call."""
+        return self.far is None and not self.sizes.first_order and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         book = self.codebook.at(rows).to(compute_dtype(x, y))
+        if self.in_c(x, y):
+            kept = without(y, keep)
+            check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(kept, dim=(1, 2)))
+            return Chosen(book)
         y = without(y.to(book.centres.dtype) - book.metric.shift, keep)
         check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2)))
         z = y @ book.metric.root
@@ -121,6 +129,8 @@ class Causal:
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
         (book, cell, places), dtype = chosen, compute_dtype(x, y, v)
+        if self.in_c(x, y, v):
+            return self._in_c(x, without(y, keep), without(v, keep), keep, book)
         metric, S, (L, b) = book.metric, y.shape[1], (x.shape[2], min(self.sizes.block, y.shape[1]))
         start = (S - L) // b                                      # the block of the first query
         lead = S - L - start * b                                  # its place there
@@ -149,6 +159,16 @@ class Causal:
             out = out + share * ungrouped(step, x.shape[1], lead + L)[:, :, lead:]
         spread = mean_spread(far[:, -1:, :, -1].detach(), book.level, cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
+
+
+    def _in_c(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, book: Codebook) -> tuple[Tensor, Tensor]:
+        (shift, tilt, root), centres, level = book.metric, book.measured, book.level
+        whole = lambda t: t.expand(len(y), *t.shape[1:])
+        sizes = {"block": self.sizes.block, "heavy": self.sizes.heavy, "cells": centres.shape[1], "open": 0, "until": 0}
+        given = native.Given(keep, whole(shift), whole(root), sizes, self.factor,
+                             native.Book(*map(whole, (tilt, centres, level))))
+        found = native.recall(x.float(), y.float(), v.float(), given)
+        return found.out, found.share.mean((1, 2)) * found.spread.sqrt()
 
 
 def cells_of(sums: Tensor, dv: int, book: Codebook) -> tuple[Tensor, Cells]:

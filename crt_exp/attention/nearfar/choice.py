@@ -13,10 +13,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.attention.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE
-
-STEEPEST = 60.0  # nats by which the weight of a key may exceed that of its cell's centre, where the centre is older
-
+from crt_exp.attention.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE, STEEPEST
 
 class Sizes(NamedTuple):
     """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys

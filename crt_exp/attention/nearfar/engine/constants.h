@@ -14,5 +14,6 @@
 #define PART 2          /* and as a part of the sequence so far: a half */
 #define PICKS 8         /* centres that are chosen at a time */
 #define RIDGE 1e-6      /* of the mean square of queries, added to their second moments */
+#define STEEPEST 60.0f  /* nats by which the weight of a key may exceed that of its cell's centre, where that is older */
 #define LEAST 1e-30f    /* weights below it count as none */
 #define HIDDEN (-1e30f) /* the logit of a key that is not there */

@@ -8,5 +8,5 @@ _NUMBERS = dict(re.findall(r"^#define (\w+) +\(?([-+.e\d]+)", _TEXT, re.MULTILIN
 
 WHOLE = "PICKS", "LEAF", "GROWN", "TURNS", "SAMPLED", "LOOKED", "SHARE", "RENEWED", "PART"
 PICKS, LEAF, GROWN, TURNS, SAMPLED, LOOKED, SHARE, RENEWED, PART = (int(_NUMBERS[name]) for name in WHOLE)
-RIDGE, LEAST, HIDDEN, SPREADS, AWAY = (float(_NUMBERS[name])
-                                        for name in ("RIDGE", "LEAST", "HIDDEN", "SPREADS", "AWAY"))
+REAL = "RIDGE", "LEAST", "HIDDEN", "SPREADS", "AWAY", "STEEPEST"
+RIDGE, LEAST, HIDDEN, SPREADS, AWAY, STEEPEST = (float(_NUMBERS[name]) for name in REAL)

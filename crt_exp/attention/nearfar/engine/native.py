@@ -1,7 +1,7 @@
 """Near-far attention of a sequence to itself on CPUs in float32, in C. In both directions: the twin of
 nearfar/choice.py in the choice of the sets, and of windows.py, cell_sums.py and block_sums.py in what they give
 (choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py and leaves.py (recall.c,
-recall_backward.c).
+recall_backward.c), and without: that of nearfar/causal.py (bounded.c).
 
 Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, S tokens, d, dv; n heavy keys, K cells.
 """
@@ -33,8 +33,8 @@ class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
                                                       "until", "room", "threads")),
                 ("factor", ctypes.c_double), *((name, View) for name in VIEWS),
-                *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "places", "logsum", "share",
-                                                       "spread", "kept"))]
+                *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "tilt", "centres", "level",
+                                                       "places", "logsum", "share", "spread", "kept"))]
 
 
 class Recalled(NamedTuple):
@@ -140,6 +140,15 @@ class Given(NamedTuple):
     root: Tensor
     sizes: dict[str, int]
     factor: float = 1.0
+    book: "Book | None" = None
+
+
+class Book(NamedTuple):
+    """Cells of other sequences, in the place of renewals: no key is read, and heavy keys change block by block."""
+
+    tilt: Tensor      # (Z, 1, d)
+    centres: Tensor   # (Z, K, d), as z
+    level: Tensor     # (Z, K)
 
 
 class _Recall(torch.autograd.Function):
@@ -180,7 +189,8 @@ def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, found: Recalled,
                  **views: Tensor) -> RecallCall:
     (Z, G, L, d), S = x.shape, y.shape[1]
     views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=found.out) | views
-    plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **found._asdict()}
+    plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **found._asdict(),
+             **(given.book._asdict() if given.book else {})}
     del plain["out"]
     sizes = given.sizes | {"open": found.places.shape[-1]}
     return _filled(RecallCall, views, plain, Z=Z, G=G, L=L, S=S, d=d, dv=v.shape[-1], room=room or S,

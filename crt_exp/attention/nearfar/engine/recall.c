@@ -282,7 +282,8 @@ static void attend_piece(const Seen *s, Work *k, int R, const int64_t *until) {
         for (int i = 0; i < M; i++) top = maximum(top, AT(shared + i * ld + j) + (s->bias[i] + s->high[i]));
         AT(k->top + j) = top;
     }
-    open_all(s, k, R);
+    if (s->open) open_all(s, k, R);
+    else memset(k->count, 0, sizeof(int32_t) * R);
     const vec most = (vec){0} + 126.0f;
     for (int j = 0; j < ld; j += LANES) {
         vec sum = {0}, far = {0}, top = AT(k->top + j);
@@ -358,7 +359,7 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
     const size_t fit = (c->room + c->block) / LEAF + 1, most = most_leaves(c), looked = looked_at(c, c->room);
     const size_t seen = (looked < fit ? looked : fit) * LEAF, open = up(c->open);
-    const size_t more = (most > seen ? most : seen) + 2 * PAD;
+    const size_t more = (most > seen ? most : seen) + 2 * PAD, bounded = c->tilt ? S : 0;
     Work *k = &h->k;
     const Piece pieces[] = {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->pooled, fit * d}, {&h->counts, fit}, {&h->X, CHUNK * dp},
@@ -370,7 +371,7 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
         {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->leaves.value, more}, {&k->leaves.place, more},
         {&k->looked.value, more}, {&k->looked.place, more}, {&k->chosen.value, more}, {&k->chosen.place, more},
         {&k->spare[0].value, more}, {&k->spare[0].place, more}, {&k->spare[1].value, more},
-        {&k->spare[1].place, more}};
+        {&k->spare[1].place, more}, {&h->score, bounded}, {&h->u, bounded}, {&h->tilt, dp}, {&h->relative, K}};
     return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
 }
 
@@ -408,7 +409,7 @@ void close_past(Past *h) {
     memcpy(h->numbers, numbers, sizeof numbers);
 }
 
-static void load_past(Past *h) {
+void load_past(Past *h) {
     const Recall *c = h->c;
     const int d = h->s.d, dp = h->s.dp;
     if (!c->kept) {
@@ -536,9 +537,8 @@ static void grow_pages(Past *h, int64_t blocks) {
 
 /* ---- Cells ---- */
 
-/* The nearest centres of keys [j, j + m), m <= CHUNK, whose sums get them; Z: their z, where these sums get it too. */
-static void to_cells(Past *h, int64_t j, int m, const float *Z) {
-    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+void find_nearest(Past *h, int64_t j, int m, int32_t *nearest) {
+    const int d = h->s.d, dp = h->s.dp;
     transpose(m, d, key(h, j), dp, h->Xt, CHUNK);
     product(ALL, h->s.K, m, d, h->turned, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
     for (int i = 0; i < m; i += LANES) {
@@ -550,19 +550,27 @@ static void to_cells(Past *h, int64_t j, int m, const float *Z) {
             best = choose(better, here, best);
             which = (better & k) | (~better & which);
         }
-        for (int e = 0; e < LANES && i + e < m; e++) {
-            const int64_t at = j + i + e;
-            if (h->cell[at] == -2 || !there(h, at)) {                    /* heavy, or masked */
-                h->cell[at] = -1;
-                continue;
-            }
-            const int k = h->cell[at] = which[e];
-            add_row(h->ysum + k * dp, 1, key(h, at), dp);
-            if (Z) add_row(h->zsum + k * dp, 1, Z + (i + e) * dp, dp);
-            add_row(h->values + (n + k) * lv, 1, h->V + at * lv, lv);
-            h->squares[k] += h->square[at];
-            h->mass[n + k] += 1;
+        for (int e = 0; e < LANES && i + e < m; e++) nearest[i + e] = which[e];
+    }
+}
+
+/* The nearest centres of keys [j, j + m), m <= CHUNK, whose sums get them; Z: their z, where these sums get it too. */
+static void to_cells(Past *h, int64_t j, int m, const float *Z) {
+    const int dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    int32_t nearest[CHUNK];
+    find_nearest(h, j, m, nearest);
+    for (int i = 0; i < m; i++) {
+        const int64_t at = j + i;
+        if (h->cell[at] == -2 || !there(h, at)) {                        /* heavy, or masked */
+            h->cell[at] = -1;
+            continue;
         }
+        const int k = h->cell[at] = nearest[i];
+        add_row(h->ysum + k * dp, 1, key(h, at), dp);
+        if (Z) add_row(h->zsum + k * dp, 1, Z + i * dp, dp);
+        add_row(h->values + (n + k) * lv, 1, h->V + at * lv, lv);
+        h->squares[k] += h->square[at];
+        h->mass[n + k] += 1;
     }
 }
 
@@ -670,19 +678,25 @@ float place_cells_of(Past *h) {
         if (!(tau > 0)) tau = 0;
         h->bias[n + k] = log2f(1 + tau / 2);
         h->high[n + k] = N > 0 ? (float)ilogbf(N) + 1 : HIDDEN;
-        spread += N * tau, all += N;
+        float weight = N;
+        if (h->c->tilt) {
+            const float *mu = h->shared + (n + k) * dp;
+            h->bias[n + k] += LOG2E * (h->c->level[h->z * h->c->cells + k] - dot(h->tilt, mu, dp) +
+                                       dot(h->tilt, h->shift, dp));
+            weight *= h->relative[k];
+        }
+        spread += weight * tau, all += weight;
     }
     return all > 0 ? (float)(spread / all) : 0;
 }
 
 /* ---- All queries ---- */
 
-/* The queries of block t among the last L. */
-static void attend_block(Past *h, int64_t t) {
+void attend_block(Past *h, int64_t t) {
     const Recall *c = h->c;
     Seen *s = &h->s;
     Work *k = &h->k;
-    const int64_t first = c->S - c->L, b = c->block, far = (t - 1) * b;
+    const int64_t first = c->S - c->L, b = c->block, far = t > 0 ? (t - 1) * b : 0;
     const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
     s->near = far, s->stop = stop;
     s->looked = (int)least_of(looked_at(c, far), s->leaves);
@@ -694,7 +708,7 @@ static void attend_block(Past *h, int64_t t) {
             float *q = k->Q + r * s->dp;
             put_row(q, (float)c->factor, of(c->x, h->z, g) + (j - first) * c->x.token, s->d);
             for (int p = s->d; p < s->dp; p++) q[p] = 0;
-            spread_pairs(q, s->dp, k->pairs + (int64_t)r * s->dp / 2 * LEAF);
+            if (c->open) spread_pairs(q, s->dp, k->pairs + (int64_t)r * s->dp / 2 * LEAF);
             put_row(q, LOG2E, q, s->dp);
             until[r] = j + 1;
             number[r] = (h->z * c->G + g) * c->L + j - first;
@@ -707,7 +721,7 @@ static void attend_block(Past *h, int64_t t) {
             put_row(out, scale, k->O + r * s->lv, s->dv);
             c->logsum[number[r]] = k->top[r] + log2f(k->scale[r]);
             c->share[number[r]] = k->part[r] * scale;
-            memcpy(c->places + number[r] * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
+            if (c->open) memcpy(c->places + number[r] * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
         }
     }
 }
@@ -757,7 +771,7 @@ int near_far_recall(const Recall *c) {
             Past h;
             if (!memory) continue;
             open_past(&h, c, z, memory);
-            if (!recall_head(&h)) bad = NO_MEMORY;
+            if (!(c->tilt ? bounded_head(&h) : recall_head(&h))) bad = NO_MEMORY;
             close_past(&h);
         }
         if (!memory) bad = NO_MEMORY;

@@ -1,4 +1,4 @@
-/* What recall.c, which goes through a sequence, and recall_backward.c share: a head with its past. */
+/* What recall.c, which goes through a sequence, recall_backward.c and bounded.c share: a head with its past. */
 
 #pragma once
 
@@ -17,6 +17,7 @@ typedef struct {
     View grad, dx, dy, dvalues;        /* of the backward pass */
     const uint8_t *keep;               /* (Z, S), or null */
     const float *shift, *root;         /* (Z, d), (Z, d, d) */
+    const float *tilt, *centres, *level;  /* bounded.c: (Z, d), (Z, K, d) as z, (Z, K); else null */
     int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none */
     float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
     float *spread;                     /* (Z): mean tau of the cells of the last block */
@@ -76,7 +77,21 @@ typedef struct {
     float *along, *axis, *next, *mean;                 /* (S), (dp) thrice */
     int32_t *sample;                                   /* (S) */
     int64_t *nearest;                                  /* (fit) */
+    float *score, *u, *tilt, *relative;                /* bounded.c: (S) twice, (dp), (K): e^(level - the highest) */
 } Past;
+
+/* A head in the backward pass. */
+typedef struct {
+    Past h;
+    struct End *ends;                                  /* of each renewal */
+    int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
+    float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
+    float *zmean, *tau;                                /* (K, dp), (K): of the cells of a block, with h.shared, ... */
+    float *sum, *slope, *dvalue, *dmu, *dbias, *dfar;  /* (K, dp), (K), (K, lv): over blocks; (M, dp), (K), (M, lv) */
+    float *A, *B, *Q, *Qt, *G, *Gt, *O, *back;         /* (2 b + M, PIECE) twice, of a piece; (K, dp) */
+    float *zslope, *weight, *states;                   /* bounded.c: (K, dp), (K) over blocks; (STEP, states_size) */
+    float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
+} Back;
 
 typedef struct {
     void *to;                                          /* where the address of a piece is to be */
@@ -106,6 +121,28 @@ size_t place_pieces(const Piece *pieces, size_t number, float *at);
 
 /* Means, biases and powers of two above N of the cells, from their sums; returns the mean tau. */
 float place_cells_of(Past *h);
+
+/* The queries of block t among the last L, with the past of that block. */
+void attend_block(Past *h, int64_t t);
+
+/* A head whose queries have been taken through it, with all that it needs. */
+void load_past(Past *h);
+
+/* Which of the centres is nearest to keys [j, j + m), m <= CHUNK. */
+void find_nearest(Past *h, int64_t j, int m, int32_t *which);
+
+/* Backward (recall_backward.c). The sums of the cells, each with its numbers; the cells of a block from their sums. */
+enum { SUMS = 5 };
+void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]);
+void find_cells(Back *e);
+
+/* The gradients of queries [i, i + R) of block t; cell (S): of keys that are read. */
+void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R);
+
+/* bounded.c: a head, forward and backward. Return 0 where memory ended. */
+int bounded_head(Past *h);
+int bounded_backward(Back *e);
+enum { STEP = 16 };                                    /* blocks from one mark to the next */
 
 #pragma GCC visibility pop
 

@@ -12,29 +12,16 @@
 #include "recall.h"
 
 /* What is known at the end of a renewal. */
-typedef struct {
+typedef struct End {
     int32_t *cell, *heavy;                             /* (S), (n): of each key its cell; places, -1 for none */
     float *sums;                                       /* ysum, zsum, values, squares, mass of the cells */
     int64_t start;                                     /* its place */
     int K;
 } End;
 
-typedef struct {
-    Past h;
-    End *ends;                                         /* of each renewal */
-    int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
-    float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
-    float *zmean, *tau;                                /* (K, dp), (K): of the cells of a block, with h.shared, ... */
-    float *sum, *slope, *dvalue, *dmu, *dbias, *dfar;  /* (K, dp), (K), (K, lv): over blocks; (M, dp), (K), (M, lv) */
-    float *A, *B, *Q, *Qt, *G, *Gt, *O, *back;         /* (2 b + M, PIECE) twice, of a piece; (K, dp) */
-    float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
-} Back;
-
 static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + 64); }
 
-/* The sums of the cells, each with its numbers. */
-enum { SUMS = 5 };
-static void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
+void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
     const size_t dp = h->s.dp, lv = h->s.lv, n = h->s.n;
     float *each[SUMS] = {h->ysum, h->zsum, h->values + n * lv, h->squares, h->mass + n};
     const size_t size[SUMS] = {K * dp, K * dp, K * lv, K, K};
@@ -88,15 +75,15 @@ static void take_off(Back *e, const int32_t *cell, int64_t t) {
     }
 }
 
-/* The cells of a block, from their sums. */
-static void find_cells(Back *e) {
+void find_cells(Back *e) {
     Past *h = &e->h;
     const int dp = h->s.dp, n = h->s.n;
     place_cells_of(h);
     for (int k = 0; k < h->s.K; k++) {
         const float N = h->mass[n + k];
         put_row(e->zmean + k * dp, N > 0 ? 1 / N : 0, h->zsum + k * dp, dp);
-        e->tau[k] = 2 * (exp2f(h->bias[n + k]) - 1);
+        const float tau = N > 0 ? (h->squares[k] - square_sum(h->zsum + k * dp, dp) / N) / N : 0;
+        e->tau[k] = tau > 0 ? tau : 0;
     }
 }
 
@@ -133,12 +120,11 @@ static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
     }
 }
 
-/* The gradients of queries [i, i + R) of block t. */
-static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
+void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     Past *h = &e->h;
     const Recall *c = h->c;
     const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, K = h->s.K, M = n + K, ld = up(R);
-    const int64_t first = c->S - c->L, b = c->block, from = (t - 1) * b;
+    const int64_t first = c->S - c->L, b = c->block, from = t > 0 ? (t - 1) * b : 0;
     const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
     const int near = (int)(stop - from);
     float *A = e->A, *B = e->B, *shared = A + near * ld, *dshared = B + near * ld;
@@ -261,16 +247,20 @@ static int backward_head(Back *e) {
         memset(e->slope, 0, sizeof(float) * K);
         if (t > e->first) load_end(e, --end);
     }
-    for (int64_t j = 0; j < c->S; j++) {
-        put_row(of(c->dy, h->z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * dp, h->s.d);
-        memcpy(of(c->dvalues, h->z, 0) + j * c->dvalues.token, e->dV + j * lv, sizeof(float) * h->s.dv);
-    }
     return 1;
+}
+
+static void write_gradients(const Back *e) {
+    const Recall *c = e->h.c;
+    for (int64_t j = 0; j < c->S; j++) {
+        put_row(of(c->dy, e->h.z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * e->h.s.dp, c->d);
+        memcpy(of(c->dvalues, e->h.z, 0) + j * c->dvalues.token, e->dV + j * e->h.s.lv, sizeof(float) * c->dv);
+    }
 }
 
 static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->cells, M = c->heavy + K;
-    const size_t wide = (2 * c->block + M) * PIECE;
+    const size_t wide = (2 * c->block + M) * PIECE, bounded = c->tilt != NULL, states = K * (2 * dp + lv + 2);
     *e = (Back){.first = (c->S - c->L) / c->block};
     e->count = (c->S - 1) / c->block - e->first + 1;
     open_past(&e->h, c, z, memory);
@@ -278,7 +268,8 @@ static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
         {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->slope, K}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
         {&e->dbias, K}, {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
         {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}, {&e->back, K * dp}, {&e->zmean, K * dp},
-        {&e->tau, K}};
+        {&e->tau, K}, {&e->zslope, bounded * K * dp}, {&e->weight, bounded * K},
+        {&e->states, bounded * STEP * states}};
     const size_t number = sizeof pieces / sizeof *pieces;
     e->memory = all_of(sizeof(float) * place_pieces(pieces, number, NULL));
     e->ends = calloc(e->count + 1, sizeof *e->ends);
@@ -305,7 +296,8 @@ int near_far_recall_backward(const Recall *c) {
         for (int64_t z = 0; z < c->Z; z++) {
             Back e;
             if (!memory) continue;
-            if (!open_back(&e, c, z, memory) || !backward_head(&e)) bad = NO_MEMORY;
+            if (!open_back(&e, c, z, memory) || !(c->tilt ? bounded_backward(&e) : backward_head(&e))) bad = NO_MEMORY;
+            else write_gradients(&e);
             close_back(&e);
         }
         if (!memory) bad = NO_MEMORY;
