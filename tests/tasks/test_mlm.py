@@ -21,7 +21,7 @@ from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.mlm import MLM, MaskedModel
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "column": "text", "data_files": None,
        "buffer": 0, "validation_blocks": 4}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

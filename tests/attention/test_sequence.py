@@ -173,7 +173,7 @@ def test_parts_on_processes_equal_the_whole(body, size, tmp_path):
 
 @pytest.mark.slow
 def test_the_documented_program(tmp_path):
-    text = (Path(__file__).parents[1] / "docs" / "sequence_parallel.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "sequence_parallel.md").read_text()
     program = tmp_path / "split.py"
     program.write_text(text.split("```python\n")[1].split("```")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program]

@@ -7,7 +7,7 @@ import pytest
 from crt_exp.report import index, writing
 from crt_exp.report.evidence import Claim, Gate, Unjudged, exactly, independent, judged
 
-COMMITTED = Path(__file__).parents[1] / "outputs/report"
+COMMITTED = Path(__file__).parents[2] / "outputs/report"
 
 
 def a_report(folder, name, rows):

@@ -14,7 +14,7 @@ from crt_exp.config import ConfigError
 from crt_exp.runner.lock import LOCK, Lock
 from crt_exp.runner.run import commit
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MISSING = "CRT_DATA is not set: the official files are needed"
 
 

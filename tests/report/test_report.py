@@ -245,7 +245,7 @@ def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch):
 def test_ctrl_c_in_a_terminal_ends_all_processes_in_a_line(after, tmp_path):
     """It reaches the workers too, while they start and while they compute: their tracebacks covered the line."""
     command = [sys.executable, "-m", "crt_exp.report", "hrf_pointwise", "--out", str(tmp_path / "out")]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
                           start_new_session=True) as process:
         cells = tmp_path / "outputs/hrf-pointwise/cells.jsonl"

@@ -26,7 +26,7 @@ from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Reader
 from crt_exp.tasks.librispeech import Example, LibriSpeech
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 PARTS = ("substitutions", "deletions", "insertions")
 SIZES = {"mels": 16, "channels": 4, "layers": 1, "dim": 16, "ffn": 32, "heads": 2, "kernel": 7, "predictor": 16,
          "joiner": 16, "dropout": 0.1, "norm": "frame"}

@@ -13,7 +13,7 @@ import toy
 from crt_exp.runner import checkpoint
 from crt_exp.train import main
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 ENVIRONMENT = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
 FILES = ["checkpoints", "config.yaml", "metrics.jsonl", "versions.json"]
 BASE = ("--config-dir", str(TESTS / "toy_conf"), "task=toy", "logger=none")

@@ -18,7 +18,7 @@ from crt_exp.runner.sweep import Done, check_direction, check_plugin, finished_r
 from crt_exp.studies.projections import Projections
 from crt_exp.studies.uci import UCI
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 WINE = ("-m", "task=uci", "task.repeats=1", "task.sigmas=[0.3]", "logger=none")
 TOY = ("-m", "--config-dir", str(HERE / "toy_conf"), "task=toy", "logger=none", "trainer.epochs=1")
 needs_plugins = pytest.mark.skipif(find_spec("hydra_plugins") is None, reason="the extra `sweep` is not installed")
