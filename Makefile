@@ -92,7 +92,7 @@ recall: $(STAMP)  ## near-far attention that reads the keys it asks for, where a
 sampling: $(STAMP)  ## sampled softmax: a step against 10^3 to 10^7 classes, and its gradient beside the full softmax's
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
-	@$(PY) -m crt_exp.report index
+	@$(PY) -m crt_exp.report
 
 families: $(STAMP)  ## every model type of transformers, timm, torch and torchaudio, swapped: exact, refused or wrong
 

@@ -104,3 +104,13 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
         for part in ("substitutions", "deletions", "insertions"):
             found[f"{prefix}{part}"] = getattr(result, part) / count
     return found
+
+
+def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
+    """Mean, standard deviation and half-width of the 95% Student interval (None for one value)."""
+    from scipy.special import stdtrit  # of a sweep's table alone: metrics load without scipy
+
+    n = len(values)
+    std = float(np.std(values, ddof=1)) if n > 1 else None
+    half = float(stdtrit(n - 1, 0.975)) * std / n**0.5 if n > 1 else None
+    return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}

@@ -21,8 +21,8 @@ from crt_exp.data import images as data
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
-from crt_exp.report import palette
-from crt_exp.report.writing import markdown, new_figure, save_figure
+from crt_exp import drawing
+from crt_exp.drawing import markdown, new_figure, save_figure
 from crt_exp.swap.rollout import rollout
 
 KEYS = {"run": None, "input": None, "maps": None, "attention": None, "m": None, "size": None}
@@ -170,9 +170,9 @@ def drawn_beside(model: nn.Module, options: dict[str, str | None]) -> dict[str, 
                           "with exact attention")
     exact = Mechanism.of("exact").swap(copy.deepcopy(model))
     if own:
-        return {"exact": exact, ", ".join(map(palette.label, own)): model}
+        return {"exact": exact, ", ".join(map(drawing.label, own)): model}
     other = Mechanism.of(options["attention"] or BESIDE, m=number(options, "m"))
-    title = palette.label(other.name) + (f", m = {other.m}" if other.m else "")
+    title = drawing.label(other.name) + (f", m = {other.m}" if other.m else "")
     return {"exact": exact, title: other.swap(copy.deepcopy(model))}
 
 

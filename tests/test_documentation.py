@@ -22,6 +22,7 @@ from crt_exp.data import __main__ as data_command
 from crt_exp.data import sources
 from crt_exp.features import Statistics
 from crt_exp.report import __main__ as report_command
+from crt_exp.report import page as pages
 from crt_exp.runner.command_line import check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make"}
@@ -206,8 +207,7 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.sample", *arguments):
             assert not arguments or sample.Options.of(arguments)
         case ("python", "-m", "crt_exp.report", name, *arguments):
-            report = importlib.import_module(f"crt_exp.report.{report_command.target(name)}")
-            report_command.options_of(name, report.main, [a for a in arguments if "=" in a])
+            check_report(name, arguments)
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
             check_run(arguments)
         case ("torchrun", *_, "split.py"):
@@ -217,6 +217,14 @@ def test_command_exists(words, recipes):
             assert find_spec(module)
         case _:
             pytest.fail(f"no test knows what {' '.join(words)} does")
+
+
+def check_report(name, arguments):
+    report_command.parser().parse_args([name, *arguments])
+    if name in pages.names() or name.endswith(".yaml"):
+        return
+    report = importlib.import_module(f"crt_exp.report.{report_command.target(name)}")
+    report_command.options_of(name, report.main, [a for a in arguments if "=" in a])
 
 
 def check_make(target, variables):

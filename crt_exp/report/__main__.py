@@ -1,4 +1,8 @@
-"""python -m crt_exp.report NAME: writes outputs/report/NAME.md, .csv and .png; bench_* print their tables."""
+"""python -m crt_exp.report: renders every page from the committed draws; with NAME, measures what is missing first.
+
+A page is declared by conf/report/NAME.yaml. Its draws are outputs/report/NAME.csv; from these and the file alone come
+NAME.md and NAME.png.
+"""
 
 import argparse
 import ast
@@ -12,19 +16,26 @@ from pathlib import Path
 
 from crt_exp.config import ConfigError, unknown
 from crt_exp.data import DataError
-from crt_exp.report import writing
+from crt_exp.report import draws, index, page, render, writing
+from crt_exp.studies import cells
 
 SIZES = ("small", "gpu", "full")
 
 
 def targets() -> dict[str, str]:
-    """The modules that define `main(size)`, with the first line of what each says of itself; none is imported."""
-    found = {}
+    """Name -> title, of the pages and of the modules that define `main(size)`."""
+    declared = {name: page.load(name)["title"] for name in page.names()}
+    return dict(sorted({**modules(), **declared}.items()))
+
+
+def modules() -> dict[str, str]:
+    """The modules of this room that define `main(size)`, with the first line of each; none is imported."""
+    result = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
         if any(takes_size(statement) for statement in module.body):
-            found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
-    return found
+            result[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
+    return result
 
 
 def takes_size(statement: ast.stmt) -> bool:
@@ -45,39 +56,77 @@ def target(name: str) -> str:
 def options_of(report: str, function: Callable[..., None], words: Sequence[str]) -> dict[str, str]:
     """KEY=VALUE for the keyword-only parameters of a report's `main`. Raises ConfigError for other words."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    found = {}
+    result = {}
     for word in words:
         key, _, value = word.partition("=")
         if not known:
             raise ConfigError(f"{word}: the report {report} takes no options")
         if key not in known:
             raise unknown(f"option of the report {report}", key, known)
-        if not value or key in found:
-            raise ConfigError(f"{word}: {f'{key} comes twice' if key in found else f'write {key}=VALUE'}")
-        found[key] = value
-    return found
+        if not value or key in result:
+            raise ConfigError(f"{word}: {f'{key} comes twice' if key in result else f'write {key}=VALUE'}")
+        result[key] = value
+    return result
+
+
+def measure(name: str, size: str, folder: Path, keep: bool, again: bool) -> Path:
+    """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing.
+    Raises ConfigError for a size that the page does not declare."""
+    spec = page.load(name)
+    if size not in spec.get("sizes", {}):
+        raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
+    if again:
+        cells.forget(Path(name).stem)
+    module, _, function = spec["measure"].rpartition(".")
+    name = Path(name).stem
+    made = getattr(importlib.import_module(module), function)(name, spec["sources"], spec["sizes"][size], keep)
+    return draws.write(name, made, folder)
+
+
+def render_all(folder: Path) -> None:
+    for name in page.names():
+        print(f"written: {render.write(page.Page(name, folder))}")
+    index.main(folder)
+
+
+def make(args: argparse.Namespace) -> None:
+    if args.name is None:
+        render_all(args.out)
+    elif args.name in page.names() or args.name.endswith(".yaml"):
+        if args.options:
+            raise ConfigError(f"{args.options[0]}: the report {args.name} takes no options")
+        print(f"written: {measure(args.name, args.size, args.out, args.keep, args.again)}")
+        print(f"written: {render.write(page.Page(args.name, args.out))}")
+    else:
+        report = importlib.import_module(f"crt_exp.report.{target(args.name)}")
+        report.main(args.size, **options_of(args.name, report.main, args.options))
+
+
+def parser() -> argparse.ArgumentParser:
+    listed = "\n".join(f"  {name:<18}{line}" for name, line in targets().items())
+    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"names:\n{listed}",
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("name", metavar="NAME", nargs="?", help="one of those below; without it, all are rendered")
+    made.add_argument("options", metavar="KEY=VALUE", nargs="*", help="of reports that take some: attention-maps")
+    made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
+    made.add_argument("--out", type=Path, default=writing.REPORT, help="folder to write to (default %(default)s)")
+    made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
+    made.add_argument("--again", action="store_true", help="measure everything again")
+    return made
 
 
 def main() -> None:
-    listed = "\n".join(f"  {name:<18}{line}" for name, line in targets().items())
-    parser = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"names:\n{listed}",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", metavar="NAME", help="one of those below")
-    parser.add_argument("options", metavar="KEY=VALUE", nargs="*", help="of reports that take some: attention-maps")
-    parser.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
-    parser.add_argument("--out", type=Path, default=writing.REPORT, help="folder to write to (default %(default)s)")
-    args = parser.parse_args()
+    args = parser().parse_args()
     writing.REPORT = args.out
     try:
-        report = importlib.import_module(f"crt_exp.report.{target(args.name)}")
-        report.main(args.size, **options_of(args.name, report.main, args.options))
+        make(args)
     except (ValueError, OSError, DataError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         print(f"crt_exp.report: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
-        writing.end_workers()
+        cells.end_workers()
         print("crt_exp.report: stopped by SIGINT; cells that are computed are kept, and the same command goes on",
               file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

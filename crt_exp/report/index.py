@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from crt_exp.report import writing
+from crt_exp.report.page import Page, names
 from crt_exp.report.writing import csv_text, markdown
 from crt_exp.runner.run import write_atomic
 
@@ -14,21 +14,25 @@ WORDS = ("confirmed", "refuted", "open")
 NAME = "index"
 
 
-def main(size: str) -> None:
-    """Raises ValueError where there is no report. The size is that of the reports that are there."""
-    pages = sorted(path for path in writing.REPORT.glob("*.md") if path.stem != NAME)
+def main(folder: Path) -> None:
+    """Raises ValueError where there is no report."""
+    pages = sorted(path for path in folder.glob("*.md") if path.stem != NAME)
     if not pages:
-        raise ValueError(f"no report in {writing.REPORT}: make one first, such as `make fig2`")
-    found = {page.stem: verdicts(page.with_suffix(".csv")) for page in pages}
-    path = writing.REPORT / f"{NAME}.md"
+        raise ValueError(f"no report in {folder}: make one first, such as `make fig2`")
+    found = {page.stem: verdicts(page) for page in pages}
+    path = folder / f"{NAME}.md"
     write_atomic(path, text(pages, found))
     write_atomic(path.with_suffix(".csv"), csv_text([{"report": name, **row} for name, rows in found.items()
                                                      for row in rows]))
     print(f"{summary(found)}\nwritten: {path}, {path.with_suffix('.csv')}")
 
 
-def verdicts(path: Path) -> list[dict[str, str]]:
-    """The rows of a report's csv that judge a claim, without the columns that they leave empty."""
+def verdicts(page: Path) -> list[dict[str, str]]:
+    """Of a page that conf/report declares, from its draws; of another, the rows of its csv that judge a claim."""
+    if page.stem in names():
+        rows = [verdict.row() for verdict in Page(page.stem, page.parent).verdicts]
+        return [{key: str(value) for key, value in row.items()} for row in rows]
+    path = page.with_suffix(".csv")
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -63,7 +67,7 @@ def counts(pages: list[Path], found: dict[str, list[dict[str, str]]]) -> str:
 
 def made_by(page: Path) -> str:
     """The commit that a page names."""
-    told = re.search(r"; commit (\w+)", page.read_text(encoding="utf-8"))
+    told = re.search(r"(?:; |Code: )commit (\w+)", page.read_text(encoding="utf-8"))
     return told[1] if told else ""
 
 

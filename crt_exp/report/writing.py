@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import joblib
 from tqdm import tqdm
 
+from crt_exp.drawing import apart, columns, label_ends, markdown, new_figure, plain_ticks, save_figure  # noqa: F401
 from crt_exp.report.decided import HERE, without_docstrings
 from crt_exp.runner.run import commit, machine, read_records, write_atomic
 
@@ -189,11 +190,6 @@ def command() -> str:
     return size + shlex.join([*program, *sys.argv[1:]])
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
-
-
 def csv_text(rows: Sequence[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(key for row in rows for key in row))
     buffer = io.StringIO()
@@ -201,80 +197,3 @@ def csv_text(rows: Sequence[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()
-
-
-def save_figure(figure, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
-    os.replace(temporary, path)
-
-
-def new_figure(*args, **kwargs):
-    """matplotlib subplots without a display, in the reports' style."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-                         "grid.alpha": 0.25, "legend.frameon": False})
-    return plt.subplots(*args, **kwargs)
-
-
-def plain_ticks(axis) -> None:
-    """Numbers as they are, on an axis of logarithms that may span less than a decade."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
-    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and
-    within the height of the axes where there is room. Lines that end far to the left of others do not concern them.
-
-    The scales and limits of the axes must be set.
-    """
-    from matplotlib.transforms import offset_copy
-
-    ax.figure.canvas.draw()  # fixes the scales
-    height = 1.25 * size * ax.figure.dpi / 72
-    places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
-    for column in columns(places, ax.bbox.width / 5):
-        column.sort(key=lambda place: place[1])
-        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
-        for up, (right, _, name, colour) in zip(heights, column):
-            ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
-                    clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
-
-
-def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
-    """Places (x, ...) with those in one list that are less than `least` to the right of another."""
-    found: list[list[tuple]] = []
-    for place in sorted(places, key=lambda place: place[0]):
-        if found and place[0] - found[-1][-1][0] < least:
-            found[-1].append(place)
-        else:
-            found.append([place])
-    return found
-
-
-def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
-    """The heights that are nearest to these in their squares, `least` apart, moved above the bottom and then below the
-    top, which holds where there is no room for all."""
-    pools: list[tuple[float, int]] = []  # sum and count of those that touch each other, each less what is below it
-    for i, height in enumerate(ascending):
-        total, count = height - i * least, 1
-        while pools and pools[-1][0] / pools[-1][1] > total / count:
-            total, count = total + pools[-1][0], count + pools.pop()[1]
-        pools.append((total, count))
-    found = [total / count for total, count in pools for _ in range(count)]
-    found = [height + i * least for i, height in enumerate(found)]
-    for i in range(len(found)):
-        found[i] = max(found[i], bottom)
-        bottom = found[i] + least
-    for i in reversed(range(len(found))):
-        found[i] = min(found[i], top)
-        top = found[i] - least
-    return found

@@ -182,7 +182,7 @@ def pooled(runs: list[Done]) -> tuple[tuple[bool, float], str]:
         return (True, 0.0), "not a number"
     if len(values) == 1:
         return runs[0].rank, f"{values[0]:.4f}"
-    from crt_exp.studies.uci import interval
+    from crt_exp.metrics import interval
 
     found = interval(values, "mean")
     return (False, found["mean"] * sign(runs[0].record)), f"{found['mean']:.4f} +- {found['mean_ci95']:.4f}"

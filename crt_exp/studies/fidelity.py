@@ -20,7 +20,7 @@ from crt_exp.schema import Count, Several, checked
 from crt_exp.studies import fidelity_files
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
 from crt_exp.studies.subject import Subject, learns, load
-from crt_exp.studies.uci import interval
+from crt_exp.metrics import interval
 from crt_exp.swap.swap import fill_statistics
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is told

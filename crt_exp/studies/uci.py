@@ -4,20 +4,19 @@ For each random split the bandwidth sigma is tuned on the validation part;
 the test part is read once, with the best one.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from scipy.special import stdtrit  # scipy.stats would cost 1.5 s of start-up
 from tqdm import tqdm
 
 from crt_exp.data.tabular import load
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
+from crt_exp.metrics import interval
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, above, below, checked
 
@@ -122,11 +121,3 @@ def scaler(train: np.ndarray, kind: str):
         centre, width = train.min(0), np.ptp(train, axis=0)
     width = np.where(width > 0, width, 1)
     return lambda x: ((x - centre) / width).astype(np.float32)
-
-
-def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
-    """Mean, standard deviation and half-width of the 95% Student interval (None for one value)."""
-    n = len(values)
-    std = float(np.std(values, ddof=1)) if n > 1 else None
-    half = float(stdtrit(n - 1, 0.975)) * std / math.sqrt(n) if n > 1 else None
-    return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}

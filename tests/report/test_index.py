@@ -23,7 +23,7 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
     a_report(tmp_path, "second", [Unjudged(up, Gate("costs", 0.1, 0.5)).row()])
     a_report(tmp_path, "third", [{"m": 4}])
     a_report(tmp_path, "fourth", [judged([Claim("certain", exactly(2.5))])[0].row()])
-    index.main("small")
+    index.main(writing.REPORT)
     assert "5 verdicts in 3 reports: 2 confirmed, 1 refuted, 2 open, 1 of these because a gate failed" \
         in capsys.readouterr().out
     text = (tmp_path / "index.md").read_text()
@@ -37,10 +37,10 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
 def test_no_report_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "REPORT", tmp_path)
     with pytest.raises(ValueError, match="no report in .*make one first"):
-        index.main("small")
+        index.main(writing.REPORT)
 
 
 def test_the_committed_index_is_that_of_the_committed_reports():
     pages = sorted(path for path in COMMITTED.glob("*.md") if path.stem != index.NAME)
-    made = index.text(pages, {page.stem: index.verdicts(page.with_suffix(".csv")) for page in pages})
+    made = index.text(pages, {page.stem: index.verdicts(page) for page in pages})
     assert (COMMITTED / "index.md").read_text() == made, "make report"

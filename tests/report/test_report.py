@@ -25,7 +25,8 @@ from crt_exp.report import __main__ as command_line
 from crt_exp.report import palette, table1, writing
 from crt_exp.runner.run import commit
 from crt_exp.studies.projections import Projections
-from crt_exp.studies.uci import UCI, interval
+from crt_exp.metrics import interval
+from crt_exp.studies.uci import UCI
 from crt_exp.studies.variance import REGIMES, Variance, log_variances
 
 PEER = Mechanism("RBFSampler", {}, m=64)
@@ -136,7 +137,7 @@ def test_source_names_the_commit_and_whether_its_tree_was_changed(monkeypatch):
 # ---- what reports list
 
 
-@pytest.mark.parametrize("name", list(command_line.targets()))
+@pytest.mark.parametrize("name", list(command_line.modules()))
 def test_every_map_and_sampler_is_listed_or_left_out_by_name(name):
     report = importlib.import_module(f"crt_exp.report.{name}")
     assert hasattr(report, "MAPS") != (name in NO_LIST)

@@ -1,0 +1,202 @@
+"""How the package draws: colours, order and names of mechanisms and samplers, and small helpers for axes.
+
+Names are the files of conf/features, conf/sampler and conf/attention. A new file appears in every report by itself,
+behind the others of its kind and in a colour made of its name, until it gets a line here.
+"""
+
+import colorsys
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from crt_exp.config import choices, unknown
+from crt_exp.features import FeatureMap, GeomRFPlus, PoisRFPlus
+from crt_exp.features.discrete import DiscreteRF
+from crt_exp.features.exponential import PositiveExponential
+from crt_exp.mechanism import Mechanism
+
+EXACT = "#000000"
+CONTROL = "#999999"
+NEAR_FAR = "#0072B2"
+# In the order of the reports. Indefinite maps are cold and positive ones warm (Okabe-Ito, safe for colour blindness).
+MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
+        "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
+        "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "auto": "#B35C5C", "pois_plus": "#CC79A7",
+        "geom_plus": "#882255"}
+SAMPLERS = {"iid": "#808000", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
+            "stratified": "#009E73", "hadamard": "#E69F00", "givens": "#000000"}
+LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
+          "relu": "ReLU", "nearfar": "near-far"}  # of attention, as papers call it
+NONE: Mapping[str, str] = {}  # left out
+HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "a hybrid has many times the features of the others at "
+                        "equal projections; these have reports of their own")
+DENSE = {"auto": "it is one of the others, for each head its own",
+         "sderf": "the laws of dense features depend on more than lengths and angles"}
+APART = {**HYBRIDS, **DENSE}  # of most reports
+POSITIVE = (PositiveExponential, PoisRFPlus, GeomRFPlus)
+
+
+def maps(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
+    """All of conf/features but those `without` (name -> reason), indefinite ones first. ConfigError: no such name."""
+    return _listed("features", without, lambda name: (is_positive(name), *_place(name, MAPS)))
+
+
+def samplers(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
+    """All of conf/sampler but those `without` (name -> reason). ConfigError: no such name."""
+    return _listed("sampler", without, lambda name: _place(name, SAMPLERS))
+
+
+def left_out(without: Mapping[str, str]) -> str:
+    """The sentence of a caption that says what a report leaves out, and why; empty where that is nothing."""
+    reasons = dict.fromkeys(without.values())
+    named = [f"{', '.join(n for n, why in without.items() if why == reason)} ({reason})" for reason in reasons]
+    return f" Left out: {'; '.join(named)}." if named else ""
+
+
+def colour(name: str) -> str:
+    """Of a map, of the exact kernel, or of attention: that of its map."""
+    if name == "exact":
+        return EXACT
+    if name == "nearfar":
+        return NEAR_FAR
+    if name not in MAPS and name in choices("attention") and name not in choices("features"):
+        features = Mechanism.of(name).features
+        return CONTROL if features is None else colour(features.name)
+    return MAPS.get(name) or colour_by_rule(name)
+
+
+def sampler_colour(name: str) -> str:
+    return SAMPLERS.get(name) or colour_by_rule(name)
+
+
+def colour_by_rule(name: str) -> str:
+    """A colour that depends on the name alone, and so stays when others come: a hue, dark enough for lines on white."""
+    red_green_blue = colorsys.hsv_to_rgb(zlib.crc32(name.encode()) % 360 / 360, 0.7, 0.65)
+    return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)
+
+
+def label(name: str) -> str:
+    """What tables and legends call it: maps and samplers by their names, attention as the papers do."""
+    return LABELS.get(name, name)
+
+
+def is_positive(name: str) -> bool:
+    """Whether the map is known to have positive features only; others may estimate negative kernels."""
+    return isinstance(feature_map(name), POSITIVE)
+
+
+def go_together(features: str, sampler: str) -> bool:
+    """Whether the map takes the sampler's rows: discrete maps need exactly Gaussian ones."""
+    return not isinstance(feature_map(features), DiscreteRF) or is_gaussian(sampler)
+
+
+def is_gaussian(sampler: str) -> bool:
+    """Whether its rows are exactly Gaussian."""
+    return Mechanism.of(features="pos", sampler=sampler, m=1).noise(2, torch.Generator().manual_seed(0)).gaussian
+
+
+def feature_map(name: str) -> FeatureMap:
+    return Mechanism.of(features=name).map()
+
+
+def _place(name: str, order: Iterable[str]) -> tuple[int, str]:
+    """Where it stands in a given order; names that are not in it come behind, by the alphabet."""
+    places = list(order)
+    return (places.index(name) if name in places else len(places), name)
+
+
+def _listed(group: str, without: Mapping[str, str], key) -> tuple[str, ...]:
+    names = choices(group)
+    for name in without:
+        if name not in names:
+            raise unknown(group, name, names)
+    return tuple(sorted((name for name in names if name not in without), key=key))
+
+
+# ---- pictures
+
+
+def save_figure(figure, path: Path) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
+    os.replace(temporary, path)
+
+
+def new_figure(*args, **kwargs):
+    """matplotlib subplots without a display, in the reports' style."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                         "grid.alpha": 0.25, "legend.frameon": False})
+    return plt.subplots(*args, **kwargs)
+
+
+def plain_ticks(axis) -> None:
+    """Numbers as they are, on an axis of logarithms that may span less than a decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
+    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and
+    within the height of the axes where there is room. Lines that end far to the left of others do not concern them.
+
+    The scales and limits of the axes must be set.
+    """
+    from matplotlib.transforms import offset_copy
+
+    ax.figure.canvas.draw()  # fixes the scales
+    height = 1.25 * size * ax.figure.dpi / 72
+    places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
+    for column in columns(places, ax.bbox.width / 5):
+        column.sort(key=lambda place: place[1])
+        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
+        for up, (right, _, name, colour) in zip(heights, column):
+            ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
+                    clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
+
+
+def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
+    """Places (x, ...) with those in one list that are less than `least` to the right of another."""
+    found: list[list[tuple]] = []
+    for place in sorted(places, key=lambda place: place[0]):
+        if found and place[0] - found[-1][-1][0] < least:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
+
+
+def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
+    """The heights that are nearest to these in their squares, `least` apart, moved above the bottom and then below the
+    top, which holds where there is no room for all."""
+    pools: list[tuple[float, int]] = []  # sum and count of those that touch each other, each less what is below it
+    for i, height in enumerate(ascending):
+        total, count = height - i * least, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            total, count = total + pools[-1][0], count + pools.pop()[1]
+        pools.append((total, count))
+    found = [total / count for total, count in pools for _ in range(count)]
+    found = [height + i * least for i, height in enumerate(found)]
+    for i in range(len(found)):
+        found[i] = max(found[i], bottom)
+        bottom = found[i] + least
+    for i in reversed(range(len(found))):
+        found[i] = min(found[i], top)
+        top = found[i] - least
+    return found
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown, its first column to the left and the others to the right."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"

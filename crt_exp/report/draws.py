@@ -1,0 +1,60 @@
+"""The committed draws of a page: outputs/report/<name>.csv, one schema for all (`crt_exp.studies.cells.Draw`)."""
+
+import gzip
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pandas as pd
+
+from crt_exp.runner.run import write_atomic
+from crt_exp.studies.cells import Draw
+
+COLUMNS = [field.name for field in fields(Draw)]
+FOLDER = Path("outputs/report")
+LARGEST = 2**20  # bytes of a file that is not compressed
+
+
+def read(name: str, folder: Path = FOLDER) -> pd.DataFrame:
+    """The draws of a page; settings, arms, units and tables are strings, empty where they do not apply.
+
+    Raises FileNotFoundError where none are committed, ValueError for a file that is not of this schema.
+    """
+    path = path_of(name, folder)
+    frame = pd.read_csv(path, dtype={name: str for name in ("table", "setting", "arm", "unit", "commit", "date",
+                                                            "versions")}, keep_default_na=False, na_values={})
+    if [*frame.columns] != COLUMNS:
+        raise ValueError(f"{path}: got the columns {', '.join(frame.columns)}, expected {', '.join(COLUMNS)}")
+    frame["seconds"] = pd.to_numeric(frame["seconds"]).fillna(0.0)
+    for column in ("x", "value"):
+        frame[column] = numbers(frame[column])
+    return frame
+
+
+def numbers(column: pd.Series) -> pd.Series:
+    """As numbers where all that is not empty is one."""
+    if column.dtype != object and not pd.api.types.is_string_dtype(column):
+        return column
+    values = pd.to_numeric(column.where(column != ""), errors="coerce")
+    return values if (values.notna() | (column == "")).all() else column
+
+
+def path_of(name: str, folder: Path = FOLDER) -> Path:
+    for path in (folder / f"{name}.csv", folder / f"{name}.csv.gz"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{folder / name}.csv: no draws of this page; `make {name}` measures them")
+
+
+def write(name: str, draws: Iterable[Draw], folder: Path = FOLDER) -> Path:
+    """Writes the file atomically, compressed where it is above 1 MB. Raises ValueError where there are none."""
+    frame = pd.DataFrame([asdict(draw) for draw in draws], columns=COLUMNS)
+    if frame.empty:
+        raise ValueError(f"{name}: the measurement gave no draws, so nothing is written")
+    text = frame.to_csv(index=False, lineterminator="\n").encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    plain, packed = folder / f"{name}.csv", folder / f"{name}.csv.gz"
+    path, other = (plain, packed) if len(text) <= LARGEST else (packed, plain)
+    write_atomic(path, text if path == plain else gzip.compress(text, mtime=0))
+    other.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,144 @@
+"""The picture of a page, panel by panel as its file declares them.
+
+A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for each of `settings` (default: all).
+
+    kind: lines     mean of `metric` over x, one line an arm, with a band of its 95% interval; log: [x, y]
+    kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]
+    kind: dots      one row an arm: its mean with the 95% interval; log: [x]
+
+`columns` of the file sets how many panels stand side by side (default: as many as there are settings).
+"""
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from crt_exp import drawing
+from crt_exp.drawing import label_ends, new_figure, plain_ticks
+from crt_exp.report.evidence import independent
+from crt_exp.report.page import Page
+
+WIDTH, HEIGHT = 5.2, 3.9  # of a panel, inches
+
+
+def figure(page: Page):
+    """A matplotlib figure, or None where the file declares no panel."""
+    panels = [(panel, setting) for panel in page.spec.get("panels", [])
+              for setting in panel.get("settings", page.settings) or [None]]
+    if not panels:
+        return None
+    across = page.spec["panels"][0].get("columns", min(len(panels), 3))
+    down = math.ceil(len(panels) / across)
+    fig, axes = new_figure(down, across, figsize=(WIDTH * across, HEIGHT * down), squeeze=False)
+    for ax, (panel, setting) in zip(axes.flat, panels):
+        DRAWN[panel["kind"]](ax, page, panel, setting)
+    for ax in axes.flat[len(panels):]:
+        ax.set_axis_off()
+    fig.tight_layout()
+    return fig
+
+
+def colour(page: Page, arm: str) -> str:
+    """Of an attention or map: the same on all pages; controls in grey, and nothing else."""
+    if arm in page.controls:
+        return drawing.CONTROL
+    name = re.split("[ ,]", arm)[0]
+    shade = drawing.colour(name)
+    return drawing.colour_by_rule(name) if shade == drawing.CONTROL else shade
+
+
+def arms_of(page: Page, panel: dict[str, Any]) -> list[str]:
+    return panel.get("arms", page.arms)
+
+
+def name_axes(ax, page: Page, panel: dict[str, Any], setting: str | None, x: str, y: str) -> None:
+    for axis in panel.get("log", []):
+        ax.set(**{f"{axis}scale": "log"})
+    title = panel.get("title", "{setting}").format(setting=setting or "")
+    ax.set(xlabel=panel.get("xlabel", x), ylabel=panel.get("ylabel", y), title=title)
+
+
+def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
+    metric, ends = page.metric(panel["metric"]), []
+    for arm in arms_of(page, panel):
+        frame = page.select(panel["metric"], setting, arm, panel.get("table"))
+        groups = [(x, metric.scale * group["value"].to_numpy(float)) for x, group in frame.groupby("x")]
+        if not groups:
+            continue
+        places, means = [x for x, _ in groups], [values.mean() for _, values in groups]
+        shade = colour(page, arm)
+        ax.plot(places, means, color=shade, lw=1.5, marker="o", ms=2.5,
+                ls="--" if arm in page.controls else "-")
+        if all(len(values) > 1 for _, values in groups):
+            halves = np.array([independent(values).half for _, values in groups])
+            ax.fill_between(places, np.subtract(means, halves), np.add(means, halves), color=shade, alpha=0.12, lw=0)
+        ends.append((page.label(arm), places[-1], means[-1], shade))
+    name_axes(ax, page, panel, setting, "step", metric.heading)
+    if "x" in panel.get("log", []):
+        plain_ticks(ax.xaxis)
+    label_ends(ax, ends)
+
+
+def points(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
+    across, up = page.metric(panel["against"]), page.metric(panel["metric"])
+    named = []
+    for arm in arms_of(page, panel):
+        x = page.values(panel["against"], setting, arm, panel.get("against_table"))
+        y = page.values(panel["metric"], setting, arm, panel.get("table"), panel.get("x"))
+        if len(x) and len(y):
+            shade = colour(page, arm)
+            half = independent(y).half if len(y) > 1 else 0.0
+            ax.errorbar(x.mean(), y.mean(), yerr=half, color=shade, marker="o", ms=5, capsize=2, lw=1)
+            named.append((page.label(arm), x.mean(), y.mean(), shade))
+    name_axes(ax, page, panel, setting, across.heading, up.heading)
+    ax.margins(0.15, 0.15)
+    if "x" in panel.get("log", []):
+        plain_ticks(ax.xaxis)
+    name_points(ax, named, fontsize=8)
+
+
+def dots(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
+    metric, rows = page.metric(panel["metric"]), []
+    for arm in arms_of(page, panel):
+        values = page.values(panel["metric"], setting, arm, panel.get("table"), panel.get("x"),
+                             log="x" in panel.get("log", []))
+        if len(values):
+            rows.append((arm, values))
+    for place, (arm, values) in enumerate(reversed(rows)):
+        half = independent(values).half if len(values) > 1 else 0.0
+        ax.errorbar(values.mean(), place, xerr=half, color=colour(page, arm), marker="o", ms=5, capsize=2, lw=1)
+    ax.set_yticks(range(len(rows)), [page.label(arm) for arm, _ in reversed(rows)])
+    name_axes(ax, page, panel, setting, metric.heading, "")
+
+
+DRAWN = {"lines": lines, "points": points, "dots": dots}
+OFFSETS = (9, -18, 19, -28, 29, -38)  # of names from their points, in points of print
+RADIUS = 8                            # of a point, about
+
+
+def name_points(ax, names: list[tuple[str, float, float, str]], **style) -> None:
+    """Writes (name, x, y, colour) above or below its point, by the first of OFFSETS at which it covers no name before
+    it and no other point, with a line to it. The scales and limits of the axes must be set."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    ax.figure.canvas.draw()
+    radius = RADIUS * ax.figure.dpi / 72
+    places = [ax.transData.transform((x, y)) for _, x, y, _ in names]
+    discs = [Bbox([place - radius, place + radius]) for place in places]
+    taken: list[Bbox] = []
+    for i in sorted(range(len(names)), key=lambda i: names[i][1]):
+        name, x, y, shade = names[i]
+        line = {"arrowstyle": "-", "color": shade, "lw": 0.7, "shrinkB": 0}
+        label = ax.annotate(name, (x, y), color=shade, textcoords="offset points", xytext=(0, 0), ha="center",
+                            va="bottom", arrowprops=line, **style)
+        others = [*discs[:i], *discs[i + 1:], *taken]
+        for offset in OFFSETS:
+            label.set_position((0, offset))
+            label.update_positions(ax.figure.canvas.get_renderer())
+            box = Text.get_window_extent(label)
+            if not any(box.overlaps(other) for other in others):
+                break
+        taken.append(box)

@@ -1,0 +1,264 @@
+"""A page: a pure function of committed draws and of one file, conf/report/<name>.yaml.
+
+The file holds what a reader may want to change or check: title, facts, arms and their names, gates, claims, tables and
+panels. What cannot be said there stands in report/pages/<name>.py, whose functions `sections`, `claims`, `figure` and
+`first_lines` take the page and come in the place of those made from the file.
+
+    title:      heading of the page                    facts:    data, sizes, seeds, and what a reader must know
+    arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
+    metrics:    metric -> {name, unit, scale, better: higher or lower, format}
+    gates:      what must hold before a setting is judged, see `Page.gates`
+    claims:     see `Page.claims`                      tables, panels: see `tables` and `figures`
+    measure:    the function that measures             sizes:    its settings by SIZE; sources: the rooms that decide it
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from crt_exp.config import CONF, ConfigError, unknown
+from crt_exp.drawing import LABELS
+from crt_exp.report import draws
+from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, Verdict, independent, judged
+
+FOLDER = CONF / "report"
+KEYS = ("title", "source", "facts", "arms", "controls", "baseline", "metrics", "main", "gates", "claims", "tables",
+        "panels", "measure", "sizes", "sources", "data")
+
+
+def names() -> list[str]:
+    """Of all pages: the files of conf/report."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def file_of(name: str) -> Path:
+    """Of a page of conf/report, or a file of one's own, "mine/page.yaml". Raises ConfigError for a name of none."""
+    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        raise unknown("report", name, names())
+    return path
+
+
+def load(name: str) -> dict[str, Any]:
+    """The file of a page. Raises ConfigError where it is not valid YAML, has an unknown key or lacks one."""
+    path = file_of(name)
+    try:
+        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(spec, dict):
+        raise ConfigError(f"{path}: got {type(spec).__name__}, expected keys such as {', '.join(KEYS[:4])}")
+    for key in spec:
+        if key not in KEYS:
+            raise unknown(f"key of {path.name}", key, KEYS)
+    for key in ("title", "metrics"):
+        if key not in spec:
+            raise ConfigError(f"{path}: the key {key} is missing")
+    return spec
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How values are shown: times `scale`, in `unit`, by `format`; sign: 1 where higher is better, -1 where lower."""
+
+    name: str
+    unit: str = ""
+    scale: float = 1.0
+    better: str = "higher"
+    format: str = ".3g"
+
+    @property
+    def sign(self) -> int:
+        return 1 if self.better == "higher" else -1
+
+    @property
+    def points(self) -> str:
+        """The unit of differences."""
+        return "points" if self.unit == "%" else self.unit
+
+    @property
+    def heading(self) -> str:
+        return f"{self.name}, {self.unit}" if self.unit and self.unit not in self.name else self.name
+
+
+class Page:
+    """A file of conf/report with its draws."""
+
+    def __init__(self, name: str, folder: Path = draws.FOLDER, spec: dict[str, Any] | None = None,
+                 frame: pd.DataFrame | None = None):
+        self.name, self.folder = Path(name).stem, folder
+        self.spec = load(name) if spec is None else spec
+        self.draws = draws.read(self.name, folder) if frame is None else frame
+
+    @cached_property
+    def code(self) -> Any:
+        """report/pages/<name>.py, or None."""
+        module = f"crt_exp.report.pages.{self.name.replace('-', '_')}"
+        return import_module(module) if importlib.util.find_spec(module) else None
+
+    def own(self, function: str) -> Any:
+        """A function of the page's own module, or None."""
+        return getattr(self.code, function, None)
+
+    # ---- names
+
+    @cached_property
+    def settings(self) -> list[str]:
+        """In the order of the draws."""
+        return [*dict.fromkeys(self.draws["setting"])]
+
+    @cached_property
+    def arms(self) -> list[str]:
+        """Those of the file in its order, then those that only the draws have."""
+        return [*dict.fromkeys([*self.spec.get("arms", {}), *self.draws["arm"]])]
+
+    @property
+    def controls(self) -> list[str]:
+        return [*self.spec.get("controls", [])]
+
+    def label(self, arm: str) -> str:
+        """The name of an arm on the page: that of the file, or the attention as papers call it with its options."""
+        given = self.spec.get("arms") or {}
+        if given.get(arm):
+            return given[arm]
+        name, *options = arm.split(" ")
+        return ", ".join([LABELS.get(name, name), *(option.replace("=", " = ") for option in options)])
+
+    def metric(self, name: str) -> Metric:
+        given = (self.spec.get("metrics") or {}).get(name, {})
+        return Metric(**{"name": name.replace("_", " "), **given})
+
+    @property
+    def main(self) -> str:
+        """The metric by which arms are compared: that of `main`, or the first."""
+        return self.spec.get("main") or next(iter(self.spec["metrics"]))
+
+    # ---- values
+
+    def select(self, metric: str, setting: str | None = None, arm: str | None = None, table: str | None = None,
+               x: Any = None) -> pd.DataFrame:
+        """The draws of a metric; x: a value, a list of them, or "last"."""
+        frame = self.draws[self.draws["metric"] == metric]
+        for column, value in (("setting", setting), ("arm", arm), ("table", table)):
+            if value is not None:
+                frame = frame[frame[column] == value]
+        if x == "last":
+            return frame[frame["x"] == frame["x"].max()]
+        return frame if x is None else frame[frame["x"].isin(x if isinstance(x, list) else [x])]
+
+    def values(self, metric: str, setting: str | None = None, arm: str | None = None, table: str | None = None,
+               x: Any = None, log: bool = False) -> pd.Series:
+        """unit -> value, scaled as shown; the mean where a unit has several draws, geometric with `log`."""
+        frame = self.select(metric, setting, arm, table, x)
+        values = self.metric(metric).scale * frame["value"].astype(float)
+        by_unit = (np.log(values) if log else values).groupby(frame["unit"], sort=False).mean()
+        return np.exp(by_unit) if log else by_unit
+
+    def gain(self, metric: str, better: str, worse: str, log: bool = False, **where: Any) -> np.ndarray:
+        """By how much one arm is better than another, of each unit that both have; of logarithms with `log`."""
+        first, second = (self.values(metric, arm=arm, log=log, **where) for arm in (better, worse))
+        shared = first.index.intersection(second.index)
+        pair = [np.log(each[shared]) if log else each[shared] for each in (first, second)]
+        return self.metric(metric).sign * (pair[0] - pair[1]).to_numpy()
+
+    # ---- gates and claims
+
+    @cached_property
+    def gates(self) -> list[tuple[str, Gate]]:
+        """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most} of the file: the
+        mean of the arm `of`, or, with `than`, by how much `of` is better than the best of these arms."""
+        return [(setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
+                for setting in self._settings(entry)]
+
+    def _gate(self, entry: dict[str, Any], setting: str) -> Gate:
+        where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
+        if "than" not in entry:
+            value = self.values(entry["metric"], arm=entry["of"], **where).mean()
+        else:
+            others = [entry["than"]] if isinstance(entry["than"], str) else entry["than"]
+            gains = [self.gain(entry["metric"], entry["of"], other, **where) for other in others]
+            value = min((float(gain.mean()) for gain in gains if len(gain)), default=math.nan)
+        return Gate(entry["text"].format(setting=setting), float(value), entry.get("least", -math.inf),
+                    entry.get("most", math.inf))
+
+    @cached_property
+    def verdicts(self) -> list[Verdict | Unjudged]:
+        """Of all claims, Holm's correction over those whose setting passed its gates."""
+        failed = {setting: gate for setting, gate in self.gates if not gate.passed}
+        made = [*self._claims(), *(self.own("claims")(self) if self.own("claims") else [])]
+        left = [Unjudged(claim, failed[setting]) for setting, claim in made if setting in failed]
+        return [*judged([claim for setting, claim in made if setting not in failed]), *left]
+
+    def _claims(self) -> Iterator[tuple[str, Claim]]:
+        """(setting, claim) of each entry of the file: {text, better, worse} compares arms, {text, arm, at_most or
+        at_least} an arm with a number, in shown units, both on `metric` (default: `main`), in `settings` (default: all
+        of them), at `x` of `table`. scale: log compares logarithms; margin: by how much better, at least."""
+        for entry in self.spec.get("claims", []):
+            for setting in self._settings(entry):
+                values = self._differences(entry, setting)
+                if len(values) > 1:
+                    text = entry["text"].format(setting=setting, x=entry.get("x"))
+                    yield setting, Claim(text, independent(values), self._unit(entry))
+
+    def _differences(self, entry: dict[str, Any], setting: str) -> np.ndarray:
+        metric, log = entry.get("metric", self.main), entry.get("scale") == "log"
+        where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
+        if "better" in entry:
+            margin = entry.get("margin", 0.0)
+            return self.gain(metric, entry["better"], entry["worse"], log=log, **where) - (
+                math.log(margin) if log and margin else margin)
+        values = self.values(metric, arm=entry["arm"], log=log, **where).to_numpy()
+        bound, sign = (entry["at_most"], 1) if "at_most" in entry else (entry["at_least"], -1)
+        return sign * (np.log(bound / values) if log else bound - values)
+
+    def _unit(self, entry: dict[str, Any]) -> str:
+        return "in the logarithm" if entry.get("scale") == "log" else self.metric(entry.get("metric", self.main)).points
+
+    def _settings(self, entry: dict[str, Any]) -> Sequence[str]:
+        return entry.get("settings") or self.settings
+
+    # ---- what is said first
+
+    def first_lines(self) -> list[str]:
+        """Which arms a control beats, or equals, in each setting, by the means of the main metric."""
+        if self.own("first_lines"):
+            return self.own("first_lines")(self)
+        lines = []
+        for setting in self.settings:
+            for control in self.controls:
+                beaten, where = self.beaten_by(control, setting), f"{setting}: " if setting else ""
+                if beaten:
+                    lines.append(f"**{where}{self.label(control)}, a control, ends no worse than "
+                                 f"{listed([self.label(arm) for arm in beaten])}.**")
+        return lines
+
+    def beaten_by(self, control: str, setting: str) -> list[str]:
+        metric, where = self.metric(self.main), {"setting": setting, "table": self.spec.get("table")}
+        mean = self.values(self.main, arm=control, **where).mean()
+        means = {arm: self.values(self.main, arm=arm, **where).mean() for arm in self.arms if arm not in self.controls}
+        return [arm for arm, value in means.items() if not math.isnan(value) and metric.sign * (mean - value) >= 0]
+
+
+def listed(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def shown(values: Sequence[float], spec: str = ".3g") -> str:
+    """A mean with its 95% interval, a single value as it is, nothing where there is none."""
+    values = np.asarray(values, float)
+    if len(values) == 0:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:{spec}}"
+    interval: Interval = independent(values)
+    return f"{interval:{spec}}"

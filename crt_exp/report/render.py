@@ -1,0 +1,86 @@
+"""From draws to outputs/report/<name>.md and .png; the csv beside them holds the draws."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from crt_exp.drawing import save_figure
+from crt_exp.report import figures, tables
+from crt_exp.report.page import Page
+from crt_exp.runner.run import write_atomic
+from crt_exp.studies.cells import PACKAGE
+
+CODE = "Code:"  # begins the line that depends on the history of the checkout, and on nothing else of a page
+
+
+def write(page: Page) -> Path:
+    """Both files, each written atomically."""
+    picture = page.own("figure")(page) if page.own("figure") else figures.figure(page)
+    path = page.folder / f"{page.name}.md"
+    write_atomic(path, text(page, picture is not None))
+    if picture is not None:
+        save_figure(picture, page.folder / f"{page.name}.png")
+        import matplotlib.pyplot as plt
+
+        plt.close(picture)
+    return path
+
+
+def text(page: Page, picture: bool) -> str:
+    spec = page.spec
+    gates = [str(gate) for gate in dict.fromkeys(gate for _, gate in page.gates)]
+    own = page.own("sections")
+    parts = [f"# {spec['title']}", "\n\n".join(page.first_lines()), "\n".join(map(str, page.verdicts)),
+             "\n".join(["What the settings can tell:", "", *gates]) if gates else "",
+             *(section.rstrip() for section in (own(page) if own else tables.sections(page))),
+             f"![{spec['title']}]({page.name}.png)" if picture else "", commands(page), caption(page)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def commands(page: Page) -> str:
+    """Of pages whose cells are runs: the command of each, to be typed; empty for others."""
+    size = page.spec.get("sizes", {}).get("small", {})
+    if not {"common", "settings", "arms"} <= {*size}:
+        return ""
+    settings = "\n".join(f"- {name}: `{' '.join(options)}`" for name, options in size["settings"].items())
+    arms = "\n".join(f"- {page.label(arm)}: `{' '.join(options)}`"
+                     for arm, options in (size["arms"] | size.get("moved", {})).items())
+    return (f"## Commands\n\nA run is `python -m crt_exp {' '.join(size['common'])} seed=0` with the options of a "
+            f"setting and of an arm.\n\n{settings}\n\n{arms}")
+
+
+def caption(page: Page) -> str:
+    """What was measured, when, with which versions and how long it took, and the command."""
+    frame, facts = page.draws, " ".join(page.spec.get("facts", "").split())
+    days = sorted({*frame["date"]} - {""})
+    when = "" if not days else f" of {days[0]}" + (f" to {days[-1]}" if days[-1] > days[0] else "")
+    made = "; ".join(dict.fromkeys(frame["versions"][frame["versions"] != ""]))
+    origin = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
+              f"{frame['seconds'].sum():.0f} s of computing.")
+    return "\n\n".join(part for part in (
+        facts, f"{origin} {made}. Command: `make {page.name}`.", f"{CODE} {age(page)}.") if part)
+
+
+def draws_name(page: Page) -> str:
+    packed = page.folder / f"{page.name}.csv.gz"
+    return packed.name if packed.is_file() else f"{page.name}.csv"
+
+
+def age(page: Page) -> str:
+    """The commits of the draws, and how many commits since then have touched the rooms that the page names."""
+    commits = sorted({commit.rstrip("+") for commit in page.draws["commit"]} - {""})
+    since = {commit: commits_since(commit, page.spec.get("sources", [])) for commit in commits}
+    return "; ".join(f"commit {commit}" + ("" if count is None else f", {count} commits since then in its rooms")
+                     for commit, count in since.items()) or "no commit"
+
+
+def commits_since(commit: str, sources: list[str]) -> int | None:
+    """None where the checkout has no such commit, or is none."""
+    if shutil.which("git") is None:
+        return None
+    paths = [source if source.startswith("conf") else f"crt_exp/{source}" for source in sources]
+    command = ["git", "-C", str(PACKAGE.parent), "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return int(result.stdout) if result.returncode == 0 else None
+
+

@@ -1,0 +1,71 @@
+"""The tables of a page, as its file declares them.
+
+A table is {title, settings, rows, columns}; it is made for each of `settings` (default: all; "all at once": [] gives
+one table over all settings). rows: "arms" (default) or a list of arms. A column is one of
+
+    {name, metric, table, x}                 mean of the units, 95% interval; format: other than the metric's
+    {..., against: arm}                      by how much the row's arm is better, paired by unit
+    {..., each: x}                           one column for every x of the draws, named by `name` with {x}
+    {..., each: setting}                     one column for every setting
+    {name, count: metric}                    how many units have that metric, of all that the arm has
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from crt_exp.drawing import markdown
+from crt_exp.report.page import Page, shown
+
+
+def sections(page: Page) -> list[str]:
+    """All tables with their headings, in the order of the file."""
+    return [section(page, table, setting) for table in page.spec.get("tables", [])
+            for setting in table.get("settings", page.settings) or [None]]
+
+
+def section(page: Page, table: dict[str, Any], setting: str | None) -> str:
+    columns = [*expanded(page, table["columns"], setting)]
+    names = arms(page, table, setting)
+    rows = [[page.label(arm), *(cell(page, column, arm) for column in columns)] for arm in names]
+    rows = [row for row in rows if any(row[1:])]
+    title = table.get("title", "{setting}").format(setting=setting)
+    note = f"{table['note']}\n\n" if "note" in table else ""
+    return f"## {title}\n\n{note}{markdown([table.get('head', ''), *(c['name'] for c in columns)], rows)}"
+
+
+def arms(page: Page, table: dict[str, Any], setting: str | None) -> list[str]:
+    """The rows: arms that the setting has, or those that are named."""
+    if isinstance(table.get("rows"), list):
+        return table["rows"]
+    frame = page.draws if setting is None else page.draws[page.draws["setting"] == setting]
+    here = {*frame["arm"]}
+    return [arm for arm in page.arms if arm in here]
+
+
+def expanded(page: Page, columns: list[dict[str, Any]], setting: str | None) -> Iterator[dict[str, Any]]:
+    """The columns with their setting and x; those with `each` once for each."""
+    for column in columns:
+        own = {"setting": setting, **column}
+        if "each" not in column:
+            yield own
+            continue
+        axis = column["each"]
+        frame = page.select(column["metric"], own["setting"], table=column.get("table"))
+        for value in dict.fromkeys(frame[axis]):
+            text = f"{value:g}" if isinstance(value, float) else value
+            yield own | {axis: value, "name": column["name"].format(**{axis: text})}
+
+
+def cell(page: Page, column: dict[str, Any], arm: str) -> str:
+    where = {key: column.get(key) for key in ("setting", "table", "x")}
+    if "count" in column:
+        have = page.values(column["count"], arm=arm, **where)
+        units = page.draws[(page.draws["arm"] == arm) & (page.draws["setting"] == column["setting"])
+                           & (page.draws["unit"] != "")]["unit"].nunique()
+        return f"{len(have)} of {units}" if units else ""
+    metric = column["metric"]
+    spec = column.get("format", page.metric(metric).format)
+    if "against" in column:
+        gain = page.gain(metric, arm, column["against"], log=column.get("scale") == "log", **where)
+        return "" if arm == column["against"] else shown(gain, f"+{spec}")
+    return shown(page.values(metric, arm=arm, log=column.get("scale") == "log", **where), spec)

@@ -1,0 +1,180 @@
+"""What measurements are kept in: cells that survive an interruption, and the draws that pages are made from.
+
+A cell is one call of a function with one key, kept as a line of JSON in outputs/<name>/cells.jsonl. A draw is one value
+of it, as a row of outputs/report/<name>.csv: what a page compares, and all that is committed.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import joblib
+from tqdm import tqdm
+
+from crt_exp.runner.run import commit, machine, read_records
+
+PACKAGE = Path(__file__).parent.parent
+Key = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One measured value.
+
+    setting: data set, model or size that the comparison is within. arm: what is compared, as it is typed ("favorpp
+    m=64"). unit: the unit of independence (a seed, pair, text or process); empty for a closed form. x: the place on an
+    axis (step, m, length). table: which measurement of the page, where it has several. seconds: of the whole cell,
+    on its first row.
+    """
+
+    setting: str
+    arm: str
+    metric: str
+    value: float | str
+    unit: str | int = ""
+    x: float | int | str = ""
+    table: str = ""
+    seconds: float | str = ""
+    commit: str = ""
+    date: str = ""
+    versions: str = ""
+
+
+class Cells:
+    """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
+
+    sources: the rooms that decide the values: files or folders of the package, or of conf/ ("conf/task/mlm.yaml"). A
+    cell is used again while none of their statements has changed, or always with `keep`.
+    """
+
+    def __init__(self, name: str, sources: Sequence[str], keep: bool = False, folder: Path = Path("outputs")):
+        self.path, self.keep = folder / name / "cells.jsonl", keep
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.code = fingerprint(tuple(sources))
+        self.kept = {json.dumps(record["key"]): record for record in read_records(self.path)
+                     if keep or record["code"] == self.code}
+        self.credited: set[str] = set()  # keys whose seconds stand on a draw
+
+    def __getitem__(self, key: Key) -> Any:
+        return self.kept[json.dumps(key)]["value"]
+
+    def __contains__(self, key: Key) -> bool:
+        return json.dumps(key) in self.kept
+
+    def fill(self, keys: Sequence[Key], compute: Callable[..., Any], label: str, workers: int | None = None) -> "Cells":
+        """compute(**key) for every key that is missing, one process for each core at hand, each kept as it ends."""
+        missing = [key for key in keys if key not in self]
+        cores = min(workers or joblib.cpu_count(), max(len(missing), 1))
+        with without_interrupts():
+            jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
+                joblib.delayed(timed)(compute, key) for key in missing)
+        for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
+            self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code,
+                        "commit": short_commit(), "date": str(date.today()), "versions": versions()})
+        return self
+
+    def draw(self, key: Key, setting: str, arm: str, metric: str, value: float | str, unit: str | int = "",
+             x: float | int | str = "", table: str = "") -> Draw:
+        """A value of the cell of this key, with its seconds (once), commit, date and versions."""
+        name = json.dumps(key)
+        record = self.kept[name]
+        seconds = "" if name in self.credited else record["seconds"]
+        self.credited.add(name)
+        return Draw(setting, arm, metric, value, unit, x, table, seconds, record["commit"], record["date"],
+                    record["versions"])
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.kept[json.dumps(record["key"])] = record
+
+
+def forget(name: str, folder: Path = Path("outputs")) -> None:
+    """Sets the cells of a measurement aside, as cells.jsonl.old: all is measured again."""
+    path = folder / name / "cells.jsonl"
+    if path.is_file():
+        path.replace(path.with_name("cells.jsonl.old"))
+
+
+def timed(compute: Callable[..., Any], key: Key) -> tuple[Key, Any, float]:
+    start = time.perf_counter()
+    return key, compute(**key), time.perf_counter() - start
+
+
+def short_commit() -> str:
+    """The commit of the code that runs, with "+" where its tree has changes; empty where it is no checkout."""
+    digest, changed, _ = (commit() or "").partition("+changes")
+    return digest[:12] + ("+" if changed else "")
+
+
+@cache
+def versions() -> str:
+    """Of the libraries that decide numbers, and the machine."""
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy"))
+    return f"{libraries}; {machine()}"
+
+
+@cache
+def fingerprint(sources: tuple[str, ...]) -> str:
+    """A digest of what these files and folders do: Python statements without docstrings and comments, C and YAML whole.
+
+    Raises FileNotFoundError for one that does not exist.
+    """
+    digest = hashlib.sha256()
+    for source in sources:
+        for file in files_of(source):
+            text = file.read_text(encoding="utf-8")
+            digest.update((statements(text) if file.suffix == ".py" else text).encode())
+    return digest.hexdigest()[:16]
+
+
+def files_of(source: str) -> list[Path]:
+    """The sources in a file or folder of the package, of conf/, or of the working directory."""
+    roots = (PACKAGE.parent,) if source.startswith("conf/") else (PACKAGE, Path())
+    path = next((root / source for root in roots if (root / source).exists()), None)
+    if path is None:
+        raise FileNotFoundError(f"{source}: not a file or folder of crt_exp, conf or this directory")
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.suffix in (".py", ".c", ".h", ".yaml"))
+
+
+def statements(source: str) -> str:
+    """Python code as a syntax tree in text, without docstrings."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            node.body[0].value.value = ""
+    return ast.dump(tree)
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes started within it ignore ^C: the command decides what it means, and ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def end_workers() -> None:
+    """Ends the processes that compute cells, and those that they started."""
+    loky = sys.modules.get("joblib.externals.loky")
+    if loky is not None:
+        loky.get_reusable_executor().shutdown(wait=True, kill_workers=True)

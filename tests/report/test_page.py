@@ -1,0 +1,134 @@
+"""Pages are functions of committed draws and their file: rendered again they are the same."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from crt_exp.config import ConfigError
+from crt_exp.report import draws, figures, page, render, tables
+from crt_exp.report.evidence import Unjudged, independent, judged
+from crt_exp.report.page import Page
+from crt_exp.studies.cells import Draw, files_of
+
+COMMITTED = Path(__file__).parents[2] / "outputs/report"
+FAST = ("lra", "books", "pixels")
+SPEC = {"title": "A page", "metrics": {"loss": {"unit": "nats", "better": "lower", "format": ".2f"}},
+        "controls": ["uniform"], "arms": {"exact": "exact", "ours": "ours", "uniform": "uniform"},
+        "gates": [{"text": "{setting}: uniform costs", "metric": "loss", "of": "exact", "than": "uniform",
+                   "least": 0.5}],
+        "claims": [{"text": "{setting}: exact is better", "better": "exact", "worse": "ours"},
+                   {"text": "{setting}: ours is at most 1.5", "arm": "ours", "at_most": 1.5}],
+        "tables": [{"columns": [{"name": "loss", "metric": "loss"},
+                                {"name": "better", "metric": "loss", "against": "exact"}]}],
+        "panels": [{"kind": "dots", "metric": "loss"}]}
+
+
+def without_age(text):
+    return "\n".join(line for line in text.splitlines() if not line.startswith(render.CODE))
+
+
+def rows(losses, setting="A"):
+    return [Draw(setting, arm, "loss", value, unit) for arm, values in losses.items()
+            for unit, value in enumerate(values)]
+
+
+def a_page(tmp_path, losses, spec=SPEC):
+    draws.write("mine", rows(losses), tmp_path)
+    return Page("mine", tmp_path, spec)
+
+
+LOSSES = {"exact": [1.0, 1.1, 1.2], "ours": [1.3, 1.42, 1.5], "uniform": [2.0, 2.1, 2.3]}
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in page.names()])
+def test_committed_pages_are_those_of_their_draws(name):
+    made = Page(name, COMMITTED)
+    text = render.text(made, (COMMITTED / f"{name}.png").is_file())
+    assert without_age(text) == without_age((COMMITTED / f"{name}.md").read_text()), f"make {name}, or make report"
+
+
+@pytest.mark.parametrize("name", page.names())
+def test_files_name_rooms_arms_and_measurements_that_exist(name):
+    spec = page.load(name)
+    frame = draws.read(name, COMMITTED)
+    assert all(files_of(source) for source in spec["sources"])
+    assert {*spec.get("controls", [])} <= {*frame["arm"]}, "a control without draws"
+    known = {*frame["arm"]}
+    for claim in spec.get("claims", []):
+        assert {claim[key] for key in ("better", "worse", "arm") if key in claim} <= known, claim["text"]
+    assert (frame[["commit", "date"]] != "").all().all()
+
+
+def test_verdicts_are_those_of_the_draws(tmp_path):
+    made = a_page(tmp_path, LOSSES)
+    gains = np.subtract(LOSSES["ours"], LOSSES["exact"]), 1.5 - np.array(LOSSES["ours"])
+    expected = judged([verdict.claim.__class__(verdict.claim.text, independent(gain), "nats")
+                       for verdict, gain in zip(made.verdicts, gains)])
+    assert [str(verdict) for verdict in made.verdicts] == [str(verdict) for verdict in expected]
+    assert made.verdicts[0].claim.text == "A: exact is better" and made.verdicts[0].word == "confirmed"
+
+
+def test_a_failed_gate_leaves_claims_unjudged_and_a_control_that_wins_comes_first(tmp_path):
+    made = a_page(tmp_path, LOSSES | {"uniform": [1.0, 1.2, 1.2]})
+    assert all(isinstance(verdict, Unjudged) for verdict in made.verdicts)
+    text = render.text(made, False)
+    assert text.splitlines()[2] == "**A: uniform, a control, ends no worse than ours.**"
+    assert "- **failed**: A: uniform costs: 0.0333 (at least 0.5)" in text
+
+
+def test_tables_pair_by_unit_and_leave_out_what_is_missing(tmp_path):
+    made = a_page(tmp_path, LOSSES | {"ours": [1.3, 1.42], "once": [7.0]})
+    text = "\n".join(tables.sections(made))
+    pair = independent(np.subtract(LOSSES["exact"][:2], [1.3, 1.42]))
+    assert f"| ours | 1.36 ± 0.76 | {pair:+.2f} |" in text and "| once | 7.00 | -6.00 |" in text
+
+
+def test_logarithms_average_geometrically(tmp_path):
+    made = a_page(tmp_path, {"ours": [1.0, math.e**2]})
+    draws.write("mine", [*rows({"ours": [1.0]}), Draw("A", "ours", "loss", 100.0, 0)], tmp_path)
+    assert Page("mine", tmp_path, SPEC).values("loss", log=True).tolist() == pytest.approx([10.0])
+    assert made.values("loss", log=True).tolist() == pytest.approx([1.0, math.e**2])
+
+
+def test_pictures_show_the_draws(tmp_path):
+    fig = figures.figure(a_page(tmp_path, LOSSES))
+    drawn = sorted(float(line.get_xdata()[0]) for line in fig.axes[0].lines if len(line.get_xdata()) == 1)
+    assert set(np.round([np.mean(values) for values in LOSSES.values()], 6)) <= set(np.round(drawn, 6))
+
+
+def test_draws_are_read_as_they_were_written(tmp_path):
+    made = [Draw("A", "exact", "outcome", "refused", "model", table="t", seconds=1.5, commit="abc"),
+            Draw("A", "exact", "outcome", "exact", "other", x=3)]
+    draws.write("mine", made, tmp_path)
+    frame = draws.read("mine", tmp_path)
+    assert frame["value"].tolist() == ["refused", "exact"] and frame["seconds"].tolist() == [1.5, 0.0]
+    assert pd.isna(frame["x"][0]) and frame["x"][1] == 3
+    many = [Draw("A", "exact", "loss", i / 7, i) for i in range(60_000)]
+    assert draws.write("mine", many, tmp_path).name == "mine.csv.gz" and not (tmp_path / "mine.csv").exists()
+    assert draws.read("mine", tmp_path)["value"].tolist() == [i / 7 for i in range(60_000)]
+
+
+@pytest.mark.parametrize("text, message", [
+    ("title: [", "not valid YAML"), ("- a", "got list, expected keys"), ("titel: a", "unknown key of .* 'titel'"),
+    ("title: a", "the key metrics is missing")])
+def test_bad_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        page.load(str(path))
+
+
+def test_missing_or_foreign_draws_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no draws of this page; `make lra` measures them"):
+        Page("lra", tmp_path)
+    (tmp_path / "lra.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="got the columns a, b, expected setting, arm"):
+        Page("lra", tmp_path)
+    with pytest.raises(ValueError, match="no draws, so nothing is written"):
+        draws.write("mine", [], tmp_path)
+    with pytest.raises(ConfigError, match="unknown report 'lrb'; did you mean lra"):
+        page.load("lrb")

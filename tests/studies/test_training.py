@@ -1,0 +1,55 @@
+"""Grids of runs: every run is a command line, arms of a seed differ in their attention alone, and draws are records."""
+
+import pytest
+
+from crt_exp.report import page
+from crt_exp.runner.command_line import check_command_line
+from crt_exp.studies import runs, training
+from crt_exp.studies.training import Grid
+
+PAGES = [name for name in page.names() if page.load(name).get("measure") == "crt_exp.studies.training.measure"]
+HOME = runs.Home(training.HOME, ("tasks/lra.py",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["small", "gpu", "full"])
+@pytest.mark.parametrize("name", PAGES)
+def test_every_run_is_a_command_line(name, size):
+    grid = Grid(**page.load(name)["sizes"][size])
+    for setting in grid.settings:
+        for arm in (*grid.arms, *grid.moved):
+            options = grid.options(setting, arm, 0, HOME)
+            assert len({option.split("=")[0] for option in options}) == len(options)
+            check_command_line([*options, "logger=none", "hydra.run.dir=run"])
+
+
+def test_arms_of_a_seed_differ_in_their_attention_alone():
+    grid = Grid(**page.load("books")["sizes"]["small"])
+    arms = [{*grid.options("WikiText-2", arm, 1, HOME)} - {*grid.arms[arm]} for arm in grid.arms]
+    assert all(each == arms[0] for each in arms)
+    moved, redrawn = ({*grid.options("WikiText-2", arm, 2, HOME)} for arm in ("favorp, moved", "favorp, redrawn"))
+    assert moved ^ redrawn == {"attention.redraw_every=20"}
+    assert any(option.startswith("task.init=") for option in moved)
+
+
+def test_other_arms_are_trained_where_the_gate_is_passed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "train", trained)
+    size = {"metrics": ["loss"], "higher": False, "gated": ["uniform"], "least": 0.5, "seeds": 2, "cost": False,
+            "settings": {"passes": ["gap=1"], "fails": ["gap=0"]}, "baseline": ["unigram_loss", "unigram"],
+            "arms": {arm: [f"attention={arm}"] for arm in ("exact", "uniform", "favorp", "relu")}, "workers": 1}
+    draws = [*training.measure("grid", ["tasks/lra.py"], size)]
+    ends = [draw for draw in draws if draw.table == "test" and draw.metric == "loss"]
+    assert {draw.arm for draw in ends if draw.setting == "fails"} == {"exact", "uniform", "unigram"}
+    assert {draw.arm for draw in ends if draw.setting == "passes"} == {"exact", "uniform", "favorp", "unigram"}
+    assert [draw.arm for draw in draws if draw.metric == "diverged"] == ["relu", "relu"]
+    assert [draw.x for draw in draws if draw.table == "validation"][:2] == [5, 10]
+    assert sum(draw.seconds != "" for draw in draws) == 12 and all(draw.versions for draw in draws)
+
+
+def trained(overrides, sources, kept=False):
+    if "attention=relu" in overrides:
+        return {"diverged": "the loss is not finite"}
+    loss = 1.0 + ("attention=uniform" in overrides) * ("gap=1" in overrides)
+    curve = [{"step": step, "split": "validation", "loss": loss} for step in (5, 10)]
+    return {"curve": curve, "last": {"step": 10, "split": "test", "loss": loss, "unigram_loss": 3.0, "final": True}}
