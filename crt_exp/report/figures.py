@@ -3,7 +3,8 @@
 A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for each of `settings` (default: all).
 
     kind: lines     mean of `metric` over x, one line an arm, with a band of its 95% interval; log: [x, y]
-    kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]
+    kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]; relative: an
+                    arm by whose means both are divided
     kind: dots      one row an arm: its mean with the 95% interval; log: [x]
 
 `columns` of the file sets how many panels stand side by side (default: as many as there are settings).
@@ -83,10 +84,12 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
 
 def points(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     across, up = page.metric(panel["against"]), page.metric(panel["metric"])
-    named = []
+    named, (over_x, over_y) = [], (1.0, 1.0)
+    if "relative" in panel:
+        over_x, over_y = (each.mean() for each in pair(page, panel, setting, panel["relative"]))
     for arm in arms_of(page, panel):
-        x = page.values(panel["against"], setting, arm, panel.get("against_table"))
-        y = page.values(panel["metric"], setting, arm, panel.get("table"), panel.get("x"))
+        x, y = pair(page, panel, setting, arm)
+        x, y = x / over_x, y / over_y
         if len(x) and len(y):
             shade = colour(page, arm)
             half = independent(y).half if len(y) > 1 else 0.0
@@ -97,6 +100,12 @@ def points(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     if "x" in panel.get("log", []):
         plain_ticks(ax.xaxis)
     name_points(ax, named, fontsize=8)
+
+
+def pair(page: Page, panel: dict[str, Any], setting: str | None, arm: str):
+    """The values of an arm on both axes, by unit."""
+    return (page.values(panel["against"], setting, arm, panel.get("against_table")),
+            page.values(panel["metric"], setting, arm, panel.get("table"), panel.get("x")))
 
 
 def dots(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:

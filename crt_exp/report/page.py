@@ -131,6 +131,8 @@ class Page:
         if given.get(arm):
             return given[arm]
         name, *options = arm.split(" ")
+        if not all("=" in option for option in options):
+            return arm
         return ", ".join([LABELS.get(name, name), *(option.replace("=", " = ") for option in options)])
 
     def metric(self, name: str) -> Metric:
@@ -199,15 +201,24 @@ class Page:
         return [*judged([claim for setting, claim in made if setting not in failed]), *left]
 
     def _claims(self) -> Iterator[tuple[str, Claim]]:
-        """(setting, claim) of each entry of the file: {text, better, worse} compares arms, {text, arm, at_most or
-        at_least} an arm with a number, in shown units, both on `metric` (default: `main`), in `settings` (default: all
-        of them), at `x` of `table`. scale: log compares logarithms; margin: by how much better, at least."""
+        """(setting, claim) of each entry of the file: {text, better, worse} compares arms; {text, arm, at_most or
+        at_least} an arm with a number, in shown units, or by how much it is worse than the arm `against`. Both are on
+        `metric` (default: `main`), in `settings` (default: all of them), at `x` of `table` (each: at every x).
+        scale: log compares logarithms; margin: by how much better, at least."""
         for entry in self.spec.get("claims", []):
             for setting in self._settings(entry):
-                values = self._differences(entry, setting)
-                if len(values) > 1:
-                    text = entry["text"].format(setting=setting, x=entry.get("x"))
-                    yield setting, Claim(text, independent(values), self._unit(entry))
+                for x in self._places(entry, setting):
+                    values = self._differences(entry | {"x": x}, setting)
+                    if len(values) > 1:
+                        text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x)
+                        yield setting, Claim(text, independent(values), self._unit(entry))
+
+    def _places(self, entry: dict[str, Any], setting: str) -> list[Any]:
+        if entry.get("x") != "each":
+            return [entry.get("x")]
+        arm = entry.get("better") or entry["arm"]
+        frame = self.select(entry.get("metric", self.main), setting, arm, entry.get("table"))
+        return [*dict.fromkeys(frame["x"])]
 
     def _differences(self, entry: dict[str, Any], setting: str) -> np.ndarray:
         metric, log = entry.get("metric", self.main), entry.get("scale") == "log"
@@ -216,6 +227,8 @@ class Page:
             margin = entry.get("margin", 0.0)
             return self.gain(metric, entry["better"], entry["worse"], log=log, **where) - (
                 math.log(margin) if log and margin else margin)
+        if "against" in entry:
+            return entry["at_most"] - self.gain(metric, entry["against"], entry["arm"], **where)
         values = self.values(metric, arm=entry["arm"], log=log, **where).to_numpy()
         bound, sign = (entry["at_most"], 1) if "at_most" in entry else (entry["at_least"], -1)
         return sign * (np.log(bound / values) if log else bound - values)

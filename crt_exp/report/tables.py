@@ -7,6 +7,7 @@ one table over all settings). rows: "arms" (default) or a list of arms. A column
     {..., against: arm}                      by how much the row's arm is better, paired by unit
     {..., each: x}                           one column for every x of the draws, named by `name` with {x}
     {..., each: setting}                     one column for every setting
+    {..., share: arm}                        the mean as a share of that arm's
     {name, count: metric}                    how many units have that metric, of all that the arm has
 """
 
@@ -65,6 +66,9 @@ def cell(page: Page, column: dict[str, Any], arm: str) -> str:
         return f"{len(have)} of {units}" if units else ""
     metric = column["metric"]
     spec = column.get("format", page.metric(metric).format)
+    if "share" in column:
+        mean, whole = (page.values(metric, arm=each, **where).mean() for each in (arm, column["share"]))
+        return "" if mean != mean else f"{mean / whole:.1%}"
     if "against" in column:
         gain = page.gain(metric, arm, column["against"], log=column.get("scale") == "log", **where)
         return "" if arm == column["against"] else shown(gain, f"+{spec}")

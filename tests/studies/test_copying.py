@@ -1,5 +1,6 @@
 """What a copying model keeps: the dense peers, the pieces of the page, and a model that is read with each of them."""
 
+import joblib
 import numpy as np
 import pytest
 import torch
@@ -7,9 +8,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.attention import exact_attention
-from crt_exp.report import copying as report
-from crt_exp.report import copying_runs
-from crt_exp.studies import copying
+from crt_exp.studies import copying, copying_model
 
 
 @pytest.fixture
@@ -70,25 +69,31 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
     assert all(len(each) == 2 and min(each) > 0 for each in spent.values())
 
 
-def test_the_page_judges_what_was_found():
-    """A default that loses a tenth of a nat is refuted, and one that gains nothing from copying fails the gate."""
-    names = [*report.TIMED, *report.PEERS]
-    found = {name: [{"new": 3.0 + 0.01 * seed, "copied": 0.5 + 0.01 * seed + (name == report.OURS) * (0.1 + seed / 1e3)
-                     + (name not in ("exact", report.OURS)) * (0.01 + seed / 1e3)} for seed in range(5)]
-             for name in names}
-    verdicts = report.judged(report.claims(found))
-    assert verdicts[0].word == "refuted" and verdicts[1].word == "confirmed"
-    assert report.gates(found)[0].passed and "near-far, default" in report.first_line(found)
-    spent = {name: [10.0, 11.0] for name in report.TIMED}
-    assert all(f"| {report.NAMED[name]} |" in report.table(found, spent) for name in names)
-    assert len(report.rows(found, spent, verdicts)) == 5 * len(names) + 2 * len(report.TIMED) + len(verdicts)
-    assert "2048/400" in report.facts("small")
-    found["exact"] = [{"new": 1.0, "copied": 0.9}] * 5
-    assert not report.gates(found)[0].passed
+def test_draws_are_losses_of_seeds_and_times_of_turns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(copying_model, "train", lambda times: [])
+    monkeypatch.setattr(copying, "losses", losses)
+    monkeypatch.setattr(copying, "times", times)
+    monkeypatch.setattr(copying_model, "SEEDS", 2)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 1)
+    draws = [*copying_model.measure("copying", ["studies/copying.py"], {"stages": 1})]
+    arms = (*copying_model.TIMED, *copying_model.PEERS)
+    assert {draw.arm for draw in draws} == {*arms}
+    gains = [draw.value for draw in draws if draw.metric == "gain"]
+    assert len(gains) == 2 * len(arms) and gains[0] == pytest.approx(2.5)
+    assert [draw.value for draw in draws if draw.table == "time" and draw.arm == "exact"] == [10.0, 11.0]
+
+
+def losses(start, length, seed, attention, m):
+    return {"new": [3.0, 4.0], "copied": [1.0, 1.0]}
+
+
+def times(start, length, attentions, rounds):
+    return {name: [10.0, 11.0] for name, _ in attentions}
 
 
 def test_stages_name_where_they_are_kept():
     """Each by all that are before it; more steps are another place."""
-    small, large = copying_runs.stages("small"), copying_runs.stages("gpu")
-    places = {copying_runs.place(stages[:n]) for stages in (small, large) for n in range(1, 5)}
-    assert len(places) == 8 and all(each.parent == copying_runs.PLACE for each in places)
+    small, large = copying_model.stages(1), copying_model.stages(4)
+    places = {copying_model.place(stages[:n]) for stages in (small, large) for n in range(1, 5)}
+    assert len(places) == 8 and all(each.parent == copying_model.PLACE for each in places)

@@ -1,4 +1,6 @@
-"""The model of `make copying`: a Llama that is trained here to copy, in stages of task=mlm with task.repeat=1.
+"""What `make copying` measures: a Llama that is trained here to copy, and what it keeps when its attention is swapped.
+
+It is trained in stages of task=mlm with task.repeat=1, and swapped without training.
 
 Its rows say a passage, and then say it again from a random place on. Words drawn at random, beside WikiText-2, teach
 the copying itself first, for nothing else tells what they are.
@@ -6,22 +8,55 @@ the copying itself first, for nothing else tells what they are.
 
 import hashlib
 import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.text import official_file
-from crt_exp.report import runs
-from crt_exp.report.fidelity_runs import MODEL_SOURCES
+from crt_exp.studies import copying, runs
+from crt_exp.studies.cells import Cells, Draw, fingerprint
 
 PLACE = Path("outputs/copying")
 # what decides an exact model: no other attention
-SOURCES = (*MODEL_SOURCES, "data/text.py", "runner", "attention/baselines.py", "report/copying_runs.py")
+SOURCES = ("tasks/mlm.py", "tasks/objectives.py", "models/encoders.py", "data/byte_pairs.py",
+           "data/text.py", "runner", "attention/baselines.py")
 VOCABULARY, DRAWN, WORDS, EVERY = 2048, 14_000, 40, 8     # lines of drawn words, words of a line; validation lines
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
          "intermediate_size": 384, "max_position_embeddings": 16384, "tie_word_embeddings": True}
 OPTIONS = ("task=mlm", "attention=exact", "task.causal=true", "task.repeat=1.0", "trainer.betas=[0.9,0.98]",
            "trainer.eval_every=1000000", "trainer.save_every=500", "trainer.log_every=50", "trainer.select=last")
+
+
+LENGTH, SEEDS, ROUNDS, M = 2048, 5, 5, 256     # the model's last stage has rows of that length
+EARLY = "nearfar exact_until=64 open"          # exact for 64 tokens alone: the keys that are read do it all
+TIMED = ("exact", "uniform", "window block=64 first=16", "favorpp", "nearfar preset=bounded", f"{EARLY}=8",
+         f"{EARLY}=16", f"{EARLY}=32", f"{EARLY}=64", "nearfar")
+PEERS = ("pages 64", "clusters 64", "clusters 0", "largest 64")
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """Metrics: new, copied and gain = new - copied, nats (units: seeds); ms of the layers (table time, of turns)."""
+    train(size["stages"])
+    start, cells = str(place(stages(size["stages"]))), Cells(name, sources, keep)
+    keys = {(arm, seed): {"start": start, "length": LENGTH, "seed": seed, "attention": arm, "m": projections(arm)}
+            for arm, seed in product((*TIMED, *PEERS), range(SEEDS))}
+    cells.fill([*keys.values()], copying.losses, f"{name}: losses")
+    for (arm, seed), key in keys.items():
+        losses = {kind: sum(rows) / len(rows) for kind, rows in cells[key].items()}
+        for metric, value in (losses | {"gain": losses["new"] - losses["copied"]}).items():
+            yield cells.draw(key, f"{LENGTH} tokens", arm, metric, value, seed)
+    key = {"start": start, "length": LENGTH, "attentions": [[arm, projections(arm)] for arm in TIMED],
+           "rounds": ROUNDS}
+    cells.fill([key], copying.times, f"{name}: times", workers=1)
+    for arm, times in cells[key].items():
+        for turn, ms in enumerate(times):
+            yield cells.draw(key, f"{LENGTH} tokens", arm, "ms", ms, turn, table="time")
+
+
+def projections(arm: str) -> int | None:
+    return M if arm.startswith("favor") else None
 
 
 def stage(block: int, rows: int, steps: int, lr: str, drawn: bool = False) -> tuple[str, ...]:
@@ -31,9 +66,8 @@ def stage(block: int, rows: int, steps: int, lr: str, drawn: bool = False) -> tu
             f"trainer.lr={lr}")
 
 
-def stages(size: str) -> list[list[str]]:
-    """The command line of each, but for where it starts."""
-    times = {"small": 1, "gpu": 4, "full": 8}[size]
+def stages(times: int) -> list[list[str]]:
+    """The command line of each, but for where it starts; times: how often the steps of the small size."""
     made = (stage(128, 32, 1500 * times, "2e-3", True), stage(256, 16, 900 * times, "1.5e-3", True),
             stage(512, 8, 1200 * times, "1e-3"), stage(2048, 2, 400 * times, "5e-4"))
     return [[*OPTIONS, f"task.validation_text={PLACE}/validation.tokens", *each] for each in made]
@@ -62,16 +96,16 @@ def prepare() -> None:
 
 def place(done: list[list[str]]) -> Path:
     """The run of the last of these stages: its name depends on all of them."""
-    decided = " ".join([*(option for each in done for option in each), runs.code(SOURCES)])
+    decided = " ".join([*(option for each in done for option in each), fingerprint(SOURCES)])
     return PLACE / f"exact-{hashlib.sha256(decided.encode()).hexdigest()[:10]}"
 
 
-def train(size: str) -> list[dict[str, Any]]:
+def train(times: int) -> list[dict[str, Any]]:
     """The final record of each stage; those that are done are not done again. The model stays in `place`."""
     prepare()
-    found, all_of_them = [], stages(size)
-    for count in range(1, len(all_of_them) + 1):
-        done = all_of_them[:count]
+    records, every = [], stages(times)
+    for count in range(1, len(every) + 1):
+        done = every[:count]
         start = [f"task.init={place(done[:-1])}"] if done[1:] else ["task.init=scratch", f"task.model={PLACE}/start"]
-        found.append(runs.run([*done[-1], *start, "resume=auto", "trainer.keep=1"], place(done))[-1])
-    return found
+        records.append(runs.run([*done[-1], *start, "resume=auto", "trainer.keep=1"], place(done))[-1])
+    return records
