@@ -6,6 +6,7 @@ behind the others of its kind and in a colour made of its name, until it gets a 
 
 import colorsys
 import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -197,6 +198,7 @@ def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown, its first column to the left and the others to the right."""
+    """A table in Markdown, its first column to the left and the others to the right; bars in cells are escaped."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+    cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"

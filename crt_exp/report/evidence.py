@@ -133,11 +133,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Claim:
-    """An ordering that a paper states: `difference` is above 0 if it holds. unit: of the difference, for the text."""
+    """An ordering that a paper states: `difference` is above 0 if it holds. unit: of the difference, for the text.
+    closed: the same difference by a closed form, which no draw disturbs; heavy tails may hide it from few draws."""
 
     text: str
     difference: Interval
     unit: str = ""
+    closed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,20 +151,24 @@ class Verdict:
     level: float = LEVEL
 
     @property
-    def word(self) -> Literal["confirmed", "refuted", "open"]:
+    def word(self) -> Literal["confirmed", "refuted", "open", "conflict"]:
+        """By the draws; "conflict" where these are not open and a closed form says the contrary."""
         if self.p > self.level:
             return "open"
-        return "confirmed" if self.claim.difference.mean > 0 else "refuted"
+        word = "confirmed" if self.claim.difference.mean > 0 else "refuted"
+        return "conflict" if (self.claim.closed or 0) * self.claim.difference.mean < 0 else word
 
     def row(self) -> dict[str, float | int | str]:
         """For a report's csv: the index of all verdicts is made of these."""
         found = self.claim.difference
         return {"claim": self.claim.text, "verdict": self.word, "difference": found.mean, "difference_ci95": found.half,
-                "unit": self.claim.unit, "n": found.n, "p_holm": self.p}
+                "unit": self.claim.unit, "n": found.n, "p_holm": self.p,
+                **({} if self.claim.closed is None else {"closed_form": self.claim.closed})}
 
     def __str__(self) -> str:
         """A line of a list in Markdown."""
-        return f"- **{self.word}**: {self.claim.text}: {self.claim.difference.told(self.claim.unit, self.p)}"
+        closed = "" if self.claim.closed is None else f"; by the closed form {self.claim.closed:+.3g}"
+        return f"- **{self.word}**: {self.claim.text}: {self.claim.difference.told(self.claim.unit, self.p)}{closed}"
 
 
 def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
@@ -170,7 +176,7 @@ def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
     count = sum(map(len, beaten.values()))
     if not count:
         return f"None of {of} arms is worse than {control}, a control."
-    told = "; ".join(f"{where}: {', '.join(arms) if len(arms) <= NAMED else len(arms)}"
+    told = "; ".join(f"{where + ': ' if where else ''}{', '.join(arms) if len(arms) <= NAMED else len(arms)}"
                      for where, arms in beaten.items() if arms)
     return f"**{control[0].upper()}{control[1:]}, a control, beats {count} of {of} arms.** {told}."
 

@@ -2,7 +2,8 @@
 
 A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for each of `settings` (default: all).
 
-    kind: lines     mean of `metric` over x, one line an arm, with a band of its 95% interval; log: [x, y]
+    kind: lines     mean of `metric` over x, one line an arm, with a band of its 95% interval; log: [x, y]; scale: log,
+                    the geometric mean, without the band
     kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]; relative: an
                     arm by whose means both are divided
     kind: dots      one row an arm: its mean with the 95% interval; log: [x]
@@ -15,6 +16,7 @@ import re
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from crt_exp import drawing
 from crt_exp.drawing import label_ends, new_figure, plain_ticks
@@ -68,11 +70,12 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
         groups = [(x, metric.scale * group["value"].to_numpy(float)) for x, group in frame.groupby("x")]
         if not groups:
             continue
-        places, means = [x for x, _ in groups], [values.mean() for _, values in groups]
+        log = panel.get("scale") == "log"
+        places, means = [x for x, _ in groups], [mean_of(values, log) for _, values in groups]
         shade = colour(page, arm)
         ax.plot(places, means, color=shade, lw=1.5, marker="o", ms=2.5,
                 ls="--" if arm in page.controls else "-")
-        if all(len(values) > 1 for _, values in groups):
+        if all(len(values) > 1 for _, values in groups) and not log:
             halves = np.array([independent(values).half for _, values in groups])
             ax.fill_between(places, np.subtract(means, halves), np.add(means, halves), color=shade, alpha=0.12, lw=0)
         ends.append((page.label(arm), places[-1], means[-1], shade))
@@ -80,6 +83,10 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     if "x" in panel.get("log", []):
         plain_ticks(ax.xaxis)
     label_ends(ax, ends)
+
+
+def mean_of(values: np.ndarray, log: bool) -> float:
+    return float(np.exp(np.log(values).mean()) if log else values.mean())
 
 
 def points(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
@@ -116,10 +123,20 @@ def dots(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
         if len(values):
             rows.append((arm, values))
     for place, (arm, values) in enumerate(reversed(rows)):
-        half = independent(values).half if len(values) > 1 else 0.0
-        ax.errorbar(values.mean(), place, xerr=half, color=colour(page, arm), marker="o", ms=5, capsize=2, lw=1)
+        low, middle, high = ends_of(values, "x" in panel.get("log", []))
+        ax.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour(page, arm), marker="o", ms=5,
+                    capsize=2, lw=1)
     ax.set_yticks(range(len(rows)), [page.label(arm) for arm, _ in reversed(rows)])
     name_axes(ax, page, panel, setting, metric.heading, "")
+
+
+def ends_of(values: pd.Series, log: bool) -> tuple[float, float, float]:
+    """Low end of the 95% interval, mean, high end; of a geometric mean with `log`."""
+    if len(values) < 2:
+        return (float(values.mean()),) * 3
+    interval = independent(np.log(values) if log else values)
+    ends = (interval.low, interval.mean, interval.high)
+    return tuple(math.exp(end) for end in ends) if log else ends
 
 
 DRAWN = {"lines": lines, "points": points, "dots": dots}

@@ -10,7 +10,7 @@ from crt_exp.report.page import Page, names
 from crt_exp.report.writing import csv_text, markdown
 from crt_exp.runner.run import write_atomic
 
-WORDS = ("confirmed", "refuted", "open")
+WORDS = ("confirmed", "refuted", "open", "conflict")
 NAME = "index"
 
 
@@ -72,7 +72,7 @@ def made_by(page: Path) -> str:
 
 
 def section(page: Path, rows: list[dict[str, str]]) -> str:
-    shown = [[f"**{row['verdict']}**", row["claim"].replace("|", "\\|"), difference(row), *chance(row)]
+    shown = [[f"**{row['verdict']}**", row["claim"], difference(row), *chance(row)]
              for row in sorted(rows, key=lambda row: WORDS.index(row["verdict"]))]
     return f"## [{page.stem}]({page.name})\n\n" + markdown(["verdict", "claim", "difference", "n", "p"], shown)
 

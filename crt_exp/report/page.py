@@ -6,7 +6,8 @@ panels. What cannot be said there stands in report/pages/<name>.py, whose functi
 
     title:      heading of the page                    facts:    data, sizes, seeds, and what a reader must know
     arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
-    metrics:    metric -> {name, unit, scale, better: higher or lower, format}
+    metrics:    metric -> {name, unit, scale, better: higher or lower, format}; main, at, table: the one (default: the
+                first), its place x and its table by which controls are compared with arms
     gates:      what must hold before a setting is judged, see `Page.gates`
     claims:     see `Page.claims`                      tables, panels: see `tables` and `figures`
     measure:    the function that measures             sizes:    its settings by SIZE; sources: the rooms that decide it
@@ -28,11 +29,11 @@ import yaml
 from crt_exp.config import CONF, ConfigError, unknown
 from crt_exp.drawing import LABELS
 from crt_exp.report import draws
-from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, Verdict, independent, judged
+from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, Verdict, exactly, independent, judged, won_by
 
 FOLDER = CONF / "report"
-KEYS = ("title", "source", "facts", "arms", "controls", "baseline", "metrics", "main", "gates", "claims", "tables",
-        "panels", "measure", "sizes", "sources", "data")
+KEYS = ("title", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims", "tables",
+        "panels", "measure", "sizes", "sources")
 
 
 def names() -> list[str]:
@@ -167,10 +168,19 @@ class Page:
 
     def gain(self, metric: str, better: str, worse: str, log: bool = False, **where: Any) -> np.ndarray:
         """By how much one arm is better than another, of each unit that both have; of logarithms with `log`."""
-        first, second = (self.values(metric, arm=arm, log=log, **where) for arm in (better, worse))
+        first, second = (self.values(metric, arm=arm, log=log, **self._shared(metric, better, worse, where))
+                         for arm in (better, worse))
         shared = first.index.intersection(second.index)
         pair = [np.log(each[shared]) if log else each[shared] for each in (first, second)]
         return self.metric(metric).sign * (pair[0] - pair[1]).to_numpy()
+
+    def _shared(self, metric: str, better: str, worse: str, where: dict[str, Any]) -> dict[str, Any]:
+        """The same selection at the places x that both arms have."""
+        if where.get("x") is not None:
+            return where
+        places = [{*self.select(metric, where.get("setting"), arm, where.get("table"))["x"].dropna()}
+                  for arm in (better, worse)]
+        return where | {"x": sorted(places[0] & places[1], key=str)} if all(places) else where
 
     # ---- gates and claims
 
@@ -204,14 +214,24 @@ class Page:
         """(setting, claim) of each entry of the file: {text, better, worse} compares arms; {text, arm, at_most or
         at_least} an arm with a number, in shown units, or by how much it is worse than the arm `against`. Both are on
         `metric` (default: `main`), in `settings` (default: all of them), at `x` of `table` (each: at every x).
-        scale: log compares logarithms; margin: by how much better, at least."""
+        scale: log compares logarithms; margin: by how much better, at least; closed: the metric of the closed form that
+        the verdict must not contradict."""
         for entry in self.spec.get("claims", []):
             for setting in self._settings(entry):
                 for x in self._places(entry, setting):
                     values = self._differences(entry | {"x": x}, setting)
+                    text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x)
                     if len(values) > 1:
-                        text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x)
-                        yield setting, Claim(text, independent(values), self._unit(entry))
+                        yield setting, Claim(text, independent(values), self._unit(entry), self._closed(entry, setting))
+                    elif len(values) == 1:
+                        yield setting, Claim(text, exactly(float(values[0])), self._unit(entry))
+
+    def _closed(self, entry: dict[str, Any], setting: str) -> float | None:
+        """The same difference by the closed form that the entry names."""
+        if "closed" not in entry:
+            return None
+        values = self._differences(entry | {"metric": entry["closed"]}, setting)
+        return float(values[0]) if len(values) else None
 
     def _places(self, entry: dict[str, Any], setting: str) -> list[Any]:
         if entry.get("x") != "each":
@@ -246,24 +266,24 @@ class Page:
         if self.own("first_lines"):
             return self.own("first_lines")(self)
         lines = []
-        for setting in self.settings:
-            for control in self.controls:
-                beaten, where = self.beaten_by(control, setting), f"{setting}: " if setting else ""
-                if beaten:
-                    lines.append(f"**{where}{self.label(control)}, a control, ends no worse than "
-                                 f"{listed([self.label(arm) for arm in beaten])}.**")
+        for control in self.controls:
+            beaten = {setting: [self.label(arm) for arm in self.beaten_by(control, setting)]
+                      for setting in self.settings}
+            if any(beaten.values()):
+                lines.append(won_by(self.label(control), beaten, self._compared()))
         return lines
 
+    def _compared(self) -> int:
+        """How many arms stand beside the controls, over all settings."""
+        frame = self.select(self.main, table=self.spec.get("table"), x=self.spec.get("at"))
+        return len(frame[~frame["arm"].isin(self.controls)].groupby(["setting", "arm"]))
+
     def beaten_by(self, control: str, setting: str) -> list[str]:
-        metric, where = self.metric(self.main), {"setting": setting, "table": self.spec.get("table")}
+        metric, where = self.metric(self.main), {"setting": setting, "table": self.spec.get("table"),
+                                                 "x": self.spec.get("at")}
         mean = self.values(self.main, arm=control, **where).mean()
         means = {arm: self.values(self.main, arm=arm, **where).mean() for arm in self.arms if arm not in self.controls}
         return [arm for arm, value in means.items() if not math.isnan(value) and metric.sign * (mean - value) >= 0]
-
-
-def listed(names: Sequence[str]) -> str:
-    """a, b and c."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def shown(values: Sequence[float], spec: str = ".3g") -> str:

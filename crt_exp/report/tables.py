@@ -7,14 +7,20 @@ one table over all settings). rows: "arms" (default) or a list of arms. A column
     {..., against: arm}                      by how much the row's arm is better, paired by unit
     {..., each: x}                           one column for every x of the draws, named by `name` with {x}
     {..., each: setting}                     one column for every setting
+    {..., over: arm}                         the ratio to that arm's, paired by unit, geometric mean with its interval
     {..., share: arm}                        the mean as a share of that arm's
     {name, count: metric}                    how many units have that metric, of all that the arm has
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from crt_exp.drawing import markdown
+from crt_exp.report.evidence import independent
 from crt_exp.report.page import Page, shown
 
 
@@ -69,7 +75,20 @@ def cell(page: Page, column: dict[str, Any], arm: str) -> str:
     if "share" in column:
         mean, whole = (page.values(metric, arm=each, **where).mean() for each in (arm, column["share"]))
         return "" if mean != mean else f"{mean / whole:.1%}"
+    if "over" in column:
+        ratio = np.exp(-page.metric(metric).sign * page.gain(metric, column["over"], arm, log=True, **where))
+        return "" if arm == column["over"] or not len(ratio) else geometric(pd.Series(ratio), spec)
     if "against" in column:
         gain = page.gain(metric, arm, column["against"], log=column.get("scale") == "log", **where)
         return "" if arm == column["against"] else shown(gain, f"+{spec}")
-    return shown(page.values(metric, arm=arm, log=column.get("scale") == "log", **where), spec)
+    values = page.values(metric, arm=arm, log=column.get("scale") == "log", **where)
+    return shown(values, spec) if column.get("scale") != "log" else geometric(values, spec)
+
+
+def geometric(values: pd.Series, spec: str) -> str:
+    """The geometric mean with its 95% interval, whose ends are not at equal distances."""
+    if len(values) < 2 or (values <= 0).any():
+        return shown(values, spec)
+    log = independent(np.log(values))
+    middle, low, high = (f"{math.exp(value):{spec}}" for value in (log.mean, log.low, log.high))
+    return middle if log.half == 0 else f"{middle} ({low} to {high})"

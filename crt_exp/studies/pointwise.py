@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from crt_exp.features import Statistics
+from torch import Tensor
+
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, Several, at_least, checked
 from crt_exp.studies.pairs import angles_of, at_angles, check_estimates, generator, log_relative_mse, squared_errors
@@ -31,7 +33,8 @@ class Pointwise:
             yield {"step": step, "epoch": 0, "length": r, **self.at_length(mechanism, r, seed), **last}
 
     def at_length(self, mechanism: Mechanism, r: float, seed: int) -> dict[str, Any]:
-        """squared_error: (groups, angles), of each group of draws; error, closed_form: one number an angle."""
+        """error, closed_form: one number an angle; largest_of_groups: of each group of draws; mean: the largest error
+        of the constant that is the mean of SM over the angles."""
         theta, phi = angles_of(self.angles), mechanism.map("softmax")
         x, y = at_angles(theta, r, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
@@ -40,9 +43,15 @@ class Pointwise:
         closed = (log_relative_mse(phi, x, y, params, mechanism.m) / 2).exp()
         return {"theta": theta.tolist(), "error": error.tolist(), "closed_form": closed.tolist(),
                 "largest_error": error.max().item(), "largest_closed_form": closed.max().item(),
-                "columns": phi.rank(mechanism.m), "squared_error": squared.tolist()}
+                "columns": phi.rank(mechanism.m), "squared_error": squared.tolist(),
+                "largest_of_groups": squared.amax(1).sqrt().tolist(), "mean": largest_of_mean(theta, r)}
 
     def summary(self, records: list[dict]) -> str:
         told = (f"{r['largest_error']:.3g} (closed form {r['largest_closed_form']:.3g}) at length {r['length']}"
                 for r in records)
         return f"largest relative error over angles: {', '.join(told)}"
+
+
+def largest_of_mean(theta: Tensor, r: float) -> float:
+    exact = (r**2 * theta.cos()).exp()
+    return float((exact.mean() / exact - 1).abs().max())

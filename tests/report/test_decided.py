@@ -3,7 +3,7 @@
 import pytest
 
 from crt_exp.attention.engines import native_library
-from crt_exp.report import hadamard, table1
+from crt_exp.report import table1
 from crt_exp.report.decided import HERE, Code, Node, without_comments
 
 FILES = {
@@ -100,7 +100,7 @@ def test_runs_are_decided_by_their_arguments_and_by_what_is_chosen_for_them(chan
 
 
 def test_constants_of_reports_decide_their_cells():
-    for report, name, constants in ((hadamard, "errors", "L D MS KINDS"), (table1, "accuracies", "SIGMAS SPLIT SEED")):
+    for report, name, constants in ((table1, "accuracies", "SIGMAS SPLIT SEED"),):
         reached = HERE.reached(Node(report.__name__, name))
         assert {Node(report.__name__, constant) for constant in constants.split()} <= reached
         assert Node(report.__name__, "figure") not in reached
@@ -108,7 +108,7 @@ def test_constants_of_reports_decide_their_cells():
 
 @pytest.mark.parametrize("place, name", [("crt_exp.attention.call", "attention"),
                                          ("crt_exp.attention.nearfar.layer", "NearFar"),
-                                         ("crt_exp.report.performers_fig4", "errors")])
+                                         ("crt_exp.studies.head_errors", "errors")])
 def test_sources_of_the_engines_decide_what_attention_computes(place, name):
     """All that the library is compiled of, in whichever folder of engines."""
     text = "\n".join(HERE.content(node).text for node in HERE.reached(Node(place, name)))

@@ -24,10 +24,10 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
     a_report(tmp_path, "third", [{"m": 4}])
     a_report(tmp_path, "fourth", [judged([Claim("certain", exactly(2.5))])[0].row()])
     index.main(writing.REPORT)
-    assert "5 verdicts in 3 reports: 2 confirmed, 1 refuted, 2 open, 1 of these because a gate failed" \
+    assert "5 verdicts in 3 reports: 2 confirmed, 1 refuted, 2 open, 0 conflict, 1 of these because a gate failed" \
         in capsys.readouterr().out
     text = (tmp_path / "index.md").read_text()
-    assert "| [first](first.md) | 1 | 1 | 1 | 0123456789ab |" in text
+    assert "| [first](first.md) | 1 | 1 | 1 | 0 | 0123456789ab |" in text
     assert "| **confirmed** | up\\|wards | +1.1 ± 0.25 nats | 3 |" in text and "| 3 | not judged |" in text
     assert "| **confirmed** | certain | +2.5 | exact |  |" in text
     assert "Reports without a verdict: [third](third.md)" in text

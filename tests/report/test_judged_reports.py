@@ -8,9 +8,8 @@ import torch
 from small_bert import write_model, write_text
 
 from crt_exp.features import Statistics
-from crt_exp.report import fig1, fig2, hadamard, performers_fig2, performers_fig4, performers_fig14, table1, writing
+from crt_exp.report import fig1, fig2, performers_fig2, performers_fig14, table1, writing
 from crt_exp.report.evidence import judged, won_by
-from crt_exp.report.kernel_arms import least
 
 RNG = np.random.default_rng(0)
 
@@ -46,46 +45,6 @@ def test_the_first_line_says_what_a_control_beats():
     assert won_by("the mean of V", {"scale 1": ["a", "b"], "scale 2": []}, 4) == (
         "**The mean of V, a control, beats 2 of 4 arms.** scale 1: a, b.")
     assert won_by("the mean of V", {"scale 1": []}, 4) == "None of 4 arms is worse than the mean of V, a control."
-
-
-def test_the_least_is_told_with_what_cannot_be_told_from_it():
-    base = np.array(errors(1.0))
-    said = least({"a": base, "b": base * RNG.lognormal(0, 0.05, 15), "c": 3 * base})
-    assert said.startswith(("a; not told apart from it: b (", "b; not told apart from it: a ("))
-    assert least({"a": base, "c": 3 * base}) == "a; each of the 1 others is above it"
-
-
-# ---- hadamard
-
-
-def found_hadamard(zero):
-    level = {"iid": 3.0, "hadamard k=1": 1.0, "hadamard k=3": 0.9}
-    found = {(scale, f, k): [errors(level.get(k, 1.0)) for _ in hadamard.MS]
-             for scale in hadamard.SCALES for f in hadamard.MAPS for k in hadamard.KINDS}
-    arms = [f"{f}, {k}" for f in hadamard.TIMED for k in hadamard.KINDS]
-    times = {n: {arm: errors(n / 1000, 15) for arm in [*arms, *(["exact"] if n <= hadamard.EXACT_UP_TO else [])]}
-             for n in hadamard.LENGTHS}
-    return found, {scale: {"zero": errors(zero), "uniform": errors(9.0)} for scale in hadamard.SCALES}, times
-
-
-def test_hadamard_judges_the_headline_and_shows_the_control_that_wins():
-    found, beside, times = found_hadamard(zero=2.0)
-    told = words(hadamard.claims(found, times))
-    assert told["pos, scale 1: orthogonal has less than half the MSE of iid rows"] == "confirmed"
-    assert told["oprf, scale 0.25: Hadamard rows with k=3 have less MSE than with k=1"] == "confirmed"
-    assert told["trig, scale 1: orthogonal Gaussian rows have less MSE than Hadamard rows, k=1"] == "open"
-    first = hadamard.controls_that_win(found, beside).splitlines()[0]
-    count = len(hadamard.SCALES) * len(hadamard.MAPS)
-    assert first.startswith(f"**Zeros, a control, beats {count} of {count * len(hadamard.KINDS)} arms.**")
-    assert "trig x iid" in first and "orthogonal" not in first
-
-
-@pytest.mark.slow
-def test_page_of_hadamard(page):
-    found, beside, times = found_hadamard(zero=2.0)
-    biases = {(k, d): [1.0, 0.01, 1.0, 0.01] for k in hadamard.KINDS for d in hadamard.BIAS_D}
-    hadamard.write("small", found, beside, biases, times, 1.0)
-    assert "{" not in page("hadamard")
 
 
 # ---- Performers
@@ -135,41 +94,6 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
     model = performers_fig14.subject(start, 12, 3).model
     assert not [name for name, _ in model.named_modules() if "swapped" in name]
     assert len(performers_fig14.sums(start, 12, 3)) == 3
-
-
-def found_fig4():
-    level = {("pos", "orthogonal"): 0.05, ("trig", "orthogonal"): 2.0, ("nearfar", ""): 0.02}
-    of_maps = {place: performers_fig4.ms_of(place[2]) for place in performers_fig4.places()}
-    whole = {(heads, S, name, ""): (None,) for heads in performers_fig4.HEADS for S in performers_fig4.SUMS
-             for name in performers_fig4.WHOLE}
-    return {place: {"mse": [errors(level.get(place[2:], 0.5)) for _ in ms], "uniform": [errors(0.8)]}
-            for place, ms in (of_maps | whole).items()}
-
-
-@pytest.mark.slow  # every map with every sampler is built
-def test_performers_fig4_judges_by_the_interval_and_names_the_control_that_wins():
-    found = found_fig4()
-    told = {claim.partition(": ")[2]: word for claim, word in words(performers_fig4.claims(found)).items()}
-    assert told["MSE of pos x orthogonal below that of pos x iid"] == "confirmed"
-    assert told["MSE of trig x orthogonal below that of trig x iid"] == "refuted"
-    assert told["MSE of pos x iid below that of trig x iid"] == "open"
-    first = performers_fig4.controls_that_win(found)
-    assert first.startswith(f"**Uniform attention (the mean of V), a control, beats 12 of {len(found)} arms.**")
-    assert "trig x orthogonal" in first and "pos x orthogonal" not in first
-    assert told["MSE of near-far below that of oprf x orthogonal"] == "confirmed"
-    assert told["MSE of near-far below that of window and first tokens"] == "confirmed"
-    window = first.partition("\n\n")[2]
-    assert window.startswith("**The window with first tokens (") and "near-far, " in window
-    assert f"of {len(found) - 12} arms" in window and "near-far;" not in window
-    for line in performers_fig4.least_of_all(found, "matched").splitlines():
-        assert ": pos x orthogonal; " in line
-
-
-@pytest.mark.slow
-def test_page_of_performers_fig4(page):
-    found = found_fig4()
-    performers_fig4.write(found, judged(performers_fig4.claims(found)), 1.0)
-    assert "uniform (control)" in page("performers-fig4")
 
 
 def test_poles_of_performers_fig2_are_no_numbers():

@@ -76,7 +76,7 @@ def test_a_failed_gate_leaves_claims_unjudged_and_a_control_that_wins_comes_firs
     made = a_page(tmp_path, LOSSES | {"uniform": [1.0, 1.2, 1.2]})
     assert all(isinstance(verdict, Unjudged) for verdict in made.verdicts)
     text = render.text(made, False)
-    assert text.splitlines()[2] == "**A: uniform, a control, ends no worse than ours.**"
+    assert text.splitlines()[2] == "**Uniform, a control, beats 1 of 2 arms.** A: ours."
     assert "- **failed**: A: uniform costs: 0.0333 (at least 0.5)" in text
 
 

@@ -16,9 +16,8 @@ from crt_exp.data import DataError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import performers_fig4
 from crt_exp.samplers import orthogonal
-from crt_exp.studies import approximation
+from crt_exp.studies import approximation, head_errors
 from crt_exp.studies.approximation import Approximation
 from crt_exp.studies.captured import Pretrained, Synthetic
 
@@ -279,21 +278,16 @@ def test_tokenizer_from_a_vocabulary(folder):
 
 # ---- the reports
 
-def test_performers_fig4_measures_against_uniform_attention(monkeypatch):
+def test_performers_fig4_measures_against_uniform_attention():
     """With few features the mean of V is nearer; with many, and where attention matters, the map is."""
-    monkeypatch.setattr(performers_fig4, "SAMPLES", 3)
-    found = performers_fig4.errors("matched", 16, "oprf", "orthogonal", [2, 4096])
+    found = head_errors.errors("matched", 16, "oprf", "orthogonal", [2, 4096], 3)
     assert np.min(found["mse"][0]) > np.max(found["mse"][1]) and np.max(found["mse"][1]) < 1
-    assert len(found["uniform"][0]) == 3
 
 
-def test_performers_fig4_gives_near_far_attention_the_same_tensors(monkeypatch):
-    """And on heads that match positions it is nearer than the window that it contains, a window than the mean of V."""
-    monkeypatch.setattr(performers_fig4, "SAMPLES", 3)
-    maps = performers_fig4.errors("matched", 8, "oprf", "orthogonal", [8])
-    near, window = (performers_fig4.whole_errors("matched", 8, name)
-                    for name in (performers_fig4.NEAR_FAR, performers_fig4.WINDOW))
-    assert near["uniform"] == window["uniform"] == maps["uniform"]
+def test_performers_fig4_gives_near_far_attention_the_same_tensors():
+    """And on heads that match positions it is nearer than its window, and the window than the mean of V."""
+    near, window = (head_errors.whole_errors("matched", 8, name, 3) for name in (head_errors.WHOLE[1], head_errors.WHOLE[3]))
+    assert near["uniform"] == window["uniform"]
     assert np.max(near["mse"]) < np.min(window["mse"]) and np.max(window["mse"]) < 1
 
 

@@ -1,7 +1,6 @@
 """Studies of hybrids: measured errors are those of the closed forms, FLOPs are counted, reports say what they found."""
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,20 +10,11 @@ import torch
 from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
 from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import (
-    fig3,
-    hrf_clusters,
-    hrf_flops,
-    hrf_pointwise,
-    hrf_qmc,
-    hrf_speech,
-    kernel_arms,
-    speech_runs,
-    writing,
-)
+from crt_exp.report import draws, fig3, hrf_speech, page, render, speech_runs, writing
 from crt_exp.report.evidence import GateFailed, judged
+from crt_exp.report.page import Page
 from crt_exp.runner.command_line import check_command_line
-from crt_exp.studies import flops
+from crt_exp.studies import flops, kernel_errors
 from crt_exp.studies.clusters import Clusters
 from crt_exp.studies.flops import Flops
 from crt_exp.studies.pairs import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
@@ -156,67 +146,32 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "report"
 
 
-TINY = {hrf_pointwise: {"SETTINGS": {"small": hrf_pointwise.Setting((1.0, 1.5, 2.0), 3)}, "ANGLES": 5, "D": 8},
-        hrf_qmc: {"SETTINGS": {"small": hrf_qmc.Setting(5, 2)}, "LENGTHS": (1.0,),
-                  "ARMS": dict([*hrf_qmc.ARMS.items()][:5])},
-        hrf_clusters: {"SETTINGS": {"small": hrf_clusters.Setting(10, 5, (20, 50), 3)}, "DATA": range(3)},
-        hrf_flops: {"SETTINGS": {"small": hrf_flops.Setting(2, {"features": (4000, 9000), "attention": (64000,)})},
-                    "LENGTHS": (1.0,), "ANGLES": 5}}
+@pytest.mark.parametrize("name", ["hrf-pointwise", "hrf-qmc", "hrf-clusters", "hrf-flops"])
+def test_a_page_of_tiny_sizes(name, folder, monkeypatch):
+    """Each arm has draws in each setting, and each claim is judged."""
+    spec = page.load(name)
+    parts = [{**part, "study": part["study"] | {key: value for key, value in TINY.items() if key in part["study"]},
+              "seeds": min(part.get("seeds", 1), 2)} for part in spec["sizes"]["small"]["parts"]]
+    if name == "hrf-qmc":
+        monkeypatch.setenv("CRT_DATA", "")
+        parts = [part | {"settings": {s: v for s, v in part["settings"].items() if "wine" in s}} for part in parts]
+    draws.write(name, kernel_errors.measure(name, spec["sources"], {"parts": parts}), folder)
+    made = Page(name, folder)
+    assert {*made.draws["arm"]} >= {arm for part in parts for arm in part["arms"]}
+    assert len(made.verdicts) == len(spec["claims"]) * len(made.settings)
+    assert all(arm in render.text(made, False) for arm in map(made.label, spec["controls"]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("report", TINY, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_report(report, folder, monkeypatch, capsys):
-    for name, value in TINY[report].items():
-        monkeypatch.setattr(report, name, value)
-    report.main("small")
-    name = report.__name__.rpartition(".")[2].replace("_", "-")
-    text, said = (folder / f"{name}.md").read_text(), capsys.readouterr().out
-    assert said.count("**confirmed**") + said.count("**refuted**") + said.count("**open**") == (
-        text.count("p = ") + text.count(" (exact)"))
-    assert text.startswith("# HRF ") and "SIZE=small" in text and (folder / f"{name}.png").stat().st_size > 20_000
-    assert "p_holm" in (folder / f"{name}.csv").read_text()
-
-
-@pytest.mark.parametrize("factor, word", [(0.5, "confirmed"), (2.0, "refuted"), (1.0, "open")])
-def test_verdicts_follow_the_errors(factor, word):
-    rng = np.random.default_rng(0)
-    better, worse = (np.exp(0.05 * rng.normal(size=10)) for _ in range(2))
-    assert judged([kernel_arms.below("a below b", factor * better, worse)])[0].word == word
-
-
-def test_verdicts_follow_the_closed_forms_where_there_are_any():
-    measured = kernel_arms.below("a below b", [1.0, 1.1, 1.2], [0.5, 0.6, 0.5])
-    told = judged([kernel_arms.truly_below("a below b", 1.0, 3.0, measured)])[0]
-    assert told.word == "confirmed" and told.claim.difference.mean == pytest.approx(math.log(3))
-    assert "(closed forms; measured -0.7" in str(told) and str(told).endswith(" (exact)")
-
-
-def test_constants_that_win_are_told_first():
-    setting = hrf_pointwise.Setting((1.0,), 3)
-    found = {(basis, name, 1.0): {"largest_closed_form": 0.5 + (name == "pos")} for basis in hrf_pointwise.BASES
-             for name in hrf_pointwise.MAPS}
-    first = hrf_pointwise.controls_that_win(found, setting)
-    assert first.startswith("**The better of two constants, zero and the mean of the kernel, by the largest error "
-                            "over angles, a control, beats 2 of ")
-    assert "length 1, 16 projections in all: FAVOR+ (pos)" in first
-    near = {place: {"largest_closed_form": 0.5} for place in found}
-    assert hrf_pointwise.controls_that_win(near, setting).startswith("None of")
+TINY = {"draws": 3, "pairs": 6, "angles": 5, "points": 10, "repeats": 2, "groups": 3}
 
 
 def test_arms_of_as_many_columns():
-    assert [hrf_pointwise.arm("columns", name).columns for name in ("angular", "gaussian", "trig", "pos")] == [
-        288, 272, 288, 288]
+    columns = {name: kernel_errors.mechanism(name, columns=288) for name in ("angular", "gaussian", "trig", "pos")}
+    assert [arm.map().rank(arm.m) for arm in columns.values()] == [288, 272, 288, 288]
     large = [arm for name, arm in hrf_speech.ARMS.items() if name.endswith(("432", "3)", "(3,2)", "6,8)"))]
     assert len(large) == 6 and {hrf_speech.columns(arm) for arm in large} == {432}
     assert [hrf_speech.columns(hrf_speech.ARMS[name]) for name in ("HRF-C(2,2)", "HRF-A(8,8)", "Trig 256")] == [
         256, 216, 256]
-
-
-def test_tables_stand_in_for_boston(monkeypatch, tmp_path):
-    monkeypatch.delenv("CRT_DATA", raising=False)
-    assert hrf_qmc.tables() == ("wine", "breast_cancer")
-    assert "stands in" in hrf_qmc.facts("small", hrf_qmc.SETTINGS["small"], hrf_qmc.tables())
 
 
 # ---- speech
