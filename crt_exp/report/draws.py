@@ -21,8 +21,8 @@ def read(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     Raises FileNotFoundError where none are committed, ValueError for a file that is not of this schema.
     """
     path = path_of(name, folder)
-    frame = pd.read_csv(path, dtype={name: str for name in ("table", "setting", "arm", "unit", "commit", "date",
-                                                            "versions")}, keep_default_na=False, na_values={})
+    text = dict.fromkeys(("table", "setting", "arm", "unit", "commit", "date", "versions"), str)
+    frame = pd.read_csv(path, dtype=text, keep_default_na=False, na_values={}, low_memory=False)
     if [*frame.columns] != COLUMNS:
         raise ValueError(f"{path}: got the columns {', '.join(frame.columns)}, expected {', '.join(COLUMNS)}")
     frame["seconds"] = pd.to_numeric(frame["seconds"]).fillna(0.0)

@@ -8,7 +8,7 @@ import torch
 from small_bert import write_model, write_text
 
 from crt_exp.features import Statistics
-from crt_exp.report import fig1, fig2, performers_fig2, performers_fig14, table1, writing
+from crt_exp.report import fig1, performers_fig2, performers_fig14, table1, writing
 from crt_exp.report.evidence import judged, won_by
 
 RNG = np.random.default_rng(0)
@@ -122,60 +122,6 @@ def test_performers_fig2_says_where_the_estimate_zero_is_nearer():
 
 
 # ---- Chefs' Random Tables
-
-
-def curves_fig2(images="mnist"):
-    level = {"gerf": -100.0, "oprf": -100.0, "geom_plus": -20.0}
-    return {(fit, r, n): {"mean": [0.0] * 10, "std": [1.0] * 10, "clamped": False,
-                          "pairs": (level.get(n, 0.0) + RNG.normal(size=50)).tolist()}
-            for fit in fig2.FITS for r in ("normal", "sphere", "heterogen", images) for n in (*fig2.MAPS, fig2.ZERO)}
-
-
-def test_fig2_judges_the_statements_for_both_fits():
-    told = words(fig2.claims(curves_fig2(), "mnist"))
-    assert told["normal, fitted to the set: the variance of gerf is more than e^80 below that of trig"] == "confirmed"
-    assert told["heterogen, fitted to each pair, an oracle: the variance of oprf is more than e^125 below that of pos"
-                ] == "refuted"
-    assert len(told) == 2 * len(fig2.STATEMENTS)
-
-
-def test_fig2_says_where_the_estimate_zero_is_nearer():
-    """On normal pairs the kernel is about e^-64 at sigma = 1, and one projection is off by more."""
-    zero, trig = (fig2.curve("set", "normal", name) for name in (fig2.ZERO, "trig"))
-    assert zero["mean"][-1] == pytest.approx(-128, abs=3) and zero["mean"][0] == pytest.approx(-1.28, abs=0.03)
-    curves = {("set", "normal", name): trig for name in fig2.MAPS} | {("set", "normal", fig2.ZERO): zero}
-    n = len(fig2.MAPS)
-    assert fig2.where_zero_wins(curves, ("normal",)).startswith(
-        "**The estimate 0 beside one projection at sigma = 1, with parameters fitted to the set, a control, beats "
-        f"{n} of {n} arms.**")
-
-
-def test_fig2_knows_what_a_clamp_makes():
-    """Of images, whose pixels are not negative, a rate per coordinate and pair leaves no variance."""
-    x, y = fig2.REGIMES["digits"](50, 64, torch.Generator().manual_seed(0))
-    assert fig2.clamped(palette_map("pois_coord"), x, y) == 1 and fig2.clamped(palette_map("oprf"), x, y) == 0
-    assert fig2.clamped(palette_map("pois"), *fig2.REGIMES["normal"](50, 64, torch.Generator().manual_seed(0))) == 0
-
-
-def palette_map(name):
-    return fig2.Mechanism.of(features=name).map("gaussian")
-
-
-def test_parameters_of_the_set_cost_variance_on_average():
-    """The fit to each pair is an oracle: no fit to the set is below it."""
-    x, y = fig2.REGIMES["heterogen"](200, 64, torch.Generator().manual_seed(0))
-    for name in ("oprf", "gerf", "pois", "geom"):
-        of_set, of_pair = (fit(palette_map(name), x, y) for fit in fig2.FITS.values())
-        assert of_set.mean() >= of_pair.mean()
-
-
-@pytest.mark.slow
-def test_page_of_fig2(page):
-    regimes = ("normal", "sphere", "heterogen", "digits")
-    curves = curves_fig2("digits")
-    margins = {(fit, r, n): [1.0, 2.0, 3.0] for fit in fig2.FITS for r in regimes for n in fig2.SHIFTED}
-    fig2.write(curves, margins, regimes, 1.0)
-    assert "e^80" in page("fig2")
 
 
 def results_table1():

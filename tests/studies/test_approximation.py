@@ -286,7 +286,8 @@ def test_performers_fig4_measures_against_uniform_attention():
 
 def test_performers_fig4_gives_near_far_attention_the_same_tensors():
     """And on heads that match positions it is nearer than its window, and the window than the mean of V."""
-    near, window = (head_errors.whole_errors("matched", 8, name, 3) for name in (head_errors.WHOLE[1], head_errors.WHOLE[3]))
+    near, window = (head_errors.whole_errors("matched", 8, name, 3)
+                    for name in (head_errors.WHOLE[1], head_errors.WHOLE[3]))
     assert near["uniform"] == window["uniform"]
     assert np.max(near["mse"]) < np.min(window["mse"]) and np.max(window["mse"]) < 1
 
