@@ -1,4 +1,4 @@
-"""What `make fig2` measures: log variance over sigma in four regimes, by the closed forms, and the error of zero.
+"""What `make fig1` and `make fig2` measure: log variances by the closed forms, over |x + y|^2 and over sigma.
 
 Parameters are fitted to all pairs together (CRT 3.2.3), as one has them in use, or to each pair alone, an oracle.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from crt_exp import drawing
-from crt_exp.features import FeatureMap, Statistics
+from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics
 from crt_exp.features.discrete import MIN_RATE, P_RANGE, DiscreteRF
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.studies.cells import Cells, Draw
@@ -75,3 +75,22 @@ def clamped(phi: FeatureMap | None, x: torch.Tensor, y: torch.Tensor) -> float:
     x, y = x.unsqueeze(-2), y.unsqueeze(-2)
     rate = phi.fit(Statistics.of(x, y)).rate.flatten(1)
     return ((rate <= MIN_RATE) | (rate == P_RANGE[0]) | (rate == P_RANGE[1])).any(-1).double().mean().item()
+
+
+def measure_gain(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """What `make fig1` measures: log variances less that of FAVOR+ at |x + y|^2 = 1 to 100, by the closed forms."""
+    cells = Cells(name, sources, keep)
+    keys = [{"d": d} for d in size["dimensions"]]
+    cells.fill(keys, gains, name, workers=1)
+    for key in keys:
+        for arm, values in cells[key].items():
+            for total, value in enumerate(values, 1):
+                yield cells.draw(key, f"d = {key['d']}", arm, "gain", value, x=total)
+
+
+def gains(d: int) -> dict[str, list[float]]:
+    """log Var OPRF - log Var PosRF at |x + y|^2 = 1 to 100, and the log squared error of zero less the same."""
+    x = torch.zeros(100, d, dtype=torch.float64)
+    x[:, 0] = torch.arange(1, 101).double().sqrt() / 2
+    pos = log_variances(PosRF(), x, x)
+    return {"oprf": (log_variances(OPRF(), x, x) - pos).tolist(), "zero": (2 * x.square().sum(-1) - pos).tolist()}

