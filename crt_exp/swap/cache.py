@@ -19,7 +19,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 
 from crt_exp.attention.checks import repeat_heads
@@ -27,7 +27,8 @@ from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.nearfar.past import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
 
-WHOLE = "give past_key_values=DynamicCache(), which keeps all keys"
+NAMES = ("cache", "past_key_values")  # of the argument: from transformers 5.24 on, and before
+WHOLE = "give the model a DynamicCache(), which keeps all keys"
 
 
 class NewKeys(Tensor):
@@ -367,8 +368,9 @@ def _arguments(kind: type) -> list[str]:
 
 def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]) -> tuple[tuple, dict] | None:
     """A forward pre-hook: a cache where use_cache=True is given without one, which the model itself would make now."""
-    positional = "past_key_values" in _arguments(type(model))[:len(args)]
-    if kwargs.get("use_cache") is not True or kwargs.get("past_key_values") is not None or positional:
+    taken = _arguments(type(model))
+    positional = {*NAMES} & {*taken[:len(args)]}
+    if kwargs.get("use_cache") is not True or _given(kwargs) is not None or positional:
         return None
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -378,15 +380,20 @@ def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[i
     crosses = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
     if "EncoderDecoderCache" in _makes(type(model)) and (crosses or kwargs.get("encoder_hidden_states") is not None):
         made = EncoderDecoderCache(made, DynamicCache(config=config))
-    return args, kwargs | {"past_key_values": made}
+    rest = {key: value for key, value in kwargs.items() if key not in NAMES}
+    return args, rest | {next(name for name in NAMES if name in taken): made}
+
+
+def _given(kwargs: dict) -> Cache | None:
+    return next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
 
 
 def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, model_kwargs: dict,
                    *args, **kwargs) -> None:
     """In the place of `GenerationMixin._prepare_cache_for_generation`."""
-    given = model_kwargs.get("past_key_values")
+    given = _given(model_kwargs)
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
-    made = model_kwargs.get("past_key_values")
+    made = _given(model_kwargs)
     if made is None or made is given:
         return
     made = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made

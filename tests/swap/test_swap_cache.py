@@ -343,7 +343,7 @@ def test_attention_matrices_need_all_keys():
     out = model.generate(ids, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True)
     assert recurrent(out.past_key_values) == 0 and out.attentions[-1][0].shape == (2, 4, 1, 9)
     past = model(ids, use_cache=True).past_key_values
-    message = "output_attentions=True, which needs all keys; or give past_key_values=DynamicCache"
+    message = "output_attentions=True, which needs all keys; or give the model a DynamicCache"
     with pytest.raises(ValueError, match=message):
         model(ids[:, :1], past_key_values=past, use_cache=True, output_attentions=True)
 
@@ -421,7 +421,7 @@ def test_new_keys_are_of_no_other_use():
     keys, values = layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
     assert isinstance(keys, NewKeys) and keys.shape == (2, 2, 1, 4) and keys.device.type == "cpu"
     for wrong in (lambda: keys + 1, lambda: torch.cat([values, values]), lambda: values.transpose(0, 1)):
-        with pytest.raises(ValueError, match="past is a recurrent state: give past_key_values=DynamicCache"):
+        with pytest.raises(ValueError, match="past is a recurrent state: give the model a DynamicCache"):
             wrong()
     layer, swap = layer_cache.layers[0], model.model.layers[0].self_attn.swapped
     with pytest.raises(ValueError, match="self_attn: the same keys are used twice, or with other values"):
