@@ -10,29 +10,14 @@ import argparse
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 
 from crt_exp.studies.memory import in_new_process
-from crt_exp.studies.peers import Method
-from crt_exp.studies.speed import forward, forward_backward, held_by, inputs, methods
+from crt_exp.studies.speed import forward, forward_backward, held_by, inputs, methods, timed
 
 LENGTHS, TURNS = (1024, 4096, 16384), 11
 HELD = ("favorp", "favorpp", "favorp causal", "favorpp causal", "floor", "performer-pytorch")
-
-
-def timed(run: Callable, all_methods: dict[str, Method], tensors, turns: int) -> dict[str, list[float]]:
-    """Milliseconds of every turn after a warm-up."""
-    times = {name: [] for name in all_methods}
-    for turn in range(turns + 1):
-        for name, method in all_methods.items():
-            start = time.perf_counter()
-            run(method, tensors)
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return times
 
 
 def print_times(lengths: list[int], turns: int, only: list[str]) -> None:

@@ -12,9 +12,8 @@ import statistics
 from typing import NamedTuple
 
 from crt_exp.features import AngularHybrid, ClusteredHybrid, FeatureMap, GaussianHybrid, TrigRF
-from crt_exp.report.bench_attention import timed
 from crt_exp.studies.memory import in_new_process
-from crt_exp.studies.speed import D, fitted, forward_backward, held, inputs
+from crt_exp.studies.speed import D, fitted, forward_backward, held, inputs, timed
 
 LENGTH, TURNS = 4096, 11
 

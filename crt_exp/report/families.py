@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.mechanism import swap_attention
-from crt_exp.report import tiny_models
-from crt_exp.report.tiny_models import BATCH, NotBuilt, outputs
 from crt_exp.report.writing import Cells, markdown, new_figure, write_report
+from crt_exp.studies import tiny_models
+from crt_exp.studies.tiny_models import BATCH, NotBuilt, outputs
 from crt_exp.swap.families import family
 from crt_exp.swap.swap import unswap_attention
 
@@ -39,7 +39,7 @@ SECONDS = 120      # for one model
 def main(size: str) -> None:
     keys = [{"library": library, "name": name, "version": metadata.version(library)}
             for library, (names, _) in LIBRARIES.items() for name in names()]
-    sources = ("attention", "features", "samplers", "report/families.py", "report/tiny_models.py")
+    sources = ("attention", "features", "samplers", "report/families.py", "studies/tiny_models.py")
     cells = Cells("families", sources).fill(keys, verdict, "families")
     rows = [{**key, **Verdict(*cells[key])._asdict()} for key in keys]
     body = "\n".join([summary(rows), "## Wrong\n", table(rows, "wrong"),

@@ -17,12 +17,11 @@ from crt_exp.attention import exact_attention
 from crt_exp.config import choices
 from crt_exp.data.text import official_file
 from crt_exp.report import runs
-from crt_exp.report.bench_attention import timed
 from crt_exp.studies import fidelity as study
 from crt_exp.studies.captured import relative_error
 from crt_exp.studies.fidelity import Arm
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
-from crt_exp.studies.speed import inputs
+from crt_exp.studies.speed import inputs, timed
 from crt_exp.studies.subject import Subject
 
 MODEL_SOURCES = ("tasks/mlm.py", "tasks/objectives.py", "models/encoders.py", "data/byte_pairs.py")

@@ -7,7 +7,6 @@ from new weights. Before arms are trained, gates say whether this setting can te
 from typing import Any
 
 from crt_exp.report import speech_text as text
-from crt_exp.report.encoder_steps import LAYERS, METHODS, SIZES
 from crt_exp.report.evidence import Gate, check_gates
 from crt_exp.report.speech_runs import (
     SOURCES,
@@ -30,8 +29,9 @@ from crt_exp.report.speech_runs import (
     training,
 )
 from crt_exp.report.writing import Cells, write_report
+from crt_exp.studies.encoder_steps import LAYERS, METHODS, SIZES
 
-ENCODER_SOURCES = ("attention", "features", "swap", "models/conformer_transducer.py", "report/encoder_steps.py")
+ENCODER_SOURCES = ("attention", "features", "swap", "models/conformer_transducer.py", "studies/encoder_steps.py")
 SECONDS = (10, 30, 60, 120, 300, 600)  # of audio, on which the encoder is timed
 PAPER = ("The paper (17 layers, LibriSpeech 960 h): FAVOR++ is better than FAVOR+ by 2.49 points of WER at m = 8 and "
          "by 3.05 at m = 16.")

@@ -13,8 +13,8 @@ from crt_exp import calibrate_attention
 from crt_exp.data import images as data
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
-from crt_exp.report.predicted import predicted_error
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
+from crt_exp.studies.predicted import predicted_error
 
 CAPTURED = 64  # held-out images on which queries and keys are captured
 LONG_BATCH = 8

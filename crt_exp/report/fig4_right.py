@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from crt_exp.report import palette, vit_steps
+from crt_exp.report import palette
 from crt_exp.report.evidence import Claim, in_a_row, independent, judged, of_processes
-from crt_exp.report.vit_steps import FORMED
 from crt_exp.report.writing import Cells, label_ends, markdown, new_figure, plain_ticks, write_report
+from crt_exp.studies import vit_steps
 from crt_exp.studies.memory import in_new_process
+from crt_exp.studies.vit_steps import FORMED
 
 TOKENS = (64, 196, 784, 1024, 3136, 4096, 12544, 16384)
 MEMORY_TOKENS = (784, 1024, 3136, 4096, 16384)
@@ -17,7 +18,7 @@ BARS = {3136: 2.0, 12544: 5.0}  # how many times as fast as exact attention FAVO
 PROCESSES = 5                   # that take all methods in turn, for each number of tokens
 SAME = 1.1                      # FAVOR++ over FAVOR+: the paper's "very similar", in figures
 LINEAR = 1.1                    # the largest exponent of memory that counts as linear
-SOURCES = ("attention", "features", "swap", "report/vit_steps.py")
+SOURCES = ("attention", "features", "swap", "studies/vit_steps.py")
 COLOURS = {"uniform": palette.CONTROL, "exact": palette.EXACT, FORMED: "#0072B2"}
 
 

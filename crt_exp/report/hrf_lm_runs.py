@@ -23,9 +23,9 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.report import runs
-from crt_exp.report.predicted import typical_pair
 from crt_exp.studies.distributions import Distances, Estimate, distances
 from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.predicted import typical_pair
 from crt_exp.tasks.base import Reader
 
 MODEL_SOURCES = ("tasks/ptb.py", "models/lstm.py", "data/words.py")

@@ -16,8 +16,8 @@ from crt_exp.attention import Exact
 from crt_exp.data.protein import LETTERS, TOKENS
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes
-from crt_exp.report.bench_attention import timed
 from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.speed import timed
 from crt_exp.swap.swap import fill_statistics
 
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels

@@ -8,10 +8,9 @@ import torch
 
 from crt_exp.config import instantiate, read_yaml
 from crt_exp.mechanism import Mechanism
-from crt_exp.report.predicted import predicted_error
+from crt_exp.studies.predicted import predicted_error
 from crt_exp.swap.swap import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
-
 
 
 @torch.no_grad()

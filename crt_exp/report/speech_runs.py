@@ -19,9 +19,10 @@ from crt_exp.config import instantiate, read_yaml
 from crt_exp.features import SDERF
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
-from crt_exp.report import encoder_steps, runs
-from crt_exp.report.predicted import predicted_errors
+from crt_exp.report import runs
+from crt_exp.studies import encoder_steps
 from crt_exp.studies.memory import in_new_process
+from crt_exp.studies.predicted import predicted_errors
 from crt_exp.swap.swap import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from crt_exp.report import palette
-from crt_exp.report.encoder_steps import METHODS
 from crt_exp.report.evidence import Claim, Gate, Unjudged, Verdict, detectable, independent, judged, paired, won_by
 from crt_exp.report.speech_runs import BEAM, MAIN, Arm, Setting, compared
 from crt_exp.report.writing import label_ends, markdown, new_figure
+from crt_exp.studies.encoder_steps import METHODS
 
 RANGE = (4.0, 24.0)  # of |x + y|^2: below it all maps are good, above it none is
 COSTS = 0.5          # nats an utterance, that uniform attention must cost

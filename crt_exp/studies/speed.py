@@ -95,6 +95,17 @@ def milliseconds(call: Callable[..., Any], *given: Any) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+def timed(run: Callable[..., Any], named: dict[str, Any], tensors: Any, turns: int) -> dict[str, list[float]]:
+    """Milliseconds of run(each, tensors) in every turn after a warm-up; all take their turn in each."""
+    times: dict[str, list[float]] = {name: [] for name in named}
+    for turn in range(turns + 1):
+        for name, each in named.items():
+            spent = milliseconds(run, each, tensors)
+            if turn:
+                times[name].append(spent)
+    return times
+
+
 # ---- a process's share of a report
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crt_exp.report import encoder_steps, fig3, speech_runs, speech_text, writing
+from crt_exp.report import fig3, speech_runs, speech_text, writing
 from crt_exp.report.evidence import GateFailed, Unjudged
 from crt_exp.report.speech_runs import Arm
 from crt_exp.runner.command_line import check_command_line
+from crt_exp.studies import encoder_steps
 
 
 def keys_of(setting):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from crt_exp.report import fig4_left, fig4_page, fig4_right, fig4_runs, vit_steps, writing
+from crt_exp.report import fig4_left, fig4_page, fig4_right, fig4_runs, writing
 from crt_exp.report.evidence import GateFailed
 from crt_exp.report.fig4_runs import Bounds, Found, Setting
 from crt_exp.report.fig4_verdicts import gates, verdicts
 from crt_exp.runner.command_line import check_command_line
+from crt_exp.studies import vit_steps
 
 
 def step_times(exact, favorp, favorpp):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from crt_exp.report.families import judge, judge_model
-from crt_exp.report.tiny_models import spread
+from crt_exp.studies.tiny_models import spread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {

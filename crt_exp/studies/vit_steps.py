@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
-from crt_exp.report.bench_attention import timed
 from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.speed import timed
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
