@@ -95,6 +95,10 @@ class Cells:
         return Draw(setting, arm, metric, value, unit, x, table, seconds, record["commit"], record["date"],
                     record["versions"])
 
+    def is_drawn(self, key: Key) -> bool:
+        """Whether a value of this cell stands on a draw."""
+        return json.dumps(key) in self.credited
+
     def _keep(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")

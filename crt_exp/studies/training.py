@@ -5,7 +5,7 @@ Arms of one seed read the same rows in the same order and start from the same we
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,15 +16,18 @@ from crt_exp.studies.memory import in_new_process, peak, reset_peak
 
 HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
+BEGIN = "exact models"  # the setting of runs that moved arms start from
 FINAL = ("step", "epoch", "split", "time_s", "final")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a page's file says under `sizes`. common: options of all runs. settings: options of each. arms: options of
+    """What a page's file says under `sizes`. common: options of all runs, or lists of them. settings: options of each. arms: options of
     each attention. moved: arms that start from the weights of the run of `start` with their seed. metrics: of the
     records, those that are kept. gated: the arms that are trained first, in every setting; the others only where
-    `start` is better than each of them by `least` on the first metric (`higher`: more is better)."""
+    `start` is better than each of them by `least` on the first metric (`higher`: more is better). begin: name ->
+    options of one run in whose weights all moved arms start, in the place of that of `start` with their seed. seeds_of:
+    of arms that have another number of them."""
 
     settings: Mapping[str, Sequence[str]]
     arms: Mapping[str, Sequence[str]]
@@ -36,46 +39,84 @@ class Grid:
     least: float = 0.0
     higher: bool = True
     cost: bool = True
+    tested: Sequence[str] = ()  # of the metrics of the test record, if not all
     baseline: Sequence[str] = ()  # (key of the test record, name): what predicts without a model, as an arm
+    begin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seeds: int = 3
+    seeds_of: Mapping[str, int] = field(default_factory=dict)
     workers: int | None = None
+
+    def __post_init__(self):
+        lists = [[each] if isinstance(each, str) else each for each in self.common]
+        object.__setattr__(self, "common", list(chain.from_iterable(lists)))
+
+    def count(self, arm: str) -> int:
+        """Of its seeds."""
+        return self.seeds_of.get(arm, self.seeds)
 
     def options(self, setting: str, arm: str, seed: int, home: runs.Home) -> list[str]:
         """The command line of a run."""
         if arm not in self.moved:
             return [*self.common, *self.settings[setting], *self.arms[arm], f"seed={seed}"]
+        if self.begin:
+            begun = home.place(self.beginning(home)["overrides"])
+            return [*self.common, *self.settings[setting], *self.moved[arm], f"seed={seed}", f"task.init={begun}"]
         begun = home.place(self.options(setting, self.start, seed, home))
         own = {option.split("=")[0] for option in self.moved[arm]}
         rest = [option for option in (*self.common, *self.settings[setting])  # it keeps the sizes of its start
                 if option.split("=")[0] not in own and not option.startswith(("+task.sizes.", "task.preset="))]
         return [*rest, *self.moved[arm], f"seed={seed}", f"task.init={begun}"]
 
+    def beginning(self, home: runs.Home) -> Key:
+        """The run in whose weights moved arms start, where there is one for all of them."""
+        options = [*self.common, *next(iter(self.begin.values())), "seed=0"]
+        return {"overrides": options, "sources": list(home.sources), "kept": True}
+
     def key(self, setting: str, arm: str, seed: int, home: runs.Home) -> Key:
-        kept = {"kept": True} if arm == self.start and self.moved else {}
+        kept = {"kept": True} if arm == self.start and self.moved and not self.begin else {}
         return {"overrides": self.options(setting, arm, seed, home), "sources": list(home.sources), **kept}
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """The draws of a grid: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of seed 0)."""
-    grid, home, cells = Grid(**size), runs.Home(HOME, tuple(sources)), Cells(name, sources, keep)
+    """The draws of a grid, or of all `grids`: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of
+    seed 0). A run that all moved arms start from is the only arm of the setting BEGIN."""
+    home, cells = runs.Home(HOME, tuple(sources)), Cells(name, sources, keep)
+    for each in size.get("grids", [size]):
+        yield from measured(Grid(**each), home, cells, name)
+
+
+def measured(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:
     every = [*grid.arms, *grid.moved]
     first = [arm for arm in every if arm == grid.start or arm in grid.gated]
+    yield from began(grid, home, cells, name)
     train_all(grid, home, cells, list(grid.settings), first, f"{name}: {', '.join(first)}")
     passed = [setting for setting in grid.settings if gate(grid, home, cells, setting)]
     train_all(grid, home, cells, passed, every, f"{name}: training")
     for setting in grid.settings:
-        for arm, seed in product(every if setting in passed else first, range(grid.seeds)):
-            yield from of_run(grid, cells, grid.key(setting, arm, seed, home), setting, arm, seed)
+        for arm in every if setting in passed else first:
+            for seed in range(grid.count(arm)):
+                yield from of_run(grid, cells, grid.key(setting, arm, seed, home), setting, arm, seed)
     if grid.cost:
         yield from costs(grid, home, cells, name)
+
+
+def began(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:
+    """Trains the run that all moved arms start from, where there is one; drawn once of all grids that share it."""
+    if grid.begin:
+        key = grid.beginning(home)
+        if key not in cells:
+            cells.fill([key], train, f"{name}: {next(iter(grid.begin))}", 1)
+        if not cells.is_drawn(key):
+            yield from of_run(grid, cells, key, BEGIN, next(iter(grid.begin)), 0)
 
 
 def train_all(grid: Grid, home: runs.Home, cells: Cells, settings: Sequence[str], arms: Sequence[str],
               label: str) -> None:
     """Seed by seed, so that an interrupted measurement has whole seeds, and arms that others go on from first."""
     for part in ([arm for arm in arms if arm in grid.arms], [arm for arm in arms if arm in grid.moved]):
-        keys = [grid.key(setting, arm, seed, home)
-                for seed, setting, arm in product(range(grid.seeds), settings, part)]
+        most = max((grid.count(arm) for arm in part), default=0)
+        keys = [grid.key(setting, arm, seed, home) for seed, setting, arm in product(range(most), settings, part)
+                if seed < grid.count(arm)]
         cells.fill(keys, train, label, grid.workers)
 
 
@@ -84,7 +125,8 @@ def gate(grid: Grid, home: runs.Home, cells: Cells, setting: str) -> bool:
     metric, sign = grid.metrics[0], 1 if grid.higher else -1
     means = {}
     for arm in (grid.start, *grid.gated):
-        ends = [cells[grid.key(setting, arm, seed, home)].get("last", {}).get(metric) for seed in range(grid.seeds)]
+        ends = [cells[grid.key(setting, arm, seed, home)].get("last", {}).get(metric)
+                for seed in range(grid.count(arm))]
         ends = [end for end in ends if end is not None]
         means[arm] = sum(ends) / len(ends) if ends else float("nan")
     return all(sign * (means[grid.start] - means[arm]) >= grid.least for arm in grid.gated)
@@ -100,7 +142,7 @@ def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int
             if record.get(metric) is not None:
                 yield cells.draw(key, setting, arm, metric, record[metric], seed, record["step"], "validation")
     for metric, value in result["last"].items():
-        if metric not in FINAL and isinstance(value, (int, float)):
+        if metric not in FINAL and isinstance(value, (int, float)) and (not grid.tested or metric in grid.tested):
             yield cells.draw(key, setting, arm, metric, value, seed, table="test")
     if grid.baseline and arm == grid.start and seed == 0:
         value, name = result["last"][grid.baseline[0]], grid.baseline[1]

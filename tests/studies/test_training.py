@@ -53,3 +53,20 @@ def trained(overrides, sources, kept=False):
     loss = 1.0 + ("attention=uniform" in overrides) * ("gap=1" in overrides)
     curve = [{"step": step, "split": "validation", "loss": loss} for step in (5, 10)]
     return {"curve": curve, "last": {"step": 10, "split": "test", "loss": loss, "unigram_loss": 3.0, "final": True}}
+
+
+def test_moved_arms_may_start_from_one_run(tmp_path, monkeypatch):
+    """It is trained once, drawn once, and arms have as many seeds as the file says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "train", trained)
+    grid = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "cost": False, "common": ["task=mlm", ["batch=2"]],
+            "begin": {"the model": ["attention=exact", "steps=9"]}, "settings": {"swapped": ["steps=0"]}, "arms": {},
+            "moved": {arm: [f"attention={arm}"] for arm in ("exact", "favorp")}, "seeds": 3, "seeds_of": {"exact": 1}}
+    more = grid | {"settings": {"trained on": ["steps=5"]}, "moved": {"favorp": ["attention=favorp"]}}
+    draws = [*training.measure("grid", ["tasks/lra.py"], {"grids": [grid, more]})]
+    ends = [(draw.setting, draw.arm, draw.unit) for draw in draws if draw.table == "test"]
+    assert ends[0] == (training.BEGIN, "the model", 0) and [end[0] for end in ends].count(training.BEGIN) == 1
+    assert [end[2] for end in ends if end[:2] == ("swapped", "exact")] == [0] and len(ends) == 1 + 1 + 3 + 3
+    options = Grid(**grid).options("swapped", "favorp", 2, HOME)
+    start = HOME.place(["task=mlm", "batch=2", "attention=exact", "steps=9", "seed=0"])
+    assert options == ["task=mlm", "batch=2", "steps=0", "attention=favorp", "seed=2", f"task.init={start}"]

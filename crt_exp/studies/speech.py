@@ -1,0 +1,128 @@
+"""What `make fig3` and `make hrf-speech` measure: recognisers whose attention is swapped, and what is lost.
+
+A grid of runs of task=librispeech gives rates and losses; beside them stand how far each layer's output is from exact
+attention's, and what its closed form predicts.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from crt_exp.config import instantiate, read_yaml
+from crt_exp.features import SDERF
+from crt_exp.mechanism import OF_MAP, Mechanism
+from crt_exp.models import recogniser
+from crt_exp.studies import runs, training
+from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.predicted import predicted_errors
+from crt_exp.studies.training import HOME, Grid
+from crt_exp.swap.swap import calibrate_attention
+from crt_exp.tasks.base import Plan, Reader, Task
+
+BATCHES = 4  # to which clusters are fitted, and on which attention is compared layer by layer
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """The draws of the grids, of the arms that `fitted` names, and of `looked` the errors by layer."""
+    yield from training.measure(name, sources, size, keep)
+    cells, home = Cells(name, sources, keep), runs.Home(HOME, tuple(sources))
+    grids = {setting: grid for grid in (Grid(**each) for each in size["grids"]) for setting in grid.settings}
+    begun = {setting: {"start": grid.beginning(home)["overrides"], "sources": list(sources)}
+             for setting, grid in grids.items() if grid.begin}
+    for setting, arms in size.get("fitted", {}).items():
+        yield from fitted(cells, name, setting, arms, begun[setting], grids[setting].seeds)
+    for setting, arms in size.get("looked", {}).items():
+        own = {arm: [*grids[setting].moved.get(arm, ()), *size.get("fitted", {}).get(setting, {}).get(arm, ())]
+               for arm in arms}
+        yield from looked(cells, name, setting, own, begun[setting])
+
+
+def fitted(cells: Cells, name: str, setting: str, arms: Mapping[str, Sequence[str]], begun: Key,
+           seeds: int) -> Iterator[Draw]:
+    """Arms whose clusters are fitted to batches of training, and nothing is trained: table "test"."""
+    keys = {(arm, seed): {"attention": list(options), **begun, "seed": seed}
+            for arm, options in arms.items() for seed in range(seeds)}
+    cells.fill([*keys.values()], after_fit, f"{name}: fitted to clusters")
+    for (arm, seed), key in keys.items():
+        for metric, value in cells[key].items():
+            yield cells.draw(key, setting, arm, metric, value, seed, table="test")
+
+
+def looked(cells: Cells, name: str, setting: str, arms: Mapping[str, Sequence[str]], begun: Key) -> Iterator[Draw]:
+    """Table "layers", x: the layer: output, that of the arm "uniform"; entry and squared_norm, whose units are
+    heads."""
+    keys = {arm: {"attention": list(options), **begun} for arm, options in arms.items()}
+    cells.fill([*keys.values()], errors, f"{name}: errors by layer")
+    for arm, key in keys.items():
+        for layer, each in enumerate(cells[key], 1):
+            for metric in ("squared_norm", "entry"):
+                for head, value in enumerate(each[metric] or []):
+                    yield cells.draw(key, setting, arm, metric, value, head, layer, "layers")
+            yield cells.draw(key, setting, arm, "output", each["output"], x=layer, table="layers")
+            if arm == next(iter(arms)):
+                yield cells.draw(key, setting, "uniform", "output", each["uniform"], x=layer, table="layers")
+
+
+@torch.no_grad()
+def after_fit(attention: list[str], start: list[str], sources: list[str], seed: int) -> dict[str, float]:
+    """Loss and rates of the test split."""
+    task, model = swapped(attention, start, sources, seed)
+    calibrate(task, model, list(islice(task.batches("train", Plan(1)), BATCHES)))
+    tested = task.evaluate(model, "test", Reader(task))
+    return {metric: tested[metric] for metric in ("loss", "wer", "cer")}
+
+
+def errors(attention: list[str], start: list[str], sources: list[str]) -> list[dict[str, Any]]:
+    """Of each layer, on validation utterances: mean |x + y|^2 of each head, the error of an entry of its kernel matrix
+    as predicted (None: there is no closed form), and the relative error of the output beside uniform's."""
+    task, model = swapped(attention, start, sources, 0)
+    every = list(task.batches("validation", Plan(1)))  # from short utterances to long ones
+    calibrate(task, model, every[::max(1, len(every) // BATCHES)])
+    return [{"squared_norm": state.seen.mean_sq_sum.flatten().tolist(), "entry": entry(state),
+             "output": state.measured.relative_error, "uniform": state.measured.relative_uniform}
+            for state in model.modules() if getattr(state, "seen", None) is not None]
+
+
+def calibrate(task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                # of layers that uniform attention is nearer to: it is a draw
+        calibrate_attention(model, [task.inputs(batch) for batch in batches])
+
+
+def swapped(attention: list[str], start: list[str], sources: list[str], seed: int) -> tuple[Task, nn.Module]:
+    """The weights of a kept run with another attention, as task.init does it."""
+    place = str(runs.Home(HOME, tuple(sources)).place(start))
+    kept, tensors = recogniser.load(place, "task.init")
+    model = kept._replace(mechanism=mechanism(attention, seed)).build().eval()
+    recogniser.take_weights(model, tensors, "task.init")
+    return task_of(place), model
+
+
+@lru_cache(maxsize=1)
+def task_of(place: str) -> Task:
+    """The task of a kept run, as it was configured."""
+    return instantiate(read_yaml(Path(place) / "config.yaml").task)
+
+
+def mechanism(options: Sequence[str], seed: int) -> Mechanism:
+    """Of words of the command line: attention=..., its options and those of its map; others are not looked at."""
+    given = {key: yaml.safe_load(value) for key, value in (option.split("=", 1) for option in options)
+             if key.startswith(("attention", OF_MAP))}
+    name, m = given.pop("attention"), given.pop(f"{OF_MAP}m", None)
+    return Mechanism.of(name, m=m, seed=seed, **{key.removeprefix("attention."): value for key, value in given.items()})
+
+
+def entry(state: Any) -> list[float] | None:
+    if state.phi.on_vectors or isinstance(state.phi, SDERF):  # they depend on more than a typical pair
+        return None
+    try:
+        return predicted_errors(state.phi, state.seen, state.m).tolist()
+    except NotImplementedError:                               # parts that share their projections
+        return None
