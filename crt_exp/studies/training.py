@@ -22,12 +22,12 @@ FINAL = ("step", "epoch", "split", "time_s", "final")
 
 @dataclass(frozen=True)
 class Grid:
-    """What a page's file says under `sizes`. common: options of all runs, or lists of them. settings: options of each. arms: options of
-    each attention. moved: arms that start from the weights of the run of `start` with their seed. metrics: of the
-    records, those that are kept. gated: the arms that are trained first, in every setting; the others only where
-    `start` is better than each of them by `least` on the first metric (`higher`: more is better). begin: name ->
-    options of one run in whose weights all moved arms start, in the place of that of `start` with their seed. seeds_of:
-    of arms that have another number of them."""
+    """What a page's file says under `sizes`. common: options of all runs, or lists of them. settings: options of each.
+    arms: options of each attention. moved: arms that start from the weights of the run of `start` with their seed.
+    metrics: of the records, those that are kept. gated: the arms that are trained first, in every setting; the others
+    only where `start` is better than each of them by `least` on the first metric (`higher`: more is better). begin:
+    name -> options of one run in whose weights all moved arms start, in the place of that of `start` with their seed.
+    seeds_of: of arms that have another number of them."""
 
     settings: Mapping[str, Sequence[str]]
     arms: Mapping[str, Sequence[str]]
@@ -122,6 +122,8 @@ def train_all(grid: Grid, home: runs.Home, cells: Cells, settings: Sequence[str]
 
 def gate(grid: Grid, home: runs.Home, cells: Cells, setting: str) -> bool:
     """Whether attention matters in this setting: `start` is better than all gated arms by `least`, on average."""
+    if not grid.gated:
+        return True
     metric, sign = grid.metrics[0], 1 if grid.higher else -1
     means = {}
     for arm in (grid.start, *grid.gated):

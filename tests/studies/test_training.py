@@ -59,9 +59,10 @@ def test_moved_arms_may_start_from_one_run(tmp_path, monkeypatch):
     """It is trained once, drawn once, and arms have as many seeds as the file says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "train", trained)
-    grid = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "cost": False, "common": ["task=mlm", ["batch=2"]],
-            "begin": {"the model": ["attention=exact", "steps=9"]}, "settings": {"swapped": ["steps=0"]}, "arms": {},
-            "moved": {arm: [f"attention={arm}"] for arm in ("exact", "favorp")}, "seeds": 3, "seeds_of": {"exact": 1}}
+    grid = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "cost": False,
+            "common": ["task=mlm", ["batch=2"]], "begin": {"the model": ["attention=exact", "steps=9"]}, "arms": {},
+            "settings": {"swapped": ["steps=0"]}, "moved": {arm: [f"attention={arm}"] for arm in ("exact", "favorp")},
+            "seeds": 3, "seeds_of": {"exact": 1}}
     more = grid | {"settings": {"trained on": ["steps=5"]}, "moved": {"favorp": ["attention=favorp"]}}
     draws = [*training.measure("grid", ["tasks/lra.py"], {"grids": [grid, more]})]
     ends = [(draw.setting, draw.arm, draw.unit) for draw in draws if draw.table == "test"]
