@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,29 +110,43 @@ class Synthetic:
 
     @torch.no_grad()
     def branch_errors(self, make: LayerMaker, sample: int, seed: int) -> dict[str, list[float]]:
-        """Relative error of what attention adds to the hidden states in each layer, its projection included: with all
-        attention approximated (`accumulated`), and with that of the first layer alone (`propagated`).
+        """Relative errors in each layer: of the hidden states behind it, which is the output of a model of so many
+        layers (`output`), and of what attention adds to them, its projection included (`accumulated`), both with all
+        attention approximated; of the latter with that of the first layer alone (`propagated`).
 
         Weights and tokens of their own for each sample.
         """
         size = (self.heads, self.d, self.scale, self.depth, 1000 * seed + sample)
         model, (tokens, exact) = _random_transformer(*size), _exact_branches(*size, self.length)
         made = {i: make(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)}
-        arms = {"accumulated": made, "propagated": {0: made[0]}}
-        return {name: [relative_error(found, expected).item()
-                       for found, expected in zip(branches(model, tokens, given), exact)]
-                for name, given in arms.items()}
+        return branch_errors(exact, branches(model, tokens, made), branches(model, tokens, {0: made[0]}))
 
 
-def branches(model: Transformer, h: Tensor, given: Mapping[int, nn.Module]) -> list[Tensor]:
-    """What attention adds in each block, (1, L, heads d), that of some blocks replaced by the modules given."""
-    found: list[Tensor] = []
+class Branches(NamedTuple):
+    """Of each layer, (1, L, width): what attention adds, and the hidden states behind it."""
+
+    added: list[Tensor]
+    states: list[Tensor]
+
+
+def branch_errors(exact: Branches, every: Branches, first: Branches) -> dict[str, list[float]]:
+    """As `Synthetic.branch_errors`; `every` and `first`: all attention approximated, and that of the first layer."""
+    pairs = {"output": (every.states, exact.states), "accumulated": (every.added, exact.added),
+             "propagated": (first.added, exact.added)}
+    return {kind: [relative_error(found, expected).item() for found, expected in zip(*pair)]
+            for kind, pair in pairs.items()}
+
+
+def branches(model: Transformer, h: Tensor, given: Mapping[int, nn.Module]) -> Branches:
+    """With the attention of some blocks replaced by the modules given."""
+    found = Branches([], [])
     for i, block in enumerate(model.blocks):
         own, block.attention = block.attention, given.get(i, block.attention)
-        hook = block.proj.register_forward_hook(lambda module, inputs, output: found.append(output))
+        hook = block.proj.register_forward_hook(lambda module, inputs, output: found.added.append(output))
         h = block(h)
         hook.remove()
         block.attention = own
+        found.states.append(h)
     return found
 
 
@@ -165,8 +180,8 @@ def _exact_states(heads: int, d: int, scale: float, depth: int, seed: int, lengt
 
 @lru_cache(maxsize=1)
 def _exact_branches(heads: int, d: int, scale: float, depth: int, seed: int,
-                    length: int) -> tuple[Tensor, list[Tensor]]:
-    """The tokens and what attention adds in each layer, (1, L, heads d)."""
+                    length: int) -> tuple[Tensor, Branches]:
+    """The tokens, (1, L, heads d), and what the layers make of them."""
     tokens = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(seed))
     return tokens, branches(_random_transformer(heads, d, scale, depth, seed), tokens, {})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from crt_exp.studies import runs
+from crt_exp.studies import runs, texts
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
 
@@ -18,6 +18,7 @@ HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
 BEGIN = "exact models"  # the setting of runs that moved arms start from
 FINAL = ("step", "epoch", "split", "time_s", "final")
+VALIDATION = ("validation", "val")  # splits of the records that make curves
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Grid:
     metrics: of the records, those that are kept. gated: the arms that are trained first, in every setting; the others
     only where `start` is better than each of them by `least` on the first metric (`higher`: more is better). begin:
     name -> options of one run in whose weights all moved arms start, in the place of that of `start` with their seed.
-    seeds_of: of arms that have another number of them."""
+    seeds_of: of arms that have another number of them. before: {common, stages, count, own, by}, the models that all
+    arms start from: a stage goes on from the run of the one before, the option `by` takes the last; seeds go round
+    through `count` of them; with `own` they have the attention of the arm, and not what their options name."""
 
     settings: Mapping[str, Sequence[str]]
     arms: Mapping[str, Sequence[str]]
@@ -45,6 +48,7 @@ class Grid:
     seeds: int = 3
     seeds_of: Mapping[str, int] = field(default_factory=dict)
     workers: int | None = None
+    before: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         lists = [[each] if isinstance(each, str) else each for each in self.common]
@@ -54,10 +58,20 @@ class Grid:
         """Of its seeds."""
         return self.seeds_of.get(arm, self.seeds)
 
+    def stages(self, arm: str, seed: int, home: runs.Home) -> list[list[str]]:
+        """The command lines of the model that a run starts from, the last of them its own; none without `before`."""
+        own, lines = self.arms[arm] if self.before.get("own") else [], []
+        for stage in self.before.get("stages", []):
+            begun = [f"task.init={home.place(lines[-1])}"] if lines else []
+            lines.append([*self.before["common"], *stage, *own, *begun, f"seed={seed % self.before.get('count', 1)}"])
+        return lines
+
     def options(self, setting: str, arm: str, seed: int, home: runs.Home) -> list[str]:
         """The command line of a run."""
         if arm not in self.moved:
-            return [*self.common, *self.settings[setting], *self.arms[arm], f"seed={seed}"]
+            stages = self.stages(arm, seed, home)
+            start = [f"{self.before['by']}={home.place(stages[-1])}"] if stages else []
+            return [*self.common, *self.settings[setting], *self.arms[arm], *start, f"seed={seed}"]
         if self.begin:
             begun = home.place(self.beginning(home)["overrides"])
             return [*self.common, *self.settings[setting], *self.moved[arm], f"seed={seed}", f"task.init={begun}"]
@@ -117,7 +131,20 @@ def train_all(grid: Grid, home: runs.Home, cells: Cells, settings: Sequence[str]
         most = max((grid.count(arm) for arm in part), default=0)
         keys = [grid.key(setting, arm, seed, home) for seed, setting, arm in product(range(most), settings, part)
                 if seed < grid.count(arm)]
+        train_before(grid, home, cells, [(arm, seed) for arm in part for seed in range(grid.count(arm))], label)
         cells.fill(keys, train, label, grid.workers)
+
+
+def train_before(grid: Grid, home: runs.Home, cells: Cells, arms: Sequence[tuple[str, int]], label: str) -> None:
+    """The models that these arms and seeds start from, stage by stage; what is there is not trained again."""
+    lines = [grid.stages(*each, home) for each in arms]
+    for number in range(max(map(len, lines), default=0)):
+        made = {home.place(each[number]): each[number] for each in lines}
+        keys = [{"overrides": line, "sources": list(home.sources), "kept": True} for line in made.values()]
+        cells.fill(keys, train, f"{label}, stage {number + 1}", grid.workers)
+        for place, key in zip(made, keys):
+            if not place.is_dir():  # a cell may be kept and its directory gone
+                train(**key)
 
 
 def gate(grid: Grid, home: runs.Home, cells: Cells, setting: str) -> bool:
@@ -139,7 +166,8 @@ def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int
     if "diverged" in result:
         yield cells.draw(key, setting, arm, "diverged", 1, seed, table="test")
         return
-    for record in result["curve"]:
+    at_once = [result["last"]] if result["last"].get("step") == 0 else []  # a run without steps is a curve's beginning
+    for record in [*result["curve"], *at_once]:
         for metric in grid.metrics:
             if record.get(metric) is not None:
                 yield cells.draw(key, setting, arm, metric, record[metric], seed, record["step"], "validation")
@@ -164,11 +192,13 @@ def costs(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw
 def train(overrides: list[str], sources: list[str], kept: bool = False) -> dict[str, Any]:
     """{"curve": the evaluations on validation, "last": the final record}, or {"diverged": the message}."""
     home = runs.Home(HOME, tuple(sources))
+    texts.prepare(overrides)
     try:
         records = home.kept(overrides) if kept else home.passing([*overrides, "trainer.keep=1"])
     except runs.Diverged as failure:
         return {"diverged": failure.reason}
-    return {"curve": [record for record in records if record["split"] == "validation"], "last": records[-1]}
+    curve = [record for record in records if record["split"] in VALIDATION and not record.get("final")]
+    return {"curve": curve, "last": records[-1]}
 
 
 def cost(step: list[str], sources: list[str]) -> dict[str, float]:
