@@ -5,13 +5,17 @@ Legend: n independent draws (seeds, data sets drawn anew); all intervals are two
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy.special import ndtr, ndtri, stdtr, stdtrit
+from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
 
-LEVEL = 0.05  # of all verdicts of a report together
+LEVEL = 0.05  # of all verdicts of a family together
+LOOKS = {1: LEVEL, 2: 0.029, 3: 0.022}  # of each look, where all looks together keep LEVEL (Pocock, 1977)
+POWER = 0.8
+Word = Literal["holds", "fails", "conflict", "not comparable", "cannot tell here"]
+WORDS: tuple[Word, ...] = ("holds", "fails", "conflict", "not comparable", "cannot tell here")
 NAMED = 4     # arms of one place that a first line names
 
 
@@ -42,6 +46,18 @@ class Interval:
 
     def __format__(self, spec: str) -> str:
         return f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
+
+
+@dataclass(frozen=True)
+class Signs(Interval):
+    """Of a sign test: the median stands for the mean, without width; `above` of n values are above 0."""
+
+    above: int = 0
+
+    def told(self, unit: str, p: float | None = None) -> str:
+        chance = "" if p is None else f", p = {p:.2g}"
+        median = f"{self.mean:+.3g} {unit}".rstrip()
+        return f"{self.above} of {self.n} above 0, median {median} (sign test{chance})"
 
 
 def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
@@ -100,6 +116,20 @@ def inside(values: np.ndarray, bound: float) -> np.ndarray:
     return bound - np.sign(np.sum(values)) * values
 
 
+def equivalent(values: Sequence[float], bound: float) -> Interval:
+    """How far the mean lies inside -bound to bound, with the p-value of two one-sided tests (TOST)."""
+    distance = independent(inside(np.asarray(values, float), bound))
+    return replace(distance, p=distance.p / 2)
+
+
+def signs(values: Sequence[float]) -> Signs:
+    """The sign test of a median of 0, for values of which single ones decide a mean; zeros are left out of it."""
+    values = _checked(values)
+    above, below = int((values > 0).sum()), int((values < 0).sum())
+    p = min(1.0, 2 * float(bdtr(min(above, below), above + below, 0.5))) if above + below else 1.0
+    return Signs(float(np.median(values)), math.nan, p, len(values), above)
+
+
 def in_a_row(processes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """The rounds of every arm that was timed, one process after the other."""
     return {arm: [took for each in processes for took in each[arm]] for arm in processes[0]}
@@ -133,42 +163,92 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Claim:
-    """An ordering that a paper states: `difference` is above 0 if it holds. unit: of the difference, for the text.
-    closed: the same difference by a closed form, which no draw disturbs; heavy tails may hide it from few draws."""
+    """An ordering: `difference` is above 0 if it holds. unit: of the difference, for the text.
+    closed: the same difference by a closed form, which no draw disturbs; heavy tails may hide it from few draws.
+    paper: the paper's number or words; why: one sentence; looks: at the draws, before the verdict."""
 
     text: str
     difference: Interval
     unit: str = ""
     closed: float | None = None
+    paper: str = ""
+    why: str = ""
+    looks: int = 1
+
+    def row(self, word: Word) -> dict[str, float | int | str]:
+        """For the index of all verdicts."""
+        interval = self.difference
+        width = {} if math.isnan(interval.half) else {"difference_ci95": interval.half}
+        closed = {} if self.closed is None else {"closed_form": self.closed}
+        return {"claim": self.text, "verdict": word, "difference": interval.mean, **width, "unit": self.unit,
+                "n": interval.n, **closed, **stated(paper=self.paper, why=self.why)}
+
+    def remarks(self) -> str:
+        return (f"; the paper: {self.paper}" if self.paper else "") + (f". {self.why}" if self.why else "")
+
+
+def stated(**texts: str) -> dict[str, str]:
+    """Those that are not empty."""
+    return {key: text for key, text in texts.items() if text}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim judged; p is corrected for the number of claims judged together."""
+    """A claim judged; p is corrected for the number of claims judged together, `among`."""
 
     claim: Claim
     p: float
     level: float = LEVEL
+    among: int = 1
 
     @property
-    def word(self) -> Literal["confirmed", "refuted", "open", "conflict"]:
-        """By the draws; "conflict" where these are not open and a closed form says the contrary."""
+    def word(self) -> Word:
+        """By the draws; "conflict" where these decide and a closed form says the contrary."""
         if self.p > self.level:
-            return "open"
-        word = "confirmed" if self.claim.difference.mean > 0 else "refuted"
+            return "cannot tell here"
+        word: Word = "holds" if self.claim.difference.mean > 0 else "fails"
         return "conflict" if (self.claim.closed or 0) * self.claim.difference.mean < 0 else word
 
+    @property
+    def power(self) -> str:
+        """Where the draws leave it open: what so many could tell, and how many would tell the difference they show."""
+        interval = self.claim.difference
+        if self.word != "cannot tell here" or interval.n < 2 or not interval.half > 0:
+            return ""
+        error, level = interval.half / float(stdtrit(interval.n - 1, 1 - LEVEL / 2)), self.level / self.among
+        least = error * float(stdtrit(interval.n - 1, 1 - level / 2) + stdtrit(interval.n - 1, POWER))
+        needed = interval.n * (least / interval.mean)**2 if interval.mean else math.inf
+        more = f"; about {needed:.2g} would show the difference seen" if interval.n < needed < 1000 else ""
+        unit = f" {self.claim.unit}" if self.claim.unit else ""
+        return f"{interval.n} can show {least:.2g}{unit}{more}"
+
     def row(self) -> dict[str, float | int | str]:
-        """For a report's csv: the index of all verdicts is made of these."""
-        found = self.claim.difference
-        return {"claim": self.claim.text, "verdict": self.word, "difference": found.mean, "difference_ci95": found.half,
-                "unit": self.claim.unit, "n": found.n, "p_holm": self.p,
-                **({} if self.claim.closed is None else {"closed_form": self.claim.closed})}
+        """For the index of all verdicts."""
+        return {**self.claim.row(self.word), "p_holm": self.p, **stated(power=self.power)}
 
     def __str__(self) -> str:
         """A line of a list in Markdown."""
         closed = "" if self.claim.closed is None else f"; by the closed form {self.claim.closed:+.3g}"
-        return f"- **{self.word}**: {self.claim.text}: {self.claim.difference.told(self.claim.unit, self.p)}{closed}"
+        power = f"; {self.power}" if self.power else ""
+        return (f"- **{self.word}**: {self.claim.text}: {self.claim.difference.told(self.claim.unit, self.p)}"
+                f"{closed}{power}{self.claim.remarks()}")
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """What a paper says and this page does not measure, or not so that it could be compared."""
+
+    text: str
+    word: Word
+    reason: str
+    paper: str = ""
+
+    def row(self) -> dict[str, float | int | str]:
+        return {"claim": self.text, "verdict": self.word, "why": self.reason, **stated(paper=self.paper)}
+
+    def __str__(self) -> str:
+        paper = f" (the paper: {self.paper})" if self.paper else ""
+        return f"- **{self.word}**: {self.text}{paper}: {self.reason}"
 
 
 def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
@@ -181,29 +261,27 @@ def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
     return f"**{control[0].upper()}{control[1:]}, a control, beats {count} of {of} arms.** {told}."
 
 
-def judged(claims: Sequence[Claim], level: float = LEVEL) -> list[Verdict]:
-    """All verdicts of a report, with Holm's correction over them."""
+def judged(claims: Sequence[Claim]) -> list[Verdict]:
+    """All verdicts of a family, with Holm's correction over them, each at the level that its looks leave."""
     corrected = holm([claim.difference.p for claim in claims])
-    return [Verdict(claim, p, level) for claim, p in zip(claims, corrected)]
+    return [Verdict(claim, p, LOOKS[claim.looks], len(claims)) for claim, p in zip(claims, corrected)]
 
 
 @dataclass(frozen=True)
 class Unjudged:
-    """A claim that its setting cannot tell, for a gate failed: open whatever its difference, which is shown all the
-    same. It counts for no correction."""
+    """A claim that its setting cannot tell, for a gate failed: whatever its difference, which is shown all the same.
+    It counts for no correction."""
 
     claim: Claim
     gate: "Gate"
-    word = "open"
+    word: Word = "cannot tell here"
 
     def row(self) -> dict[str, float | int | str]:
-        found = self.claim.difference
-        return {"claim": self.claim.text, "verdict": self.word, "difference": found.mean, "difference_ci95": found.half,
-                "unit": self.claim.unit, "n": found.n, "not_judged": f"{self.gate.text}: {self.gate.value:.3g}"}
+        return {**self.claim.row(self.word), "not_judged": f"{self.gate.text}: {self.gate.value:.3g}"}
 
     def __str__(self) -> str:
-        return (f"- **{self.word}**, not judged: {self.claim.text}: {self.claim.difference.told(self.claim.unit)}; "
-                f"{self.gate.text} is {self.gate.value:.3g}")
+        return (f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.difference.told(self.claim.unit)}; "
+                f"{self.gate.text} is {self.gate.value:.3g}{self.claim.remarks()}")
 
 
 class GateFailed(ValueError):

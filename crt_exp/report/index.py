@@ -6,12 +6,13 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from crt_exp.report.page import Page, names
+from crt_exp.report.evidence import WORDS
+from crt_exp.report.page import FAMILIES, Page, names
 from crt_exp.report.writing import csv_text, markdown
 from crt_exp.runner.run import write_atomic
 
-WORDS = ("confirmed", "refuted", "open", "conflict")
 NAME = "index"
+FORMER = {"confirmed": "holds", "refuted": "fails", "open": "cannot tell here"}  # of csv files that hold verdicts
 
 
 def main(folder: Path) -> None:
@@ -19,62 +20,71 @@ def main(folder: Path) -> None:
     pages = sorted(path for path in folder.glob("*.md") if path.stem != NAME)
     if not pages:
         raise ValueError(f"no report in {folder}: make one first, such as `make fig2`")
-    found = {page.stem: verdicts(page) for page in pages}
+    rows_of = {page.stem: verdicts(page) for page in pages}
     path = folder / f"{NAME}.md"
-    write_atomic(path, text(pages, found))
-    write_atomic(path.with_suffix(".csv"), csv_text([{"report": name, **row} for name, rows in found.items()
+    write_atomic(path, text(pages, rows_of))
+    write_atomic(path.with_suffix(".csv"), csv_text([{"report": name, **row} for name, rows in rows_of.items()
                                                      for row in rows]))
-    print(f"{summary(found)}\nwritten: {path}, {path.with_suffix('.csv')}")
+    print(f"{summary(rows_of)}\nwritten: {path}, {path.with_suffix('.csv')}")
 
 
 def verdicts(page: Path) -> list[dict[str, str]]:
     """Of a page that conf/report declares, from its draws; of another, the rows of its csv that judge a claim."""
     if page.stem in names():
-        rows = [verdict.row() for verdict in Page(page.stem, page.parent).verdicts]
-        return [{key: str(value) for key, value in row.items()} for row in rows]
+        return [{key: str(value) for key, value in row.items()} for row in Page(page.stem, page.parent).rows()]
     path = page.with_suffix(".csv")
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row.get("verdict")]
-    return [{key: value for key, value in row.items() if value} for row in rows]
+    return [{"family": "bars", **{key: value for key, value in row.items() if value},
+             "verdict": FORMER.get(row["verdict"], row["verdict"])} for row in rows]
 
 
-def text(pages: list[Path], found: dict[str, list[dict[str, str]]]) -> str:
-    judged = [page for page in pages if found[page.stem]]
+def text(pages: list[Path], verdicts_of: dict[str, list[dict[str, str]]]) -> str:
+    judged = [page for page in pages if verdicts_of[page.stem]]
     silent = ", ".join(f"[{page.stem}]({page.name})" for page in pages if page not in judged)
-    parts = ["# Verdicts: orderings of the papers, and bars and questions of our own\n", f"{summary(found)}\n",
-             counts(judged, found)]
-    parts += [section(page, found[page.stem]) for page in judged]
+    parts = ["# Verdicts: the papers' claims, and bars and questions of our own\n", f"{summary(verdicts_of)}\n"]
+    parts += [f"## {heading}\n\n{counts(judged, verdicts_of, family)}" for family, heading in FAMILIES.items()]
+    parts += [section(page, verdicts_of[page.stem]) for page in judged]
     return "\n".join([*parts, f"Reports without a verdict: {silent}." if silent else "",
                       "\nCommand: `make report`."]) + "\n"
 
 
-def summary(found: dict[str, list[dict[str, str]]]) -> str:
-    told = Counter(row["verdict"] for rows in found.values() for row in rows)
-    unjudged = sum("not_judged" in row for rows in found.values() for row in rows)
-    return (f"{sum(told.values())} verdicts in {sum(map(bool, found.values()))} reports: "
-            f"{', '.join(f'{told[word]} {word}' for word in WORDS)}, {unjudged} of these because a gate failed.")
+def summary(verdicts_of: dict[str, list[dict[str, str]]]) -> str:
+    """One line for each family."""
+    lines = []
+    for family, heading in FAMILIES.items():
+        rows = [row for rows in verdicts_of.values() for row in rows if row["family"] == family]
+        count = Counter(row["verdict"] for row in rows)
+        unjudged = sum("not_judged" in row for row in rows)
+        lines.append(f"{heading}: {len(rows)} verdicts: {', '.join(f'{count[word]} {word}' for word in WORDS)}, "
+                     f"{unjudged} of these because a gate failed.")
+    return "\n\n".join(lines)
 
 
-def counts(pages: list[Path], found: dict[str, list[dict[str, str]]]) -> str:
+def counts(pages: list[Path], verdicts_of: dict[str, list[dict[str, str]]], family: str) -> str:
     rows = []
     for page in pages:
-        told = Counter(row["verdict"] for row in found[page.stem])
-        rows.append([f"[{page.stem}]({page.name})", *(told[word] for word in WORDS), made_by(page)])
+        count = Counter(row["verdict"] for row in verdicts_of[page.stem] if row["family"] == family)
+        if count:
+            rows.append([f"[{page.stem}]({page.name})", *(count[word] for word in WORDS), made_by(page)])
     return markdown(["report", *WORDS, "commit"], rows)
 
 
 def made_by(page: Path) -> str:
     """The commit that a page names."""
-    told = re.search(r"(?:; |Code: )commit (\w+)", page.read_text(encoding="utf-8"))
-    return told[1] if told else ""
+    match = re.search(r"(?:; |Code: )commit (\w+)", page.read_text(encoding="utf-8"))
+    return match[1] if match else ""
 
 
 def section(page: Path, rows: list[dict[str, str]]) -> str:
-    shown = [[f"**{row['verdict']}**", row["claim"], difference(row), *chance(row)]
-             for row in sorted(rows, key=lambda row: WORDS.index(row["verdict"]))]
-    return f"## [{page.stem}]({page.name})\n\n" + markdown(["verdict", "claim", "difference", "n", "p"], shown)
+    order = {family: place for place, family in enumerate(FAMILIES)}
+    shown = [["paper" if row["family"] == "claims" else "own", f"**{row['verdict']}**", row["claim"],
+              row.get("paper", ""), difference(row), *chance(row)]
+             for row in sorted(rows, key=lambda row: (order[row["family"]], WORDS.index(row["verdict"])))]
+    header = ["of", "verdict", "claim", "the paper's number", "difference", "n", "p"]
+    return f"## [{page.stem}]({page.name})\n\n" + markdown(header, shown)
 
 
 def difference(row: dict[str, str]) -> str:

@@ -1,22 +1,28 @@
 """A page: a pure function of committed draws and of one file, conf/report/<name>.yaml.
 
 The file holds what a reader may want to change or check: title, facts, arms and their names, gates, claims, tables and
-panels. What cannot be said there stands in report/pages/<name>.py, whose functions `sections`, `claims`, `figure` and
-`first_lines` take the page and come in the place of those made from the file.
+panels. What cannot be said there stands in report/pages/<name>.py, whose functions `sections`, `figure`, `first_lines`
+take the page and come in the place of those made from the file, while its `claims` and `bars`, (setting, Claim) each,
+come after those of the file.
 
     title:      heading of the page                    facts:    data, sizes, seeds, and what a reader must know
     arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
     metrics:    metric -> {name, unit, scale, better: higher or lower, format}; main, at, table: the one (default: the
                 first), its place x and its table by which controls are compared with arms
     gates:      what must hold before a setting is judged, see `Page.gates`
-    claims:     see `Page.claims`                      tables, panels: see `tables` and `figures`
+    claims:     the paper's own sentences, at most five; bars: own bars and questions. Entries of both: see `claims`;
+                Holm's correction over each family apart
+    independence: what the unit is (a model, data set, process, seed, text)
+    looks:      at the draws before the verdicts were final (default 1); 2 lowers the level from 0.05 to 0.029
+    choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
+    tables, panels: see `tables` and `figures`
     measure:    the function that measures             sizes:    its settings by SIZE; sources: the rooms that decide it
 """
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -28,12 +34,24 @@ import yaml
 
 from crt_exp.config import CONF, ConfigError, unknown
 from crt_exp.drawing import LABELS
-from crt_exp.report import draws
-from crt_exp.report.evidence import Claim, Gate, Interval, Unjudged, Verdict, exactly, independent, judged, won_by
+from crt_exp.report import claims, draws
+from crt_exp.report.evidence import (
+    LOOKS,
+    Claim,
+    Gate,
+    Interval,
+    Unjudged,
+    Unmeasured,
+    Verdict,
+    independent,
+    judged,
+    won_by,
+)
 
 FOLDER = CONF / "report"
-KEYS = ("title", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims", "tables",
-        "panels", "measure", "sizes", "sources")
+KEYS = ("title", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims", "bars",
+        "independence", "looks", "choices", "tables", "panels", "measure", "sizes", "sources")
+FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 
 
 def names() -> list[str]:
@@ -64,6 +82,10 @@ def load(name: str) -> dict[str, Any]:
     for key in ("title", "metrics"):
         if key not in spec:
             raise ConfigError(f"{path}: the key {key} is missing")
+    for family in FAMILIES:
+        claims.checked(spec.get(family, []), path)
+    if spec.get("looks", 1) not in LOOKS:
+        raise ConfigError(f"{path}: looks: got {spec['looks']}, expected {', '.join(map(str, LOOKS))}")
     return spec
 
 
@@ -203,58 +225,31 @@ class Page:
                     entry.get("most", math.inf))
 
     @cached_property
-    def verdicts(self) -> list[Verdict | Unjudged]:
-        """Of all claims, Holm's correction over those whose setting passed its gates."""
+    def families(self) -> dict[str, list[Verdict | Unjudged | Unmeasured]]:
+        """The verdicts of `claims` and of `bars`."""
+        return {family: self._judged(family) for family in FAMILIES}
+
+    def _judged(self, family: str) -> list[Verdict | Unjudged | Unmeasured]:
+        """In the order of the file; Holm's correction over those whose setting passed its gates."""
         failed = {setting: gate for setting, gate in self.gates if not gate.passed}
-        made = [*self._claims(), *(self.own("claims")(self) if self.own("claims") else [])]
-        left = [Unjudged(claim, failed[setting]) for setting, claim in made if setting in failed]
-        return [*judged([claim for setting, claim in made if setting not in failed]), *left]
+        made = [*claims.of_entries(self, self.spec.get(family, []))]
+        looks = self.spec.get("looks", 1)
+        made += [(setting, replace(claim, looks=looks) if isinstance(claim, Claim) else claim)
+                 for setting, claim in (self.own(family)(self) if self.own(family) else [])]
+        verdicts = iter(judged([claim for setting, claim in made
+                                if isinstance(claim, Claim) and setting not in failed]))
+        return [claim if isinstance(claim, Unmeasured) else Unjudged(claim, failed[setting]) if setting in failed
+                else next(verdicts) for setting, claim in made]
 
-    def _claims(self) -> Iterator[tuple[str, Claim]]:
-        """(setting, claim) of each entry of the file: {text, better, worse} compares arms; {text, arm, at_most or
-        at_least} an arm with a number, in shown units, or by how much it is worse than the arm `against`. Both are on
-        `metric` (default: `main`), in `settings` (default: all of them), at `x` of `table` (each: at every x).
-        scale: log compares logarithms; margin: by how much better, at least; closed: the metric of the closed form that
-        the verdict must not contradict."""
-        for entry in self.spec.get("claims", []):
-            for setting in self._settings(entry):
-                for x in self._places(entry, setting):
-                    values = self._differences(entry | {"x": x}, setting)
-                    text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x)
-                    if len(values) > 1:
-                        yield setting, Claim(text, independent(values), self._unit(entry), self._closed(entry, setting))
-                    elif len(values) == 1:
-                        yield setting, Claim(text, exactly(float(values[0])), self._unit(entry))
+    @property
+    def verdicts(self) -> list[Verdict | Unjudged | Unmeasured]:
+        """Of both families, the paper's claims first."""
+        return [verdict for family in self.families.values() for verdict in family]
 
-    def _closed(self, entry: dict[str, Any], setting: str) -> float | None:
-        """The same difference by the closed form that the entry names."""
-        if "closed" not in entry:
-            return None
-        values = self._differences(entry | {"metric": entry["closed"]}, setting)
-        return float(values[0]) if len(values) else None
-
-    def _places(self, entry: dict[str, Any], setting: str) -> list[Any]:
-        if entry.get("x") != "each":
-            return [entry.get("x")]
-        arm = entry.get("better") or entry["arm"]
-        frame = self.select(entry.get("metric", self.main), setting, arm, entry.get("table"))
-        return [*dict.fromkeys(frame["x"])]
-
-    def _differences(self, entry: dict[str, Any], setting: str) -> np.ndarray:
-        metric, log = entry.get("metric", self.main), entry.get("scale") == "log"
-        where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
-        if "better" in entry:
-            margin = entry.get("margin", 0.0)
-            return self.gain(metric, entry["better"], entry["worse"], log=log, **where) - (
-                math.log(margin) if log and margin else margin)
-        if "against" in entry:
-            return entry["at_most"] - self.gain(metric, entry["against"], entry["arm"], **where)
-        values = self.values(metric, arm=entry["arm"], log=log, **where).to_numpy()
-        bound, sign = (entry["at_most"], 1) if "at_most" in entry else (entry["at_least"], -1)
-        return sign * (np.log(bound / values) if log else bound - values)
-
-    def _unit(self, entry: dict[str, Any]) -> str:
-        return "in the logarithm" if entry.get("scale") == "log" else self.metric(entry.get("metric", self.main)).points
+    def rows(self) -> list[dict[str, Any]]:
+        """Of all verdicts, for the index."""
+        return [{"family": family, **verdict.row()} for family, verdicts in self.families.items()
+                for verdict in verdicts]
 
     def _settings(self, entry: dict[str, Any]) -> Sequence[str]:
         return entry.get("settings") or self.settings

@@ -2,11 +2,13 @@
 
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 from crt_exp.drawing import save_figure
 from crt_exp.report import figures, tables
-from crt_exp.report.page import Page
+from crt_exp.report.evidence import LEVEL, LOOKS, WORDS
+from crt_exp.report.page import FAMILIES, Page
 from crt_exp.runner.run import write_atomic
 from crt_exp.studies.cells import PACKAGE
 
@@ -30,11 +32,32 @@ def text(page: Page, picture: bool) -> str:
     spec = page.spec
     gates = [str(gate) for gate in dict.fromkeys(gate for _, gate in page.gates)]
     own = page.own("sections")
-    parts = [f"# {spec['title']}", "\n\n".join(page.first_lines()), "\n".join(map(str, page.verdicts)),
+    parts = [f"# {spec['title']}", "\n\n".join(page.first_lines()), *verdicts(page),
              "\n".join(["What the settings can tell:", "", *gates]) if gates else "",
              *(section.rstrip() for section in (own(page) if own else tables.sections(page))),
-             f"![{spec['title']}]({page.name}.png)" if picture else "", commands(page), caption(page)]
+             f"![{spec['title']}]({page.name}.png)" if picture else "", commands(page), choices(page),
+             caption(page)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def verdicts(page: Page) -> list[str]:
+    """The paper's claims and own bars, each under its heading with their count."""
+    sections = []
+    for family, judged in page.families.items():
+        count = Counter(verdict.word for verdict in judged)
+        counted = ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
+        if judged:
+            sections.append(f"## {FAMILIES[family]}: {counted}\n\n" + "\n".join(map(str, judged)))
+    return sections
+
+
+def choices(page: Page) -> str:
+    """Settings tuned, seeds added, criteria changed."""
+    sentences = [*page.spec.get("choices", [])]
+    if page.spec.get("looks", 1) > 1:
+        sentences.append(f"Judged at {LOOKS[page.spec['looks']]}, the level that {page.spec['looks']} looks leave "
+                         f"instead of {LEVEL}.")
+    return "\n".join(["## Choices", "", *(f"- {sentence}" for sentence in sentences)]) if sentences else ""
 
 
 def commands(page: Page) -> str:
@@ -52,13 +75,14 @@ def commands(page: Page) -> str:
 def caption(page: Page) -> str:
     """What was measured, when, with which versions and how long it took, and the command."""
     frame, facts = page.draws, " ".join(page.spec.get("facts", "").split())
+    unit = f"Unit of independence: {page.spec['independence']}." if "independence" in page.spec else ""
     days = sorted({*frame["date"]} - {""})
     when = "" if not days else f" of {days[0]}" + (f" to {days[-1]}" if days[-1] > days[0] else "")
     made = "; ".join(dict.fromkeys(frame["versions"][frame["versions"] != ""]))
     origin = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
               f"{frame['seconds'].sum():.0f} s of computing.")
     return "\n\n".join(part for part in (
-        facts, f"{origin} {made}. Command: `make {page.name}`.", f"{CODE} {age(page)}.") if part)
+        facts, unit, f"{origin} {made}. Command: `make {page.name}`.", f"{CODE} {age(page)}.") if part)
 
 
 def draws_name(page: Page) -> str:

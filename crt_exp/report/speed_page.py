@@ -31,7 +31,7 @@ OF_TWIN = 1.3        # hybrids, of trigonometric features of the same number
 OF_PEER = {1024: 1 / 30}
 LONG = (4096, 16384)
 FASTER_FROM, TIMES_EXACT, OF_FAVORPP, MOST_MIB = 1024, {4096: 3.0, 16384: 10.0}, {16384: 2.0}, {65536: 400}  # near-far
-WORDS = {"confirmed": "met", "refuted": "not met", "open": "open"}
+WORDS = {"holds": "met", "fails": "not met", "cannot tell here": "open"}
 UNIT = "in the logarithm"
 NAMES = {EXACT: "exact (SDPA)", PLAIN: "plain product (floor)", "chunked": "chunked PyTorch",
          "hrf_angular": "angular hybrid", "hrf_gaussian": "Gaussian hybrid", "hrf_cluster": "clustered hybrid"}

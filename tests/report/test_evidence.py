@@ -13,9 +13,11 @@ from crt_exp.report.evidence import (
     GateFailed,
     Interval,
     Unjudged,
+    Unmeasured,
     bootstrapped,
     check_gates,
     detectable,
+    equivalent,
     exactly,
     holm,
     independent,
@@ -24,6 +26,7 @@ from crt_exp.report.evidence import (
     over_runs,
     overlapping,
     paired,
+    signs,
 )
 
 
@@ -75,7 +78,38 @@ def test_equivalence_is_confirmed_by_more_draws():
     assert np.mean(np.abs(draws)) > 0.02
     word = lambda values: judged([Claim("near", independent(inside(values, 0.02)))])[0].word
     assert [word(draws[:4]), word(draws), word(draws + 0.05), word(draws - 0.05)] == [
-        "open", "confirmed", "refuted", "refuted"]
+        "cannot tell here", "holds", "fails", "fails"]
+
+
+def test_two_one_sided_tests_equal_scipy():
+    values = np.random.default_rng(5).normal(0.05, 0.1, 12)
+    lower = stats.ttest_1samp(values, -0.2, alternative="greater").pvalue
+    upper = stats.ttest_1samp(values, 0.2, alternative="less").pvalue
+    assert np.isclose(equivalent(values, 0.2).p, max(lower, upper))
+
+
+def test_sign_test_equals_scipy_where_one_draw_decides_the_mean():
+    values = [-60.0, *np.linspace(0.5, 1.5, 11)]
+    interval = signs(values)
+    assert np.isclose(interval.p, stats.binomtest(11, 12).pvalue) and (interval.above, interval.n) == (11, 12)
+    by_signs, by_mean = judged([Claim("above", interval)])[0], judged([Claim("above", independent(values))])[0]
+    assert (by_signs.word, by_mean.word) == ("holds", "cannot tell here")
+    assert "11 of 12 above 0, median +0.95 (sign test, p = 0.0063)" in str(by_signs)
+    assert "difference_ci95" not in by_signs.row() and signs([0.0, 0.0, 1.0]).p == 1.0
+
+
+def test_a_second_look_lowers_the_level_and_an_open_claim_says_its_power():
+    values = [1.0, 0.2, 0.9, 0.6, 0.1]
+    once, twice = (judged([Claim("up", independent(values), "nats", looks=looks)])[0] for looks in (1, 2))
+    assert 0.029 < once.p < 0.05 and (once.word, twice.word) == ("holds", "cannot tell here")
+    assert f"5 can show {detectable(values, level=0.029):.2g} nats" in str(twice) and once.power == ""
+    assert twice.row()["power"] == twice.power
+
+
+def test_what_is_not_measured_gives_its_reason():
+    row = Unmeasured("6 layers equal 12 of Reformer", "not comparable", "other sizes", "2.85 bits")
+    assert str(row) == "- **not comparable**: 6 layers equal 12 of Reformer (the paper: 2.85 bits): other sizes"
+    assert row.row() == {"claim": row.text, "verdict": row.word, "why": "other sizes", "paper": "2.85 bits"}
 
 
 def test_holm_by_hand():
@@ -86,22 +120,23 @@ def test_holm_by_hand():
 def test_verdicts_say_all_three_words():
     values = {"up": [1.0, 1.1, 0.9, 1.0], "down": [-1.0, -1.1, -0.9, -1.0], "none": [1.0, -1.0, 0.5, -0.4]}
     verdicts = judged([Claim(name, independent(v), "nats") for name, v in values.items()])
-    assert [v.word for v in verdicts] == ["confirmed", "refuted", "open"]
-    assert "**refuted**: down: -1 ± 0.13 nats (n = 4" in str(verdicts[1])
-    assert verdicts[0].row()["verdict"] == "confirmed" and verdicts[0].p > verdicts[0].claim.difference.p
+    assert [v.word for v in verdicts] == ["holds", "fails", "cannot tell here"]
+    assert "**fails**: down: -1 ± 0.13 nats (n = 4" in str(verdicts[1])
+    assert verdicts[0].row()["verdict"] == "holds" and verdicts[0].p > verdicts[0].claim.difference.p
 
 
 def test_a_closed_form_is_told_as_exact():
     verdict = judged([Claim("less variance", exactly(1.234), "nats"), Claim("by draws", independent([1.0, -1.0]))])[0]
-    assert verdict.word == "confirmed" and verdict.row()["n"] == 0
-    assert str(verdict) == "- **confirmed**: less variance: +1.23 nats (exact)"
+    assert verdict.word == "holds" and verdict.row()["n"] == 0
+    assert str(verdict) == "- **holds**: less variance: +1.23 nats (exact)"
 
 
 def test_what_a_failed_gate_leaves_unjudged_is_open_with_its_figure():
     gate = Gate("what uniform attention costs, in nats", 0.1, 0.5)
     left = Unjudged(Claim("A is better than B", independent([1.0, 1.1, 0.9]), "nats"), gate)
-    assert left.word == "open" and left.row()["verdict"] == "open" and left.row()["difference"] == pytest.approx(1)
-    assert str(left).startswith("- **open**, not judged: A is better than B: +1") and "is 0.1" in str(left)
+    assert left.row()["verdict"] == left.word == "cannot tell here" and left.row()["difference"] == pytest.approx(1)
+    assert str(left).startswith("- **cannot tell here**, a gate failed: A is better than B: +1")
+    assert "is 0.1" in str(left)
 
 
 def test_detectable_difference_has_the_power_it_states():

@@ -72,9 +72,9 @@ def words(found):
 
 def test_verdicts_follow_the_losses(all_known):
     told = words(found_of())
-    assert len(told) == 5 + 2 + 1 and set(told.values()) == {"confirmed"}
+    assert len(told) == 5 + 2 + 1 and set(told.values()) == {"holds"}
     told = words(found_of(near=0.05, favor=0.1))
-    refuted = [text for text, word in told.items() if word == "refuted"]
+    refuted = [text for text, word in told.items() if word == "fails"]
     assert len(refuted) == 5 and sum("near-far" in text for text in refuted) == 4
 
 

@@ -85,7 +85,7 @@ def found(distance, uniform=60.0, S=10.0, ratio=2.0):
          for n in (10, 600)}, {(n, method): 2.0 * n for n in (10, 600) for method in encoder_steps.METHODS})
 
 
-@pytest.mark.parametrize("distance, word", [(4.0, "confirmed"), (-4.0, "refuted"), (0.0, "open")])
+@pytest.mark.parametrize("distance, word", [(4.0, "holds"), (-4.0, "fails"), (0.0, "cannot tell here")])
 def test_verdicts_follow_the_records(distance, word):
     verdicts = speech_text.verdicts(found(distance))
     assert {v.word for v in verdicts} == {word} and len(verdicts) == 2 * (4 + len(fig3.SETTINGS["small"].others))

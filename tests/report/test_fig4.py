@@ -26,7 +26,7 @@ MEMORY = {(n, name): 2.0 * n * (n / 784 if name == vit_steps.FORMED else 1) for 
           for name in vit_steps.METHODS}
 
 
-@pytest.mark.parametrize("favorpp, word", [(1.0, "confirmed"), (3.0, "refuted")])
+@pytest.mark.parametrize("favorpp, word", [(1.0, "holds"), (3.0, "fails")])
 def test_verdicts_on_steps_follow_the_times(favorpp, word, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "REPORT", tmp_path)
     monkeypatch.setattr(fig4_right, "PROCESSES", 3)
@@ -62,7 +62,7 @@ def test_fig4_right_at_small_sizes(tmp_path, monkeypatch, capsys, one_thread):
     monkeypatch.setattr(fig4_right, "rounds", lambda tokens: 2)
     monkeypatch.setattr(fig4_right, "PROCESSES", 2)
     fig4_right.main("small")
-    said = "confirmed**: FAVOR++ makes more than -1000 times"
+    said = "holds**: FAVOR++ makes more than -1000 times"
     told = next(line for line in capsys.readouterr().out.splitlines() if said in line)
     assert "times (n = 2, p = " in told  # the processes
     assert len((tmp_path / "outputs/fig4-right/cells.jsonl").read_text().splitlines()) == 4
@@ -98,19 +98,19 @@ def found(better=0.0, uniform=1.0, S=8.0, diverged=()):
     return Found({"accuracy": 0.6}, swaps, layers, arms, arms, long)
 
 
-@pytest.mark.parametrize("better, word", [(0.3, "confirmed"), (-0.3, "refuted")])
+@pytest.mark.parametrize("better, word", [(0.3, "holds"), (-0.3, "fails")])
 def test_verdicts_on_arms_follow_the_records(better, word):
     setting = replace(TINY, swaps=4, ms=(4, 8))
     told = {verdict.claim.text: verdict.word for verdict in verdicts(setting, found(better))}
     assert len(told) == 2 + 2 + 2 + 1
     assert {w for text, w in told.items() if "ends less than" not in text} == {word}
-    assert {w for text, w in told.items() if "ends less than" in text} == {"refuted"}  # 0.3 nats or more above exact
+    assert {w for text, w in told.items() if "ends less than" in text} == {"fails"}  # 0.3 nats or more above exact
 
 
 def test_training_from_scratch_is_not_judged_where_attention_does_not_matter():
     setting = replace(TINY, swaps=4, ms=(4, 8), least=Bounds())
     told = [str(verdict) for verdict in verdicts(setting, found(uniform=0.1))]
-    left = [line for line in told if "not judged" in line]
+    left = [line for line in told if "a gate failed" in line]
     assert len(told) == 7 and len(left) == 2
     assert all("from scratch" in line and "in nats is 0.0997" in line for line in left)
 
@@ -130,7 +130,7 @@ def test_runs_that_diverged_are_counted_and_compared_with_none(tmp_path, monkeyp
     text = (tmp_path / "fig4-left.md").read_text()
     arms = [line for line in text.splitlines() if line.startswith("| FAVOR") and "of 4" in line]
     assert [line.split(" | ")[-1] for line in arms] == 2 * ["3 of 4 |", "0 of 4 |"]
-    assert "ends more accurate" not in text and text.count("**confirmed**: directly after the swap") == 2
+    assert "ends more accurate" not in text and text.count("**holds**: directly after the swap") == 2
     assert "**Uniform attention, which looks at no query and no key" in text.splitlines()[2]
 
 

@@ -34,7 +34,7 @@ def lm(better=0.5, unigram=600.0, apart=0.3, moments=2.0):
     return Found(LM, models, looks, controls, arms, whole)
 
 
-@pytest.mark.parametrize("better, word", [(0.5, "confirmed"), (2.0, "refuted")])
+@pytest.mark.parametrize("better, word", [(0.5, "holds"), (2.0, "fails")])
 def test_verdicts_on_softmax_estimates_follow_the_distances(better, word):
     told = judged(claims(lm(better)))
     assert len(told) == 4 * 6 + 2 and {verdict.word for verdict in told} == {word}
@@ -114,13 +114,13 @@ def sampled(better=0.05, spread=0.1, unigram=600.0, diverged=()):
                               for name in NAMES for seed in range(4)})
 
 
-@pytest.mark.parametrize("better, word", [(0.05, "confirmed"), (-0.05, "refuted")])
+@pytest.mark.parametrize("better, word", [(0.05, "holds"), (-0.05, "fails")])
 def test_verdicts_on_samplers_follow_the_losses(better, word):
     told = {verdict.claim.text: verdict.word for verdict in judged(hrf_sampled.claims(sampled(better)))}
     laws = {text: w for text, w in told.items() if "no higher loss" in text}
     assert len(laws) == 2 * len(FEATURES) and set(laws.values()) == {word}
     near = [w for text, w in told.items() if "nats apart" in text]
-    assert len(near) == 4 and set(near) == {"confirmed"}
+    assert len(near) == 4 and set(near) == {"holds"}
 
 
 def test_samplers_that_cannot_differ_are_refused():

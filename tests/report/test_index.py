@@ -24,12 +24,12 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
     a_report(tmp_path, "third", [{"m": 4}])
     a_report(tmp_path, "fourth", [judged([Claim("certain", exactly(2.5))])[0].row()])
     index.main(writing.REPORT)
-    assert "5 verdicts in 3 reports: 2 confirmed, 1 refuted, 2 open, 0 conflict, 1 of these because a gate failed" \
-        in capsys.readouterr().out
+    assert ("Own bars and questions: 5 verdicts: 2 holds, 1 fails, 0 conflict, 0 not comparable, 2 cannot tell here, "
+            "1 of these because a gate failed.") in capsys.readouterr().out
     text = (tmp_path / "index.md").read_text()
-    assert "| [first](first.md) | 1 | 1 | 1 | 0 | 0123456789ab |" in text
-    assert "| **confirmed** | up\\|wards | +1.1 ± 0.25 nats | 3 |" in text and "| 3 | not judged |" in text
-    assert "| **confirmed** | certain | +2.5 | exact |  |" in text
+    assert "| [first](first.md) | 1 | 1 | 0 | 0 | 1 | 0123456789ab |" in text
+    assert "| own | **holds** | up\\|wards |  | +1.1 ± 0.25 nats | 3 |" in text and "| 3 | not judged |" in text
+    assert "| own | **holds** | certain |  | +2.5 | exact |  |" in text
     assert "Reports without a verdict: [third](third.md)" in text
     assert (tmp_path / "index.csv").read_text().count("\n") == 1 + 5
 

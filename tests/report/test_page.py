@@ -9,7 +9,7 @@ import pytest
 
 from crt_exp.config import ConfigError
 from crt_exp.report import draws, figures, page, render, tables
-from crt_exp.report.evidence import Unjudged, independent, judged
+from crt_exp.report.evidence import Claim, Unjudged, equivalent, independent, judged, signs
 from crt_exp.report.page import Page
 from crt_exp.studies.cells import Draw, files_of
 
@@ -58,7 +58,7 @@ def test_files_name_rooms_arms_and_measurements_that_exist(name):
     assert all(files_of(source) for source in spec["sources"])
     assert {*spec.get("controls", [])} <= {*frame["arm"]}, "a control without draws"
     known = {*frame["arm"]}
-    for claim in spec.get("claims", []):
+    for claim in [*spec.get("claims", []), *spec.get("bars", [])]:
         assert {claim[key] for key in ("better", "worse", "arm") if key in claim} <= known, claim["text"]
     assert (frame[["commit", "date"]] != "").all().all()
 
@@ -66,10 +66,32 @@ def test_files_name_rooms_arms_and_measurements_that_exist(name):
 def test_verdicts_are_those_of_the_draws(tmp_path):
     made = a_page(tmp_path, LOSSES)
     gains = np.subtract(LOSSES["ours"], LOSSES["exact"]), 1.5 - np.array(LOSSES["ours"])
-    expected = judged([verdict.claim.__class__(verdict.claim.text, independent(gain), "nats")
+    expected = judged([Claim(verdict.claim.text, independent(gain), "nats")
                        for verdict, gain in zip(made.verdicts, gains)])
     assert [str(verdict) for verdict in made.verdicts] == [str(verdict) for verdict in expected]
-    assert made.verdicts[0].claim.text == "A: exact is better" and made.verdicts[0].word == "confirmed"
+    assert made.verdicts[0].claim.text == "A: exact is better" and made.verdicts[0].word == "holds"
+
+
+def test_claims_of_the_paper_and_own_bars_are_judged_and_counted_apart(tmp_path):
+    spec = {key: value for key, value in SPEC.items() if key != "gates"} | {
+        "claims": [SPEC["claims"][0] | {"paper": "0.3", "why": "Ours is noisy."},
+                   {"text": "six layers suffice", "not here": "models are small", "paper": "6 against 12"}],
+        "bars": [{"text": "near, {setting}", "better": "exact", "worse": "ours", "equal": 0.5, "scale": "log"},
+                 {"text": "mostly", "better": "exact", "worse": "uniform", "test": "sign", "looks": 2}],
+        "independence": "the seed", "looks": 2, "choices": ["The rate was tuned with exact attention."]}
+    made = a_page(tmp_path, LOSSES, spec)
+    gain, log = np.subtract(LOSSES["ours"], LOSSES["exact"]), np.log(LOSSES["ours"]) - np.log(LOSSES["exact"])
+    families = made.families
+    assert families["claims"][0].p == independent(gain).p and families["claims"][0].level == 0.029
+    assert [verdict.claim.difference for verdict in families["bars"]] == [
+        equivalent(log, math.log(1.5)), signs(np.subtract(LOSSES["uniform"], LOSSES["exact"]))]
+    text = render.text(made, False)
+    assert "## The paper's claims: 1 holds, 1 cannot tell here\n" in text and "## Own bars and questions: " in text
+    assert "; the paper: 0.3. Ours is noisy." in text
+    assert "six layers suffice (the paper: 6 against 12): not measured here, because models are small" in text
+    assert "## Choices\n\n- The rate was tuned with exact attention.\n- Judged at 0.029, the level" in text
+    assert "Unit of independence: the seed." in text
+    assert [row["family"] for row in made.rows()] == ["claims", "claims", "bars", "bars"]
 
 
 def test_a_failed_gate_leaves_claims_unjudged_and_a_control_that_wins_comes_first(tmp_path):
@@ -114,7 +136,11 @@ def test_draws_are_read_as_they_were_written(tmp_path):
 
 @pytest.mark.parametrize("text, message", [
     ("title: [", "not valid YAML"), ("- a", "got list, expected keys"), ("titel: a", "unknown key of .* 'titel'"),
-    ("title: a", "the key metrics is missing")])
+    ("title: a", "the key metrics is missing"),
+    ("title: a\nmetrics: {}\nclaims: [{text: b, beter: c}]", "unknown key of a claim of .* 'beter'"),
+    ("title: a\nmetrics: {}\nclaims: [{text: b}]", "got none of better, arm, verdict, not here"),
+    ("title: a\nmetrics: {}\nbars: [{text: b, verdict: maybe}]", "verdict is one of holds, fails"),
+    ("title: a\nmetrics: {}\nlooks: 7", "looks: got 7, expected 1, 2, 3")])
 def test_bad_files_are_refused(tmp_path, text, message):
     path = tmp_path / "bad.yaml"
     path.write_text(text)

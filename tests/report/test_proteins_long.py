@@ -34,7 +34,7 @@ def found(exact=6.0, long=1.0, late=1.0, uniform=0.0):
     return Found(trained, times, flat, memory, drawn, processes=3)
 
 
-@pytest.mark.parametrize("results, word", [(found(), "confirmed"), (found(exact=2.0, long=1.5, late=1.5), "refuted")],
+@pytest.mark.parametrize("results, word", [(found(), "holds"), (found(exact=2.0, long=1.5, late=1.5), "fails")],
                          ids=["reached", "missed"])
 def test_verdicts_follow_the_times(results, word, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "REPORT", tmp_path)

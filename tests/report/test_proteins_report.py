@@ -97,19 +97,19 @@ def verdicts(**results):
     return protein_page.verdicts_of(results, {dataset: protein_page.gates(each) for dataset, each in results.items()})
 
 
-@pytest.mark.parametrize("better, word", [(0.2, "confirmed"), (-0.2, "refuted")])
+@pytest.mark.parametrize("better, word", [(0.2, "holds"), (-0.2, "fails")])
 def test_verdicts_on_proteins_follow_the_records(better, word):
     told = words(verdicts(generated=found(better)))
     paper = {text: w for text, w in told.items() if "uniform" not in text and "held-out" not in text}
     assert len(told) == 2 * 7 + 1 and len(paper) == 2 * 4 + 1 and set(paper.values()) == {word}
-    assert all(w == "confirmed" for text, w in told.items() if "FAVOR+ keeps" in text)
+    assert all(w == "holds" for text, w in told.items() if "FAVOR+ keeps" in text)
 
 
 def test_nothing_is_judged_where_uniform_attention_costs_little():
     told = verdicts(generated=found(0.2), uniprot=found(0.2, uniform=0.3))
     left = [verdict for verdict in told if isinstance(verdict, Unjudged)]
     assert len(left) == len(told) - len(left) == 2 * 7 + 1
-    assert all(verdict.claim.text.startswith("proteomes, ") and verdict.word == "open" for verdict in left)
+    assert all(verdict.claim.text.startswith("proteomes, ") and verdict.word == "cannot tell here" for verdict in left)
     assert "what uniform attention costs (U), in nats is 0.3" in str(left[0])
 
 
@@ -168,7 +168,7 @@ def test_the_kernel_beside_relu_is_chosen_on_validation():
     results = kernel_runs()
     assert kernels.best_other(results) == kernels.Arm("abs")
     told = words(kernels.judged(kernels.claims(results)))
-    assert told["ReLU ends more accurate than abs, on validation the best of the others"] == "confirmed"
+    assert told["ReLU ends more accurate than abs, on validation the best of the others"] == "holds"
 
 
 def test_kernels_are_not_judged_where_uniform_attention_costs_little():
@@ -203,7 +203,7 @@ def moved(setting=MOVED, world=WORLD, better=0.05, uniform=1.0, back=0.95):
     return redraw_runs.Found(swaps, {seed: [layer, layer] for seed in range(setting.base.seeds)}, trained)
 
 
-@pytest.mark.parametrize("better, word", [(0.15, "confirmed"), (-0.15, "refuted")])
+@pytest.mark.parametrize("better, word", [(0.15, "holds"), (-0.15, "fails")])
 def test_verdicts_on_the_swap_follow_the_records(better, word):
     results = moved(better=better, back=0.5)
     told = words(redraw_verdicts.verdicts_of(MOVED, {WORLD: results}, {WORLD: redraw_verdicts.gates(MOVED, results)}))
@@ -211,7 +211,7 @@ def test_verdicts_on_the_swap_follow_the_records(better, word):
     assert len(swap) == 1 + 3 and set(swap.values()) == {word}
 
 
-@pytest.mark.parametrize("back, word", [(1.0, "confirmed"), (0.6, "refuted")])
+@pytest.mark.parametrize("back, word", [(1.0, "holds"), (0.6, "fails")])
 def test_recovery_is_that_of_the_accuracy_lost(back, word):
     results = moved(back=back, better=-0.8)  # FAVOR++ loses 1 nat, and so 10 points of accuracy
     beyond = redraw_verdicts.recovery(results, Arm("favorpp"), MOVED, MOVED.limit(WORLD))
@@ -230,7 +230,7 @@ def test_a_world_whose_gate_fails_is_shown_and_its_recovery_not_judged():
     assert all(gate.passed for gate in asked[WORLD])
     assert [gate.passed for gate in asked[other]] == [False, True, True]
     told = redraw_page.summary(setting, results, redraw_verdicts.verdicts_of(setting, results, asked))
-    assert "**open**, not judged: proteomes, U: FAVOR++ has 90%" in told
+    assert "**cannot tell here**, a gate failed: proteomes, U: FAVOR++ has 90%" in told
     main, real = ("\n".join(redraw_page.section(setting, world, results[world], asked[world])) for world in results)
     assert "A gate failed, so this world says little" in real and "A gate failed" not in main
     assert "| FAVOR+, every 100 steps |" in main

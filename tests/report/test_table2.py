@@ -103,15 +103,15 @@ def words(found):
     return {told.claim.text: told.word for told in verdicts(found, {}, glue_claims(found)) if isinstance(told, Verdict)}
 
 
-@pytest.mark.parametrize("distance, word", [(0.3, "confirmed"), (-0.3, "refuted")])
+@pytest.mark.parametrize("distance, word", [(0.3, "holds"), (-0.3, "fails")])
 def test_verdicts_follow_the_losses(distance, word, monkeypatch):
     monkeypatch.setattr(table2_glue, "bootstrapped", lambda gap, n: table2_glue.Interval(gap(np.arange(n)), 1.0, 0., n))
     told = words(found_of(distance))
     plain = [text for text in told if "than FAVOR+ " in text]
     assert len(plain) == (3 + 3) + (3 + 1) and {told[text] for text in plain} == {word}
     assert told["word pieces: near-far is nearer to exact attention than FAVOR++, m = 256 directly after the "
-                "swap"] == "confirmed"
-    assert told["SST2: swapped into exact encoders and fine-tuned, FAVOR++ scores above FAVOR+, m = 256"] == "confirmed"
+                "swap"] == "holds"
+    assert told["SST2: swapped into exact encoders and fine-tuned, FAVOR++ scores above FAVOR+, m = 256"] == "holds"
     assert len(told) == 10 + (5 + 4) + 1
 
 
@@ -183,7 +183,7 @@ def test_page(tmp_path, monkeypatch, capsys):
     found.kinds, found.swaps, found.uptrained, found.tuned = [], {}, {}, {}
     table2_page.write("small", found, asked, 1.0)
     text = (tmp_path / "table2.md").read_text()
-    assert text.splitlines()[2].startswith("**No encoder can tell") and text.count("not judged") == 3
+    assert text.splitlines()[2].startswith("**No encoder can tell") and text.count("a gate failed") == 3
     assert "from scratch: FAVOR++, m = 64" in text and "power:" not in text
 
 

@@ -209,7 +209,7 @@ def speech_found(distance):
     return hrf_speech.Found(setting, metrics("exact"), looked, after, trained)
 
 
-@pytest.mark.parametrize("distance, word", [(2.0, "confirmed"), (-2.0, "refuted")])
+@pytest.mark.parametrize("distance, word", [(2.0, "holds"), (-2.0, "fails")])
 def test_verdicts_on_speech_follow_the_records(distance, word):
     found = speech_found(distance)
     assert {v.word for v in judged(hrf_speech.claims(found))} == {word}

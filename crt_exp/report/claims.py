@@ -1,0 +1,129 @@
+"""The entries of `claims` and `bars` of a page's file, as differences of its draws.
+
+An entry is {text, better, worse}, which compares two arms; {text, arm, at_most or at_least}, an arm with a number in
+shown units, or, with `against`, by how much it is worse than that arm; {text, verdict: not comparable, why} or
+{text, not here: reason}, for what a paper says and the draws cannot judge. Further keys:
+
+    metric, settings, table     default: `main` of the page, all settings, all tables
+    x                           a place or a list of them; each: one claim for every x; the text may name {setting}, {x}
+    scale: log                  compares logarithms
+    margin                      by how much better, at least; with scale: log a factor
+    closed                      the metric of the closed form that the verdict must not contradict
+    test: sign                  the sign test over units, for heavy tails
+    equal                       two one-sided tests that better and worse are within this of each other; with
+                                scale: log 0.25 stands for 25%
+    looks                       at the draws before the verdict, default: those of the page
+    paper, why                  the paper's number or words, and one sentence; a string, or setting -> string
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crt_exp.config import ConfigError, unknown
+from crt_exp.report.evidence import (
+    WORDS,
+    Claim,
+    Interval,
+    Unmeasured,
+    equivalent,
+    exactly,
+    independent,
+    inside,
+    signs,
+)
+
+if TYPE_CHECKING:
+    from crt_exp.report.page import Page
+
+KEYS = ("text", "better", "worse", "arm", "at_most", "at_least", "against", "metric", "settings", "table", "x", "scale",
+        "margin", "closed", "test", "equal", "looks", "paper", "why", "verdict", "not here")
+PRIMARY = 5  # claims of a page, at most
+
+
+def checked(entries: Sequence[dict[str, Any]], path: Any) -> None:
+    """Raises ConfigError for an entry without text, with an unknown key, or that says in two ways what it compares."""
+    for entry in entries:
+        for key in entry:
+            if key not in KEYS:
+                raise unknown(f"key of a claim of {path}", key, KEYS)
+        ways = [key for key in ("better", "arm", "verdict", "not here") if key in entry]
+        if "text" not in entry or len(ways) != 1:
+            raise ConfigError(f"{path}: the claim {entry.get('text', entry)}: got {', '.join(ways) or 'none'} of "
+                              "better, arm, verdict, not here, expected text and one of these")
+        if entry.get("verdict", WORDS[0]) not in WORDS or entry.get("test", "sign") != "sign":
+            raise ConfigError(f"{path}: the claim {entry['text']}: verdict is one of {', '.join(WORDS)}; test is sign")
+
+
+def of_entries(page: "Page", entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Claim | Unmeasured]]:
+    """(setting, claim) of each entry, setting and place."""
+    for entry in entries:
+        if "verdict" in entry or "not here" in entry:
+            word = entry.get("verdict", "cannot tell here")
+            reason = entry.get("why", "") if "verdict" in entry else f"not measured here, because {entry['not here']}"
+            yield "", Unmeasured(entry["text"], word, reason, str(entry.get("paper", "")))
+            continue
+        for setting in entry.get("settings") or page.settings:
+            for x in places(page, entry, setting):
+                yield from of_place(page, entry, setting, x)
+
+
+def of_place(page: "Page", entry: dict[str, Any], setting: str, x: Any) -> Iterator[tuple[str, Claim]]:
+    values = differences(page, entry | {"x": x}, setting)
+    if len(values):
+        text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x)
+        closed = closed_form(page, entry, setting) if len(values) > 1 else None
+        yield setting, Claim(text, interval(entry, values), unit(page, entry), closed, said(entry, "paper", setting),
+                             said(entry, "why", setting), entry.get("looks", page.spec.get("looks", 1)))
+
+
+def said(entry: dict[str, Any], key: str, setting: str) -> str:
+    given = entry.get(key, "")
+    return str(given.get(setting, "") if isinstance(given, dict) else given)
+
+
+def interval(entry: dict[str, Any], values: np.ndarray) -> Interval:
+    if "equal" in entry:
+        bound = math.log(1 + entry["equal"]) if entry.get("scale") == "log" else entry["equal"]
+        return equivalent(values, bound) if len(values) > 1 else exactly(float(inside(values, bound)[0]))
+    if len(values) == 1:
+        return exactly(float(values[0]))
+    return signs(values) if "test" in entry else independent(values)
+
+
+def unit(page: "Page", entry: dict[str, Any]) -> str:
+    name = "in the logarithm" if entry.get("scale") == "log" else page.metric(entry.get("metric", page.main)).points
+    return f"inside the margin {name}".strip() if "equal" in entry else name
+
+
+def closed_form(page: "Page", entry: dict[str, Any], setting: str) -> float | None:
+    """The same difference by the closed form that the entry names."""
+    if "closed" not in entry:
+        return None
+    values = differences(page, entry | {"metric": entry["closed"]}, setting)
+    return float(values[0]) if len(values) else None
+
+
+def places(page: "Page", entry: dict[str, Any], setting: str) -> list[Any]:
+    if entry.get("x") != "each":
+        return [entry.get("x")]
+    arm = entry.get("better") or entry["arm"]
+    frame = page.select(entry.get("metric", page.main), setting, arm, entry.get("table"))
+    return [*dict.fromkeys(frame["x"])]
+
+
+def differences(page: "Page", entry: dict[str, Any], setting: str) -> np.ndarray:
+    """Of each unit, above 0 where the claim holds; of entries with `equal` the difference itself."""
+    metric, log = entry.get("metric", page.main), entry.get("scale") == "log"
+    where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
+    if "better" in entry:
+        margin = entry.get("margin", 0.0)
+        return page.gain(metric, entry["better"], entry["worse"], log=log, **where) - (
+            math.log(margin) if log and margin else margin)
+    if "against" in entry:
+        return entry["at_most"] - page.gain(metric, entry["against"], entry["arm"], **where)
+    values = page.values(metric, arm=entry["arm"], log=log, **where).to_numpy()
+    bound, sign = (entry["at_most"], 1) if "at_most" in entry else (entry["at_least"], -1)
+    return sign * (np.log(bound / values) if log else bound - values)
