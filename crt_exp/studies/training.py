@@ -24,26 +24,32 @@ VALIDATION = ("validation", "val")  # splits of the records that make curves
 @dataclass(frozen=True)
 class Grid:
     """What a page's file says under `sizes`. common: options of all runs, or lists of them. settings: options of each.
-    arms: options of each attention. moved: arms that start from the weights of the run of `start` with their seed.
-    metrics: of the records, those that are kept. gated: the arms that are trained first, in every setting; the others
-    only where `start` is better than each of them by `least` on the first metric (`higher`: more is better). begin:
-    name -> options of one run in whose weights all moved arms start, in the place of that of `start` with their seed.
-    seeds_of: of arms that have another number of them. before: {common, stages, count, own, by}, the models that all
-    arms start from: a stage goes on from the run of the one before, the option `by` takes the last; seeds go round
-    through `count` of them; with `own` they have the attention of the arm, and not what their options name."""
+    arms: options of each attention. moved: arms that start from the weights of the run of `start` with their seed,
+    which is then `offset` more, so that they do not read the rows in the same order; then: their options in a setting.
+    begin: name -> options of one run in whose weights all moved arms start, in the place of that of `start`. only: the
+    arms of a setting that does not have all. seeds_of: of arms that have another number of them. metrics: of the
+    records on validation, those that are kept; tested: of the one on test (default: all). baselines: prefix -> name:
+    what the test record holds under keys with this prefix, as draws of an arm, for what needs no model. gated: the arms
+    that are trained first, in every setting; the others only where `start` is better than each of them by `least` on
+    the first metric (`higher`: more is better). before: {common, stages, count, own, by}, the models that all arms
+    start from: a stage goes on from the run of the one before, the option `by` takes the last; seeds go round through
+    `count` of them; with `own` they have the attention of the arm, and not what their options name."""
 
     settings: Mapping[str, Sequence[str]]
     arms: Mapping[str, Sequence[str]]
     metrics: Sequence[str]
     common: Sequence[str] = ()
     moved: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    then: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    offset: int = 0
+    only: Mapping[str, Sequence[str]] = field(default_factory=dict)
     start: str = "exact"
     gated: Sequence[str] = ()
     least: float = 0.0
     higher: bool = True
     cost: bool = True
-    tested: Sequence[str] = ()  # of the metrics of the test record, if not all
-    baseline: Sequence[str] = ()  # (key of the test record, name): what predicts without a model, as an arm
+    tested: Sequence[str] = ()
+    baselines: Mapping[str, str] = field(default_factory=dict)
     begin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seeds: int = 3
     seeds_of: Mapping[str, int] = field(default_factory=dict)
@@ -66,6 +72,11 @@ class Grid:
             lines.append([*self.before["common"], *stage, *own, *begun, f"seed={seed % self.before.get('count', 1)}"])
         return lines
 
+    def names(self, setting: str) -> list[str]:
+        """The arms of a setting, those that go on from others last."""
+        every = [*self.arms, *self.moved]
+        return [arm for arm in every if arm in self.only.get(setting, every)]
+
     def options(self, setting: str, arm: str, seed: int, home: runs.Home) -> list[str]:
         """The command line of a run."""
         if arm not in self.moved:
@@ -76,10 +87,11 @@ class Grid:
             begun = home.place(self.beginning(home)["overrides"])
             return [*self.common, *self.settings[setting], *self.moved[arm], f"seed={seed}", f"task.init={begun}"]
         begun = home.place(self.options(setting, self.start, seed, home))
-        own = {option.split("=")[0] for option in self.moved[arm]}
+        last = [*self.then.get(setting, ()), *self.moved[arm]]
+        own = {option.split("=")[0] for option in last}
         rest = [option for option in (*self.common, *self.settings[setting])  # it keeps the sizes of its start
                 if option.split("=")[0] not in own and not option.startswith(("+task.sizes.", "task.preset="))]
-        return [*rest, *self.moved[arm], f"seed={seed}", f"task.init={begun}"]
+        return [*rest, *last, f"seed={self.offset + seed}", f"task.init={begun}"]
 
     def beginning(self, home: runs.Home) -> Key:
         """The run in whose weights moved arms start, where there is one for all of them."""
@@ -107,7 +119,7 @@ def measured(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[D
     passed = [setting for setting in grid.settings if gate(grid, home, cells, setting)]
     train_all(grid, home, cells, passed, every, f"{name}: training")
     for setting in grid.settings:
-        for arm in every if setting in passed else first:
+        for arm in [arm for arm in grid.names(setting) if setting in passed or arm in first]:
             for seed in range(grid.count(arm)):
                 yield from of_run(grid, cells, grid.key(setting, arm, seed, home), setting, arm, seed)
     if grid.cost:
@@ -130,7 +142,7 @@ def train_all(grid: Grid, home: runs.Home, cells: Cells, settings: Sequence[str]
     for part in ([arm for arm in arms if arm in grid.arms], [arm for arm in arms if arm in grid.moved]):
         most = max((grid.count(arm) for arm in part), default=0)
         keys = [grid.key(setting, arm, seed, home) for seed, setting, arm in product(range(most), settings, part)
-                if seed < grid.count(arm)]
+                if seed < grid.count(arm) and arm in grid.names(setting)]
         train_before(grid, home, cells, [(arm, seed) for arm in part for seed in range(grid.count(arm))], label)
         cells.fill(keys, train, label, grid.workers)
 
@@ -172,11 +184,17 @@ def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int
             if record.get(metric) is not None:
                 yield cells.draw(key, setting, arm, metric, record[metric], seed, record["step"], "validation")
     for metric, value in result["last"].items():
-        if metric not in FINAL and isinstance(value, (int, float)) and (not grid.tested or metric in grid.tested):
+        if metric in (grid.tested or result["last"]) and metric not in FINAL and isinstance(value, (int, float)):
             yield cells.draw(key, setting, arm, metric, value, seed, table="test")
-    if grid.baseline and arm == grid.start and seed == 0:
-        value, name = result["last"][grid.baseline[0]], grid.baseline[1]
-        yield cells.draw(key, setting, name, grid.metrics[0], value, table="test")
+    if arm == grid.start and seed == 0:
+        yield from of_baselines(grid, cells, key, setting)
+
+
+def of_baselines(grid: Grid, cells: Cells, key: Key, setting: str) -> Iterator[Draw]:
+    for metric, value in cells[key]["last"].items():
+        for prefix, name in grid.baselines.items():
+            if metric.startswith(prefix):
+                yield cells.draw(key, setting, name, metric.removeprefix(prefix), value, table="test")
 
 
 def costs(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:

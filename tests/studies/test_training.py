@@ -36,7 +36,7 @@ def test_other_arms_are_trained_where_the_gate_is_passed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "train", trained)
     size = {"metrics": ["loss"], "higher": False, "gated": ["uniform"], "least": 0.5, "seeds": 2, "cost": False,
-            "settings": {"passes": ["gap=1"], "fails": ["gap=0"]}, "baseline": ["unigram_loss", "unigram"],
+            "settings": {"passes": ["gap=1"], "fails": ["gap=0"]}, "baselines": {"unigram_": "unigram"},
             "arms": {arm: [f"attention={arm}"] for arm in ("exact", "uniform", "favorp", "relu")}, "workers": 1}
     draws = [*training.measure("grid", ["tasks/lra.py"], size)]
     ends = [draw for draw in draws if draw.table == "test" and draw.metric == "loss"]
@@ -71,3 +71,19 @@ def test_moved_arms_may_start_from_one_run(tmp_path, monkeypatch):
     options = Grid(**grid).options("swapped", "favorp", 2, HOME)
     start = HOME.place(["task=mlm", "batch=2", "attention=exact", "steps=9", "seed=0"])
     assert options == ["task=mlm", "batch=2", "steps=0", "attention=favorp", "seed=2", f"task.init={start}"]
+
+
+def test_arms_of_a_setting_and_options_of_those_that_go_on(tmp_path, monkeypatch):
+    """`only` leaves arms out, `then` and `offset` are of moved arms, `tested` and `baselines` name draws."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "train", trained)
+    size = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "seeds": 1, "cost": False, "workers": 1,
+            "settings": {"U": ["gap=1", "steps=9"], "B": ["gap=1", "steps=9"]}, "then": {"U": ["steps=2"]},
+            "only": {"B": ["exact", "elu"]}, "offset": 100, "baselines": {"unigram_": "unigram"},
+            "arms": {"exact": ["attention=exact"], "elu": ["attention=elu"]}, "moved": {"later": ["attention=favorp"]}}
+    draws = [*training.measure("grid", ["tasks/lra.py"], size)]
+    assert {(draw.setting, draw.arm, draw.metric) for draw in draws if draw.table == "test"} == {
+        *(("U", arm, "loss") for arm in ("exact", "elu", "later", "unigram")),
+        *(("B", arm, "loss") for arm in ("exact", "elu", "unigram"))}
+    moved = Grid(**size).options("U", "later", 0, HOME)
+    assert moved[:4] == ["gap=1", "steps=2", "attention=favorp", "seed=100"] and moved[4].startswith("task.init=")
