@@ -51,6 +51,7 @@ from crt_exp.report.evidence import (
 FOLDER = CONF / "report"
 KEYS = ("title", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims", "bars",
         "independence", "looks", "choices", "tables", "panels", "measure", "sizes", "sources")
+NO_ROWS = np.empty(0, int)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 
 
@@ -172,21 +173,40 @@ class Page:
     def select(self, metric: str, setting: str | None = None, arm: str | None = None, table: str | None = None,
                x: Any = None) -> pd.DataFrame:
         """The draws of a metric; x: a value, a list of them, or "last"."""
-        frame = self.draws[self.draws["metric"] == metric]
-        for column, value in (("setting", setting), ("arm", arm), ("table", table)):
-            if value is not None:
-                frame = frame[frame[column] == value]
-        if x == "last":
-            return frame[frame["x"] == frame["x"].max()]
-        return frame if x is None else frame[frame["x"].isin(x if isinstance(x, list) else [x])]
+        return self.draws.iloc[self._rows(metric, setting, arm, table, x)]
 
     def values(self, metric: str, setting: str | None = None, arm: str | None = None, table: str | None = None,
                x: Any = None, log: bool = False) -> pd.Series:
         """unit -> value, scaled as shown; the mean where a unit has several draws, geometric with `log`."""
-        frame = self.select(metric, setting, arm, table, x)
-        values = self.metric(metric).scale * frame["value"].astype(float)
-        by_unit = (np.log(values) if log else values).groupby(frame["unit"], sort=False).mean()
-        return np.exp(by_unit) if log else by_unit
+        rows = self._rows(metric, setting, arm, table, x)
+        values = self.metric(metric).scale * self._column["value"][rows].astype(float)
+        places, units = pd.factorize(self._column["unit"][rows])
+        sums = np.bincount(places, np.log(values) if log else values, len(units)) / np.bincount(places)
+        return pd.Series(np.exp(sums) if log else sums, units)
+
+    def _rows(self, metric: str, setting: str | None, arm: str | None, table: str | None, x: Any) -> np.ndarray:
+        """The numbers of these draws, in their order."""
+        rows = self._of_metric.get(metric, NO_ROWS)
+        if setting is not None and arm is not None:
+            rows = self._of_arm.get((metric, setting, arm), NO_ROWS)
+        for column, value in (("setting", setting), ("arm", arm), ("table", table)):
+            rows = rows if value is None else rows[self._column[column][rows] == value]
+        if x is None or not len(rows):
+            return rows
+        places = self._column["x"][rows]
+        return rows[np.isin(places, pd.Series(places).max() if isinstance(x, str) and x == "last" else x)]
+
+    @cached_property
+    def _column(self) -> dict[str, np.ndarray]:
+        return {name: self.draws[name].to_numpy() for name in ("setting", "arm", "table", "unit", "x", "value")}
+
+    @cached_property
+    def _of_metric(self) -> dict[str, np.ndarray]:
+        return self.draws.groupby("metric", sort=False).indices
+
+    @cached_property
+    def _of_arm(self) -> dict[tuple[str, str, str], np.ndarray]:
+        return self.draws.groupby(["metric", "setting", "arm"], sort=False).indices
 
     def gain(self, metric: str, better: str, worse: str, log: bool = False, **where: Any) -> np.ndarray:
         """By how much one arm is better than another, of each unit that both have; of logarithms with `log`."""
