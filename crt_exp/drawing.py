@@ -30,7 +30,7 @@ MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#11773
 SAMPLERS = {"iid": "#808000", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
             "stratified": "#009E73", "hadamard": "#E69F00", "givens": "#000000"}
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
-          "relu": "ReLU", "nearfar": "near-far"}  # of attention, as papers call it
+          "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog"}  # of attention, as papers call it
 NONE: Mapping[str, str] = {}  # left out
 HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "a hybrid has many times the features of the others at "
                         "equal projections; these have reports of their own")
@@ -41,8 +41,10 @@ POSITIVE = (PositiveExponential, PoisRFPlus, GeomRFPlus)
 
 
 def maps(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
-    """All of conf/features but those `without` (name -> reason), indefinite ones first. ConfigError: no such name."""
-    return _listed("features", without, lambda name: (is_positive(name), *_place(name, MAPS)))
+    """All of conf/features that estimate a kernel but those `without` (name -> reason), indefinite ones first.
+    ConfigError: no such name."""
+    listed = _listed("features", without, lambda name: (is_positive(name), *_place(name, MAPS)))
+    return tuple(name for name in listed if feature_map(name).estimates)
 
 
 def samplers(without: Mapping[str, str] = NONE) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether it has a feature map that estimates a kernel; baselines and generalised kernels do not."""
-        return self.features is not None
+        return self.features is not None and self.map().estimates
 
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""

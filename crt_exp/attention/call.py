@@ -6,7 +6,7 @@ Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of d
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
+from crt_exp.attention.checks import check_inputs, compute_dtype, learning, repeat_heads
 from crt_exp.attention.engines.at_once import attend_at_once
 from crt_exp.attention.engines.chunks import Call, Outputs, Rows
 from crt_exp.attention.engines.generic import chunked_attention, chunked_partial
@@ -27,10 +27,10 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale =
     d^(-1/4), which multiplies both without a pass over them. Hkv divides H, and consecutive query heads share a key
     head. `noise` is a Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from
-    `phi.fit` of the scaled vectors, with leading dimensions that broadcast to (B, H). Differentiable in x, y and v;
-    noise and parameters are constants. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and outputs, in the
-    backward pass too. Forward-mode and second derivatives, the transforms of torch.func (grad, vmap, jvp, ...) and
-    torch.export go through plain operations: O(L M) memory.
+    `phi.fit` of the scaled vectors, with leading dimensions that broadcast to (B, H). Differentiable in x, y and v, and
+    in rows and parameters that require a gradient. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and
+    outputs, in the backward pass too. Gradients to rows and parameters, forward-mode and second derivatives, the
+    transforms of torch.func (grad, vmap, jvp, ...) and torch.export go through plain operations: O(L M) memory.
 
     `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query
     that sees no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
@@ -52,9 +52,13 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
     x, y, v = _together(x, y, v, noise, params, causal)
-    positive = isinstance(phi, PositiveExponential) and normalize
+    trained = learning(noise, params)
+    positive = isinstance(phi, PositiveExponential) and normalize and not trained
     count = counter or DenominatorCount()
     if group is not None:
+        if trained:
+            raise ValueError("rows and parameters that are trained need the whole sequence on one process: leave group "
+                             "(trainer.sequence_parallel) out")
         rows = sequence_partial(x, y, v, phi, noise, params, causal, key_mask, scale, group, denominator == "clamp")
         if not positive:
             count.add(rows)
@@ -84,7 +88,7 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
     x, y, v = _together(x, y, v, noise, params, causal)
-    if isinstance(phi, PositiveExponential) and not modulus:
+    if isinstance(phi, PositiveExponential) and not modulus and not learning(noise, params):
         rows = positive_partial(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         call = Call(phi, noise, params, causal, key_mask, Rows(modulus))

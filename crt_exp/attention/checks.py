@@ -119,6 +119,12 @@ def transformed(*tensors: Tensor) -> bool:
     return transforming() or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
+def learning(noise: Nested, params: Nested) -> bool:
+    """Whether rows or parameters are to get a gradient."""
+    held = (t for n in leaves(noise) for t in n.tensors())
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (*held, *leaves(params)))
+
+
 def check_gradient(grad: Tensor) -> None:
     """Raises ValueError for a batch of gradients as torch.autograd makes it, whose older vmap knows
     too few operations."""

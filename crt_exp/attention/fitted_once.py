@@ -22,7 +22,8 @@ SIDES = ("queries", "keys")
 
 
 class FittedOnce(nn.Module):
-    """State of a map whose `fit` looks at vectors (`phi.on_vectors`).
+    """State of a map whose `fit` looks at vectors (`phi.on_vectors`), or whose parameters are `trained` once they are
+    fitted: those are parameters of this module, which no later calibration replaces.
 
     Buffers: fitted_0, ...: the parameters, (Hkv, ., d), those of `phi.unfitted` at first; fits: how often they were
     fitted; passes: how many left a sample in queries and keys (Hkv, P, d), which are one row of zeros where none did.
@@ -30,9 +31,10 @@ class FittedOnce(nn.Module):
 
     vectors = SAMPLE
 
-    def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int):
+    def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int, trained: bool = False):
         super().__init__()
-        self.phi, self.heads, self.d, self.steps = phi, heads, d, steps
+        self.phi, self.heads, self.d, self.steps, self.trained = phi, heads, d, steps, trained
+        self.kept: list[str] = []
         self.names = mapped(self._keep, phi.unfitted(d))
         self.register_buffer("fits", torch.zeros((), dtype=torch.long))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
@@ -42,13 +44,18 @@ class FittedOnce(nn.Module):
         self.seen: dict[str, list[Tensor]] | None = None     # samples of a calibration
 
     def _keep(self, t: Tensor) -> str:
-        name = f"fitted_{len(self._buffers)}"
-        self.register_buffer(name, t.float().expand(self.heads, *t.shape).clone())
+        name, value = f"fitted_{len(self.kept)}", t.float().expand(self.heads, *t.shape).clone()
+        self.kept.append(name)
+        if self.trained:
+            self.register_parameter(name, nn.Parameter(value))
+        else:
+            self.register_buffer(name, value)
         return name
 
     def params(self) -> Params:
         """In float64: the inverses of M are made of what the buffers hold, whatever their precision."""
-        return mapped(lambda name: getattr(self, name).double(), self.names)
+        params = mapped(lambda name: getattr(self, name).double(), self.names)
+        return self.phi.admitted(params) if self.trained else params
 
     @outside_graphs
     def advance(self) -> None:
@@ -61,6 +68,8 @@ class FittedOnce(nn.Module):
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         """Takes a sample of the scaled queries x (B,H,L,d) and keys y (B,Hkv,S,d) of a pass; masks (B,L) and (B,S)."""
+        if self.settled and self.seen is None:
+            return
         many = self.vectors if self.seen is not None else -(-self.vectors // self.steps)
         found = {side: _of_all_ranks(sample(t, mask, self.heads, many))
                  for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))}
@@ -75,9 +84,14 @@ class FittedOnce(nn.Module):
 
     def calibrate(self, begin: bool) -> None:
         """Until it is called again with False, every pass that is noted fits to all that came since."""
-        self.seen = {side: [] for side in SIDES} if begin else None
+        self.seen = {side: [] for side in SIDES} if begin and not self.settled else None
         if not begin and self.done:
             self._forget()
+
+    @property
+    def settled(self) -> bool:
+        """Whether what it holds may have been trained."""
+        return self.trained and self.done
 
     @torch.no_grad()
     def _fit(self, samples: dict[str, Tensor]) -> None:
@@ -85,7 +99,11 @@ class FittedOnce(nn.Module):
         x, y = (samples[side].float() for side in SIDES)
         params = self.phi.fit(Statistics.of(x, y, *(t.isfinite().all(-1) for t in (x, y))))
         for name, t in zip(leaves(self.names), leaves(params), strict=True):
-            setattr(self, name, _of_first_rank(t.to(getattr(self, name)).contiguous()))
+            fitted = _of_first_rank(t.to(getattr(self, name)).contiguous())
+            if self.trained:
+                getattr(self, name).copy_(fitted)
+            else:
+                setattr(self, name, fitted)
         self.fits.add_(1)
         self.done = True
 

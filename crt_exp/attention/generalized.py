@@ -31,6 +31,8 @@ class Generalized(FeatureMap):
     kernel_epsilon: float = 1e-3
     projection: bool = True
 
+    estimates = False
+
     def __post_init__(self):
         super().__post_init__()
         if self.f not in get_args(Function):

@@ -14,9 +14,10 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
@@ -47,6 +48,10 @@ class RandomFeatureAttention(LinearAttention):
     leaves the division by the denominator out, and outputs grow with the keys. denominator: see `attention`;
     non-positive ones are counted in `denominators`.
 
+    learn: "parameters" makes those of the map parameters of this module, for `task=transfer` or training: fitted once,
+    as those of a map that looks at vectors are, then trained, the same for all inputs. "projections" trains the rows
+    too, after which estimates are no longer unbiased. The rows of a learned map (hedgehog) are trained in any case.
+
     What the parameters of the map are fitted to, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: to its own queries and keys, each (batch, head) by itself;
     - causal: to running averages of earlier batches (decay 0.99, corrected for the start); before the first training
@@ -70,7 +75,8 @@ class RandomFeatureAttention(LinearAttention):
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise] | None, m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  redraw_every: Whole = 0, normalize_qk: bool = False, normalize: bool = True, denominator: str = "none",
-                 decay: float = 0.99, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
+                 decay: float = 0.99, fit_steps: Count = 10, seed: int = 0, layer: int = 0,
+                 learn: Literal["none", "parameters", "projections"] = "none"):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         if phi.kernel != "softmax":
             raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
@@ -78,14 +84,18 @@ class RandomFeatureAttention(LinearAttention):
         self.normalize, self.denominator, self.decay = normalize, denominator, decay
         self.seed, self.layer, self.denominators = seed, layer, DenominatorCount()
         self.projections = phi.projections(m)
-        noises = self._draw(0)
+        check_learning(phi, learn, redraw_every)
+        noises, keep = self._draw(0), self.register_buffer
+        if phi.learned or learn == "projections":
+            keep = lambda name, rows: self.register_parameter(name, nn.Parameter(rows))
         self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # for every buffer of noise
         for name, noise in noises.items():
-            self.register_buffer(name, noise.rows().contiguous())
+            keep(name, noise.rows().contiguous().clone())
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
         self._said = False
-        self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps) if phi.on_vectors else None
+        once, trained = phi.on_vectors, learn != "none" and phi.fitted
+        self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained) if once or trained else None
         if phi.fitted and (causal or cross) and self.clusters is None:
             self._register_statistics()
         _MODULES[id(self)] = self
@@ -184,7 +194,7 @@ class RandomFeatureAttention(LinearAttention):
         """Each of the independent noises by the name of its buffer; a map's only noise has no name of its own."""
         drawn = {}
         for p in distinct(self.projections):
-            seed = "/".join(map(str, (self.seed, self.layer, draw, *([p.name] if p.name else ()))))
+            seed = "/".join(map(str, (self.seed, self.layer, draw, *([p.drawn_as] if p.drawn_as else ()))))
             generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
             drawn[_buffer_of(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
@@ -376,6 +386,17 @@ def same_step(going_on: bool = True):
 
 def in_step() -> bool:
     return _IN_STEP
+
+
+def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
+    """Raises ValueError where this map has nothing of that kind to train, and for new rows in place of trained ones."""
+    if learn != "none" and not phi.trainable:
+        raise ValueError(f"learn = {learn}: {type(phi).__name__} has nothing that can be trained; maps that have: pos, "
+                         "hyp, oprf, sderf, hedgehog")
+    if learn == "parameters" and not (phi.fitted or phi.learned):
+        raise ValueError(f"learn = parameters: {phi} has none; learn = projections trains its rows")
+    if redraw_every and (phi.learned or learn == "projections"):
+        raise ValueError(f"redraw_every = {redraw_every}: rows that are trained cannot be drawn anew")
 
 
 def _buffer_of(p: Projections) -> str:

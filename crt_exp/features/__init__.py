@@ -10,9 +10,10 @@ from crt_exp.features.dense import SDERF
 from crt_exp.features.discrete import GeomRF, GeomRFPlus, PoisCoordRF, PoisRF, PoisRFPlus
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF
 from crt_exp.features.hybrid import AngularHybrid, GaussianHybrid, Hybrid
+from crt_exp.features.learned import Hedgehog
 from crt_exp.features.statistics import Moments, Statistics
 
 __all__ = ["AngularCoefficient", "AngularHybrid", "AutoRF", "BipolarGaussianCoefficient", "CERF", "ClusteredHybrid",
            "FeatureMap", "Features", "GERF", "GaussianCoefficient", "GaussianHybrid", "GaussianMixtureHybrid",
-           "GeomRF", "GeomRFPlus", "Hybrid", "HypRF", "Moments", "OPRF", "PoisCoordRF", "PoisRF", "PoisRFPlus",
-           "PosRF", "Product", "Projections", "SDERF", "SMREG", "Statistics", "Sum", "TrigRF"]
+           "GeomRF", "GeomRFPlus", "Hedgehog", "Hybrid", "HypRF", "Moments", "OPRF", "PoisCoordRF", "PoisRF",
+           "PoisRFPlus", "PosRF", "Product", "Projections", "SDERF", "SMREG", "Statistics", "Sum", "TrigRF"]

@@ -44,6 +44,7 @@ class AutoRF(Dense):
     """
 
     antithetic: bool = True
+    trainable = False
     until_fitted = "no choice of maps yet, so it takes A = 0 (the features of FAVOR+, in pairs where it is antithetic)"
 
     @property

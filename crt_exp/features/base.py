@@ -60,14 +60,24 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """A noise that a map takes: m rows. Those of one name are one noise, those of other names are independent."""
+    """A noise that a map takes: m rows. Those of one name are one noise, those of other names are independent.
+
+    begin: the name of what rows that are trained begin as, where that is another one's.
+    """
 
     m: int
     name: str = ""
+    begin: str | None = None
+
+    @property
+    def drawn_as(self) -> str:
+        """The name that its rows are drawn by."""
+        return self.name if self.begin is None else self.begin
 
     def of_part(self, part: int) -> "Projections":
         """The same for part number `part` of a map whose parts are independent."""
-        return replace(self, name=f"{part}_{self.name}" if self.name else str(part))
+        within = lambda name: f"{part}_{name}" if name else str(part)
+        return replace(self, name=within(self.name), begin=None if self.begin is None else within(self.begin))
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,10 @@ class FeatureMap(ABC):
     """
 
     kernel: Kernel = "softmax"
+
+    estimates = True    # a kernel; maps that define one of their own, by a formula or by what they learn, do not
+    learned = False     # whether its projections are parameters of the layer that holds it, always
+    trainable = False   # whether a layer can train its parameters and projections (attention.learn)
 
     def __post_init__(self):
         check_kernel(self.kernel)
@@ -121,13 +135,19 @@ class FeatureMap(ABC):
 
     def noise(self, m: Nested, draw: Callable[[Projections], Noise]) -> Nested:
         """Noise for this map: `draw` is called once for each noise that is independent of the others."""
-        needed = self.projections(m)
-        drawn = {p: draw(p) for p in distinct(needed)}
-        return mapped(drawn.__getitem__, needed)
+        needed, drawn = self.projections(m), {}
+        for p in distinct(needed):
+            if p.drawn_as not in drawn:
+                drawn[p.drawn_as] = draw(p)
+        return mapped(lambda p: drawn[p.drawn_as], needed)
 
     def fit(self, stats: Statistics) -> Params:
         """Parameters of least mean log variance for these statistics."""
         return ()
+
+    def admitted(self, params: Params) -> Params:
+        """Parameters that training has moved, brought back to where the map is defined."""
+        return params
 
     @abstractmethod
     def phi_q(self, x: Tensor, noise: Noise, params: Params = ()) -> Features:

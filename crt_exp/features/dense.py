@@ -140,6 +140,8 @@ class SDERF(Dense):
     centred: bool = True
     balance: bool | None = None
 
+    until_fitted = "no parameters yet, so it takes A = 0 and neither shift nor balance"
+
     def __post_init__(self):
         super().__post_init__()
         if self.balance and self.kernel != "softmax":
@@ -172,6 +174,16 @@ class SDERF(Dense):
         h = x_mean + y_mean
         spread = x + y if self.centred else x + y + self._square(h)
         return SDERFParams(optimal_root(spread), h if self.centred else None, G)
+
+    def unfitted(self, d: int) -> SDERFParams:
+        unit = torch.ones(1, d, dtype=torch.float64) if self.diagonal else torch.eye(d, dtype=torch.float64)
+        shift = torch.zeros(1, d, dtype=torch.float64) if self.centred else None
+        return SDERFParams(unit, shift, unit.clone() if self.balanced else None)
+
+    def admitted(self, params: SDERFParams) -> SDERFParams:
+        """R symmetric again; any invertible one, with any shift and any invertible balance, is unbiased."""
+        R = params.root
+        return params if R.shape[-2] == 1 else params._replace(root=(R + R.mT) / 2)
 
     def _spread(self, side: Moments) -> Tensor:
         """Variances (..., 1, d), or the covariance (..., d, d)."""

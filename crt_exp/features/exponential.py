@@ -22,6 +22,9 @@ from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise
 
 
+LARGEST_A = 0.12  # of an A that is trained: at 1/8 the variance is infinite
+
+
 class OPRFParams(NamedTuple):
     A: Tensor  # real, (..., 1, 1)
 
@@ -72,6 +75,8 @@ class PositiveExponential(FeatureMap):
     """
 
     antithetic: bool = False
+
+    trainable = True
 
     @property
     def norm_weight(self) -> float:
@@ -181,6 +186,8 @@ class SMREG(PositiveExponential):
     `kernel="gaussian"` gives SMREG e^(-N/2). Any noise serves: its rows are put on the sphere.
     """
 
+    trainable = False
+
     def directions(self, noise: Noise) -> Noise:
         return noise.on_sphere()
 
@@ -207,6 +214,8 @@ class OPRF(PositiveExponential):
 
     A: float | None = None
 
+    until_fitted = "no parameters yet, so it takes A = 0"
+
     def __post_init__(self):
         super().__post_init__()
         if self.A is not None:
@@ -220,6 +229,12 @@ class OPRF(PositiveExponential):
         if self.A is not None:
             return OPRFParams(torch.tensor([[float(self.A)]], dtype=torch.float64))
         return OPRFParams(check_finite(optimal_a(stats.mean_sq_sum / stats.d), "A")[..., None, None])
+
+    def unfitted(self, d: int) -> OPRFParams:
+        return OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
+
+    def admitted(self, params: OPRFParams) -> OPRFParams:
+        return OPRFParams(params.A.clamp(max=LARGEST_A))
 
     def affine(self, noise, params):
         A = params.A.to(noise.sq_norm.device)

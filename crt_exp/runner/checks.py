@@ -14,7 +14,7 @@ def mechanism_of(cfg):
     from crt_exp.mechanism import Mechanism
 
     mechanism = Mechanism.composed(cfg, choice)
-    if mechanism.estimates:
+    if mechanism.features is not None:
         with named("features"):
             mechanism.map()
     return mechanism

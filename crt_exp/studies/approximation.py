@@ -96,8 +96,9 @@ class Approximation:
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        found = {name: predicted_log_mse(Mechanism.of(features=name).map(), layer, max(self.ms), seed)
-                 for name in choices("features")}
+        every = {name: Mechanism.of(features=name).map() for name in choices("features")}
+        found = {name: predicted_log_mse(phi, layer, max(self.ms), seed) for name, phi in every.items()
+                 if phi.estimates}
         unbiased = [name for name in found if estimates_softmax(Mechanism.of(features=name).map())]
         best = lambda names: [min(names, key=lambda name: found[name][h]) for h in range(layer.heads)]
         return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, check_result, transformed
+from crt_exp.attention.checks import check_gradient, check_result, learning, transformed
 from crt_exp.attention.engines.chunks import Call, Kept, Part, Rows, chunks, plain_attention, write_rows
 from crt_exp.attention.partials import Partial
 
@@ -35,7 +35,7 @@ def _plain(x: Tensor, y: Tensor, v: Tensor, call: Call) -> bool:
         raise ValueError(f"torch.jit.trace cannot record attention with {type(call.phi).__name__}: it would keep the "
                          "masks and statistics of this call. Use torch.export.export with dynamic_shapes, or a "
                          "positive map such as OPRF")
-    return torch.compiler.is_compiling() or transformed(x, y, v)
+    return torch.compiler.is_compiling() or transformed(x, y, v) or learning(call.noise, call.params)
 
 
 def plain_gradients(function: Callable, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
