@@ -139,16 +139,16 @@ static float *arena(size_t count) {
     return (float *)(kept + 1);
 }
 
-static size_t rounded(size_t count) { return (count + PAD - 1) / PAD * PAD + PAD; }
+static size_t padded(size_t count) { return (count + PAD - 1) / PAD * PAD + PAD; }
 
 int take_scratch(const Scratch *pieces, size_t n) {
     size_t count = 0;
-    for (size_t i = 0; i < n; i++) count += rounded(pieces[i].count);
+    for (size_t i = 0; i < n; i++) count += padded(pieces[i].count);
     float *memory = arena(count);
     if (!memory) return 0;
     for (size_t i = 0; i < n; i++) {
         *pieces[i].to = memory;
-        memory += rounded(pieces[i].count);
+        memory += padded(pieces[i].count);
     }
     return 1;
 }

@@ -11,7 +11,7 @@
    ds_j = A.y_j + Az.z_j + As |z_j|^2 + AN + AV.v_j is that to u_j, dy_j = u_j (A + ds_j tilt + root (Az + 2 As z_j)),
    dv_j = u_j AV. */
 
-#include "recall.h"
+#include "past.h"
 
 INLINE float logit_of(const Past *h, int64_t j) {         /* w */
     return dot(h->tilt, key(h, j), h->s.dp) - dot(h->tilt, h->shift, h->s.dp);

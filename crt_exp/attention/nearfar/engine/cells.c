@@ -1,7 +1,7 @@
-/* What the keys of a head leave in its cells, and the gradients of that: see near_far.h. The formulas are those of
+/* What the keys of a head leave in its cells, and the gradients of that: see head.h. The formulas are those of
    engines/cell_sums.py and attention/nearfar/choice.py. */
 
-#include "near_far.h"
+#include "head.h"
 
 int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
     *e = (Head){.c = c, .z = z, .b = c->block, .K = c->cells};

@@ -3,7 +3,7 @@
    The measured keys z are kept by chunks of 64 tokens, transposed, so that distances to centres are products of few
    rows, and what follows is done for a vector of tokens at a time. */
 
-#include "near_far.h"
+#include "head.h"
 
 typedef struct {
     const NearFar *c;
@@ -43,15 +43,15 @@ static void mean_of(Pick *e, View t, int64_t heads, float *to) {
     for (int p = 0; p < e->d; p++) total_of[p] = 0;
     for (int64_t g = 0; g < heads; g++)
         for (int64_t j = 0; j < e->c->S; j += CHUNK) {
-            float part[e->dp];
+            float sums[e->dp];
             const int n = in_chunk(e, j);
-            for (int p = 0; p < e->d; p++) part[p] = 0;
+            for (int p = 0; p < e->d; p++) sums[p] = 0;
             for (int i = 0; i < n; i++)
                 if (!e->keep || e->keep[j + i]) {
-                    add_row(part, 1, of(t, e->z, g) + (j + i) * t.token, e->d);
+                    add_row(sums, 1, of(t, e->z, g) + (j + i) * t.token, e->d);
                     count++;
                 }
-            for (int p = 0; p < e->d; p++) total_of[p] += part[p];
+            for (int p = 0; p < e->d; p++) total_of[p] += sums[p];
         }
     for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total_of[p] / (count ? count : 1));
 }
@@ -76,7 +76,7 @@ static void load_root(Pick *e) {
     }
 }
 
-static void measure(Pick *e) {
+static void fit_measure(Pick *e) {
     const NearFar *c = e->c;
     const int d = e->d, dp = e->dp;
     float *shift = c->shift + e->z * d, *tilt = c->tilt + e->z * d, *root = c->root + e->z * d * d;
@@ -270,7 +270,7 @@ static void find_picks(Pick *e) {
 }
 
 /* The nearest centre of each key. */
-static void find_nearest(Pick *e) {
+static void nearest_centres(Pick *e) {
     int64_t *cell = e->c->cell + e->z * e->c->S;
     offsets(e, 0, e->K);
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
@@ -314,15 +314,15 @@ static void move_centres(Pick *e) {
 
 static void choose_head(Pick *e) {
     const NearFar *c = e->c;
-    measure(e);
+    fit_measure(e);
     if (e->bad) return;
     measure_keys(e);
     find_heavy(e);
     weigh_keys(e);
     find_picks(e);
-    find_nearest(e);
+    nearest_centres(e);
     move_centres(e);
-    find_nearest(e);
+    nearest_centres(e);
     for (int k = 0; k < e->K; k++)
         memcpy(c->centres + (e->z * e->K + k) * e->d, e->centres + k * e->dp, sizeof(float) * e->d);
 }
@@ -335,7 +335,7 @@ int centres_of(const NearFar *c, const float *weight, float *centres) {
     for (int64_t j = 0; j < e.chunks * CHUNK; j++) e.u[j] = j < c->S ? weight[j] : 0;
     for (int64_t j = 0; j < e.chunks * CHUNK; j += LANES) AT(e.log_u + j) = log2_of(AT(e.u + j));
     find_picks(&e);
-    find_nearest(&e);
+    nearest_centres(&e);
     move_centres(&e);
     for (int k = 0; k < e.K; k++) {
         memcpy(centres + k * e.dp, e.centres + k * e.dp, sizeof(float) * e.d);

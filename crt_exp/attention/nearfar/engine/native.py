@@ -1,7 +1,7 @@
 """Near-far attention of a sequence to itself on CPUs in float32, in C. In both directions: the twin of
 nearfar/choice.py in the choice of the sets, and of windows.py, cell_sums.py and block_sums.py in what they give
 (choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py and leaves.py (recall.c,
-recall_backward.c), and without: that of nearfar/causal.py (bounded.c).
+recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is called for both.
 
 Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, S tokens, d, dv; n heavy keys, K cells.
 """

@@ -9,7 +9,7 @@
    e^logit G.[V, N]; with values to first order, out = o + share C (x - tilt), G of the cells has g.C (x - tilt) more
    in its last column. */
 
-#include "near_far.h"
+#include "head.h"
 
 /* ---- Keys around a segment ---- */
 

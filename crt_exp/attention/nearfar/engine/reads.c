@@ -4,7 +4,7 @@
 
    Legend: Z heads of keys, R queries of each, o places that a query reads, -1 for none, among S keys of d columns. */
 
-#include "near_far.h"
+#include "head.h"
 
 typedef struct {
     int64_t Z, R, o, d, head, threads;   /* head: numbers from one head's keys to the next one's */

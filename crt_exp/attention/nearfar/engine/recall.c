@@ -5,9 +5,9 @@
    logits; what cells weigh for these is taken off. Logits are in base 2; dense ones have keys as rows and the queries of
    a piece as columns, as in near_far.c, those of leaves and of keys that are looked at lie side by side.
 
-   Legend: see near_far.h; blocks are LEAF times a power of 2. A key that is heavy, masked or near has no cell, -1. */
+   Legend: see head.h; blocks are LEAF times a power of 2. A key that is heavy, masked or near has no cell, -1. */
 
-#include "recall.h"
+#include "past.h"
 
 /* ---- Keys that are looked at ---- */
 
@@ -750,7 +750,7 @@ int advance(Past *h, int64_t t) {
     return 1;
 }
 
-static int recall_head(Past *h) {
+int recall_head(Past *h) {
     const Recall *c = h->c;
     for (int64_t t = (c->S - c->L) / c->block; t <= (c->S - 1) / c->block; t++) {
         if (!advance(h, t)) return 0;
@@ -758,26 +758,4 @@ static int recall_head(Past *h) {
         attend_block(h, t);
     }
     return 1;
-}
-
-int near_far_recall(const Recall *c) {
-    int bad = OK;
-#pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
-    {
-        const unsigned mode = without_denormals();
-        float *memory = past_memory(c);
-#pragma omp for schedule(dynamic)
-        for (int64_t z = 0; z < c->Z; z++) {
-            Past h;
-            if (!memory) continue;
-            open_past(&h, c, z, memory);
-            if (!(c->tilt ? bounded_head(&h) : recall_head(&h))) bad = NO_MEMORY;
-            close_past(&h);
-        }
-        if (!memory) bad = NO_MEMORY;
-        free(memory);
-        with_mode(mode);
-        trim_scratch();
-    }
-    return bad;
 }

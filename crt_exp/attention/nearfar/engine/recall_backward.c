@@ -9,7 +9,7 @@
    Per cell, for keys j of it: mu and V are means and sums over them, tau = mean |z_j|^2 - |mean z|^2, so that
    dy_j = dmu / N + root (2 dtau / N) (z_j - mean z) and dv_j = dV. */
 
-#include "recall.h"
+#include "past.h"
 
 /* What is known at the end of a renewal. */
 typedef struct End {
@@ -210,7 +210,7 @@ static void add_sums(Back *e) {
     product(ALL, K, d, d, e->back, dp, 1, h->rootT, dp, e->sum, dp, 1);
 }
 
-static int backward_head(Back *e) {
+int backward_head(Back *e) {
     Past *h = &e->h;
     const Recall *c = h->c;
     const int dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = (int)c->cells;
@@ -250,7 +250,7 @@ static int backward_head(Back *e) {
     return 1;
 }
 
-static void write_gradients(const Back *e) {
+void write_gradients(const Back *e) {
     const Recall *c = e->h.c;
     for (int64_t j = 0; j < c->S; j++) {
         put_row(of(c->dy, e->h.z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * e->h.s.dp, c->d);
@@ -258,7 +258,7 @@ static void write_gradients(const Back *e) {
     }
 }
 
-static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
+int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->cells, M = c->heavy + K;
     const size_t wide = (2 * c->block + M) * PIECE, bounded = c->tilt != NULL, states = K * (2 * dp + lv + 2);
     *e = (Back){.first = (c->S - c->L) / c->block};
@@ -280,30 +280,8 @@ static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     return 1;
 }
 
-static void close_back(Back *e) {
+void close_back(Back *e) {
     for (int64_t i = 0; e->ends && i < e->renewals; i++)
         free(e->ends[i].cell), free(e->ends[i].heavy), free(e->ends[i].sums);
     free(e->ends), free(e->memory);
-}
-
-int near_far_recall_backward(const Recall *c) {
-    int bad = OK;
-#pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
-    {
-        const unsigned mode = without_denormals();
-        float *memory = past_memory(c);
-#pragma omp for schedule(dynamic)
-        for (int64_t z = 0; z < c->Z; z++) {
-            Back e;
-            if (!memory) continue;
-            if (!open_back(&e, c, z, memory) || !(c->tilt ? bounded_backward(&e) : backward_head(&e))) bad = NO_MEMORY;
-            else write_gradients(&e);
-            close_back(&e);
-        }
-        if (!memory) bad = NO_MEMORY;
-        free(memory);
-        with_mode(mode);
-        trim_scratch();
-    }
-    return bad;
 }

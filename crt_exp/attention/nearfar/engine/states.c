@@ -1,8 +1,8 @@
 /* Sums of the keys of a head over its cells and over the blocks that are far from a block, and the gradients of that:
-   the twin of engines/block_sums.py; see near_far.h. Only what is there is added up, never a total less what is not:
+   the twin of engines/block_sums.py; see head.h. Only what is there is added up, never a total less what is not:
    positive sums stay exactly 0 where no key is left, and large terms of near blocks leave no trace. */
 
-#include "near_far.h"
+#include "head.h"
 
 void add_block(const Head *e, int64_t s, float *state) {
     const int64_t first = s * e->b, stop = first + in_block(e, s);

@@ -1,8 +1,8 @@
-/* What recall.c, which goes through a sequence, recall_backward.c and bounded.c share: a head with its past. */
+/* A head with its past: what recall.c, recall_backward.c, bounded.c and recall_calls.c share. */
 
 #pragma once
 
-#include "near_far.h"
+#include "head.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -136,10 +136,19 @@ enum { SUMS = 5 };
 void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]);
 void find_cells(Back *e);
 
+/* The head in the backward pass, in that memory and more. open_back returns 0 where memory ended; what it took is given
+   back by close_back all the same. */
+int open_back(Back *e, const Recall *c, int64_t z, float *memory);
+void close_back(Back *e);
+void write_gradients(const Back *e);
+
 /* The gradients of queries [i, i + R) of block t; cell (S): of keys that are read. */
 void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R);
 
-/* bounded.c: a head, forward and backward. Return 0 where memory ended. */
+/* All queries of a head, forward and backward: those that remember (recall.c, recall_backward.c), and those of bounded.c.
+   Return 0 where memory ended. */
+int recall_head(Past *h);
+int backward_head(Back *e);
 int bounded_head(Past *h);
 int bounded_backward(Back *e);
 enum { STEP = 16 };                                    /* blocks from one mark to the next */
