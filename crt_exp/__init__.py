@@ -5,12 +5,17 @@ The names below are imported when first used, so that `import crt_exp` itself co
 
 import importlib
 
+from crt_exp.swap import on_import
+
 __version__ = "0.1.0"
 
 _HOMES = {
     "crt_exp.estimators": ("RandomFeatures", "KernelRegressionClassifier", "KernelRegressionRegressor"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
     "crt_exp.swap.swap": ("unswap_attention", "describe_attention", "calibrate_attention"),
+    "crt_exp.swap.saved": ("from_pretrained",),
+    "crt_exp.swap.card": ("card",),
+    "crt_exp.swap.attn_layer": ("attn_layer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)
@@ -24,3 +29,6 @@ def __getattr__(name):
 
 def __dir__():
     return sorted([*globals(), *__all__])
+
+
+on_import.wait()

@@ -157,7 +157,7 @@ class Mechanism:
         """Puts it in place of a model's attention: see `swap_attention`."""
         from crt_exp.swap.swap import swap_layers
 
-        return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved)
+        return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved, record=self.saved())
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides its values but the seed, in plain numbers and strings:
@@ -171,8 +171,10 @@ class Mechanism:
         """As JSON: the names that `Mechanism.of_saved` takes, and what they stand for."""
         options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_", "phi")}
         options |= self._changes()
+        objects = [part for part in (self.features, self.rows) if part and not isinstance(part.content, dict)]
         return {"name": self.name if self.name in choices("attention") else None, "m": self.m, "seed": self.seed,
                 "features": self.features and self.features.name, "sampler": self.rows and self.rows.name,
+                "rebuilds": not objects,
                 "options": options, "described": json.loads(json.dumps(self.describe()))}
 
     def _changes(self) -> dict[str, Any]:

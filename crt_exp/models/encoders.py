@@ -1,7 +1,7 @@
 """Encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
 
-That folder, `<run>/model`, is what `from_pretrained` of transformers loads: config.json, model.safetensors, tokenizer.
-Its config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that
+That folder, `<run>/model`, is what `crt_exp.from_pretrained` loads: config.json, model.safetensors, tokenizer. Its
+config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that
 attention.
 """
 
@@ -19,6 +19,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import MODEL, check_numbers, verify, whole_folder
+from crt_exp.swap import record
 
 EXACT = Mechanism.of("exact").describe()
 HOW = ("With network: `hf download {name} --local-dir DIR`. Without: copy that folder (config.json, model.safetensors, "
@@ -103,17 +104,23 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
         check_numbers(model.named_parameters(), f"{origin.option} = {origin.name}")
     else:
         model = auto.from_config(config).float()
-    model.config.crt_exp = mechanism.describe()
+    record.taken(model)  # of the attention that the weights were saved with
     return model if mechanism.name == "exact" else mechanism.swap(model, saved=origin.noise)
 
 
 def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
     """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
-    changed = differing_keys(getattr(config, "crt_exp", EXACT), mechanism.describe())
+    changed = differing_keys(saved_attention(config), mechanism.describe())
     if changed:
         raise ConfigError(f"{origin.option} = {origin.name} was trained with another attention; these keys differ: "
                           f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
                           f"task.init=uptrain task.model={origin.name}")
+
+
+def saved_attention(config) -> dict[str, Any]:
+    """What `Mechanism.describe` says of the attention that a model's weights were saved with."""
+    mechanisms = (getattr(config, record.KEY, None) or {}).get("mechanisms")
+    return mechanisms[0].get("described", {}) if mechanisms else EXACT
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -171,8 +178,8 @@ def _loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
 
 @contextmanager
 def quiet():
-    """Without the libraries' words on new weights (`check_complete` judges them) and repeated
-    attempts to reach the hub."""
+    """Without the libraries' words on new weights (`check_complete` judges them), on a swap that the folder holds, and
+    repeated attempts to reach the hub."""
     from transformers.utils import logging
 
     hub, bars = getLogger("huggingface_hub"), logging.is_progress_bar_enabled()
@@ -181,7 +188,8 @@ def quiet():
     logging.disable_progress_bar()
     hub.setLevel(ERROR)
     try:
-        yield
+        with record.by_hand():
+            yield
     finally:
         logging.set_verbosity(levels[0])
         hub.setLevel(levels[1])

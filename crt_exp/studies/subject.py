@@ -204,7 +204,7 @@ def load(name: str) -> tuple[nn.Module, str | None]:
     """The model in eval mode, float32, and what it predicts."""
     origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
     config = encoders.load_config(origin)
-    changed = encoders.differing_keys(getattr(config, "crt_exp", encoders.EXACT), encoders.EXACT)
+    changed = encoders.differing_keys(encoders.saved_attention(config), encoders.EXACT)
     if changed:
         raise ValueError(f"task.model = {name} was trained with another attention than exact ({', '.join(changed)}): "
                          "there is nothing that it should stay true to")

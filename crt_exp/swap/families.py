@@ -1,7 +1,8 @@
 """How each library calls its attention, and how a call reaches the `swapped` submodule instead.
 
 Hugging Face modules stay as they are: a registered attention function looks for the submodule. timm's Attention and
-torch's MultiheadAttention change their class in place, so that parameters, hooks and references to them stay.
+torch's MultiheadAttention change their class in place, so that parameters, hooks and references to them stay. Those of
+diffusers get another processor.
 """
 
 import inspect
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.swap.call import as_keep, attend, known_true
+from crt_exp.swap.diffusion import is_self_attention, sizes_of
+from crt_exp.swap.timm_attention import TIMM, swapped_timm
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks
@@ -87,56 +90,6 @@ class SwappedMultiheadAttention(nn.Module):
 def _same(query: Tensor, key: Tensor) -> bool:
     """Whether both are one tensor; a checkpointed module gets two that share their memory."""
     return query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
-
-
-# ---- timm
-
-class SwappedTimmAttention(nn.Module):
-    """timm.layers.Attention with its submodules and arguments."""
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        projected = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        return self._attend(x, *projected, attn_mask, is_causal)
-
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
-                rope: Tensor | None = None) -> Tensor:
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
-        out, _ = attend(self.swapped, q, k, v, mask=None if causal else mask, causal=causal,
-                        dropout=self.attn_drop.p if self.training else 0.0)
-        out = getattr(self, "norm", nn.Identity())(out.transpose(1, 2).flatten(2))
-        if getattr(self, "gate", None) is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
-
-
-class SwappedTimmRotary(SwappedTimmAttention):
-    """timm's AttentionRope and EvaAttention: rotated queries and keys, one projection or three, grouped heads."""
-
-    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
-                is_causal: bool = False) -> Tensor:
-        return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        heads = lambda t: t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if self.qkv is None:
-            return tuple(heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        bias = self.qkv.bias
-        if getattr(self, "q_bias", None) is not None:
-            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        return tuple(map(heads, F.linear(x, self.qkv.weight, bias).chunk(3, -1)))
-
-    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
-        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-
-        before = self.num_prefix_tokens
-        return torch.cat([t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)], 2)
-
-
-TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
-        ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
-        ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
 
 
 # ---- Hugging Face
@@ -272,11 +225,6 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def refuse_implementation(*_, **__) -> None:
-    """Stands for set_attn_implementation of a swapped model, which would undo the swap behind its back."""
-    raise ValueError("set_attn_implementation would undo swap_attention: call unswap_attention(model) first")
-
-
 # ---- finding them
 
 def swapped_class(module: nn.Module) -> type | None:
@@ -284,15 +232,7 @@ def swapped_class(module: nn.Module) -> type | None:
     kind = type(module)
     if kind is SwappedMultiheadAttention or getattr(kind, "forward", None) is nn.MultiheadAttention.forward:
         return SwappedMultiheadAttention
-    return kind if kind in TIMM.values() else _swapped_timm(kind)
-
-
-def _swapped_timm(kind: type) -> type | None:
-    """For timm's attention, or a subclass with the same forward pass."""
-    for base in kind.__mro__:
-        if (base.__module__, base.__name__) in TIMM:
-            return TIMM[base.__module__, base.__name__] if kind.forward is base.forward else None
-    return None
+    return kind if kind in TIMM.values() else swapped_timm(kind)
 
 
 def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
@@ -306,10 +246,13 @@ def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
 
 
 def family(module: nn.Module) -> str | None:
-    """Which of the families an attention module belongs to: "torch", "timm", "hf", or None."""
+    """Which of the families an attention module belongs to: "torch", "timm", "diffusers", "hf",
+    or None."""
     swapped = swapped_class(module)
     if swapped is not None:
         return "torch" if swapped is SwappedMultiheadAttention else "timm"
+    if is_self_attention(module):
+        return "diffusers"
     return "hf" if uses_interface(type(module)) else None
 
 
@@ -353,6 +296,9 @@ def sizes(module: nn.Module, path: str) -> Sizes:
     if kind == "timm":
         d = module.head_dim if hasattr(module, "head_dim") else module.qkv.out_features // (3 * module.num_heads)
         return Sizes(module.num_heads, d, getattr(module, "num_kv_heads", module.num_heads), False, module.scale)
+    if kind == "diffusers":
+        heads, d, scaling = sizes_of(module)
+        return Sizes(heads, d, heads, False, scaling)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads

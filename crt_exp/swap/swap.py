@@ -2,7 +2,7 @@
 
 Every swapped attention module gets one submodule, `swapped`, that holds noise and statistics: checkpoint keys stay, and
 these buffers are added to them. Families: Hugging Face models on the attention interface, timm's Attention,
-torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Conformer).
+torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Conformer), self-attention of diffusers.
 """
 
 import copy
@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.nearfar.layer import NearFar
-from crt_exp.swap import families
+from crt_exp.swap import diffusion, families
+from crt_exp.swap import record as configured
 from crt_exp.swap.measured import OPENS, Priced, Watcher, shared_out
 from crt_exp.swap.refusals import SEES, places, refusal
 
@@ -27,8 +29,11 @@ LayerMaker = Callable[..., nn.Module]
 
 
 def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | str | None = None, *,
-                causal: bool | None = None, saved: bool = True) -> nn.Module:
-    """`swap_attention` (crt_exp/mechanism.py) with any maker of layers; `name` is what tables call it."""
+                causal: bool | None = None, saved: bool = True, record: dict[str, Any] | None = None) -> nn.Module:
+    """`swap_attention` (crt_exp/mechanism.py) with any maker of layers; `name` is what tables call it.
+
+    record: what the model's configuration keeps of the mechanism; without one it is not rebuilt from a saved folder.
+    """
     found = _found(model)
     reasons = _reasons(model, found)
     chosen = _choose(found, reasons, layers)
@@ -38,10 +43,15 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     _refuse(found, reasons, chosen)
     states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
     if saved:
-        _restore(model, states.values())
+        source = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
+        folder = Path(source if isinstance(source, str) else "")
+        files = sorted(folder.glob("*.safetensors")) if folder.name and folder.is_dir() else []
+        restore(model, list(states.values()), files, folder)
     for i, state in states.items():
+        state.record = {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
         _attach(found[i][1], state)
     _tell_libraries(model)
+    configured.write(model)
     return model
 
 
@@ -55,6 +65,8 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
         swap_cache.uninstall(model)
     for module in swapped:
+        if families.family(module) == "diffusers":
+            diffusion.take(module)
         del module.swapped
         if "unswapped_class" in module.__dict__:
             module.__class__ = module.__dict__.pop("unswapped_class")
@@ -63,9 +75,9 @@ def unswap_attention(model: nn.Module) -> nn.Module:
             part.use_nested_tensor = part.__dict__.pop("unswapped_nested")
         for config, implementation in part.__dict__.pop("unswapped_configs", ()):
             config._attn_implementation_internal = implementation
-        for name in ("unmasked_causal", "set_attn_implementation"):
-            part.__dict__.pop(name, None)
+        part.__dict__.pop("unmasked_causal", None)
     _remove_check(model)
+    configured.write(model)
     return model
 
 
@@ -98,6 +110,8 @@ def calibrate_attention(model: nn.Module, batches: Iterable, budget: int | None 
         fill_statistics(model, batches)
     for state, open in zip(sharing, shared_out([state.prices for state in sharing], budget or 0) if sharing else ()):
         state.set_open(open)
+    if sharing:
+        configured.write(model)
     _warn_of_errors(model)
     return model
 
@@ -151,7 +165,8 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
     others = families.others(model)
     hint = f"; what it has is of other kinds: {_names(others)}" if others else ""
     raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on "
-                     f"the attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
+                     "the attention interface, timm's Attention, torch.nn.MultiheadAttention and self-attention of "
+                     f"diffusers can be{hint}")
 
 
 def _warn_of_others(model: nn.Module) -> None:
@@ -236,9 +251,18 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
     return state.to(device).train(module.training)
 
 
+def swap_module(module: nn.Module, maker: LayerMaker, name: str, i: int, record: dict[str, Any]) -> None:
+    """One attention module by itself, as layer i of a model that is still being built."""
+    state = _state(maker, name, i, f"layer {i}", module, None)
+    state.record = record | {"causal": None}
+    _attach(module, state)
+
+
 def _attach(module: nn.Module, state: nn.Module) -> None:
     swapped = families.swapped_class(module)
     module.swapped = state
+    if families.family(module) == "diffusers":
+        diffusion.put(module)
     if swapped is not None and type(module) is not swapped:
         module.__dict__["unswapped_class"] = type(module)
         module.__class__ = swapped
@@ -275,9 +299,6 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
     for config, _ in before:
         config._attn_implementation_internal = families.interface_name(config, others)
     model.__dict__.setdefault("unswapped_configs", []).extend(before)
-    for part in model.modules():
-        if hasattr(type(part), "set_attn_implementation"):
-            part.__dict__["set_attn_implementation"] = families.refuse_implementation
     swap_cache.install(model)
 
 
@@ -326,21 +347,32 @@ def _tell_unreached(model: nn.Module, *_) -> None:
 
 # ---- noise and statistics saved with a Hugging Face model
 
-def _restore(model: nn.Module, states: Iterable[nn.Module]) -> None:
-    """from_pretrained leaves the buffers of `swapped` aside, which its class does not know:
-    takes them from the same files."""
-    folder = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
-    files = sorted(folder.glob("*.safetensors")) if folder.name and folder.is_dir() else []
-    saved, states = _saved_buffers(files), list(states)
+def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder: str | Path,
+            strict: bool = False) -> None:
+    """from_pretrained leaves the buffers of `swapped` aside, which its class does not know: takes them from the same
+    files, for each layer that they hold; in their number format where that is the model's, as after model.bfloat16().
+    strict: raises ValueError where a layer's buffers are not there."""
+    dtype = next((p.dtype for p in model.parameters()), None)
+    saved = _saved_buffers(files)
     found = {state.path: _same_path(state.path, saved) for state in states}
     left = {path: buffers for path, buffers in saved.items() if path not in found.values()}
     for state in states:
         own = saved[found[state.path]] if found[state.path] else _same_numbers(state.path, left)
-        if own is not None and own.keys() == state.state_dict().keys():
-            try:
-                state.load_state_dict(own)
-            except ValueError as error:
-                raise ValueError(f"{state.path} in {folder}: {error}; saved=False makes new noise") from None
+        fits = own is not None and own.keys() == state.state_dict().keys()
+        if strict and not fits and state.state_dict():
+            raise ValueError(f"{state.path}: its noise and statistics are not in the weights of {folder}: load the "
+                             "others by from_pretrained of its class, and call swap_attention for new noise")
+        if fits:
+            _load(state, own, folder, dtype)
+
+
+def _load(state: nn.Module, own: dict[str, Tensor], folder: str | Path, dtype: torch.dtype | None) -> None:
+    if any(t.dtype == dtype for t in own.values()):
+        state.to(dtype)
+    try:
+        state.load_state_dict(own)
+    except ValueError as error:
+        raise ValueError(f"{state.path} in {folder}: {error}; saved=False makes new noise") from None
 
 
 def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
