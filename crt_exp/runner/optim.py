@@ -26,7 +26,9 @@ def make_optimizer(model: nn.Module, name: str, lr: float, betas: tuple[float, f
         if parameter.requires_grad:
             groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
     if not groups:
-        raise ValueError("the model has no parameter to train")
+        raise ValueError("the model has no parameter to train: all are frozen, or what its attention learns is fitted "
+                         "without gradients (attention.learn=parameters trains that of random features); "
+                         "trainer.steps=0 evaluates it as it is")
     described = [{"params": params, "lr": lr * factor, "peak": lr * factor,
                   "weight_decay": weight_decay if decayed else 0.0} for (factor, decayed), params in groups.items()]
     return OPTIMIZERS[name](described, betas=tuple(betas), eps=eps, fused=can_fuse(groups.values()))

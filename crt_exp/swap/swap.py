@@ -139,7 +139,7 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
         for state in _states(model).values():
             stack.enter_context(state.calibration())
         for batch in batches:
-            _call(model, batch)
+            call(model, batch)
             count += 1
     if not count:
         raise ValueError("no batches to calibrate with")
@@ -452,12 +452,12 @@ def _warn_of_errors(model: nn.Module) -> None:
                       stacklevel=3)
 
 
-def _call(model: nn.Module, batch) -> None:
+def call(model: nn.Module, batch):
+    """The model's output for a batch, as `calibrate_attention` takes it."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     move = lambda t: t.to(device) if isinstance(t, Tensor) else t
     if hasattr(batch, "keys"):
-        model(**{key: move(batch[key]) for key in batch.keys()})  # noqa: SIM118 (tokenizers give other mappings)
-    elif isinstance(batch, (tuple, list)):
-        model(*map(move, batch))
-    else:
-        model(move(batch))
+        return model(**{key: move(batch[key]) for key in batch.keys()})  # noqa: SIM118 (tokenizers' own mappings)
+    if isinstance(batch, (tuple, list)):
+        return model(*map(move, batch))
+    return model(move(batch))

@@ -1,0 +1,162 @@
+"""Attention transfer: each swapped layer learns to give the exact layer's output on the exact layer's input.
+
+While a model is `Transferring` every swapped layer passes on what exact attention gives, so that the next layer's input
+is the exact model's, and keeps how far its own output is from that. No layer's error depends on another layer, and no
+labels are needed. Legend: B batch, H query heads, L queries, S keys, dv.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.attention.base import AttentionLayer
+from crt_exp.attention.baselines import exact_attention
+from crt_exp.attention.linear import LinearAttention
+from crt_exp.swap.swap import call, calibrate_attention, fill_statistics
+
+
+class Squares(NamedTuple):
+    """Of one call of a layer, over heads, real queries and columns: |output - exact|^2 and |exact|^2."""
+
+    error: Tensor
+    exact: Tensor
+
+
+class Teacher:
+    """A forward hook of a swapped layer: gives exact attention in place of its output, and keeps `squares`."""
+
+    def __init__(self) -> None:
+        self.squares: Squares | None = None
+
+    def __call__(self, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
+        q, k, v, key_mask = _given(*args, **kwargs)
+        root = state.scaling**0.5
+        with torch.no_grad():
+            exact = exact_attention(q * root, k * root, v, causal=state.causal, key_mask=key_mask)
+        self.squares = squares(out, exact, _real(state, q, k, key_mask))
+        return exact
+
+
+class Transferring(nn.Module):
+    """A swapped model whose layers are taught. A call gives their errors (layers,), |output - exact|^2 / |exact|^2, and
+    what the model with exact attention returns.
+
+    The model itself is in eval mode, without dropout, and of its parameters only those of the swapped layers are
+    trained. `taught` = False gives the swapped model. Raises ValueError where nothing is swapped.
+    """
+
+    taught = True
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        states = swapped_layers(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in learned(states):
+            parameter.requires_grad_(True)
+        self.teachers = [Teacher() for _ in states]
+        self.hooks = [state.register_forward_hook(self._hook(teacher), with_kwargs=True)
+                      for state, teacher in zip(states, self.teachers)]
+
+    def _hook(self, teacher: Teacher):
+        return lambda *call: teacher(*call) if self.taught else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        for teacher in self.teachers:
+            teacher.squares = None
+        out = self.model(*args, **kwargs)
+        found = [t.squares.error / t.squares.exact.clamp(min=1e-30) for t in self.teachers if t.squares is not None]
+        if not found:
+            raise ValueError("this call reached no swapped layer: there is nothing to transfer to")
+        return torch.stack(found), out
+
+    def train(self, mode: bool = True) -> "Transferring":
+        super().train(mode)
+        self.model.eval()
+        for state in swapped_layers(self.model):
+            state.train(mode)
+        return self
+
+
+def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2,
+                       budget: int | None = None) -> nn.Module:
+    """Teaches the swapped layers of a model what exact attention gives, in place, and returns it.
+
+    Statistics, codebooks and budgets are taken from the exact model's queries and keys of all batches
+    (`calibrate_attention`); parameters of the layers are then trained by Adam for `steps` steps of the batches in turn,
+    all others staying as they are. Batches are as `calibrate_attention` takes them. Raises ValueError for no batches,
+    and where no layer has anything to learn.
+    """
+    batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
+    if not batches:
+        raise ValueError("no batches to transfer with")
+    taught = Transferring(model)
+    calibrate(taught, batches, budget)
+    parameters = [p for p in taught.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr) if parameters else None
+    taught.train()
+    for step in range(steps if parameters else 0):
+        errors, _ = call(taught, batches[step % len(batches)])
+        optimizer.zero_grad()
+        errors.mean().backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 - (step + 1) / steps)
+    return release(taught, wanted).train(training)
+
+
+def calibrate(taught: Transferring, batches: Iterable, budget: int | None = None) -> None:
+    """Fills what the layers keep of earlier inputs, from the exact model's. Raises ValueError where they have nothing
+    to learn, neither so nor by gradients."""
+    states, batches = swapped_layers(taught.model), list(batches)
+    kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
+    if not (kept or learned(states) or budget is not None):
+        raise ValueError(f"attention={states[0].mechanism} has nothing to learn from the exact layer: take hedgehog, "
+                         "random features with attention.learn=parameters or projections, or near-far with a budget or "
+                         "attention.preset=bounded")
+    if budget is not None:
+        calibrate_attention(taught.model, batches, budget)
+    elif kept:
+        fill_statistics(taught.model, batches)
+
+
+def release(taught: Transferring, wanted: Iterable[nn.Parameter] = ()) -> nn.Module:
+    """The model, taught no longer; `wanted` parameters take gradients again."""
+    for hook in taught.hooks:
+        hook.remove()
+    for parameter in wanted:
+        parameter.requires_grad_(True)
+    return taught.model
+
+
+def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
+    """In the order of the model's modules. Raises ValueError where there are none."""
+    states = [part.swapped for part in model.modules() if "swapped" in part._modules]
+    if not states:
+        raise ValueError(f"no attention of this {type(model).__name__} is swapped: call swap_attention first")
+    return states
+
+
+def learned(states: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for state in states for parameter in state.parameters()]
+
+
+def squares(out: Tensor, exact: Tensor, real: Tensor | None) -> Squares:
+    """Sums over everything, of real queries (B or 1, L) alone where it is said."""
+    weight = 1.0 if real is None else real[:, None, :, None].to(exact.dtype)
+    size = lambda t: (t.float().square() * weight).sum()
+    return Squares(size(out - exact), size(exact))
+
+
+def _real(state: AttentionLayer, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor | None:
+    """Queries that are not padding: of their own sequence the mask of the keys tells."""
+    own = state.causal or (q.shape[2] == k.shape[2] and not getattr(state, "cross", False))
+    return key_mask[:, k.shape[2] - q.shape[2]:] if key_mask is not None and own else None
+
+
+def _given(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The arguments of a layer's call."""
+    return q, k, v, key_mask
