@@ -27,14 +27,19 @@ CASES = {
     "all heavy": (Sizes(3, 40, 90), dict(S=30)),
     "a cell for each key": (Sizes(2, 0, 40, True), dict(S=31)),
     "blocks of one": (Sizes(1, 2, 3, True), dict(S=40)),
+    "of another sequence": (Sizes(32, 16, 64, True), dict(L=37, S=300, d=64, dv=64, scale=0.35)),
+    "more queries than keys": (Sizes(5, 3, 7), dict(L=200, S=67, G=3, d=5, dv=17, masked=True)),
+    "one query": (Sizes(4, 3, 9, True), dict(L=1, S=70, masked=True)),
 }
 
 
-def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False):
-    """Queries (Z, G, S, d), keys (Z, S, d), values (Z, S, dv), the gradient (Z, G, S, dv) and a mask (Z, S)."""
+def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False, L=None):
+    """Queries (Z, G, L, d), keys (Z, S, d), values (Z, S, dv), the gradient (Z, G, L, dv) and a mask (Z, S); L is given
+    where queries are of another sequence."""
+    L = L or S
     g = torch.Generator().manual_seed(0)
     draw = lambda *size: torch.randn(Z, *size, generator=g)
-    x, y, v, grad = scale * draw(G, S, d), scale * (draw(S, d) + 0.3), draw(S, dv), draw(G, S, dv)
+    x, y, v, grad = scale * draw(G, L, d), scale * (draw(S, d) + 0.3), draw(S, dv), draw(G, L, dv)
     keep = torch.rand(Z, S, generator=g) < 0.7 if masked else None
     if masked:
         keep[0, -1], keep[1, :S // 2] = True, False
@@ -56,7 +61,7 @@ def test_equals_float64(name):
     """With sets that PyTorch has chosen; NaN in the padding."""
     sizes, shape = CASES[name]
     *inputs, grad, keep = tensors(**shape)
-    call = Both(sizes, False, None)
+    call = Both(sizes, "L" in shape, None)
     exact = [t.double().requires_grad_() for t in inputs]
     chosen = call.choose(*exact[:2], keep, slice(None))
     assert not call.in_c(*exact) and call.in_c(*inputs)
@@ -67,8 +72,8 @@ def test_equals_float64(name):
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
     inputs = [t.requires_grad_() for t in inputs]
-    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order)
-    if keep is not None:    # what padded queries see depends on no law
+    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order, cross=call.cross)
+    if keep is not None and not call.cross:    # what padded queries see depends on no law
         grad = grad * keep[:, None, :, None]
     assert_near([found.out * (grad != 0)], [out * (grad != 0)])
     assert_near(gradients(found.out, inputs, grad), gradients(out, exact, grad))
@@ -82,7 +87,7 @@ def test_equals_float64(name):
 def test_chooses_what_float64_does(name):
     sizes, shape = CASES[name]
     x, y, *_, keep = tensors(**shape)
-    call = Both(sizes, False, None)
+    call = Both(sizes, "L" in shape, None)
     metric, choice, _ = call.choose(x, y, keep, slice(None))
     exact, expected, _ = call.choose(x.double(), y.double(), keep, slice(None))
     enough = (expected.pool.sum(1) >= expected.centres.shape[1]).all()      # or some centres are any keys
@@ -186,7 +191,8 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     torch.set_num_threads(9)
     assert not near_far.applies(x, y, v)       # two heads for nine threads
     torch.set_num_threads(1)
-    for call in (Both(Sizes(), True, None), Both(Sizes(open=4), False, None), Causal(Sizes(first_order=True), None)):
+    reading = Sizes(open=4)
+    for call in (Both(reading, True, None), Both(reading, False, None), Causal(Sizes(first_order=True), None)):
         assert not call.in_c(x, y, v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
@@ -200,6 +206,23 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: Full())
     with pytest.raises(MemoryError, match="20 tokens with d = 8"):
         near_far.choose(x.transpose(0, 1).detach(), y, 3, 9, None)
+
+
+def test_another_sequence_by_a_codebook():
+    """What keys are measured by is known from other queries; rows that are masked whole give 0."""
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(2, heads, n, 8, generator=g) for heads, n in ((4, 30), (2, 90), (2, 90)))
+    keep = torch.rand(2, 90, generator=g) < 0.7
+    keep[1] = False
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        given = codebook(book(2, 9, 8), 2).to(dtype)
+        t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
+        assert Both(Sizes(8, 3, 9), True, given).in_c(*t) == (dtype == torch.float32)
+        out = near_far_attention(*t, Sizes(8, 3, 9, True), cross=True, codebook=given, key_mask=keep).out
+        found.append([out, *torch.autograd.grad(out.square().sum(), t)])
+    assert_near(*found, tolerance=5e-5)
+    assert not found[0][0][1].any()
 
 
 # ---- bounded, causal

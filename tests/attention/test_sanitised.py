@@ -1,5 +1,5 @@
-"""The C engine of causal near-far attention under the address and undefined-behaviour sanitisers of gcc, at odd shapes:
-forward, backward and token by token."""
+"""The C engine of near-far attention under the address and undefined-behaviour sanitisers of gcc, at odd shapes: causal
+and across two sequences, forward, backward and token by token."""
 
 import os
 import shutil
@@ -33,6 +33,9 @@ for seed in range(60):
     one = lambda n: draw(1, n, d)[0].detach()
     book = Codebook(Metric(one(1), one(1), one(d) / d), one(sizes.cells))
     out = near_far_attention(x, y, v, Sizes(pick(1, 50), *sizes[1:3]), causal=True, codebook=book, key_mask=keep).out
+    grads = torch.autograd.grad(out.square().sum(), (x, y, v))
+    assert all(t.isfinite().all() for t in (out, *grads))
+    out = near_far_attention(x, y, v, Sizes(block, *sizes[1:3], seed % 3 > 0), cross=True, key_mask=keep).out
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     if seed % 6 == 0:

@@ -57,26 +57,34 @@ class Both:
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
-        return not self.cross and self.far is None and not self.sizes.open and native.applies(*tensors)
+        return self.far is None and not self.sizes.open and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
         if self.in_c(x, y):
-            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep, self.factor)
+            keys = y.float()
+            measure = self._across(self.factor * keys, keep, rows) if self.cross else None
+            sets = native.choose(x.float(), keys, self.sizes.heavy, self.sizes.cells, keep, self.factor, measure)
             return Chosen(Metric(*sets[:3]), Choice(*sets[3:]), None)
         dtype = compute_dtype(x, y)
         y = y.to(dtype)
         if self.cross:
-            metric = Metric.of(None, y, None, keep)
-            if self.codebook is not None:
-                metric = self.codebook.at(rows).to(dtype).metric._replace(shift=metric.shift)
+            metric = self._across(y, keep, rows)
         else:
             queries = None if keep is None else keep.repeat(1, x.shape[1])
             metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
         y = without(y - metric.shift, keep)
         choice = Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep)
         return Chosen(metric, choice, self._leaves(y, keep) if self.sizes.open else None)
+
+    def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> Metric:
+        """Of keys (Z, S, d) of another sequence than the queries, which those of the codebook stand for."""
+        metric = Metric.of(None, y, None, keep)
+        if self.codebook is not None:
+            known = self.codebook.at(rows).to(y.dtype).metric
+            metric = Metric(metric.shift, *(t.expand(len(y), -1, -1) for t in known[1:]))
+        return metric
 
     def _leaves(self, y: Tensor, keep: Tensor | None) -> Leaves:
         b = self.sizes.block
@@ -85,11 +93,11 @@ class Both:
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,)."""
-        (metric, choice, leaves), dtype = chosen, compute_dtype(x, y, v)
+        (metric, choice, leaves), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
         if self.in_c(x, y, v):
             sets, sizes = native.Sets(*metric, *choice), self.sizes
             tensors = x.float(), y.float(), v.float()
-            found = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor)
+            found = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor, self.cross)
             spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
             return found.out, found.share.mean((1, 2)) * spread.sqrt()
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
@@ -108,7 +116,7 @@ class Both:
         else:
             far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
         q = grouped(x, b)
-        found = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), logsum=leaves is not None)
+        found = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), leaves is not None, precise)
         out, share = found.out, found.share
         if leaves is not None:
             log_u = metric.log_weights(y) - level.gather(1, choice.cell)

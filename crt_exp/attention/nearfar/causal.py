@@ -128,7 +128,7 @@ class Causal:
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
-        (book, cell, places), dtype = chosen, compute_dtype(x, y, v)
+        (book, cell, places), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
         if self.in_c(x, y, v):
             return self._in_c(x, without(y, keep), without(v, keep), keep, book)
         metric, S, (L, b) = book.metric, y.shape[1], (x.shape[2], min(self.sizes.block, y.shape[1]))
@@ -151,7 +151,7 @@ class Causal:
         cell = cell.gather(1, places.left.flatten(1)).view(places.left.shape)
         sums = block_sums(rows, cell, book.centres.shape[1], lag=0, both=False)[:, start:]
         far, cells = cells_of(sums, v.shape[-1], book)
-        found = gather(grouped(queries, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)))
+        found = gather(grouped(queries, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)), precise=precise)
         out, share = (ungrouped(t, x.shape[1], lead + L)[:, :, lead:] for t in (found.out, found.share))
         if self.sizes.first_order:
             outers = outer(rows[..., :v.shape[-1]], taken(y, places.left), cell, book).cumsum(1)[:, start:]

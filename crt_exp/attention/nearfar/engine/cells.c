@@ -10,7 +10,7 @@ int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
     e->N = (c->S + e->b - 1) / e->b, e->M = e->n + e->K;
     e->T = least_of(e->b < SEGMENT ? SEGMENT / e->b : 1, e->N);
     e->segments = (e->N + e->T - 1) / e->T;
-    e->most = least_of(up(c->G * e->b), QUERIES);
+    e->most = least_of(up(c->G * (c->cross ? c->L : e->b)), QUERIES);
     e->pool = c->pool + z * c->S, e->cell = c->cell + z * c->S, e->shift = c->shift + z * c->d;
     e->u = c->u + z * c->S, e->square = c->square + z * c->S;
     e->sums = c->sums + z * c->cells * (c->d + 2);
@@ -264,10 +264,10 @@ static void finish_keys(Head *e, int64_t start, int n) {
 
 void keys_backward(Head *e) {
     const NearFar *c = e->c;
-    add_up_segments(e);
+    if (!c->cross) add_up_segments(e);
     for (int64_t s = 0; s < e->N; s++) {
         const int tokens = in_block(e, s);
-        other_segments(e, s);
+        if (!c->cross) other_segments(e, s);
         for (int i = 0; i < tokens; i += CHUNK) finish_keys(e, s * e->b + i, least_of(tokens - i, CHUNK));
     }
     for (int i = 0, k = 0; i < c->heavy; i++) {

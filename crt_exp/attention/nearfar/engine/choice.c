@@ -314,7 +314,8 @@ static void move_centres(Pick *e) {
 
 static void choose_head(Pick *e) {
     const NearFar *c = e->c;
-    fit_measure(e);
+    if (c->cross) load_root(e);          /* what keys are measured by is given */
+    else fit_measure(e);
     if (e->bad) return;
     measure_keys(e);
     find_heavy(e);

@@ -2,8 +2,8 @@
    through them, and cells.c has what the cells amount to. One thread takes one head (of keys, with the G query
    heads that share it).
 
-   Legend as in attention/nearfar/call.py: Z heads of keys, G query heads of each, S tokens, d, dv; N blocks of b tokens, n
-   heavy keys, K cells. Queries x, keys y less their shift, values v; z = y root, w = y.tilt; u_j = exp(w_j - level of
+   Legend as in attention/nearfar/call.py: Z heads of keys, G query heads of each, L queries of S keys, d, dv; N blocks of b
+   tokens, n heavy keys, K cells. Queries of another sequence (`cross`) have no near keys, so that L may be any number. Queries x, keys y less their shift, values v; z = y root, w = y.tilt; u_j = exp(w_j - level of
    the cell). Rows with d columns are dp apart, with dv + 1 columns lv. */
 
 #pragma once
@@ -12,7 +12,7 @@
 #include "vectors.h"
 
 typedef struct {
-    int64_t Z, G, S, d, dv, block, heavy, cells, first_order, threads;
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, first_order, cross, threads;
     double factor;                                        /* of queries and keys as they are given */
     View x, y, v, out, grad, dx, dy, dvalues;             /* batch: head of keys; head: query head of it */
     const uint8_t *keep;                                  /* (Z, S), or null */
@@ -21,7 +21,7 @@ typedef struct {
     uint8_t *there, *pool;                                /* (Z, n), (Z, S) */
     float *u, *square;                                    /* (Z, S): |z - centre|^2 */
     float *level, *sums, *spread, *slope;                 /* (Z, K), (Z, K, d + 2), (Z, K), (Z, dv, d) */
-    float *logsum, *share;                                /* (Z, G, S): base 2; the weight of the cells */
+    float *logsum, *share;                                /* (Z, G, L): base 2; the weight of the cells */
 } NearFar;
 
 /* to += factor from */
@@ -100,7 +100,8 @@ void load_slope(Head *e);
 /* Turns the gradients to means, biases and slope into those to sums. */
 void sums_backward(Head *e);
 
-/* Adds what the gradients to the states of other segments and to the sums give to those of the keys. */
+/* Adds what the gradients to the states of other segments (`cross`: to the one state, in dstate) and to the sums give to
+   those of the keys. */
 void keys_backward(Head *e);
 
 /* States (states.c). Adds u [v, 1] of the keys of block s to one. */

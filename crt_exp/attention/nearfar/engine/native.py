@@ -1,9 +1,10 @@
-"""Near-far attention of a sequence to itself on CPUs in float32, in C. In both directions: the twin of
+"""Near-far attention on CPUs in float32, in C. In both directions, and to another sequence: the twin of
 nearfar/choice.py in the choice of the sets, and of windows.py, cell_sums.py and block_sums.py in what they give
 (choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py and leaves.py (recall.c,
 recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is called for both.
 
-Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, S tokens, d, dv; n heavy keys, K cells.
+Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy keys, K
+cells.
 """
 
 import ctypes
@@ -15,10 +16,11 @@ from torch import Tensor
 from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
 from crt_exp.attention.engines import native
 from crt_exp.attention.engines.native import NO_MEMORY, NOT_FINITE, View
+from crt_exp.attention.nearfar.choice import Metric
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
-SIZES = ("Z", "G", "S", "d", "dv", "block", "heavy", "cells", "first_order", "threads")
+SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "first_order", "cross", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")     # of both calls
 PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
          "spread", "slope", "logsum", "share")
@@ -59,9 +61,9 @@ class Sets(NamedTuple):
 
 
 class Attended(NamedTuple):
-    out: Tensor       # (Z, G, S, dv)
-    share: Tensor     # (Z, G, S): how much of the weight of each query lies in the cells
-    logsum: Tensor    # (Z, G, S), in base 2
+    out: Tensor       # (Z, G, L, dv)
+    share: Tensor     # (Z, G, L): how much of the weight of each query lies in the cells
+    logsum: Tensor    # (Z, G, L), in base 2
     u: Tensor         # (Z, S): weights of keys in their cells
     square: Tensor    # (Z, S): |z - centre|^2
     level: Tensor     # (Z, K)
@@ -80,23 +82,27 @@ def applies(*tensors: Tensor) -> bool:
 
 
 @torch.no_grad()
-def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, factor: float = 1.0) -> Sets:
-    """Of queries factor x (Z, G, S, d) and keys factor y (Z, S, d). Raises NotFinite where they are not finite."""
+def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, factor: float = 1.0,
+           metric: Metric | None = None) -> Sets:
+    """Of queries factor x (Z, G, L, d) and keys factor y (Z, S, d), which are of one sequence; or, where the metric of
+    (Z, ...) is given, of two. Raises NotFinite where queries and keys of one sequence are not finite."""
     (Z, S, d), n, K = y.shape, min(heavy, y.shape[1]), min(cells, y.shape[1])
     flag = lambda *size: y.new_empty(size, dtype=torch.bool)
     place = lambda *size: y.new_empty(size, dtype=torch.long)
     sets = Sets(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d), place(Z, n), flag(Z, n), flag(Z, S),
                 place(Z, S), y.new_empty(Z, K, d))
+    if metric is not None:
+        sets = Sets(*(t.contiguous() for t in metric), *sets[3:])
     _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), dv=d, block=1,
-          heavy=n, cells=K, factor=factor)
+          heavy=n, cells=K, factor=factor, cross=metric is not None)
     return sets
 
 
-def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order: bool,
-           factor: float = 1.0) -> Attended:
-    """What queries factor x (Z, G, S, d) gather from keys factor y (Z, S, d), v (Z, S, dv). Differentiable in x, y and
-    v; the outputs alone carry gradients."""
-    options = {"block": block, "first_order": first_order, "factor": factor}
+def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order: bool, factor: float = 1.0,
+           cross: bool = False) -> Attended:
+    """What queries factor x (Z, G, L, d) gather from keys factor y (Z, S, d), v (Z, S, dv); `cross`: no key is near.
+    Differentiable in x, y and v; the outputs alone carry gradients."""
+    options = {"block": block, "first_order": first_order, "factor": factor, "cross": cross}
     return Attended(*_Attend.apply(sets, options, x, y, v))
 
 
@@ -200,9 +206,9 @@ def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, found: Recalled,
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sets, options, x, y, v):
-        (Z, G, S, d), K, dv = x.shape, sets.centres.shape[1], v.shape[-1]
+        (Z, G, L, d), S, K, dv = x.shape, y.shape[1], sets.centres.shape[1], v.shape[-1]
         new = y.new_empty
-        found = Attended(new(Z, G, S, dv), new(Z, G, S), new(Z, G, S), new(Z, S), new(Z, S), new(Z, K),
+        found = Attended(new(Z, G, L, dv), new(Z, G, L), new(Z, G, L), new(Z, S), new(Z, S), new(Z, K),
                          new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d))
         ctx.sets, ctx.options = sets, options
         _run("near_far_forward", ctx, x, y, v, found)
@@ -229,9 +235,9 @@ def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, found: Attended, **vie
 
 
 def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], **sizes: float) -> None:
-    Z, G, S, d = views["x"].shape
+    (Z, G, L, d), S = views["x"].shape, views["y"].shape[2]
     sizes["block"] = min(sizes["block"], S)
-    _do(name, _filled(Call, views, plain, Z=Z, G=G, S=S, d=d, **sizes))
+    _do(name, _filled(Call, views, plain, Z=Z, G=G, L=L, S=S, d=d, **sizes))
 
 
 # ---- what both calls share

@@ -1,5 +1,5 @@
-/* Near-far attention of a sequence to itself in both directions, for sets that have been chosen: the twin of
-   Both.attend in attention/nearfar/call.py, whose formulas (engines/sets.py, engines/windows.py) and names these are.
+/* Near-far attention of a sequence to itself in both directions, or to another one, for sets that have been chosen: the
+   twin of Both.attend in attention/nearfar/call.py, whose formulas (engines/sets.py, engines/windows.py) and names these are.
 
    One thread takes one head, block by block. Logits have keys as rows and the queries of a block as columns, so that
    keys and values are read as they lie and a softmax goes down the columns. What cells weigh for block t is the state
@@ -25,18 +25,28 @@ static void load_segment(Head *e, int64_t first) {
     }
 }
 
-/* What the cells weigh for block t of the segment that begins at `first`: their values, biases and powers above N. */
+/* Of the states of cells in `values`, the masses N and the powers of two above them. */
+static void weigh_states(Head *e) {
+    for (int k = e->n; k < e->M; k++) {
+        const float N = e->values[k * e->lv + e->dv];
+        e->mass[k] = N > LEAST ? N : 0;
+        e->high[k] = N > LEAST ? (float)ilogbf(N) + 1 : HIDDEN;
+    }
+}
+
+/* What the cells weigh for block t of the segment that begins at `first`. */
 static void take_states(Head *e, int64_t first, int64_t t) {
     if (t >= 2) add_block(e, t - 2, e->before);
     const float *after = e->after + (t - first) * e->K * e->lv;
-    for (int k = 0; k < e->K; k++) {
-        float *to = e->values + (e->n + k) * e->lv;
-        const float *a = e->before + k * e->lv, *b = after + k * e->lv;
-        for (int p = 0; p < e->lv; p += LANES) AT(to + p) = AT(a + p) + AT(b + p);
-        const float N = to[e->dv];
-        e->mass[e->n + k] = N > LEAST ? N : 0;
-        e->high[e->n + k] = N > LEAST ? (float)ilogbf(N) + 1 : HIDDEN;
-    }
+    float *to = e->values + e->n * e->lv;
+    for (int i = 0; i < e->K * e->lv; i += LANES) AT(to + i) = AT(e->before + i) + AT(after + i);
+    weigh_states(e);
+}
+
+/* What they weigh where no block is near. */
+static void take_total(Head *e) {
+    memcpy(e->values + e->n * e->lv, e->total, sizeof(float) * e->K * e->lv);
+    weigh_states(e);
 }
 
 /* A block of queries and its window: `near` keys from row `at` of the segment. */
@@ -56,7 +66,7 @@ INLINE float *query_of(const Head *e, View view, int r) {
     return of(view, e->z, e->group[r]) + e->token[r] * view.token;
 }
 
-INLINE int64_t number_of(const Head *e, int r) { return (e->z * e->c->G + e->group[r]) * e->c->S + e->token[r]; }
+INLINE int64_t number_of(const Head *e, int r) { return (e->z * e->c->G + e->group[r]) * e->c->L + e->token[r]; }
 
 /* Queries [i, i + R) of a block, those of one query head after the other, and the logits of their keys, less biases. */
 static void load_queries(Head *e, const Block *at, int i, int R) {
@@ -116,6 +126,14 @@ INLINE int64_t take_segment(Head *e, int64_t g, void (*each)(Head *e, const Bloc
     return stop;
 }
 
+/* Takes all queries of another sequence, piece by piece, through `each`: one block that has no window. */
+INLINE void take_others(Head *e, void (*each)(Head *e, const Block *at, int i, int R)) {
+    const Block at = {.tokens = e->c->L};
+    const int all = e->c->L * e->c->G;
+    take_total(e);
+    for (int i = 0; i < all; i += QUERIES) each(e, &at, i, all - i < QUERIES ? all - i : QUERIES);
+}
+
 /* ---- Forward ---- */
 
 static void attend(Head *e, const Block *at, int i, int R) {
@@ -125,18 +143,18 @@ static void attend(Head *e, const Block *at, int i, int R) {
         vec top = highest(e, at, ld, j), all, cells;
         exponentiate(e, at, ld, j, top, &all, &cells);
         AT(e->top + j) = top;
-        AT(e->scale + j) = 1.0f / all;
-        AT(e->part + j) = cells / all;
+        AT(e->scale + j) = choose(all > 0.0f, 1.0f / all, (vec){0});    /* across, a query may see no key */
+        AT(e->part + j) = cells * AT(e->scale + j);
     }
     product(ALL, R, dv, at->near, e->A, 1, ld, e->V + at->at * lv, lv, e->O, lv, 0);
-    product(ALL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, 1);
+    product(ALL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, at->near > 0);
     if (e->c->first_order) product(ALL, R, dv, e->d, e->X, e->dp, 1, e->slopeT, lv, e->P, lv, 0);
     for (int r = 0; r < R; r++) {
         float *out = query_of(e, e->c->out, r);
         const int64_t number = number_of(e, r);
         for (int p = 0; p < dv; p++) out[p] = e->O[r * lv + p] * e->scale[r];
         if (e->c->first_order) add_row(out, e->part[r], e->P + r * lv, dv);
-        e->c->logsum[number] = e->top[r] - log2f(e->scale[r]);
+        e->c->logsum[number] = e->scale[r] > 0 ? e->top[r] - log2f(e->scale[r]) : HIDDEN;
         e->c->share[number] = e->part[r];
     }
 }
@@ -145,6 +163,10 @@ static void forward_head(Head *e) {
     sum_cells(e);
     place_cells(e);
     if (e->c->first_order) find_slope(e);
+    if (e->c->cross) {
+        take_others(e, attend);
+        return;
+    }
     memset(e->before, 0, sizeof(float) * e->K * e->lv);
     for (int64_t g = 0; g < e->segments; g++) take_segment(e, g, attend);
 }
@@ -219,7 +241,7 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
             for (int p = 0; p < dp; p += LANES) AT(dx + r * dp + p) = e->part[r] * AT(e->P + r * dp + p);
     }
     product(ALL, R, d, near, e->B, 1, ld, e->Y + at->at * dp, dp, dx, dp, e->c->first_order);
-    product(ALL, R, d, e->M, B, 1, ld, e->keys, dp, dx, dp, 1);
+    product(ALL, R, d, e->M, B, 1, ld, e->keys, dp, dx, dp, near > 0 || e->c->first_order);
     for (int r = 0; r < R; r++) put_row(query_of(e, e->c->dx, r), e->c->factor, dx + r * dp, d);
 }
 
@@ -254,10 +276,7 @@ static void begin_backward(Head *e) {
     if (e->c->first_order) memset(e->dslope, 0, sizeof(float) * e->dv * e->dp);
 }
 
-static void backward_head(Head *e) {
-    place_cells(e);
-    if (e->c->first_order) load_slope(e);
-    begin_backward(e);
+static void segments_backward(Head *e) {
     for (int64_t g = 0; g < e->segments; g++) {
         const int64_t first = g * e->T, stop = take_segment(e, g, attend_backward);
         states_backward(e, g);
@@ -265,6 +284,22 @@ static void backward_head(Head *e) {
         for (int64_t s = first ? first - 1 : 0; s < whole; s++) flush(e, s, (s - first + 1) * e->b);
         turn_segment(e);
     }
+}
+
+/* No key is near: what the queries give to keys is in the gradient to the one state. */
+static void others_backward(Head *e) {
+    take_others(e, attend_backward);
+    memcpy(e->dstate, e->dstates, sizeof(float) * e->K * e->lv);
+    memset(e->rest, 0, sizeof(float) * e->c->S);
+    for (int64_t s = 0; s < e->N; s++) flush(e, s, 0);       /* dY and dV are 0 */
+}
+
+static void backward_head(Head *e) {
+    place_cells(e);
+    if (e->c->first_order) load_slope(e);
+    begin_backward(e);
+    if (e->c->cross) others_backward(e);
+    else segments_backward(e);
     sums_backward(e);
     keys_backward(e);
 }

@@ -2,8 +2,8 @@
 matrices, with its closed form in the backward pass.
 
 With G = [g, -g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to
-[V, N] e^logit G. Windows are overlapping views of the keys, never copies. native.py is the faster twin for
-sequences that attend to themselves, in float32 on CPUs. Derived here. """
+[V, N] e^logit G. Windows are overlapping views of the keys, never copies. native.py is the faster twin in
+float32 on CPUs, fused.py that on GPUs. Derived here. """
 
 import copy
 from collections.abc import Iterator
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, transformed
+from crt_exp.attention.nearfar.engine import fused
 from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, log_weight, near_bias, over, plain_gather
 
 ROWS = 4096      # queries of a chunk
 
 
-def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], logsum: bool = False) -> Gathered:
+def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], logsum: bool = False,
+           precise: bool = True) -> Gathered:
     """What queries q (Z, n, r, d) gather from their window and the sets, the last of which is that of the cells. What
-    a query gathers that sees no key means nothing. `logsum`: with the logs of the denominators.
+    a query gathers that sees no key means nothing. `logsum`: with the logs of the denominators. precise: no products of
+    TF32 on a GPU.
 
     Differentiable in q, keys, values, sums and biases of sets. In plain operations, which keep all weights, under
     transforms of torch.func, forward-mode differentiation and torch.compile."""
@@ -28,6 +31,8 @@ def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], logsum:
     near = () if window is None else (window.keys, window.values)
     if torch.compiler.is_compiling() or transformed(q, *near, *flat):
         return plain_gather(q, window, sets)
+    if fused.applies(q, *near, *flat):
+        return fused.gather(q, window, sets, precise)
     return Gathered(*_Gather.apply(window, logsum, q, *(near or (None, None)), *flat))
 
 
