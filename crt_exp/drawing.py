@@ -27,8 +27,12 @@ MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#11773
         "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
         "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "auto": "#B35C5C", "pois_plus": "#CC79A7",
         "geom_plus": "#882255"}
-SAMPLERS = {"iid": "#808000", "orthogonal": "#D55E00", "simplex": "#CC79A7", "sobol": "#56B4E9", "halton": "#0072B2",
-            "stratified": "#009E73", "hadamard": "#E69F00", "givens": "#000000"}
+# Of samplers, none of them that of a map, of near-far or of exact attention.
+SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "sobol": "#3949AB", "halton": "#8C6D31",
+            "stratified": "#5B8C5A", "hadamard": "#B5651D", "givens": "#546E7A"}
+CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
+          "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",
+          "hybrid-cluster": "clustered"}  # maps by the names that papers give them
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
           "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog"}  # of attention, as papers call it
 NONE: Mapping[str, str] = {}  # left out
@@ -60,7 +64,8 @@ def left_out(without: Mapping[str, str]) -> str:
 
 
 def colour(name: str) -> str:
-    """Of a map, of the exact kernel, or of attention: that of its map."""
+    """Of a map, of a sampler, of the exact kernel, or of attention: that of its map."""
+    name = CALLED.get(name, name)
     if name == "exact":
         return EXACT
     if name == "nearfar":
@@ -68,11 +73,7 @@ def colour(name: str) -> str:
     if name not in MAPS and name in choices("attention") and name not in choices("features"):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)
-    return MAPS.get(name) or colour_by_rule(name)
-
-
-def sampler_colour(name: str) -> str:
-    return SAMPLERS.get(name) or colour_by_rule(name)
+    return MAPS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
 
 
 def colour_by_rule(name: str) -> str:
@@ -144,7 +145,8 @@ def plain_ticks(axis) -> None:
     """Numbers as they are, on an axis of logarithms that may span less than a decade."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 7)))
     axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     axis.set_minor_formatter(NullFormatter())
 

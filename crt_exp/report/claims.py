@@ -5,9 +5,10 @@ shown units, or, with `against`, by how much it is worse than that arm; {text, v
 {text, not here: reason}, for what a paper says and the draws cannot judge. Further keys:
 
     metric, settings, table     default: `main` of the page, all settings, all tables
-    x                           a place or a list of them; each: one claim for every x; the text may name {setting}, {x}
+    x                           a place or a list of them; each: one claim for every x; the text may name
+                                {setting}, {x} and {margin}
     scale: log                  compares logarithms
-    margin                      by how much better, at least; with scale: log a factor
+    margin                      by how much better, at least; with scale: log a factor; or setting -> number
     closed                      the metric of the closed form that the verdict must not contradict
     test: sign                  the sign test over units, for heavy tails
     equal                       two one-sided tests that better and worse are within this of each other; with
@@ -71,20 +72,27 @@ def of_entries(page: "Page", entries: Sequence[dict[str, Any]]) -> Iterator[tupl
 
 
 def of_place(page: "Page", entry: dict[str, Any], setting: str, x: Any) -> Iterator[tuple[str, Claim]]:
-    values = differences(page, entry | {"x": x}, setting)
+    entry = entry | {"x": x, "margin": of_setting(entry.get("margin", 0.0), setting)}
+    values = differences(page, entry, setting)
     if len(values):
-        text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x)
+        text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x, margin=entry["margin"])
         closed = closed_form(page, entry, setting) if len(values) > 1 else None
-        yield setting, Claim(text, interval(entry, values), unit(page, entry), closed, said(entry, "paper", setting),
-                             said(entry, "why", setting), entry.get("looks", page.spec.get("looks", 1)))
+        paper, why = (str(of_setting(entry.get(key, ""), setting, "")) for key in ("paper", "why"))
+        yield setting, Claim(text, interval(page, entry, setting, values), unit(page, entry), closed, paper, why,
+                             entry.get("looks", page.spec.get("looks", 1)))
 
 
-def said(entry: dict[str, Any], key: str, setting: str) -> str:
-    given = entry.get(key, "")
-    return str(given.get(setting, "") if isinstance(given, dict) else given)
+def of_setting(given: Any, setting: str, default: Any = 0.0) -> Any:
+    """What stands for all settings, or the one of this setting."""
+    return given.get(setting, default) if isinstance(given, dict) else given
 
 
-def interval(entry: dict[str, Any], values: np.ndarray) -> Interval:
+def interval(page: "Page", entry: dict[str, Any], setting: str, values: np.ndarray) -> Interval:
+    """One value is exact where it is of no unit, a closed form, and cannot be judged where it is of one."""
+    if len(values) == 1:
+        frame = page.select(entry.get("metric", page.main), setting, entry.get("better") or entry["arm"])
+        if (frame["unit"] != "").any():
+            return Interval(float(values[0]), math.nan, 1.0, 1)
     if "equal" in entry:
         bound = math.log(1 + entry["equal"]) if entry.get("scale") == "log" else entry["equal"]
         return equivalent(values, bound) if len(values) > 1 else exactly(float(inside(values, bound)[0]))
@@ -119,7 +127,7 @@ def differences(page: "Page", entry: dict[str, Any], setting: str) -> np.ndarray
     metric, log = entry.get("metric", page.main), entry.get("scale") == "log"
     where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
     if "better" in entry:
-        margin = entry.get("margin", 0.0)
+        margin = of_setting(entry.get("margin", 0.0), setting)
         return page.gain(metric, entry["better"], entry["worse"], log=log, **where) - (
             math.log(margin) if log and margin else margin)
     if "against" in entry:

@@ -36,11 +36,18 @@ class Interval:
     def high(self) -> float:
         return self.mean + self.half
 
+    @property
+    def positive(self) -> bool:
+        """Which side of 0 the draws are on."""
+        return self.mean > 0
+
     def told(self, unit: str, p: float | None = None) -> str:
         """In a verdict's line, p as corrected there; a closed form has neither width nor draws."""
         unit = f" {unit}" if unit else ""
         if not self.n:
             return f"{self.mean:+.3g}{unit} (exact)"
+        if self.n == 1:
+            return f"{self.mean:+.3g}{unit} (n = 1)"
         chance = "" if p is None else f", p = {p:.2g}"
         return f"{self:+.3g}{unit} (n = {self.n}{chance})"
 
@@ -50,14 +57,21 @@ class Interval:
 
 @dataclass(frozen=True)
 class Signs(Interval):
-    """Of a sign test: the median stands for the mean, without width; `above` of n values are above 0."""
+    """Of a sign test: the median stands for the mean, without width; `above` and `below` 0 of n values."""
 
     above: int = 0
+    below: int = 0
+
+    @property
+    def positive(self) -> bool:
+        return self.above > self.below
 
     def told(self, unit: str, p: float | None = None) -> str:
         chance = "" if p is None else f", p = {p:.2g}"
         median = f"{self.mean:+.3g} {unit}".rstrip()
-        return f"{self.above} of {self.n} above 0, median {median} (sign test{chance})"
+        equal = self.n - self.above - self.below
+        ties = f", {equal} at 0" if equal else ""
+        return f"{self.above} of {self.n} above 0{ties}, median {median} (sign test{chance})"
 
 
 def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
@@ -127,7 +141,7 @@ def signs(values: Sequence[float]) -> Signs:
     values = _checked(values)
     above, below = int((values > 0).sum()), int((values < 0).sum())
     p = min(1.0, 2 * float(bdtr(min(above, below), above + below, 0.5))) if above + below else 1.0
-    return Signs(float(np.median(values)), math.nan, p, len(values), above)
+    return Signs(float(np.median(values)), math.nan, p, len(values), above, below)
 
 
 def in_a_row(processes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -206,7 +220,7 @@ class Verdict:
         """By the draws; "conflict" where these decide and a closed form says the contrary."""
         if self.p > self.level:
             return "cannot tell here"
-        word: Word = "holds" if self.claim.difference.mean > 0 else "fails"
+        word: Word = "holds" if self.claim.difference.positive else "fails"
         return "conflict" if (self.claim.closed or 0) * self.claim.difference.mean < 0 else word
 
     @property

@@ -7,6 +7,7 @@ A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for ea
     kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]; relative: an
                     arm by whose means both are divided
     kind: dots      one row an arm: its mean with the 95% interval; log: [x]
+    kind: units     one row an arm: `metric` of every unit over that of the arm `over`, its median as a bar; log: [x]
 
 `columns` of the file sets how many panels stand side by side (default: as many as there are settings).
 """
@@ -73,8 +74,8 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
         log = panel.get("scale") == "log"
         places, means = [x for x, _ in groups], [mean_of(values, log) for _, values in groups]
         shade = colour(page, arm)
-        ax.plot(places, means, color=shade, lw=1.5, marker="o", ms=2.5,
-                ls="--" if arm in page.controls else "-")
+        style = "--" if arm in page.controls else ":" if arm.endswith(" x iid") else "-"
+        ax.plot(places, means, color=shade, lw=1.5, marker="o", ms=2.5, ls=style)
         if all(len(values) > 1 for _, values in groups) and not log:
             halves = np.array([independent(values).half for _, values in groups])
             ax.fill_between(places, np.subtract(means, halves), np.add(means, halves), color=shade, alpha=0.12, lw=0)
@@ -130,6 +131,21 @@ def dots(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     name_axes(ax, page, panel, setting, metric.heading, "")
 
 
+def units(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
+    where = {"setting": setting, "table": panel.get("table"), "x": panel.get("x")}
+    sign, arms = page.metric(panel["metric"]).sign, arms_of(page, panel)
+    for place, arm in enumerate(reversed(arms)):
+        ratios = np.exp(sign * page.gain(panel["metric"], arm, panel["over"], log=True, **where))
+        ax.scatter(ratios, np.full(len(ratios), place), color=colour(page, arm), s=16, alpha=0.6, lw=0)
+        ax.plot([np.median(ratios)] * 2, [place - 0.3, place + 0.3], color=colour(page, arm), lw=1.5)
+    ax.axvline(1, color=drawing.CONTROL, lw=0.8)
+    ax.set_yticks(range(len(arms)), [page.label(arm) for arm in reversed(arms)])
+    name_axes(ax, page, panel, setting, f"{page.metric(panel['metric']).heading} over {page.label(panel['over'])}", "")
+    low, high = ax.get_xlim()
+    if "x" in panel.get("log", []) and high < 1e3 * low:
+        plain_ticks(ax.xaxis)
+
+
 def ends_of(values: pd.Series, log: bool) -> tuple[float, float, float]:
     """Low end of the 95% interval, mean, high end; of a geometric mean with `log`."""
     if len(values) < 2:
@@ -139,7 +155,7 @@ def ends_of(values: pd.Series, log: bool) -> tuple[float, float, float]:
     return tuple(math.exp(end) for end in ends) if log else ends
 
 
-DRAWN = {"lines": lines, "points": points, "dots": dots}
+DRAWN = {"lines": lines, "points": points, "dots": dots, "units": units}
 OFFSETS = (9, -18, 19, -28, 29, -38)  # of names from their points, in points of print
 RADIUS = 8                            # of a point, about
 

@@ -24,11 +24,13 @@ D, SEED = 64, 0
 FITS = {"fitted to the set": log_variances_of_set, "fitted to each pair": log_variances}
 RESIZED = {"mnist, bilinear": {"mode": "bilinear"}, "mnist, nearest": {"mode": "nearest-exact"},
            "mnist, area": {"mode": "area"}, "mnist, bicubic": {"mode": "bicubic"}}
+RANGES = (0.5, 1.0, 1.25, 1.5, 1.75, 2.0)               # of the pixels of mnist, which the paper does not state
 COMPARED = ("trig", "gerf", "pos", "oprf", "geom_plus")  # on images that were resized otherwise
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """Settings "<regime>, <fit>": log_variance, mean over pairs (x: sigma), and of pairs (sigma 1).
+    """Settings "<regime>, <fit>": log_variance, mean over pairs (x: sigma), and of pairs (sigma 1); of mnist by the
+    range of its pixels too (table ranges).
 
     A map whose rates are at the ends of their range for most pairs shows the clamp and not its variance: metric
     clamped, and no other."""
@@ -51,6 +53,25 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
             yield cells.draw(key, setting, arm, "log_variance", mean, x=sigma)
         for pair, value in enumerate(result["pairs"]):
             yield cells.draw(key, setting, arm, "log_variance", round(value, 6), pair, 1.0, "pairs")
+    if "mnist" in size["regimes"]:
+        yield from of_ranges(cells, pairs)
+
+
+def of_ranges(cells: Cells, pairs: int) -> Iterator[Draw]:
+    keys = {arm: {"ranges": list(RANGES), "pairs": pairs, "features": arm} for arm in COMPARED}
+    cells.fill([*keys.values()], by_range, "ranges of pixels", workers=1)
+    for arm, key in keys.items():
+        for upper, values in zip(RANGES, cells[key]):
+            for pair, value in enumerate(values):
+                yield cells.draw(key, "mnist, fitted to the set", arm, "log_variance", round(value, 4), pair, upper,
+                                 "ranges")
+
+
+def by_range(ranges: list[float], pairs: int, features: str) -> list[list[float]]:
+    """For each range [0, upper] of pixels the log variance of each pair."""
+    x, y = REGIMES["mnist"](pairs, D, torch.Generator().manual_seed(SEED))
+    phi = Mechanism.of(features=features).map("gaussian")
+    return [log_variances_of_set(phi, upper * x, upper * y).tolist() for upper in ranges]
 
 
 def curve(regime: str, fit: str, pairs: int, features: str, margin: float | None = None) -> dict[str, Any]:

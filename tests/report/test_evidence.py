@@ -96,6 +96,8 @@ def test_sign_test_equals_scipy_where_one_draw_decides_the_mean():
     assert (by_signs.word, by_mean.word) == ("holds", "cannot tell here")
     assert "11 of 12 above 0, median +0.95 (sign test, p = 0.0063)" in str(by_signs)
     assert "difference_ci95" not in by_signs.row() and signs([0.0, 0.0, 1.0]).p == 1.0
+    ties = judged([Claim("above", signs([1.0] * 8 + [0.0] * 12))])[0]
+    assert ties.word == "holds" and "8 of 20 above 0, 12 at 0, median +0" in str(ties)
 
 
 def test_a_second_look_lowers_the_level_and_an_open_claim_says_its_power():
