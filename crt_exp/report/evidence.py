@@ -304,12 +304,14 @@ class GateFailed(ValueError):
 
 @dataclass(frozen=True)
 class Gate:
-    """What must hold before a report spends its time: `value` between `least` and `most`."""
+    """What must hold before a report spends its time: `value` between `least` and `most`. family: the verdicts that it
+    is asked for, "claims" or "bars"; empty: all."""
 
     text: str
     value: float
     least: float = -math.inf
     most: float = math.inf
+    family: str = ""
 
     @property
     def passed(self) -> bool:

@@ -209,9 +209,11 @@ class Page:
         return self.draws.groupby(["metric", "setting", "arm"], sort=False).indices
 
     def gain(self, metric: str, better: str, worse: str, log: bool = False, **where: Any) -> np.ndarray:
-        """By how much one arm is better than another, of each unit that both have; of logarithms with `log`."""
+        """By how much one arm is better than another, of each unit that both have; of logarithms with `log`. A value
+        without a unit, of what involves no chance, is compared with every unit of the other arm."""
         first, second = (self.values(metric, arm=arm, log=log, **self._shared(metric, better, worse, where))
                          for arm in (better, worse))
+        first, second = spread(first, second), spread(second, first)
         shared = first.index.intersection(second.index)
         pair = [np.log(each[shared]) if log else each[shared] for each in (first, second)]
         return self.metric(metric).sign * (pair[0] - pair[1]).to_numpy()
@@ -228,8 +230,8 @@ class Page:
 
     @cached_property
     def gates(self) -> list[tuple[str, Gate]]:
-        """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most} of the file: the
-        mean of the arm `of`, or, with `than`, by how much `of` is better than the best of these arms."""
+        """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most, family} of the
+        file: the mean of the arm `of`, or, with `than`, by how much `of` is better than the best of these arms."""
         return [(setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
                 for setting in self._settings(entry)]
 
@@ -242,7 +244,7 @@ class Page:
             gains = [self.gain(entry["metric"], entry["of"], other, **where) for other in others]
             value = min((float(gain.mean()) for gain in gains if len(gain)), default=math.nan)
         return Gate(entry["text"].format(setting=setting), float(value), entry.get("least", -math.inf),
-                    entry.get("most", math.inf))
+                    entry.get("most", math.inf), entry.get("family", ""))
 
     @cached_property
     def families(self) -> dict[str, list[Verdict | Unjudged | Unmeasured]]:
@@ -251,7 +253,7 @@ class Page:
 
     def _judged(self, family: str) -> list[Verdict | Unjudged | Unmeasured]:
         """In the order of the file; Holm's correction over those whose setting passed its gates."""
-        failed = {setting: gate for setting, gate in self.gates if not gate.passed}
+        failed = {setting: gate for setting, gate in self.gates if not gate.passed and gate.family in ("", family)}
         made = [*claims.of_entries(self, self.spec.get(family, []))]
         looks = self.spec.get("looks", 1)
         made += [(setting, replace(claim, looks=looks) if isinstance(claim, Claim) else claim)
@@ -299,6 +301,11 @@ class Page:
         mean = self.values(self.main, arm=control, **where).mean()
         means = {arm: self.values(self.main, arm=arm, **where).mean() for arm in self.arms if arm not in self.controls}
         return [arm for arm, value in means.items() if not math.isnan(value) and metric.sign * (mean - value) >= 0]
+
+
+def spread(values: pd.Series, other: pd.Series) -> pd.Series:
+    """A single value without a unit at every unit of the other."""
+    return pd.Series(values.iloc[0], other.index) if [*values.index] == [""] and len(other) else values
 
 
 def shown(values: Sequence[float], spec: str = ".3g") -> str:

@@ -184,7 +184,7 @@ def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int
             if record.get(metric) is not None:
                 yield cells.draw(key, setting, arm, metric, record[metric], seed, record["step"], "validation")
     for metric, value in result["last"].items():
-        if metric in (grid.tested or result["last"]) and metric not in FINAL and isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and (metric in grid.tested if grid.tested else metric not in FINAL):
             yield cells.draw(key, setting, arm, metric, value, seed, table="test")
     if arm == grid.start and seed == 0:
         yield from of_baselines(grid, cells, key, setting)

@@ -189,7 +189,8 @@ class PTB(Task):
         loss, right, count, base = reader.sum(loss, right, count, base)
         self.queries = reader.gather(lengths)
         return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "words": count,
-                "unigram_perplexity": exp(base / count)} | self.floor(split) | self.measured_lengths(model)
+                "unigram_loss": base / count, "unigram_perplexity": exp(base / count),
+                **self.floor(split), **self.measured_lengths(model)}
 
     @cached_property
     def unigram(self) -> np.ndarray:

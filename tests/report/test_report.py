@@ -39,7 +39,6 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "proteins": "attention in a language model", "redraw": "attention in a language model",
     "kernels": "functions of generalised attention", "proteins_long": "attention in a language model",
     "attention_maps": "attention in a language model", "sampling": "samplers of classes",
-    "hrf_lm": "hybrids, named in its setting", "hrf_sampled": "samplers of classes", "ptb_peer": "one model twice",
     "hrf_speech": "arms of speech recognition",
     "lra": "attention in a classifier", "pixels": "attention in a model of images",
     "books": "attention in a language model",

@@ -114,27 +114,27 @@ def run(files: dict[str, Path], options: Options, home: Path) -> list[float]:
     total = options.epochs * -(-(len(training) - 1) // options.bptt)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate(options, total))
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    found = restored(home / "state.pt", parts, options)
-    while len(found) < options.epochs:
+    curve = restored(home / "state.pt", parts, options)
+    while len(curve) < options.epochs:
         train_epoch(model, optimizer, schedule, training, options)
-        found.append(perplexity(model, validation, options.bptt))
-        save(home / "state.pt", parts, options, found)
-    return found
+        curve.append(perplexity(model, validation, options.bptt))
+        save(home / "state.pt", parts, options, curve)
+    return curve
 
 
-def save(path: Path, parts: dict, options: Options, found: list[float]) -> None:
+def save(path: Path, parts: dict, options: Options, curve: list[float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save(state | {"options": asdict(options), "found": found, "rng": torch.get_rng_state()}, f"{path}.tmp")
+    torch.save(state | {"options": asdict(options), "curve": curve, "rng": torch.get_rng_state()}, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
 def restored(path: Path, parts: dict, options: Options) -> list[float]:
-    """What was found so far; nothing where there is no state, or that of other options."""
+    """What was measured so far; nothing where there is no state, or that of other options."""
     state = torch.load(path, weights_only=True) if path.exists() else {}
     if state.get("options") != asdict(options):
         return []
     for name, part in parts.items():
         part.load_state_dict(state[name])
     torch.set_rng_state(state["rng"])
-    return state["found"]
+    return state["curve"]
