@@ -33,6 +33,8 @@ SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "so
 CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
           "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",
           "hybrid-cluster": "clustered"}  # maps by the names that papers give them
+KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#CC79A7", "gelu": "#009E73",
+           "cos": "#E69F00", "tanh": "#808000"}  # of generalised attention; relu is a choice of attention
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
           "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog"}  # of attention, as papers call it
 NONE: Mapping[str, str] = {}  # left out
@@ -73,7 +75,7 @@ def colour(name: str) -> str:
     if name not in MAPS and name in choices("attention") and name not in choices("features"):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)
-    return MAPS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
+    return MAPS.get(name) or KERNELS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
 
 
 def colour_by_rule(name: str) -> str:

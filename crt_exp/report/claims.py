@@ -1,12 +1,14 @@
 """The entries of `claims` and `bars` of a page's file, as differences of its draws.
 
 An entry is {text, better, worse}, which compares two arms; {text, arm, at_most or at_least}, an arm with a number in
-shown units, or, with `against`, by how much it is worse than that arm; {text, verdict: not comparable, why} or
+shown units, or, with `against`, by how much it is worse than that arm; {text, arm, keeps, of, over}, how much more than
+the share `keeps` of what `of` gains over `over` the arm gains over it; {text, verdict: not comparable, why} or
 {text, not here: reason}, for what a paper says and the draws cannot judge. Further keys:
 
     metric, settings, table     default: `main` of the page, all settings, all tables
     x                           a place or a list of them; each: one claim for every x; the text may name
                                 {setting}, {x} and {margin}
+    of_x, over_x                the places of the arms `of` and `over`, default: x
     scale: log                  compares logarithms
     margin                      by how much better, at least; with scale: log a factor; or setting -> number
     closed                      the metric of the closed form that the verdict must not contradict
@@ -39,7 +41,8 @@ from crt_exp.report.evidence import (
 if TYPE_CHECKING:
     from crt_exp.report.page import Page
 
-KEYS = ("text", "better", "worse", "arm", "at_most", "at_least", "against", "metric", "settings", "table", "x", "scale",
+KEYS = ("text", "better", "worse", "arm", "at_most", "at_least", "against", "keeps", "of", "over", "of_x",
+        "over_x", "metric", "settings", "table", "x", "scale",
         "margin", "closed", "test", "equal", "looks", "paper", "why", "verdict", "not here")
 PRIMARY = 5  # claims of a page, at most
 
@@ -132,6 +135,15 @@ def differences(page: "Page", entry: dict[str, Any], setting: str) -> np.ndarray
             math.log(margin) if log and margin else margin)
     if "against" in entry:
         return entry["at_most"] - page.gain(metric, entry["against"], entry["arm"], **where)
+    if "keeps" in entry:
+        return kept(page, entry, metric, where)
     values = page.values(metric, arm=entry["arm"], log=log, **where).to_numpy()
     bound, sign = (entry["at_most"], 1) if "at_most" in entry else (entry["at_least"], -1)
     return sign * (np.log(bound / values) if log else bound - values)
+
+
+def kept(page: "Page", entry: dict[str, Any], metric: str, where: dict[str, Any]) -> np.ndarray:
+    places = {"arm": where["x"], "of": entry.get("of_x", where["x"]), "over": entry.get("over_x", where["x"])}
+    ours, whole, none = (page.values(metric, arm=entry[key], **where | {"x": x}) for key, x in places.items())
+    left = page.metric(metric).sign * (ours - none - entry["keeps"] * (whole - none))
+    return left.dropna().to_numpy()

@@ -6,7 +6,8 @@ A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for ea
                     the geometric mean, without the band
     kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]; relative: an
                     arm by whose means both are divided
-    kind: dots      one row an arm: its mean with the 95% interval; log: [x]
+    kind: dots      one row an arm: its mean with the 95% interval; log: [x]; less: an arm whose value is subtracted,
+                    paired by unit
     kind: units     one row an arm: `metric` of every unit over that of the arm `over`, its median as a bar; log: [x]
 
 `columns` of the file sets how many panels stand side by side (default: as many as there are settings).
@@ -68,7 +69,8 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     metric, ends = page.metric(panel["metric"]), []
     for arm in arms_of(page, panel):
         frame = page.select(panel["metric"], setting, arm, panel.get("table"))
-        groups = [(x, metric.scale * group["value"].to_numpy(float)) for x, group in frame.groupby("x")]
+        frame = frame.assign(value=metric.scale * frame["value"].astype(float))
+        groups = [(x, group.groupby("unit", sort=False)["value"].mean().to_numpy()) for x, group in frame.groupby("x")]
         if not groups:
             continue
         log = panel.get("scale") == "log"
@@ -121,13 +123,20 @@ def dots(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     for arm in arms_of(page, panel):
         values = page.values(panel["metric"], setting, arm, panel.get("table"), panel.get("x"),
                              log="x" in panel.get("log", []))
-        if len(values):
+        if "less" in panel:
+            values = (values - page.values(panel["metric"], setting, panel["less"], panel.get("table"), panel.get("x"))
+                      ).dropna()
+        if len(values) and arm != panel.get("less"):
             rows.append((arm, values))
     for place, (arm, values) in enumerate(reversed(rows)):
         low, middle, high = ends_of(values, "x" in panel.get("log", []))
         ax.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour(page, arm), marker="o", ms=5,
                     capsize=2, lw=1)
     ax.set_yticks(range(len(rows)), [page.label(arm) for arm, _ in reversed(rows)])
+    if "less" in panel:
+        ax.axvline(0, color=drawing.EXACT, lw=1)
+    if "x" not in panel.get("log", []):
+        ax.locator_params(axis="x", nbins=6)
     name_axes(ax, page, panel, setting, metric.heading, "")
 
 

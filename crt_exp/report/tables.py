@@ -9,7 +9,9 @@ one table over all settings). rows: "arms" (default) or a list of arms. A column
     {..., each: setting}                     one column for every setting
     {..., over: arm}                         the ratio to that arm's, paired by unit, geometric mean with its interval
     {..., share: arm}                        the mean as a share of that arm's
-    {name, count: metric}                    how many units have that metric, of all that the arm has
+    {name, count: metric}                    how many units have that metric, of all that the arm has; with no better
+                                             than: arm, in how many it is no better than that arm's mean
+    {name, paper: {arm: text}}               what a paper reports
 """
 
 import math
@@ -65,8 +67,13 @@ def expanded(page: Page, columns: list[dict[str, Any]], setting: str | None) -> 
 
 def cell(page: Page, column: dict[str, Any], arm: str) -> str:
     where = {key: column.get(key) for key in ("setting", "table", "x")}
+    if "paper" in column:
+        return column["paper"].get(arm, "")
     if "count" in column:
         have = page.values(column["count"], arm=arm, **where)
+        if "no better than" in column:
+            limit = page.values(column["count"], arm=column["no better than"], **where).mean()
+            have = have[page.metric(column["count"]).sign * (have - limit) <= 0]
         units = page.draws[(page.draws["arm"] == arm) & (page.draws["setting"] == column["setting"])
                            & (page.draws["unit"] != "")]["unit"].nunique()
         return f"{len(have)} of {units}" if units else ""

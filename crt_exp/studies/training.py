@@ -29,11 +29,12 @@ class Grid:
     begin: name -> options of one run in whose weights all moved arms start, in the place of that of `start`. only: the
     arms of a setting that does not have all. seeds_of: of arms that have another number of them. metrics: of the
     records on validation, those that are kept; tested: of the one on test (default: all). baselines: prefix -> name:
-    what the test record holds under keys with this prefix, as draws of an arm, for what needs no model. gated: the arms
-    that are trained first, in every setting; the others only where `start` is better than each of them by `least` on
-    the first metric (`higher`: more is better). before: {common, stages, count, own, by}, the models that all arms
-    start from: a stage goes on from the run of the one before, the option `by` takes the last; seeds go round through
-    `count` of them; with `own` they have the attention of the arm, and not what their options name."""
+    what the test record holds under keys with this prefix, as draws of an arm, for what needs no model; apart: suffix
+    -> name: its metrics with this suffix are draws of a setting of their own. gated: the arms that are trained first,
+    in every setting; the others only where `start` is better than each of them by `least` on the first metric
+    (`higher`: more is better). before: {common, stages, count, own, by}, the models that all arms start from: a stage
+    goes on from the run of the one before, the option `by` takes the last; seeds go round through `count` of them; with
+    `own` they have the attention of the arm, and not what their options name."""
 
     settings: Mapping[str, Sequence[str]]
     arms: Mapping[str, Sequence[str]]
@@ -50,6 +51,7 @@ class Grid:
     cost: bool = True
     tested: Sequence[str] = ()
     baselines: Mapping[str, str] = field(default_factory=dict)
+    apart: Mapping[str, str] = field(default_factory=dict)
     begin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seeds: int = 3
     seeds_of: Mapping[str, int] = field(default_factory=dict)
@@ -183,18 +185,28 @@ def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int
         for metric in grid.metrics:
             if record.get(metric) is not None:
                 yield cells.draw(key, setting, arm, metric, record[metric], seed, record["step"], "validation")
-    for metric, value in result["last"].items():
+    for key_of, value in result["last"].items():
+        place, metric = placed(grid, setting, key_of)
         if isinstance(value, (int, float)) and (metric in grid.tested if grid.tested else metric not in FINAL):
-            yield cells.draw(key, setting, arm, metric, value, seed, table="test")
+            yield cells.draw(key, place, arm, metric, value, seed, table="test")
     if arm == grid.start and seed == 0:
         yield from of_baselines(grid, cells, key, setting)
 
 
 def of_baselines(grid: Grid, cells: Cells, key: Key, setting: str) -> Iterator[Draw]:
-    for metric, value in cells[key]["last"].items():
+    for key_of, value in cells[key]["last"].items():
         for prefix, name in grid.baselines.items():
-            if metric.startswith(prefix):
-                yield cells.draw(key, setting, name, metric.removeprefix(prefix), value, table="test")
+            if key_of.startswith(prefix):
+                place, metric = placed(grid, setting, key_of.removeprefix(prefix))
+                yield cells.draw(key, place, name, metric, value, table="test")
+
+
+def placed(grid: Grid, setting: str, key: str) -> tuple[str, str]:
+    """The setting and the metric of a key of the test record."""
+    for suffix, name in grid.apart.items():
+        if key.endswith(suffix):
+            return f"{setting}, {name}", key.removesuffix(suffix)
+    return setting, key
 
 
 def costs(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:

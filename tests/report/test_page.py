@@ -102,6 +102,26 @@ def test_a_failed_gate_leaves_claims_unjudged_and_a_control_that_wins_comes_firs
     assert "- **failed**: A: uniform costs: 0.0333 (at least 0.5)" in text
 
 
+def test_an_approximation_keeps_a_share_of_what_exact_attention_gains(tmp_path):
+    claim = {"text": "keeps", "arm": "ours", "keeps": 0.5, "of": "exact", "over": "uniform"}
+    left = [(u - o) - 0.5 * (u - e) for e, o, u in zip(*LOSSES.values())]
+    made = a_page(tmp_path, LOSSES, SPEC | {"claims": [claim]})
+    assert made.verdicts[0].claim.difference == pytest.approx(independent(left))
+    later = [Draw("A", "ours", "loss", value, unit, x) for x, values in ((0, [2.0, 2.1]), (9, [1.4, 1.5]))
+             for unit, value in enumerate(values)]
+    draws.write("mine", [*rows({"exact": [1.0, 1.1]}), *later], tmp_path)
+    places = claim | {"over": "ours", "x": 9, "over_x": 0, "of_x": None}
+    made = Page("mine", tmp_path, {key: SPEC[key] for key in ("title", "metrics")} | {"claims": [places]})
+    assert made.verdicts[0].claim.difference.mean == pytest.approx(0.1)
+
+
+def test_tables_hold_what_the_paper_reports_and_count_units(tmp_path):
+    columns = [{"name": "no use", "count": "loss", "no better than": "uniform"},
+               {"name": "paper", "paper": {"ours": "1.25"}}]
+    made = a_page(tmp_path, LOSSES | {"ours": [2.2, 1.0, 2.4]}, SPEC | {"tables": [{"columns": columns}]})
+    assert "| ours | 2 of 3 | 1.25 |" in tables.sections(made)[0]
+
+
 def test_tables_pair_by_unit_and_leave_out_what_is_missing(tmp_path):
     made = a_page(tmp_path, LOSSES | {"ours": [1.3, 1.42], "once": [7.0]})
     text = "\n".join(tables.sections(made))
@@ -120,6 +140,14 @@ def test_pictures_show_the_draws(tmp_path):
     fig = figures.figure(a_page(tmp_path, LOSSES))
     drawn = sorted(float(line.get_xdata()[0]) for line in fig.axes[0].lines if len(line.get_xdata()) == 1)
     assert set(np.round([np.mean(values) for values in LOSSES.values()], 6)) <= set(np.round(drawn, 6))
+
+
+def test_pictures_of_differences_are_paired(tmp_path):
+    panel = {"kind": "dots", "metric": "loss", "less": "exact"}
+    ax = figures.figure(a_page(tmp_path, LOSSES | {"uniform": [2.0]}, SPEC | {"panels": [panel]})).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["uniform", "ours"]
+    drawn = [float(line.get_xdata()[0]) for line in ax.lines if len(line.get_xdata()) == 1]
+    assert 1.0 in drawn and np.isclose(drawn, np.mean(np.subtract(LOSSES["ours"], LOSSES["exact"]))).any()
 
 
 def test_draws_are_read_as_they_were_written(tmp_path):

@@ -48,6 +48,8 @@ def differences(rows, claim, spec, setting):
     metric = claim.get("metric") or spec.get("main") or next(iter(spec["metrics"]))
     how, log = spec["metrics"][metric], claim.get("scale") == "log"
     sign, scale = (-1 if how.get("better") == "lower" else 1), how.get("scale", 1)
+    if "keeps" in claim:
+        return kept(rows, claim, setting, metric, sign * scale)
     arms = (claim["better"], claim["worse"]) if "better" in claim else (claim.get("against"), claim["arm"])
     sides = [by_unit(rows, claim, setting, arm, metric) for arm in arms]
     if arms[0] is None:
@@ -82,6 +84,16 @@ def recomputed(values, claim):
         return inside, half, min(p, 1 - p), inside > 0
     p = float(stats.ttest_1samp(values, 0).pvalue) if half > 0 else float(mean(values) == 0)
     return mean(values), half, p, mean(values) > 0
+
+
+def kept(rows, claim, setting, metric, scale):
+    """How much more than its share of what `of` gains over `over` the arm gains over it."""
+    places = [(claim[key], claim.get(place, claim.get("x")))
+              for key, place in (("arm", "x"), ("of", "of_x"), ("over", "over_x"))]
+    ours, whole, none = ({unit: mean(value for values in each.values() for value in values) for unit, each in by_unit(
+        rows, claim | {"x": x}, setting, arm, metric).items()} for arm, x in places)
+    return [scale * (ours[unit] - none[unit] - claim["keeps"] * (whole[unit] - none[unit]))
+            for unit in ours if unit in none and unit in whole]
 
 
 @pytest.mark.slow
