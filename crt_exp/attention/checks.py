@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from crt_exp.features.base import holds
+from crt_exp.features.base import can_ask, holds
 from crt_exp.nested import Nested, leaves
 from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, transforming
@@ -136,6 +136,6 @@ def check_gradient(grad: Tensor) -> None:
 def check_result(logs: Tensor) -> None:
     """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only:
     elsewhere the answer would have to be waited for."""
-    if logs.device.type == "cpu" and not torch.compiler.is_compiling() and not holds(logs < torch.inf):
+    if can_ask(logs) and not holds(logs < torch.inf):
         raise NotFinite("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 "
                         "ends at 65504; scale the vectors down, or use bfloat16 or float32")

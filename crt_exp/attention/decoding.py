@@ -21,6 +21,7 @@ from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, 
 from crt_exp.features.base import Bound, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import leaves
+from crt_exp.precision import as_given
 from crt_exp.samplers.noise import precise
 
 
@@ -81,7 +82,7 @@ class DecodingState:
         self._check(x, version)
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         out = v.new_empty(*x.shape[:3], v.shape[3])
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             part = self._part(compute_dtype(x, y, v), key_mask)
             (self._one if x.shape[2] == 1 else self._several)(part, x, y, v, out)
         self.length += x.shape[2]
@@ -97,7 +98,7 @@ class DecodingState:
         check_inputs(y, y, v, self._noise, self._params, True, key_mask)
         self._check(y, version)
         dtype = compute_dtype(y, v)
-        with torch.autocast(y.device.type, enabled=False):
+        with as_given(y):
             if self._fused:
                 noise = precise(self._noise, dtype)
                 sums, top = positive_state(y, v, self._call.phi, noise, self._params, key_mask)

@@ -225,12 +225,17 @@ def holds(condition: Tensor) -> bool:
     return bool((torch.func.debug_unwrap(condition) if transforming() else condition).all())
 
 
+def can_ask(t: Tensor) -> bool:
+    """Whether a program may look at values: in compiled code it cannot, on another device it would have to wait."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_finite(value: Tensor, name: str) -> Tensor:
     """Raises NotFinite where a fitted parameter is not finite: the statistics held an infinity or a NaN.
 
-    In compiled code, which cannot raise, it becomes NaN, and so does all that is made of it.
+    In compiled code and on other devices than the CPU it becomes NaN, and so does all that is made of it.
     """
-    if torch.compiler.is_compiling():
+    if not can_ask(value):
         return torch.where(value.isfinite(), value, torch.nan)
     if not holds(value.isfinite()):
         raise NotFinite(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")

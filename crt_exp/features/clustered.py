@@ -20,6 +20,7 @@ from crt_exp.features.complex_exponential import (Field, diagonal_by_centres, di
 from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2, sq_norm
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
+from crt_exp.precision import as_given
 from crt_exp.samplers.draws import whole
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 
@@ -320,7 +321,7 @@ def nearest_row(x: Tensor, centres: Tensor) -> Tensor:
 
 def product(x: Tensor, rows: Tensor) -> Tensor:
     """x (..., L, d) with each of rows (..., C, d), in their own precision whatever autocast says: (..., L, C)."""
-    with torch.autocast(x.device.type, enabled=False):
+    with as_given(x):
         return x @ rows.mT
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import FeatureMap, Features, align, check_finite, holds
+from crt_exp.features.base import FeatureMap, Features, align, can_ask, check_finite, holds
 from crt_exp.features.statistics import Statistics
 from crt_exp.kernels import angle
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
@@ -200,7 +200,7 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
         known = r > 0
         sigma = torch.full_like(r, self.sigma) if self.sigma is not None else torch.where(known, 1 / r, 1.0)
         product = torch.where(known, sigma * r, torch.inf)
-        if not torch.compiler.is_compiling() and not holds(product >= LEAST):
+        if can_ask(product) and not holds(product >= LEAST):
             _check_product(float(product.min()))
         return GaussianParams(sigma, -torch.expm1(-2 * product.square()))
 

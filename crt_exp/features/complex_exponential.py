@@ -14,6 +14,7 @@ from torch import Tensor
 from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite, log_cosh
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
+from crt_exp.precision import as_given
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 
 Field = Literal["real", "complex"]
@@ -119,7 +120,7 @@ class CERF(FeatureMap):
     def _phi(self, x: Tensor, noise: Noise, M: Tensor, key: bool) -> Features:
         noise.check(x)
         x = at_least_float32(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             M = _for_dimension(M, x).to(x.device)
             re = _times(x, M.real if M.is_complex() else M)
             im = _times(x, M.imag) if M.is_complex() else None

@@ -23,6 +23,7 @@ from crt_exp.features.base import Bound, FeatureMap, Features, check_finite, log
 from crt_exp.features.complex_exponential import inverse_transposed
 from crt_exp.features.exponential import PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
+from crt_exp.precision import as_given
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 
 LARGEST_D = 256  # of full matrices: beyond, their decomposition takes longer than the features
@@ -204,7 +205,7 @@ def times(x: Tensor, M: Tensor) -> Tensor:
 
 def _precise_times(x: Tensor, M: Tensor) -> Tensor:
     """The same in the precision of x, whatever autocast says."""
-    with torch.autocast(x.device.type, enabled=False):
+    with as_given(x):
         return times(x, M.to(x))
 
 

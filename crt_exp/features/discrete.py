@@ -21,6 +21,7 @@ from torch import Tensor
 from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
+from crt_exp.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise, transforming
 
@@ -75,7 +76,7 @@ class DiscreteRF(FeatureMap):
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None) -> Features:
         """log|phi| is the product of [log|x|, 1, norm term] with [counts, bias, 1]; the sign is a parity of halves."""
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             inputs, shifted, positive = self._inputs(x, noise, shift)
             log_scale = inputs @ weight.to(inputs.dtype).mT
             sign = ONE if positive else _parity_sign((shifted < 0).to(inputs.dtype), half_odd.to(inputs.dtype))

@@ -21,6 +21,7 @@ from torchaudio.transforms import MelSpectrogram
 
 from crt_exp.compiling import outside_graphs
 from crt_exp.config import ConfigError
+from crt_exp.precision import as_given
 from crt_exp.schema import Count, NotNegative, below
 
 WINDOW, HOP = 0.025, 0.010  # seconds
@@ -105,7 +106,7 @@ class LogMel(nn.Module):
         self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
 
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(audio.device.type, enabled=False):
+        with as_given(audio):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
             energy = self.spectrum(F.pad(audio, self.around))
             frames = frames_of(samples, self.rate)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.nested import Nested, mapped
+from crt_exp.precision import as_given
 
 # Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that
 # is transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024,
@@ -73,7 +74,7 @@ class Noise(ABC):
     def project(self, x: Tensor) -> Tensor:
         """x (..., L, d) -> x W^T (..., L, m), in float32 at least: an error in a log feature is a relative error."""
         self.check(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             return self._project(at_least_float32(x))
 
     def check(self, x: Tensor) -> None:

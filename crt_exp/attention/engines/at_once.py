@@ -13,11 +13,12 @@ from crt_exp.attention.checks import compute_dtype, finite
 from crt_exp.attention.engines.chunks import CHUNK, Part
 from crt_exp.attention.partials import UNDERFLOW, Partial, merge, read, scale_keys, summarise, within
 from crt_exp.features.base import Features
+from crt_exp.precision import as_given
 
 
 def attend_at_once(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
     """What `generic.plain_attention` gathers. What that would do about an underflow stops the program."""
-    with torch.autocast(x.device.type, enabled=False):
+    with as_given(x):
         if part.call.causal:
             return _causal(x, y, v, part)
         return part.read(x, part.summary(y, v, slice(None)))

@@ -28,6 +28,7 @@ from crt_exp.attention.partials import (
 )
 from crt_exp.features.base import Bound, FeatureMap
 from crt_exp.nested import Nested, leaves, mapped
+from crt_exp.precision import as_given
 
 
 CHUNK = 128                      # tokens of a causal chunk
@@ -277,7 +278,7 @@ def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
     inputs and without shorter pieces where a row underflows."""
     offset = y.shape[2] - x.shape[2]
     sizes = PIECES if part.call.causal and not torch.compiler.is_compiling() else (CHUNK,)
-    with torch.autocast(x.device.type, enabled=False):
+    with as_given(x):
         for size in sizes:
             rows = list(part.gathered(x, y, v, size))
             if size == sizes[-1] or not underflowed(rows, part.seen(offset)):

@@ -13,6 +13,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_gradient, check_result, learning, transformed
 from crt_exp.attention.engines.chunks import Call, Kept, Part, Rows, chunks, plain_attention, write_rows
 from crt_exp.attention.partials import Partial
+from crt_exp.precision import as_given
 
 
 def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -56,7 +57,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, v, call):
         results, kept = call.result.empty(x, y, v), []
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             for rows, part in call.parts(x):
                 run = part.causal_forward if call.causal else part.forward
                 kept.append(run(x[rows], y[rows], v[rows], [t[rows] for t in results]))
@@ -77,7 +78,7 @@ class _Chunked(torch.autograd.Function):
                 call.result.differentiable(plain_attention(x, y, v, call.whole())), given))
             return *plain_gradients(again, (x, y, v), given), None
         states, grads = iter(states), [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x, y, v)]
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             for (rows, part), (count, lengths) in zip(call.parts(x), ctx.kept):
                 kept = Kept([next(states) for _ in range(count)], lengths)
                 run = part.causal_backward if call.causal else part.backward
@@ -109,7 +110,7 @@ def read_state(x: Tensor, state: Partial, part: Part) -> Partial:
 class _State(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, v, part):
-        with torch.autocast(y.device.type, enabled=False):
+        with as_given(y):
             state = part.state(y, v, y.shape[2])
         ctx.save_for_backward(y, v, state.log_scale)
         ctx.part = part
@@ -121,7 +122,7 @@ class _State(torch.autograd.Function):
     def backward(ctx, *dsums):
         y, v, top = ctx.saved_tensors
         grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (y, v)]
-        with torch.autocast(y.device.type, enabled=False):
+        with as_given(y):
             ctx.part.state_backward(y, v, top, dsums[:2], y.shape[2], grads)
         return *grads, None
 
@@ -131,7 +132,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx, x, part, *state):
         state = Partial(*state)
         results = Rows(state.modulus is not None).empty(x, state.numerator, state.numerator)
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             for t in chunks(x.shape[2]):
                 rows = part.read(x[:, :, t], state)
                 check_result(rows.log_scale)
@@ -147,6 +148,6 @@ class _Read(torch.autograd.Function):
         (x,), (state,) = _saved(ctx, 1)
         dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
         part = replace(ctx.part, call=replace(ctx.part.call, result=Rows(state.modulus is not None)))
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             dsums = part.read_backward(x, state, given[:2], dx)
         return dx, None, *dsums, None, None

@@ -12,6 +12,7 @@ from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
 from crt_exp.attention.partials import Partial, finish, normalised
 from crt_exp.features.base import ONE, Bound, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
+from crt_exp.precision import as_given
 
 
 def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
@@ -116,14 +117,14 @@ def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
     kept_arguments = ", ".join(f"Tensor {field}" for field in record._fields)
 
     def forward(x, y, v, rows, scale, bias, norm_weight, keep, causal):
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             kept = _engine(x, y, v, rows, causal).forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
         check_result(kept.logsum)
         return tuple(kept)
 
     def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, causal, *kept):
         form = Form(rows, scale, bias, norm_weight, keep)
-        with torch.autocast(x.device.type, enabled=False):
+        with as_given(x):
             return _engine(x, y, v, rows, causal).backward(x, y, v, form, record(*kept), grad, grad_logsum)
 
     ours = torch.library.custom_op(f"crt_exp::{name}", forward, mutates_args=(), schema=f"({FORM}) -> ({tensors})")

@@ -26,6 +26,7 @@ from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.attention.nearfar.padding import Shift, first_kept
 from crt_exp.attention.nearfar.recall import Recall, exactly, renewals
+from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
@@ -149,7 +150,7 @@ def _result(call: "Both | Causal | Recall", x: Tensor, y: Tensor, v: Tensor, key
         call = replace(call, factor=factor)
     elif factor != 1:
         tensors = tensors[0] * factor, tensors[1] * factor, tensors[2]
-    with torch.autocast(x.device.type, enabled=False):
+    with as_given(x):
         out, predicted = _computed(call, *tensors, keep)
     out = out.unflatten(0, (B, Hkv)).flatten(1, 2)
     if key_mask is not None:  # of a query without keys what was gathered means nothing
@@ -235,7 +236,7 @@ class _InParts(torch.autograd.Function):
 def _write_gradients(call: "Both | Causal", inputs: list[Tensor], keep: Tensor | None, chosen, grad: Tensor,
                      totals: list[Tensor]) -> None:
     """Those of one part; what they need is gone before the next one."""
-    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+    with torch.enable_grad(), as_given(grad):
         out, _ = call.attend(*inputs, keep, chosen)
         found = torch.autograd.grad(out, inputs, grad.to(out.dtype))
     for total, g in zip(totals, found):

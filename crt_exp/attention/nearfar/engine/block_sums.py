@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import transformed
+from crt_exp.precision import as_given
 
 
 def block_sums(rows: Tensor, cell: Tensor, cells: int, lag: int, both: bool) -> Tensor:
@@ -31,7 +32,7 @@ class _BlockSums(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         cell, = ctx.saved_tensors
-        with torch.autocast(grad.device.type, enabled=False):
+        with as_given(grad):
             later = _summed(grad.device)(grad, ctx.lag, ctx.both, True)
             rows = torch.bmm(one_hot(cell, ctx.cells, grad.dtype).flatten(0, 1), later.flatten(0, 1))
         return rows.view(*cell.shape, rows.shape[-1]), None, None, None, None

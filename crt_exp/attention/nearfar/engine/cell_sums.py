@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient
+from crt_exp.precision import as_given
 
 
 class Constants(NamedTuple):
@@ -59,7 +60,7 @@ class _CellSums(torch.autograd.Function):
         check_gradient(R)
         y, v, u, q, apart, flat = ctx.saved_tensors
         tilt, root, centres, cell, *_ = ctx.constants
-        with torch.autocast(y.device.type, enabled=False):
+        with as_given(y):
             T = weighted(u, cell, centres.shape[1]) @ G                                  # (Z, S, d + 2)
             A, near = R[..., :-1], T[..., :-2]
             slope = u * (R[..., -1] + (A * v).sum(-1)) + (near * y).sum(-1) + T[..., -2] * q + T[..., -1]

@@ -15,6 +15,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_gradient, transformed
 from crt_exp.attention.nearfar.engine import fused
 from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, log_weight, near_bias, over, plain_gather
+from crt_exp.precision import as_given
 
 ROWS = 4096      # queries of a chunk
 
@@ -147,7 +148,7 @@ class _Gather(torch.autograd.Function):
             delta -= grad_logsum
         sets = _sets(flat)
         grads = _Grads(q, near, sets)
-        with torch.autocast(q.device.type, enabled=False):
+        with as_given(q):
             for at, shares in zip(_chunks(*q.shape[:3], near is None or near.start == 0), kept):
                 _backward(q, near, sets, at, shares, grad, delta, grad_share, grads)
         windows = (None, None) if near is None else (near.unflat(grads.keys), near.unflat(grads.values))
