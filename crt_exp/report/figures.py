@@ -3,7 +3,7 @@
 A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for each of `settings` (default: all).
 
     kind: lines     mean of `metric` over x, one line an arm, with a band of its 95% interval; log: [x, y]; scale: log,
-                    the geometric mean, without the band
+                    the geometric mean, without the band; dotted: arms with another line than their colour's
     kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]; relative: an
                     arm by whose means both are divided
     kind: dots      one row an arm: its mean with the 95% interval; log: [x]; less: an arm whose value is subtracted,

@@ -9,6 +9,7 @@ one table over all settings). rows: "arms" (default) or a list of arms. A column
     {..., each: setting}                     one column for every setting
     {..., over: arm}                         the ratio to that arm's, paired by unit, geometric mean with its interval
     {..., share: arm}                        the mean as a share of that arm's
+    {..., lost: [best, worst]}               what is lost against `best` as a share of what `worst` loses, by unit
     {name, count: metric}                    how many units have that metric, of all that the arm has; with no better
                                              than: arm, in how many it is no better than that arm's mean
     {name, paper: {arm: text}}               what a paper reports
@@ -82,6 +83,9 @@ def cell(page: Page, column: dict[str, Any], arm: str) -> str:
     if "share" in column:
         mean, whole = (page.values(metric, arm=each, **where).mean() for each in (arm, column["share"]))
         return "" if mean != mean else f"{mean / whole:.1%}"
+    if "lost" in column:
+        ours, best, worst = (page.values(metric, arm=each, **where) for each in (arm, *column["lost"]))
+        return "" if arm in column["lost"] else shown(((best - ours) / (best - worst)).dropna(), ".2f")
     if "over" in column:
         ratio = np.exp(-page.metric(metric).sign * page.gain(metric, column["over"], arm, log=True, **where))
         return "" if arm == column["over"] or not len(ratio) else geometric(pd.Series(ratio), spec)

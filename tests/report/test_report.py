@@ -36,7 +36,7 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "speed": "engines and peers", "bench_samplers": "algorithms inside samplers", "families": "models",
     "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "attention in language models",
-    "redraw": "attention in a language model", "proteins_long": "attention in a language model",
+    "proteins_long": "attention in a language model",
     "attention_maps": "attention in a language model", "sampling": "samplers of classes",
     "hrf_speech": "arms of speech recognition",
     "lra": "attention in a classifier", "pixels": "attention in a model of images",

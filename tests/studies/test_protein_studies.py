@@ -1,10 +1,10 @@
-"""proteins at a tiny size: every arm has draws, every claim is judged."""
+"""proteins and redraw at tiny sizes: every arm has draws, every claim is judged."""
 
 import pytest
 
 from crt_exp.report import draws, page, render
 from crt_exp.report.page import Page
-from crt_exp.studies import training
+from crt_exp.studies import redraw, training
 
 SIZES = ["+task.sizes.heads=2", "+task.sizes.layers=1", "+task.sizes.d_ff=16", "+task.sizes.d=16"]
 TINY = {"common": ["task=trembl", *SIZES, "task.generated.sequences=60", "task.validation_share=0.2",
@@ -33,3 +33,24 @@ def test_a_page_of_tiny_runs(tmp_path, monkeypatch, one_thread):
         assert here >= {*size["only"].get(setting, size["arms"]), "empirical baseline"}
     assert len(made.families["claims"]) == 2 * 4 + 1 and "| exact |" in render.text(made, False)
     assert {"generated families, U, held out", "generated families, B, held out"} < {*made.settings}
+
+
+@pytest.mark.slow
+def test_exact_models_swapped_and_trained_on(tmp_path, monkeypatch, one_thread):
+    """Step 0 of an arm that trains on is the swap with its noise; nothing is computed twice."""
+    monkeypatch.chdir(tmp_path)
+    arms = {"exact": "exact", "uniform": "uniform", "favorp": "favorp m=4", "favorpp": "favorpp m=4"}
+    later = {f"{arm}{how}": [f"attention={arm}", *([] if "f" not in arm[:1] else ["features.m=4"])]
+             for arm, how in (("exact", ", trained on"), ("favorp", ""))}
+    size = tiny("redraw", swapped=arms, moved=later, noises=2, batches=1, projections=4, then={})
+    size["settings"].pop("generated families, B")
+    made = [*redraw.measure("redraw", ["tasks/trembl.py"], size)]
+    swaps = [draw for draw in made if draw.table == "swap" and draw.metric == "loss"]
+    assert [sum(draw.arm == arm for draw in swaps) for arm in arms] == [2, 2, 4, 4]
+    curve = [draw for draw in made if draw.table == "validation" and draw.metric == "loss" and draw.unit == 1]
+    assert [(draw.arm, draw.x) for draw in curve] == [(arm, x) for arm in later for x in (1, 2, 0)]
+    layers = {(draw.arm, draw.metric) for draw in made if draw.table == "layers"}
+    assert {("favorp", "predicted_error"), ("favorpp", "measured_error"), ("exact", "square_sum")} < layers
+    draws.write("redraw", made, tmp_path)
+    assert "| FAVOR+ |" in render.text(Page("redraw", tmp_path), False)
+    assert [*redraw.measure("redraw", ["tasks/trembl.py"], size)] == made
