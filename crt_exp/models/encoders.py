@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import MODEL, check_numbers, verify, whole_folder
+from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, verify, whole_folder
 from crt_exp.swap import record
 
 EXACT = Mechanism.of("exact").describe()
@@ -55,6 +55,7 @@ def folder_of(name: str, option: str) -> str:
         if (folder / "config.json").is_file():
             verify(folder, f"{option} = {name}")
             return str(folder)
+    refuse_adapters(path, f"{option} = {name}")
     if (path / "config.yaml").is_file():
         raise DataError(f"{option} = {name}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with "
                         f"resume=auto hydra.run.dir={name}")
@@ -101,6 +102,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
                                             ignore_mismatched_sizes=True)  # a head for other classes is made anew
         model, info = _loaded(load, origin, "weights")
         check_complete(model, info, origin)
+        model.__dict__["made_anew"] = sorted(info["missing_keys"])
         check_numbers(model.named_parameters(), f"{origin.option} = {origin.name}")
     else:
         model = auto.from_config(config).float()

@@ -15,6 +15,14 @@ from torch import Tensor
 from crt_exp.data import DataError
 
 MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-256 of each file of weights, by its name
+ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained
+
+
+def refuse_adapters(path: Path, told: str) -> None:
+    """Raises DataError for a run that kept adapters without the weights that they change."""
+    if (path / ADAPTER).is_dir() and not (path / MODEL).is_dir():
+        raise DataError(f"{told}: this run kept its adapters alone ({ADAPTER}/). Run it with trainer.lora.merge=true, "
+                        f"which keeps {MODEL}/ with the adapters in its weights")
 
 
 @contextmanager
@@ -80,6 +88,7 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
         if (folder / CONFIG).is_file():
             verify(folder, f"{option} = {run}")
             return folder
+    refuse_adapters(path, f"{option} = {run}")
     if (path / "config.yaml").is_file():
         raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "
                         f"resume=auto hydra.run.dir={run}), or its task keeps no model. Give {wanted}.")

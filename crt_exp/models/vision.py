@@ -21,7 +21,7 @@ from crt_exp.config import ConfigError, read_json
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
-from crt_exp.models.folder import MODEL, check_numbers, save_tensors, verify, whole_folder
+from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said
@@ -183,6 +183,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
             own = content.get("crt_exp", {})
             return Checkpoint(f"task.init = {init}", folder, Description.read(content, folder / "config.json"),
                               {} if own.get("described") == EXACT or "described" not in own else own)
+    refuse_adapters(path, f"task.init = {init}")
     if (path / "config.yaml").is_file():
         raise DataError(f"task.init = {init}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with "
                         f"resume=auto hydra.run.dir={init}")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -199,18 +200,21 @@ def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     return tensors | {name: tensors[first] for name, first in aliases.items()}
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str) -> None:
-    """Loads weights by name. Raises CheckpointError naming what is missing, superfluous or of another shape."""
+def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str,
+               absent: Collection[str] = ()) -> None:
+    """Loads weights by name, but for those that are left out (`absent`). Raises CheckpointError naming what is missing,
+    superfluous or of another shape."""
     make_room(model, tensors)
     own = model.state_dict()
-    problems = [f"{name} is missing" for name in own if name not in tensors]
+    problems = [f"{name} is missing" for name in own if name not in tensors and name not in absent]
     problems += [f"{name} is not in this model" for name in tensors if name not in own]
     problems += [f"{name} has shape {tuple(tensors[name].shape)}, the model's has {tuple(tensor.shape)}"
                  for name, tensor in own.items() if name in tensors and tensors[name].shape != tensor.shape]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(f"{source} does not fit this model: {'; '.join(problems[:3])}{more}")
-    model.load_state_dict({name: sharded_like(own[name], tensor) for name, tensor in tensors.items()})
+    model.load_state_dict({name: sharded_like(own[name], tensor) for name, tensor in tensors.items()},
+                          strict=not absent)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.ranks import whole
 from crt_exp.runner import checkpoint
+from crt_exp.runner.adapters import lightened
 from crt_exp.runner.generators import generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
 from crt_exp.runner.processes import Preempted, StopSignals, World
@@ -67,7 +68,8 @@ class Trainer:
         self.scaler = world.accelerator.scaler  # float16 alone has one
         self.per_epoch, self.total = planned_steps(config, task, world.size)
         self._build(mechanism)
-        self.state = TrainingState(self.module, self.optimizer, task, run, world, config.keep, self.per_epoch)
+        self.state = TrainingState(self.module, self.optimizer, task, run, world, config.keep, self.per_epoch,
+                                   self.adapters)
         self.rate, self.stopping, self.overdue = 0.0, False, False
         self.feed: Iterator[Any] | None = None
         self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
@@ -76,6 +78,7 @@ class Trainer:
         """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
         config, accelerator = self.config, self.world.accelerator
         self.module = self.task.build(mechanism)
+        self.adapters = lightened(self.module, config)
         self.sharded = config.strategy == "fsdp" and self.world.size > 1
         self.module.to(self.world.device)
         if self.world.group is not None:
@@ -396,9 +399,13 @@ class Trainer:
                      final=True)
 
     def _export(self) -> None:
-        """The weights that were tested, as the task keeps them."""
+        """The weights that were tested, as the task keeps them; of adapters that are not merged these alone."""
+        if self.adapters and self.config.lora["merge"]:
+            self.adapters.merge()
         tensors = {name: whole(t) for name, t in self.module.state_dict().items()}
-        if self.world.main:
+        if self.world.main and self.adapters and not self.config.lora["merge"]:
+            self.adapters.keep(tensors, self.run.directory)
+        elif self.world.main:
             self.task.export(self.module, tensors, self.run.directory)
 
     def _record(self, split: str, **values: Any) -> None:

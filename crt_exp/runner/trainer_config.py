@@ -1,5 +1,6 @@
 """The keys of `conf/trainer/`, checked before anything is read or written."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -7,6 +8,7 @@ import torch
 
 from crt_exp.config import ConfigError
 from crt_exp.ranks import world_size
+from crt_exp.runner.adapters import Lora, check_installed
 from crt_exp.runner.optim import OPTIMIZERS, SCHEDULES
 from crt_exp.runner.processes import World
 from crt_exp.schema import Count, NotNegative, Positive, Whole, at_least, below, checked
@@ -47,6 +49,9 @@ class TrainerConfig:
     patience: Count | None
     prefetch: Whole
     profile: bool
+    adapt: Literal["lora"] | None
+    lora: Lora
+    freeze: Sequence[str]
     sequence_parallel: Count = 1
 
     def __post_init__(self):
@@ -54,6 +59,11 @@ class TrainerConfig:
             object.__setattr__(self, "precision", "no")
         if self.strategy == "fsdp" and self.precision == "fp16":
             raise ConfigError("trainer.precision = fp16 does not go with trainer=fsdp: use bf16")
+        if self.adapt:
+            check_installed()
+            if self.strategy == "fsdp":
+                raise ConfigError("trainer.adapt = lora trains few parameters, which every process holds whole: leave "
+                                  "trainer=fsdp out")
         if self.sequence_parallel > 1 and (self.strategy == "fsdp" or self.compile):
             raise ConfigError(f"trainer.sequence_parallel = {self.sequence_parallel} goes neither with trainer=fsdp "
                               "nor with trainer.compile=true")

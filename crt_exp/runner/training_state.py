@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from crt_exp.ranks import whole
 from crt_exp.runner import checkpoint, task_state
+from crt_exp.runner.adapters import Adapters
 from crt_exp.runner.generators import rng_state, set_rng_state
 from crt_exp.runner.processes import World
 from crt_exp.runner.run import Run
@@ -35,14 +36,16 @@ class Progress:
 class TrainingState:
     """Weights, optimiser, generators, the task's own state, and where the run stands, of one process of `world`.
 
-    keep: checkpoints that are left beside the best. Attributes: `progress`; `saved` and `saved_at`, the step of the
+    keep: checkpoints that are left beside the best. adapters: where there are some, checkpoints leave the weights out
+    that stay as they are. Attributes: `progress`; `saved` and `saved_at`, the step of the
     last checkpoint and when it was written. All processes call each method together.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, task: Task, run: Run, world: World, keep: int,
-                 per_epoch: int | None):
+                 per_epoch: int | None, adapters: Adapters | None = None):
         self.module, self.optimizer, self.task, self.run, self.world = module, optimizer, task, run, world
         self.keep, self.per_epoch, self.scaler = keep, per_epoch, world.accelerator.scaler
+        self.stay, self.digest = (adapters.stay, adapters.digest) if adapters else (set(), None)
         self.root, self.progress = run.directory / CHECKPOINTS, Progress()
         self.saved, self.saved_at = 0, time.monotonic()
 
@@ -54,13 +57,14 @@ class TrainingState:
 
     def save(self) -> None:
         """The first process writes a checkpoint and removes old ones; where it fails, all raise CheckpointError."""
-        tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items()},
+        changing = {name: t for name, t in self.module.state_dict().items() if name not in self.stay}
+        tensors = {"model": {name: whole(t) for name, t in changing.items()},
                    "optimizer": checkpoint.optimizer_tensors(self.module, self.optimizer)}
         of_task, plain = task_state.split(self.world.gather(task_state.state_of(self.task)))
         tensors |= {"task": of_task} if of_task else {}
         state = asdict(self.progress) | {
             "rng": self.world.gather(rng_state()), "records": len(self.run.records), "task": plain,
-            "scaler": self.scaler.state_dict() if self.scaler else None}
+            "scaler": self.scaler.state_dict() if self.scaler else None, "stay": self.digest}
         problem = None
         if self.world.main:
             try:
@@ -84,7 +88,7 @@ class TrainingState:
             return
         state = checkpoint.load_state(path)
         self._check_records(path, state["records"])
-        checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
+        self._load_model(path, state)
         checkpoint.load_optimizer(self.module, self.optimizer, checkpoint.load_tensors(path / "optimizer.safetensors"))
         self._load_task(path, state)
         if self.scaler and state["scaler"]:
@@ -98,6 +102,13 @@ class TrainingState:
         else:
             self._say(f"{len(state['rng'])} processes wrote it, now there are {self.world.size}: their generators "
                       "start afresh")
+
+    def _load_model(self, path: Path, state: dict[str, Any]) -> None:
+        """The weights of a checkpoint. Raises CheckpointError where it belongs to others that stay as they are."""
+        if state.get("stay") != self.digest:
+            raise checkpoint.CheckpointError(f"{path} holds adapters of other weights than those that this run starts "
+                                             "from: the model of task.init or task.model has changed since")
+        checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path, self.stay)
 
     def _load_task(self, path: Path, state: dict[str, Any]) -> None:
         """What the task kept. Raises CheckpointError where another number of processes wrote it, each its own."""
@@ -131,8 +142,9 @@ class TrainingState:
         if reason:
             self._say(f"the best checkpoint {path} is damaged ({reason}): the last weights are tested in its place")
         else:
-            checkpoint.load_model(self.module, checkpoint.load_tensors(path / "model.safetensors"), path)
-            self._load_task(path, checkpoint.load_state(path))
+            state = checkpoint.load_state(path)
+            self._load_model(path, state)
+            self._load_task(path, state)
 
     def _say(self, text: str) -> None:
         if self.world.main:

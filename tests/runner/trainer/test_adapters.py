@@ -1,0 +1,149 @@
+"""Low-rank adapters and weights that stay: what is trained, kept, continued and merged, and what is refused."""
+
+import importlib.util
+import json
+import signal
+
+import pytest
+import torch
+from swap_models import bert, gpt2, inputs, made
+from toy_runs import assert_same, at_call, records, send
+from torch import nn
+from torch.testing import assert_close
+
+from crt_exp import swap_attention
+from crt_exp.config import ConfigError
+from crt_exp.runner import checkpoint
+from crt_exp.runner.adapters import Adapters, adaptable, chosen, freeze, projections
+
+pytest.importorskip("peft")
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": None, "also": [], "merge": False}
+TOY = ["trainer.adapt=lora", "trainer.lora.rank=2", "trainer.lora.targets=[inner.0]", "trainer.lora.also=[outer]"]
+SHORT = ["trainer.epochs=1", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=5", "trainer.lr=1e-2"]
+
+
+def model_of(run, step):
+    return checkpoint.load_tensors(run / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+# ---- any model
+
+
+@pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])
+def test_adapters_begin_as_nothing_and_merge_into_what_they_were(make):
+    """On the projections of swapped attention; only they are trained, and every other weight stays."""
+    model, batch = swap_attention(made(make), "favorp", m=8), inputs(make)
+    names = list(model.state_dict())
+    with torch.no_grad():
+        before = model(**batch)[0]
+        adapters = Adapters(model, LORA)
+        assert_close(model(**batch)[0], before)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert trained and all(".lora_" in name for name in trained)
+        assert adapters.stay == {name for name, _ in model.named_parameters() if name not in trained} | (
+            {"lm_head.weight"} if make is gpt2 else set())
+        for name, p in model.named_parameters():
+            p.add_(0.1 * torch.randn_like(p)) if name in trained else None
+        moved = model(**batch)[0]
+        adapters.merge()
+        assert_close(model(**batch)[0], moved, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(moved, before, atol=1e-3) and list(model.state_dict()) == names
+
+
+def test_targets_are_the_projections_of_attention_unless_they_are_named():
+    model = swap_attention(made(bert), "hedgehog", m=4)
+    ends = {name.rpartition(".")[2] for name in projections(model, adaptable(model))}
+    assert ends == {"query", "key", "value"}
+    assert len(chosen(model, LORA | {"targets": ["attention.output.dense"]})) == 2
+    assert len(chosen(model, LORA | {"targets": ["dense"]})) == 6
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 1)
+    assert {name.rpartition(".")[2] for name in adaptable(encoder)} == {"linear1", "linear2"}  # it reads out_proj
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"targets": ["quary"]}, "unknown target of trainer.lora.targets, which no linear layer of this model is, 'quary'; "
+                             "did you mean query"),
+    ({"rank": 17}, r"trainer.lora.rank = 17: .*attention.self.query is 16 x 16, so its rank is at most 16"),
+    ({"also": ["classifier"]}, "unknown name in trainer.lora.also, which no module or parameter of this model has, "
+                               "'classifier'")], ids=str)
+def test_bad_adapters_are_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        Adapters(made(bert), LORA | changes)
+
+
+def test_a_model_without_attention_needs_targets_and_frozen_names_must_be_there():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match="this model has no projections of attention; name linear layers of it: 0, 1"):
+        chosen(model, LORA)
+    with pytest.raises(ConfigError, match="unknown name in trainer.freeze"):
+        freeze(model, ["embedding"])
+    freeze(model, ["0"])
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+
+
+# ---- runs
+
+
+def test_checkpoints_hold_what_is_trained_alone(typed, tmp_path):
+    assert typed(*TOY, *SHORT)[0] == 0
+    first, then = model_of(tmp_path / "run", 5), model_of(tmp_path / "run", 10)
+    assert sorted(first) == ["inner.0.lora_A.default.weight", "inner.0.lora_B.default.weight", "outer.bias",
+                             "outer.weight"]
+    assert not any(torch.equal(first[name], then[name]) for name in first)
+    adapter = tmp_path / "run" / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 2
+    kept = checkpoint.load_tensors(adapter / "adapter_model.safetensors")
+    assert sorted(kept) == [f"base_model.model.inner.0.lora_{side}.weight" for side in "AB"]
+    assert sorted(checkpoint.load_tensors(adapter / "trained.safetensors")) == ["outer.bias", "outer.weight"]
+
+
+def test_a_stopped_run_goes_on_to_the_same_numbers(typed, tmp_path, monkeypatch, interruptible):
+    assert typed(*TOY, *SHORT, directory="whole")[0] == 0
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, send(signal.SIGTERM))
+        assert typed(*TOY, *SHORT)[0] == 143
+    code, out, err = typed(*TOY, *SHORT, "resume=auto")
+    assert code == 0 and "step-7" in out, err
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    (tmp_path / "run" / "checkpoints" / "step-7").rename(tmp_path / "aside")
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_other_weights_underneath_are_refused(typed, tmp_path, monkeypatch, interruptible):
+    with monkeypatch.context() as patch:
+        at_call(patch, 7, send(signal.SIGTERM))
+        assert typed(*TOY, *SHORT)[0] == 143
+    state = tmp_path / "run" / "checkpoints" / "step-7" / "state.json"
+    monkeypatch.setattr("crt_exp.runner.adapters.digest_of", lambda tensors, names: "another")
+    code, _, err = typed(*TOY, *SHORT, "resume=auto")
+    assert code == 2 and "holds adapters of other weights than those that this run starts from" in err, err
+    assert json.loads(state.read_text())["stay"] != "another"
+
+
+@pytest.mark.parametrize("args, words", [
+    (["trainer.lora.targets=[innner]"], "unknown target of trainer.lora.targets"),
+    (["trainer.lora.targets=null"], "trainer.lora.targets = null: this model has no projections of attention"),
+    (["trainer.lora.rank=7"], "trainer.lora.rank = 7: inner.0 is 16 x 6, so its rank is at most 6"),
+    (["trainer.lora.rank=0"], "trainer.lora.rank = 0: it takes a whole number of at least 1"),
+    (["trainer.lora.dropout=1"], "trainer.lora.dropout = 1"),
+    (["trainer.adapt=lara"], "trainer.adapt = lara: it takes lora"),
+    (["trainer.freeze=[middle]"], "unknown name in trainer.freeze"),
+    (["trainer.strategy=fsdp"], "trainer.adapt = lora trains few parameters")], ids=str)
+def test_bad_input_is_told_and_leaves_nothing(args, words, typed, tmp_path):
+    given = [each for each in TOY if each.split("=")[0] not in [arg.split("=")[0] for arg in args]]
+    code, _, err = typed(*given, *args)
+    assert code == 2 and words in err and not (tmp_path / "run").exists(), err
+
+
+def test_without_the_library_a_line_says_what_to_install(typed, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
+    code, _, err = typed(*TOY)
+    assert code == 2 and "pip install 'crt_exp[adapt]'" in err and len(err.strip().splitlines()) == 1
+
+
+def test_frozen_weights_stay(typed, tmp_path):
+    assert typed("trainer.freeze=[inner]", *SHORT)[0] == 0
+    first, then = model_of(tmp_path / "run", 5), model_of(tmp_path / "run", 10)
+    same = {name for name in first if torch.equal(first[name], then[name])}
+    assert same == {name for name in first if name.startswith("inner")} and len(first) > len(same) > 0
