@@ -3,8 +3,8 @@
     def __init__(self, scaling: Literal["standard", "minmax", "none"], repeats: Count, sigmas: Several[Positive]): ...
 
 From such annotations come the check and its words: "task.repeats = 1.5: it takes a whole number of at least 1". The
-command line checks by them whatever a `_target_` names (runner/composed.py); a class under `@checked` does so in Python
-too.
+command line checks by them whatever a `_target_` names (runner/configuration.py); a class under `@checked` does so in
+Python too.
 """
 
 import functools

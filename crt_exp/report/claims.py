@@ -21,7 +21,7 @@ the share `keeps` of what `of` gains over `over` the arm gains over it; {text, v
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +38,7 @@ from crt_exp.report.evidence import (
     signs,
 )
 
-if TYPE_CHECKING:
-    from crt_exp.report.page import Page
+Page = Any  # that of report/page.py, which stands above
 
 KEYS = ("text", "better", "worse", "arm", "at_most", "at_least", "against", "keeps", "of", "over", "of_x",
         "over_x", "metric", "settings", "table", "x", "scale",

@@ -8,7 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from crt_exp.config import ALIASES, CONF, ConfigError, canonical, choices, groups, unknown
 from crt_exp.ranks import inside_torchrun, rank
-from crt_exp.runner.composed import GROUPS, check_plain, explained, plain
+from crt_exp.runner.configuration import GROUPS, check_plain, explained, plain
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
 from crt_exp.schema import names_code
 

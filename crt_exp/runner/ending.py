@@ -18,7 +18,7 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
 from crt_exp.ranks import rank
-from crt_exp.runner.invocation import in_sweep, output_directory, override, place
+from crt_exp.runner.configuration import in_sweep, output_directory, override, place
 from crt_exp.runner.processes import Preempted, clear_when_early, lost_process
 
 ERROR_CODE, DIVERGED_CODE = 2, 3

@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from crt_exp.config import CONF, ConfigError, choices, located
-from crt_exp.runner.composed import GROUPS, check_composed, check_plain, plain
+from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
 from crt_exp.samplers import hadamard, iid, orthogonal
 from crt_exp.schema import HYDRA_KEYS, Count, Positive, Several, at_least, below, check, checked, describe, parameters
 
@@ -150,7 +150,7 @@ def test_a_group_takes_code_of_its_kind_alone(configurations):
     whole = configurations["task=mlm"]
     for group in GROUPS:
         for other in (EVIL, {"_target_": "crt_exp.runner.run.write_atomic"},
-                      {"_target_": "crt_exp.runner.composed.re.sub"}, {"_target_": 5}):
+                      {"_target_": "crt_exp.runner.configuration.re.sub"}, {"_target_": 5}):
             with pytest.raises(ConfigError, match=rf"^{group}\._target_ = "):
                 check_plain(whole | {group: other})
     with pytest.raises(ConfigError, match="nowhere.Task cannot be imported: No module named 'nowhere'"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.runner.lock import LOCK, Lock
+from crt_exp.runner.run import LOCK, Lock
 from crt_exp.runner.run import commit
 
 ROOT = Path(__file__).parents[2]
@@ -221,7 +221,7 @@ def test_version_is_the_products_and_quick():
 
 
 @pytest.mark.parametrize("module", ["torch", *(pytest.param(name, marks=pytest.mark.slow)
-                                               for name in ("hydra", "crt_exp.runner.lock"))])
+                                               for name in ("hydra", "crt_exp.mechanism"))])
 def test_an_early_interrupt_is_one_line(module, tmp_path):
     """^C while libraries are imported: an import may swallow an exception or turn it into another."""
     code = ("import os, signal, sys; from crt_exp.__main__ import main; name = sys.argv.pop(1)\n"
@@ -239,7 +239,7 @@ def test_an_early_interrupt_is_one_line(module, tmp_path):
 # ---- one run at a time in a directory --------------------------------------------------------------------------------
 
 
-HOLD = ("import os, sys; from pathlib import Path; from crt_exp.runner.lock import Lock\n"
+HOLD = ("import os, sys; from pathlib import Path; from crt_exp.runner.run import Lock\n"
         "lock = Lock(Path(sys.argv[1])); worker = os.fork() if len(sys.argv) > 2 else None\n"
         "if worker == 0: os.read(0, 1); os._exit(0)\n"
         "print(worker or 0, flush=True); os.read(0, 1); lock.release()")
@@ -292,7 +292,7 @@ def test_a_lock_keeps_its_own_process_out_too(tmp_path):
     lock = Lock(tmp_path / "run")
     with pytest.raises(ConfigError, match=f"this process .{os.getpid()}. itself"):
         Lock(tmp_path / "run")
-    other = f"from pathlib import Path; from crt_exp.runner.lock import Lock; Lock(Path({str(tmp_path / 'run')!r}))"
+    other = f"from pathlib import Path; from crt_exp.runner.run import Lock; Lock(Path({str(tmp_path / 'run')!r}))"
     out = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, cwd=ROOT)
     assert f"in use by process {os.getpid()}" in out.stderr  # the attempt above did not lose it
     lock.release()

@@ -23,7 +23,7 @@ from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.runner import checkpoint
-from crt_exp.runner.composed import check_composed
+from crt_exp.runner.configuration import check_composed
 from crt_exp.runner.optim import make_optimizer
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.imagenet import Average, ImageNet, layers_of

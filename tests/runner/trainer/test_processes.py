@@ -24,7 +24,7 @@ from toy_runs import (
 
 from crt_exp.config import ConfigError
 from crt_exp.runner import checkpoint, task_state
-from crt_exp.runner.lock import Lock
+from crt_exp.runner.run import Lock
 from crt_exp.runner.processes import StopSignals
 from crt_exp.runner.trainer_config import TrainerConfig, start_world
 
@@ -135,7 +135,7 @@ def test_two_processes_tell_an_error_once(tmp_path):
     (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention=generalized: kernel_epsilon = -1"),
 ], ids=str)
 def test_a_mistake_is_told_before_the_processes_start(args, message, typed, tmp_path, monkeypatch):
-    monkeypatch.setattr("crt_exp.train.torchrun", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("crt_exp.runner.fit.torchrun", lambda *_: pytest.fail("processes were started"))
     code, _, err = typed("trainer.processes=2", *args)
     assert code == 2 and message in err and len(err.splitlines()) == 1, err
     assert not (tmp_path / "run").exists()

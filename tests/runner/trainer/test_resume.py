@@ -13,7 +13,7 @@ import toy
 from toy_runs import ARGS, BASE, CARRYING, OVERSHOT, assert_same, at_call, checkpoints, records, send
 
 from crt_exp.runner import checkpoint
-from crt_exp.runner.invocation import override
+from crt_exp.runner.configuration import override
 from crt_exp.tasks.base import Task
 
 

@@ -1,5 +1,4 @@
-"""The composed configuration, checked as one: which keys there are, what each takes,
-and that every group names code of its kind.
+"""The configuration of a run: what Hydra was asked for and made of it, and its keys and groups, checked.
 
 Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (schema.py), so a new
 task, map or sampler is checked without a line here.
@@ -7,6 +6,7 @@ task, map or sampler is checked without a line here.
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +15,68 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from crt_exp.config import ConfigError, choices, unknown
 from crt_exp.schema import (ATTENTION, FEATURES, SAMPLER, Count, Group, Parameter, at_least, at_most, check_keys,
                             check_node)
+
+# ---- what Hydra was asked for ----------------------------------------------------------------------------------------
+
+
+def choice(group: str) -> str | None:
+    """The name that was chosen of a group."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return HydraConfig.get().runtime.choices.get(group)
+
+
+def overrides() -> list[str]:
+    """What this run was told, also where a sweep or a torchrun told it and not the command line;
+    nothing outside a run."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+def folders() -> list[str]:
+    """Folders of configuration files that the user added to Hydra's search path."""
+    from hydra.core.hydra_config import HydraConfig
+
+    sources = HydraConfig.get().runtime.config_sources
+    return [f"{source.schema}://{source.path}" for source in sources if source.provider.endswith("command-line")]
+
+
+def output_directory() -> Path:
+    """The run directory."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def in_sweep() -> bool:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def place() -> tuple[str, Path]:
+    """The key and value that name this run's directory again, or that of its sweep."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if in_sweep():
+        return "hydra.sweep.dir", Path(HydraConfig.get().sweep.dir).absolute()
+    return "hydra.run.dir", output_directory()
+
+
+def override(key: str, value: Any) -> str:
+    """key=value in Hydra's grammar, for values of any characters."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    text = str(value)
+    if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
+        return f"{key}={text}"
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
+    return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
+
+
+# ---- keys and groups -------------------------------------------------------------------------------------------------
 
 TOP = {"seed": Parameter(Annotated[int, at_least(0), at_most(2**32 - 1)], True),  # what NumPy's generators take
        "resume": Parameter(Literal["never", "auto"], True)}

@@ -1,0 +1,210 @@
+"""From a composed configuration to its records: what it builds, checked; then measured where the task only measures,
+trained on this process, or on those that a torchrun starts.
+
+Choices that do not go together are ConfigErrors, raised before anything is written.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from crt_exp.config import ConfigError, instantiate, located
+from crt_exp.ranks import inside_torchrun, world_size
+from crt_exp.runner.command_line import with_folders
+from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, output_directory, override,
+                                          overrides)
+from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together, remove_empty
+from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, torchrun
+from crt_exp.runner.run import Run, read_records
+from crt_exp.runner.sweep import check_direction, direction
+
+
+def build(cfg: DictConfig) -> tuple[Any, Any]:
+    """The task and the Mechanism of a composed configuration. Raises ConfigError for whatever cannot be run."""
+    check_composed(cfg)
+    check_attention(cfg)
+    check_sweeper(cfg)
+    task, mechanism = instantiate(cfg.task), mechanism_of(cfg)
+    (check_study if is_study(task) else check_training)(cfg, task, mechanism)
+    return task, mechanism
+
+
+def is_study(task: Any) -> bool:
+    """Whether a task only measures, and does not train."""
+    return hasattr(task, "records")
+
+
+# ---- choices that do not go together ---------------------------------------------------------------------------------
+
+
+def mechanism_of(cfg):
+    """The Mechanism that the configuration names; bad options of its parts are told before any data is read."""
+    from crt_exp.mechanism import Mechanism
+
+    mechanism = Mechanism.composed(cfg, choice)
+    if mechanism.features is not None:
+        with named("features"):
+            mechanism.map()
+    return mechanism
+
+
+@contextmanager
+def named(group: str) -> Iterator[None]:
+    """The errors of a constructor with the choice that it belongs to."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{group}={choice(group)}: {error}") from None
+
+
+def check_attention(cfg) -> None:
+    """Choices that the attention makes no use of."""
+    from crt_exp.mechanism import uses
+
+    if cfg.get("attention") is None:
+        return
+    used = uses(cfg.attention)
+    unused = [o for o in overrides() if _part_of(o) in {"features", "sampler", "m"} - used]
+    if unused:
+        raise ConfigError(f"attention={choice('attention')} makes no use of it: leave out {' '.join(unused)}")
+
+
+def _part_of(override: str) -> str | None:
+    """Which part of a mechanism an override chooses: attention, features, sampler or m."""
+    key = override.split("=")[0].lstrip("+~")
+    group = key.split(".")[0]
+    return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
+
+
+def check_used(task) -> None:
+    """Choices that the task, with its options, makes no use of."""
+    unused = [o for o in overrides() if (part := _part_of(o)) and part not in task.uses]
+    if unused:
+        raise ConfigError(f"task={choice('task')} with these options makes no use of it: leave out {' '.join(unused)}")
+
+
+def check_sweeper(cfg) -> None:
+    """A sweeper that would look for the worst value."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if in_sweep():
+        kind = located("task", cfg.task._target_)
+        check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
+
+
+def check_study(cfg, task, mechanism) -> None:
+    """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
+    if world_size() > 1 or cfg.trainer.processes:
+        raise ConfigError(f"task={choice('task')} does not train: start it on one process")
+    if hasattr(task, "uses"):
+        check_used(task)
+    if not mechanism.estimates and mechanism.name != "exact" and not measures_whole(cfg, mechanism):
+        raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} "
+                          "estimates none: choose features=..., a preset such as attention=favorpp, or attention=exact")
+
+
+def measures_whole(cfg, mechanism) -> bool:
+    """Whether the study also measures this attention, which has no feature map."""
+    measures = getattr(located("task", cfg.task._target_), "measures_whole", None)
+    return measures is not None and measures(mechanism)
+
+
+def check_training(cfg, task, mechanism) -> None:
+    """What can be known before the processes of a run start: each of them would find the same."""
+    from crt_exp.models.transformer import check_splits
+    from crt_exp.runner.trainer import planned_steps
+    from crt_exp.runner.trainer_config import check_processes
+
+    config = instantiate(cfg.trainer, _convert_="all")
+    processes = world_size() if inside_torchrun() else config.processes or 1
+    check_processes(config, processes)
+    if config.sequence_parallel > 1:
+        task.check_split(config.sequence_parallel)
+        check_splits(mechanism.layer(2, 8))
+    if config.strategy == "fsdp" and processes > 1:
+        task.check_shards()
+    planned_steps(config, task, processes)
+    check_used(task)
+    if choice("attention"):
+        with named("attention"):
+            mechanism.layer(2, 8)
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def starts_processes(cfg, task: Any) -> bool:
+    """Whether the run is that of processes which are still to be started."""
+    return not is_study(task) and bool(cfg.trainer.processes) and not inside_torchrun()
+
+
+def fit_on_processes(cfg) -> float:
+    """The run on `trainer.processes` processes, started by torchrun; returns the metric that it recorded."""
+    arguments = [*overrides(), *with_folders(folders()), override("hydra.run.dir", output_directory())]
+    try:
+        torchrun(cfg.trainer.processes, arguments)
+    except ProcessesFailed as error:
+        remove_empty(output_directory())
+        raise Stopped(str(error), error.code, told=error.code in (ERROR_CODE, DIVERGED_CODE)) from None
+    last = read_records(output_directory() / "metrics.jsonl")[-1]
+    return last[last["metric"]]
+
+
+def fit(cfg, task, mechanism) -> float | None:
+    """Runs what is not yet in the run directory, prints the task's summary, and returns the metric of the last record;
+    None on processes but the first. Raises Stopped after a signal or a divergence."""
+    records, directory = (measured if is_study(task) else trained)(cfg, task, mechanism)
+    if not records:
+        return None
+    print(f"{task.summary(records)}  [{directory}]")
+    return records[-1][task.metric]
+
+
+def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
+    """The records of a task that only measures."""
+    raise_interrupts()
+    with Run(cfg, output_directory()) as current:
+        if not finished(current.records):
+            for record in task.records(mechanism, cfg.seed, done=list(current.records)):
+                ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
+                current.log(**record, **ending)
+            if hasattr(task, "keep"):
+                task.keep(current.records, current.directory)
+    return current.records, current.directory
+
+
+def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
+    """The records of a task that trains; none on processes but the first."""
+    from crt_exp.runner.trainer import Trainer
+    from crt_exp.runner.trainer_config import start_world
+
+    config = instantiate(cfg.trainer, _convert_="all")
+    world = start_world(config)
+    raise_interrupts()
+    with ending_together(world), open_run(cfg, world) as current:
+        if not world.broadcast(finished(current.records)):
+            Trainer(config, task, mechanism, current, world, cfg.seed).fit()
+    return current.records, current.directory
+
+
+def open_run(cfg, world) -> Run | None:
+    """The run directory, on every process; where the first cannot have it, all end with the exit code of that error."""
+    current, problem = None, None
+    try:
+        current = Run(cfg, output_directory(), world.main)
+    except (ValueError, OSError) as error:
+        if world.size == 1:
+            raise
+        problem = str(error)
+    problem = world.broadcast(problem)
+    if problem:
+        refuse_together(problem, world)
+    return current
+
+
+def finished(records: list[dict]) -> bool:
+    """Whether nothing is left to run."""
+    return bool(records and records[-1].get("final"))
