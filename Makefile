@@ -17,7 +17,7 @@ REPORTS := table1 table2 fig1 fig2 performers-fig2 performers-fig4 performers-fi
   hrf-qmc hrf-clusters hrf-flops hrf-speech fidelity copying recall sampling families bench-estimators speed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs sweep-example report $(REPORTS)
+.PHONY: help setup demo test test-all gpu lint docs sweep-example report $(REPORTS)
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -41,6 +41,10 @@ demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table
 
 test: $(STAMP)  ## the fast tests
 	@$(PYTEST) -m "not slow"
+
+gpu: $(STAMP)  ## on a machine with a GPU: its tests, then speed-gpu for at most 8 minutes; repeat until it says written
+	@$(PYTEST) -n 0 -m gpu
+	@$(PY) -m crt_exp.report speed-gpu --size gpu --minutes 8
 
 test-all: $(STAMP)  ## every test
 	@$(PYTEST)

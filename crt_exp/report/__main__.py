@@ -8,6 +8,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import math
 import os
 import signal
 import sys
@@ -85,7 +86,10 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool) -> Path
 
 def render_all(folder: Path) -> None:
     for name in page.names():
-        print(f"written: {render.write(page.Page(name, folder))}")
+        if draws.there(name, folder):
+            print(f"written: {render.write(page.Page(name, folder))}")
+        else:
+            print(f"{name}: no draws yet; `make {name}` measures them")
     index.main(folder)
 
 
@@ -112,12 +116,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=writing.REPORT, help="folder to write to (default %(default)s)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
     made.add_argument("--again", action="store_true", help="measure everything again")
+    made.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; repeat to go on")
     return made
 
 
 def main() -> None:
     args = parser().parse_args()
     writing.REPORT = args.out
+    cells.limit(args.minutes)
     try:
         make(args)
     except (ValueError, OSError, DataError) as error:

@@ -39,6 +39,11 @@ def numbers(column: pd.Series) -> pd.Series:
     return values if (values.notna() | (column == "")).all() else column
 
 
+def there(name: str, folder: Path = FOLDER) -> bool:
+    """Whether a page has draws."""
+    return any((folder / f"{name}{end}").is_file() for end in (".csv", ".csv.gz"))
+
+
 def path_of(name: str, folder: Path = FOLDER) -> Path:
     for path in (folder / f"{name}.csv", folder / f"{name}.csv.gz"):
         if path.is_file():

@@ -52,6 +52,26 @@ class Draw:
     versions: str = ""
 
 
+class OutOfTime(ValueError):
+    """The minutes of `limit` are over."""
+
+
+_end: float = float("inf")  # of `limit`, as time.monotonic() counts
+
+
+def limit(minutes: float) -> None:
+    """From now on no cell begins after so many minutes: a long measurement in parts."""
+    global _end
+    _end = time.monotonic() + 60 * minutes
+
+
+def in_time(keys: Sequence[Key]) -> Iterator[Key]:
+    for key in keys:
+        if time.monotonic() >= _end:
+            return
+        yield key
+
+
 class Cells:
     """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
 
@@ -78,11 +98,15 @@ class Cells:
         missing = [key for key in keys if key not in self]
         cores = min(workers or joblib.cpu_count(), max(len(missing), 1))
         with without_interrupts():
-            jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered")(
-                joblib.delayed(timed)(compute, key) for key in missing)
+            jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered", pre_dispatch=cores)(
+                joblib.delayed(timed)(compute, key) for key in in_time(missing))
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
             self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code,
                         "commit": short_commit(), "date": str(date.today()), "versions": versions()})
+        left = sum(key not in self for key in keys)
+        if left:
+            raise OutOfTime(f"{label}: the time given is over and {left} of {len(keys)} cells are left; those that are "
+                            "computed are kept, and the same command goes on")
         return self
 
     def draw(self, key: Key, setting: str, arm: str, metric: str, value: float | str, unit: str | int = "",

@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from crt_exp import samplers
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
+from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, near_far_attention
 from crt_exp.attention.engines import flash
+from crt_exp.attention.nearfar.choice import Sizes
+from crt_exp.attention.nearfar.engine import fused
+from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 B, H, L, D, M = 2, 4, 300, 64, 128
 
 
@@ -34,6 +37,24 @@ def test_equals_reference(phi, dtype, tolerance, causal):
         results.append((out, *torch.autograd.grad(out, tensors, grad)))
     for ours, expected in zip(*results):
         assert (ours.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("kind", [{}, {"cross": True}, {"causal": True}])
+def test_the_kernels_of_near_far_attention(kind):
+    """In float32, by Triton; expected: plain operations in float64."""
+    tensors, grad = inputs(torch.float32)
+    sizes, results = Sizes(16, 8, 16, exact_until=0), []
+    book = NearFar(H, D, preset="bounded", block=16, heavy=8, cells=16, causal=True, scaling=1.0).cuda()
+    with book.calibration(), torch.no_grad():
+        book(*tensors)
+    for dtype in (torch.float32, torch.float64):
+        given = {"codebook": book.codebook(B).to(dtype)} if "causal" in kind else {}
+        own = [t.detach().to(dtype).requires_grad_() for t in tensors]
+        assert fused.applies(*own) == (dtype == torch.float32)
+        out = near_far_attention(*own, sizes, **kind, **given).out
+        results.append((out, *torch.autograd.grad(out, own, grad.to(dtype))))
+    for ours, expected in zip(*results):
+        assert (ours.double() - expected).norm() <= 1e-3 * expected.norm()    # a key may join another cell
 
 
 @pytest.mark.parametrize("causal", [False, True])

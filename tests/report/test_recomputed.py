@@ -12,7 +12,8 @@ import yaml
 from scipy import stats
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path.stem for path in (ROOT / "conf/report").glob("*.yaml"))
+PAGES = sorted(path.stem for path in (ROOT / "conf/report").glob("*.yaml")
+               if any((ROOT / "outputs/report").glob(f"{path.stem}.csv*")))
 EACH = 3  # claims of a page
 LEVELS = {1: 0.05, 2: 0.029}
 
