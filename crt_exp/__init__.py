@@ -14,6 +14,7 @@ _HOMES = {
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
     "crt_exp.swap.swap": ("unswap_attention", "describe_attention", "calibrate_attention"),
     "crt_exp.swap.saved": ("from_pretrained",),
+    "crt_exp.advice.call": ("advise",),
     "crt_exp.swap.card": ("card",),
     "crt_exp.swap.attn_layer": ("attn_layer",),
 }

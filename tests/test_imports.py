@@ -28,6 +28,7 @@ ROOMS = [
     ["drawing"],
     ["sampling"],
     ["models"],
+    ["advice"],
     ["estimators"],
     ["tasks"],
     ["runner"],

@@ -121,8 +121,9 @@ def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
 
 def saved_attention(config) -> dict[str, Any]:
     """What `Mechanism.describe` says of the attention that a model's weights were saved with."""
-    mechanisms = (getattr(config, record.KEY, None) or {}).get("mechanisms")
-    return mechanisms[0].get("described", {}) if mechanisms else EXACT
+    saved = getattr(config, record.KEY, None) or EXACT
+    mechanisms = saved.get("mechanisms")
+    return mechanisms[0].get("described", {}) if mechanisms else saved
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
-from crt_exp.swap.swap import LayerMaker, fill_statistics, swap_layers, unswap_attention
+from crt_exp.swap.swap import LayerMaker, fill_statistics, swap_layers, swapped_states, unswap_attention
 
 
 @dataclass
@@ -258,10 +258,6 @@ class Pretrained:
             errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(self._run(), self.states)]))
         unswap_attention(self.model)
         return torch.stack(errors)
-
-
-def swapped_states(model: nn.Module) -> list[nn.Module]:
-    return [part.swapped for part in model.modules() if "swapped" in part._modules]
 
 
 def _layer_of(state: nn.Module, given: tuple) -> Layer:

@@ -19,8 +19,7 @@ from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
 from crt_exp.studies.far_key import PAGE, cells_at
 from crt_exp.studies.fidelity import parsed
-from crt_exp.studies.subject import learns
-from crt_exp.swap.swap import fill_statistics, unswap_attention
+from crt_exp.swap.swap import fill_statistics, learns, unswap_attention
 from crt_exp.tasks.objectives import repeated
 
 NEAR, FIRST = 64, 16               # of the peers

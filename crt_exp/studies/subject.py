@@ -15,20 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from crt_exp.advice.panel import HEADS, MASKED, NEXT, SHARE  # of bare encoders nothing is predicted
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.data import text as data
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.studies.captured import load_tokenizer, positions, relative_error, swapped_states
-from crt_exp.swap.swap import fill_statistics, unswap_attention
+from crt_exp.studies.captured import load_tokenizer, positions, relative_error
+from crt_exp.swap.swap import fill_statistics, learns, swapped_states, unswap_attention
 from crt_exp.tasks.objectives import following
 
-MASKED, NEXT = "masked", "next"  # what a model predicts; a bare encoder predicts nothing
-HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
 KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}
-SHARE = 0.15                     # of the tokens is masked
 
 
 @dataclass
@@ -193,11 +191,6 @@ class Swapped:
 
     def __exit__(self, *_) -> None:
         unswap_attention(self.subject.model)
-
-
-def learns(model: nn.Module) -> bool:
-    """Whether attention that was swapped in is fitted to what earlier calls saw."""
-    return any(getattr(state, "learns", False) for state in swapped_states(model))
 
 
 def load(name: str) -> tuple[nn.Module, str | None]:

@@ -135,7 +135,7 @@ def _sharing(model: nn.Module, budget: int | None) -> list[NearFar]:
 def fill_statistics(model: nn.Module, batches: Iterable) -> None:
     """What `calibrate_attention` does, without measuring."""
     count = 0
-    with _eval_mode(model), ExitStack() as stack:
+    with eval_mode(model), ExitStack() as stack:
         for state in _states(model).values():
             stack.enter_context(state.calibration())
         for batch in batches:
@@ -417,8 +417,18 @@ def _begin_alike(path: str, other: str) -> int:
 
 # ---- calibration
 
+def swapped_states(model: nn.Module) -> list[nn.Module]:
+    """The attention that was swapped in, layer by layer."""
+    return [part.swapped for part in model.modules() if "swapped" in part._modules]
+
+
+def learns(model: nn.Module) -> bool:
+    """Whether attention that was swapped in is fitted to what earlier calls saw."""
+    return any(getattr(state, "learns", False) for state in swapped_states(model))
+
+
 @contextmanager
-def _eval_mode(model: nn.Module):
+def eval_mode(model: nn.Module):
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:

@@ -1,0 +1,33 @@
+"""The picture of an advice: what each attention costs in nats, and in time against the length."""
+
+from crt_exp.advice.arms import EXACT, FLOOR
+from crt_exp.advice.verdict import Advice, Row
+from crt_exp.drawing import CONTROL, EXACT as BLACK, colour, label_ends, new_figure, plain_ticks
+
+SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66", "bounded": "#009E73"}
+
+
+def figure(advice: Advice):
+    drawn, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
+    others = [row for row in advice.rows if row.arm.name != EXACT][::-1]
+    for place, row in enumerate(others):
+        costs.errorbar(max(row.above, 1e-4), place, xerr=row.above_ci95, fmt="o", ms=5, color=shade(row))
+    costs.set_yticks(range(len(others)), [row.arm.label for row in others])
+    costs.axvspan(costs.get_xlim()[0], advice.tolerance, color="#000000", alpha=0.06, lw=0)
+    costs.set_xscale("symlog", linthresh=advice.tolerance)
+    costs.set(title="nats above the model's own attention", xlabel=f"{advice.texts} texts of {advice.length} tokens; "
+                                                                   "grey: allowed")
+    for row in advice.rows:
+        times.plot(list(row.ms), list(row.ms.values()), marker="o", ms=3, color=shade(row),
+                   lw=2.2 if row is advice.chosen or row.arm.name == EXACT else 1)
+    times.set(xscale="log", yscale="log", title="milliseconds of a pass", xlabel="tokens")
+    plain_ticks(times.xaxis), plain_ticks(times.yaxis)
+    label_ends(times, [(row.arm.label.replace("nearfar preset=", "near-far "), max(row.ms), row.ms[max(row.ms)],
+                        shade(row)) for row in advice.rows])
+    return drawn
+
+
+def shade(row: Row) -> str:
+    if row.arm.name in (EXACT, FLOOR):
+        return BLACK if row.arm.name == EXACT else CONTROL
+    return SHADES.get(str(row.arm.options.get("preset"))) or colour(row.arm.name)

@@ -1,0 +1,206 @@
+"""What losses, times and memory of a panel advise: one table, one sentence with its reason, the lines that apply it.
+
+An attention is near enough where the upper end of its interval lies within `tolerance` nats of the model's own, on text
+and, where the model itself uses what it has read, within `RECALL` on repeated text. It pays at a length from which on a
+pass is MARGIN times as fast at every length that was timed.
+"""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from crt_exp.advice.arms import EXACT, FLOOR, Arm
+from crt_exp.metrics import interval
+
+TOLERANCE = 0.02   # nats: 2% of the perplexity
+RECALL = 0.1       # nats on repeated text
+TELLS = 5          # times the tolerance that uniform attention must cost, or the text cannot tell
+USES = 0.5         # nats by which repeated text must be easier for the model's own attention
+MARGIN = 1.05
+
+
+@dataclass
+class Row:
+    """One attention: means over rows with half-widths of 95% intervals, nats; costs at the longest length."""
+
+    arm: Arm
+    above: float
+    above_ci95: float
+    again: float | None = None
+    again_ci95: float | None = None
+    ms: dict[int, float] = field(default_factory=dict)   # of a pass, by length
+    step: float | None = None
+    mib: float | None = None
+    speedup: float | None = None
+    pays_from: int | None = None                         # None: at no length that was timed
+
+    @property
+    def worst(self) -> float:
+        return self.above + self.above_ci95
+
+
+@dataclass
+class Advice:
+    """What `advise` returns: print it, or take its parts."""
+
+    rows: list[Row]
+    length: int
+    texts: int
+    loss: float                     # of the model's own attention
+    again: float | None             # the same on repeated text
+    tolerance: float
+    learns: dict[str, bool]         # label -> whether it wants calibrate_attention
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.chosen, self.sentence = decided(self)
+
+    @property
+    def code(self) -> str:
+        """The lines that apply the advice."""
+        if self.chosen is None:
+            return "# keep the model as it is"
+        if self.learns.get(self.chosen.arm.label):
+            return ("from crt_exp import calibrate_attention, swap_attention\n"
+                    f"calibrate_attention({self.chosen.arm.call()}, batches)")
+        return f"from crt_exp import swap_attention\n{self.chosen.arm.call()}"
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether the model's own attention makes use of repeated text, so that recall can be judged."""
+        return self.again is not None and self.loss - self.again >= USES
+
+    def __str__(self) -> str:
+        cells = [header(self), *(cells_of(self, row) for row in self.rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        lines = ["  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+                 for line in cells]
+        return "\n".join([*lines, "", self.sentence, *self.notes, "", self.code])
+
+    def markdown(self) -> str:
+        from crt_exp.drawing import markdown
+
+        return (f"{markdown(header(self), [cells_of(self, row) for row in self.rows])}\n{self.sentence} Measured on "
+                f"{self.texts} texts of {self.length} tokens, one draw of the noise.")
+
+    def save(self, directory: str | Path) -> None:
+        """advise.csv, advise.md and advise.png in a folder."""
+        from crt_exp.advice.picture import figure
+        from crt_exp.drawing import save_figure
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "advise.md").write_text("\n\n".join([self.markdown(), *self.notes, f"```python\n{self.code}\n```\n"]))
+        with open(folder / "advise.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["attention", "above", "above_ci95", "again", "again_ci95", "step_ms", "mib", "speedup",
+                             "pays_from", *(f"ms_{L}" for L in self.rows[0].ms)])
+            writer.writerows([row.arm.label, row.above, row.above_ci95, row.again, row.again_ci95, row.step, row.mib,
+                              row.speedup, row.pays_from, *row.ms.values()] for row in self.rows)
+        save_figure(figure(self), folder / "advise.png")
+
+
+# ---- rows
+
+def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
+            costs: dict[int, dict[str, dict[str, float]]]) -> list[Row]:
+    """losses: of each arm, the first being exact; costs: length -> what `Panel.cost` gives."""
+    own, last = losses[0], costs[max(costs)]
+    rows = []
+    for arm, found in zip(arms, losses):
+        row = Row(arm, *mean(found["loss"], own["loss"]))
+        if "again" in found:
+            row.again, row.again_ci95 = mean(found["again"], own["again"])
+        row.ms = {L: cost["ms"][arm.label] for L, cost in sorted(costs.items())}
+        row.step, row.mib = last["step"][arm.label], last.get("mib", {}).get(arm.label)
+        rows.append(row)
+    for row in rows:
+        row.speedup = rows[0].ms[max(costs)] / row.ms[max(costs)]
+        row.pays_from = pays_from(rows[0].ms, row.ms)
+    return rows
+
+
+def mean(found: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
+    """Of the differences, with the half-width of its 95% Student interval."""
+    of_rows = interval(np.subtract(found, own), "above")
+    return of_rows["above"], of_rows["above_ci95"]
+
+
+def pays_from(own: dict[int, float], other: dict[int, float]) -> int | None:
+    """The length from which on `other` is faster by MARGIN, between lengths on a line over logarithms."""
+    lengths = sorted(own)
+    gain = {L: math.log(own[L] / other[L] / MARGIN) for L in lengths}
+    wins = [L for i, L in enumerate(lengths) if all(gain[later] >= 0 for later in lengths[i:])]
+    if not wins:
+        return None
+    first = wins[0]
+    if first == lengths[0]:
+        return first
+    before = lengths[lengths.index(first) - 1]
+    share = -gain[before] / (gain[first] - gain[before])
+    return round(before * (first / before) ** share)
+
+
+# ---- the sentence
+
+def decided(advice: Advice) -> tuple[Row | None, str]:
+    """The row to take, or None, and the sentence with its reason."""
+    tried = [row for row in advice.rows if row.arm.name not in (EXACT, FLOOR)]
+    floor = next((row for row in advice.rows if row.arm.name == FLOOR), None)
+    if floor is not None and floor.above - floor.above_ci95 < TELLS * advice.tolerance:
+        costs = shown(floor.above, floor.above_ci95)
+        return None, (f"No advice: on this text even uniform attention costs only {costs} nats, so it cannot "
+                      "tell mechanisms apart. Give text that the model predicts well, or longer pieces.")
+    near = [row for row in tried if is_near(advice, row)]
+    if not near:
+        return None, _none_near(advice, min(tried, key=lambda row: row.worst))
+    paying = [row for row in near if row.pays_from is not None]
+    if not paying:
+        best = max(near, key=lambda row: row.speedup)
+        return None, (f"Keep exact at {advice.length} tokens: {best.arm.label} stays within {advice.tolerance} nats, "
+                      f"and a pass takes {1 / best.speedup:.2f} times as long. Try a longer task.length.")
+    best = max(paying, key=lambda row: row.speedup)
+    below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
+    costs = shown(best.above, best.above_ci95)
+    return best, (f"Take {best.arm.label}: it costs {costs} nats at {advice.length} tokens, and a pass is "
+                  f"{best.speedup:.2f} times as fast{below}.")
+
+
+def is_near(advice: Advice, row: Row) -> bool:
+    recalls = not advice.uses_memory or row.again + row.again_ci95 <= RECALL
+    return row.worst <= advice.tolerance and recalls
+
+
+def _none_near(advice: Advice, best: Row) -> str:
+    lost = ""
+    if advice.uses_memory and best.again + best.again_ci95 > RECALL:
+        lost = f" and {shown(best.again, best.again_ci95)} nats of repeated text"
+    return (f"Keep exact: the nearest, {best.arm.label}, costs {shown(best.above, best.above_ci95)} nats{lost}, and "
+            f"{advice.tolerance} were allowed. Training on after the swap takes a part of that back.")
+
+
+# ---- cells
+
+def header(advice: Advice) -> list[str]:
+    again = [] if advice.again is None else ["repeated text"]
+    mib = ["MiB"] if any(row.mib is not None for row in advice.rows) else []
+    return ["attention", "nats above exact", *again, "ms forward", "ms step", *mib, "speed-up", "pays from"]
+
+
+def cells_of(advice: Advice, row: Row) -> list[str]:
+    own = row.arm.name == EXACT
+    again = [] if advice.again is None else [
+        f"({advice.again:.3f})" if own else shown(row.again, row.again_ci95)]
+    mib = [] if all(each.mib is None for each in advice.rows) else [f"{row.mib:.0f}"]
+    pays = "" if own else f"> {advice.length}" if row.pays_from is None else (
+        f"<= {row.pays_from}" if row.pays_from == min(row.ms) else str(row.pays_from))
+    return [row.arm.label, f"(loss {advice.loss:.3f})" if own else shown(row.above, row.above_ci95), *again,
+            f"{row.ms[advice.length]:.1f}", f"{row.step:.1f}", *mib, f"{row.speedup:.2f}", pays]
+
+
+def shown(value: float, half: float) -> str:
+    return f"{value:.4f} ± {half:.4f}"

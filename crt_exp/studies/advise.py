@@ -1,0 +1,105 @@
+"""task=advise: `crt_exp.advise` for a model in a folder, a run or on the hub, and a text in files."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crt_exp.advice.arms import Arm
+from crt_exp.advice.call import LEAST, LENGTH, arms_of, concluded, split
+from crt_exp.advice.panel import NEXT, Panel
+from crt_exp.advice.verdict import Advice
+from crt_exp.data import text as data
+from crt_exp.data.byte_pairs import running_blocks
+from crt_exp.mechanism import Mechanism
+from crt_exp.schema import Count, Positive, checked
+from crt_exp.studies.captured import load_tokenizer, positions
+from crt_exp.studies.fidelity import parsed
+from crt_exp.studies.subject import load
+
+
+@checked("task")
+class Advise:
+    """task=advise; see conf/task/advise.yaml for the options.
+
+    Records of three kinds: `arm`, one an attention: its losses on each text; `cost`, one a length: milliseconds and MiB
+    of each; and a final one with the advice.
+    """
+
+    metric, lower_is_better = "above", True
+    uses: frozenset[str] = frozenset()  # attention is named by task.attentions
+
+    def __init__(self, model: str | None, text: str | Sequence[str] | None, tokenizer: str | None, length: Count | None,
+                 attentions: Sequence[str] | None, samples: Count, calibration: Count, rounds: Count,
+                 tolerance: Positive, cache_dir: str | None):
+        if model is None or text is None:
+            raise ValueError("task=advise needs task.model (a folder, a run or a hub name) and task.text (a text that "
+                             "the model was not trained on)")
+        self.model, self.text, self.tokenizer, self.length = model, text, tokenizer, length
+        self.attentions, self.samples, self.calibration = attentions, samples, calibration
+        for each in attentions or ():
+            parsed(each)
+        self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
+        self.advice: Advice | None = None
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        start, panel = time.perf_counter(), self.panel(seed)
+        arms, rows = self.arms(panel), list(done)
+        plan = [("arm", panel.losses, (arm,), arm.label) for arm in arms]
+        plan += [("cost", self.cost, (panel, arms, length), f"{length} tokens timed") for length in panel.lengths()]
+        for step, (kind, compute, given, told) in list(enumerate(plan))[len(rows):]:
+            rows.append({"step": step, "epoch": 0, "split": kind, **compute(*given)})
+            print(f"advise: {told}, {step + 1} of {len(plan)} ({time.perf_counter() - start:.0f} s)", file=sys.stderr,
+                  flush=True)
+            yield rows[-1]
+        if len(rows) == len(plan):
+            losses = [{key: row[key] for key in ("loss", "again") if key in row} for row in rows[:len(arms)]]
+            costs = {row["length"]: row for row in rows[len(arms):]}
+            self.advice = concluded(panel, arms, losses, costs, self.tolerance)
+            yield {"step": len(plan), "epoch": 0, "split": "test", **self.final(self.advice), "final": True}
+
+    def panel(self, seed: int) -> Panel:
+        """Raises DataError and ValueError for a model, a text and a length that do not go together."""
+        model, kind = load(self.model)
+        tokenizer = load_tokenizer(self.model, self.tokenizer)
+        data.check_vocabulary(tokenizer, model.config.vocab_size)
+        most = min(positions(model), 2**20)
+        length = min(LENGTH, most) if self.length is None else self.length
+        if not LEAST <= length <= most:
+            raise ValueError(f"task.length = {length}: it takes {LEAST} to {most} tokens, the positions that the model "
+                             "has")
+        cut = data.local_blocks if kind != NEXT and tokenizer.cls_token_id is not None else running_blocks
+        blocks = cut(self.text, tokenizer, length, self.cache_dir)
+        judged, training = split(torch.from_numpy(blocks.astype("int64")), self.samples, self.calibration)
+        return Panel(model, judged, training, mask=tokenizer.mask_token_id, special=tokenizer.all_special_ids,
+                     seed=seed)
+
+    def arms(self, panel: Panel) -> list[Arm]:
+        if self.attentions is None:
+            return arms_of(None, panel.causal)
+        named = []
+        for text in self.attentions:
+            parsed(text)
+            name, *words = text.split()
+            options = {key: parsed(text).options.get(key) for key in (word.partition("=")[0] for word in words)}
+            named.append((name, options))
+        return arms_of(named, panel.causal)
+
+    def cost(self, panel: Panel, arms: list[Arm], length: int) -> dict[str, Any]:
+        return {"length": length, **panel.cost(arms, length, self.rounds, length == panel.rows.shape[1])}
+
+    def final(self, advice: Advice) -> dict[str, Any]:
+        chosen = advice.chosen or advice.rows[0]
+        return {"above": chosen.above, "above_ci95": chosen.above_ci95, "speedup": chosen.speedup,
+                "attention": chosen.arm.label, "advice": advice.sentence, "table": str(advice)}
+
+    def summary(self, records: list[dict]) -> str:
+        return records[-1]["table"]
+
+    def keep(self, records: list[dict], directory: Path) -> None:
+        """advise.csv, advise.md and advise.png in the run directory."""
+        if self.advice is not None:
+            self.advice.save(directory)

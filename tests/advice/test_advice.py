@@ -1,0 +1,203 @@
+"""crt_exp.advise and task=advise: losses are those of their definition, exact costs nothing, the sentence follows the
+numbers, and bad inputs are refused."""
+
+import csv
+import json
+
+import pytest
+import torch
+import transformers
+from refusals import check_refused
+from small_bert import VOCABULARY, write_text
+from torch.nn.functional import cross_entropy
+
+import crt_exp
+from crt_exp import swap_attention
+from crt_exp.advice.arms import Arm, candidates
+from crt_exp.advice.call import cut, split
+from crt_exp.advice.panel import Panel
+from crt_exp.advice.verdict import Advice, Row, pays_from
+from crt_exp.config import ConfigError
+from crt_exp.data.text import bert_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+         "vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
+
+
+def llama():
+    return of_random_weights(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)))
+
+
+def bert():
+    return of_random_weights(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)))
+
+
+def of_random_weights(model):
+    torch.manual_seed(0)
+    for p in model.parameters():  # attention that is not flat
+        torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 else None
+    return model.eval()
+
+
+def ids(count=1200):
+    return torch.randint(5, len(VOCABULARY), (count,), generator=torch.Generator().manual_seed(0))
+
+
+def panel_of(model, length=64, **options):
+    return Panel(model, *split(cut(ids(), length), 3, 2), mask=4, special=range(5), **options)
+
+
+@torch.no_grad()
+def test_losses_are_those_of_their_definition():
+    model = llama()
+    panel = panel_of(model)
+    found = panel.losses(Arm("window", {"block": 16, "first": 4}))
+    swap_attention(model, "window", block=16, first=4)
+    row = panel.rows[1:2]
+    assert found["loss"][1] == pytest.approx(float(model(row, labels=row).loss), abs=1e-5)
+    twice = torch.cat([row[:, :32], row[:, :32]], 1)
+    logits = model(twice).logits[0, 32 + 15:-1]
+    assert found["again"][1] == pytest.approx(float(cross_entropy(logits, twice[0, 32 + 16:])), abs=1e-5)
+
+
+@torch.no_grad()
+def test_masked_models_hide_the_same_words_from_all():
+    model = bert()
+    panel = panel_of(model)
+    first, again = (panel.losses(Arm("uniform")) for _ in range(2))
+    assert first == again and "again" not in first
+    hidden = panel._places(0)
+    assert 1 <= hidden.sum() <= 20 and not torch.isin(panel.rows[0][hidden], torch.arange(5)).any()
+    logits = model(torch.where(hidden, 4, panel.rows[0])[None]).logits[0]
+    own = panel.losses(Arm("exact"))["loss"][0]
+    assert own == pytest.approx(float(cross_entropy(logits[hidden], panel.rows[0][hidden])), abs=1e-5)
+
+
+def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):
+    model, lines = llama(), []
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    advice = crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, rounds=1, progress=lines.append,
+                            attentions=["favorpp", ("nearfar", {"preset": "bounded"}), "exact", "uniform"])
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], t) for name, t in before.items())
+    assert bool((model.lm_head.weight.grad == 1).all()) and not model.model.embed_tokens.weight.requires_grad
+    assert not hasattr(model.config, "crt_exp")
+    assert [row.arm.label for row in advice.rows] == ["exact", "favorpp", "nearfar preset=bounded", "uniform"]
+    assert advice.rows[0].above == 0 and advice.rows[0].speedup == 1
+    assert advice.learns == {"exact": False, "favorpp": True, "nearfar preset=bounded": True, "uniform": False}
+    assert all(row.step > 0 and row.mib is not None and row.again is not None for row in advice.rows)
+    assert advice.sentence in str(advice) and "repeated text" in str(advice) and len(lines) == 5
+    advice.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"advise.csv", "advise.md", "advise.png"}
+    assert len(list(csv.DictReader((tmp_path / "advise.csv").open()))) == 4
+    swapped = swap_attention(model, "nearfar")
+    assert advice.sentence in crt_exp.card(swapped, advice=advice)
+
+
+# ---- the sentence
+
+
+def row(name, above, half=0.001, again=0.0, ms=(4.0, 8.0, 16.0), **options):
+    found = Row(Arm(name, options), above, half, again, 0.001, dict(zip((128, 256, 512), ms)), 30.0, 5.0)
+    found.speedup, found.pays_from = 32.0 / ms[-1], pays_from(dict(zip((128, 256, 512), (2.0, 8.0, 32.0))), found.ms)
+    return found
+
+
+def advice_of(*rows, again=0.5, uniform=2.0):
+    exact = row("exact", 0.0, 0.0, ms=(2.0, 8.0, 32.0))
+    return Advice([exact, *rows, row("uniform", uniform, ms=(1, 2, 3))], 512, 8, 3.0, again, 0.02,
+                  {"favorpp": True})
+
+
+def test_the_sentence_follows_the_numbers():
+    near = row("nearfar", 0.004, preset="cheap")
+    found = advice_of(row("favorpp", 0.4, ms=(1, 1, 1)), near, row("window", 0.001, again=0.5, ms=(1, 2, 3)))
+    assert found.chosen is near
+    assert found.sentence == ("Take nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats at 512 tokens, and a pass is "
+                              f"2.00 times as fast; below {near.pays_from} tokens keep exact.")
+    assert found.code == 'from crt_exp import swap_attention\nswap_attention(model, "nearfar", preset=\'cheap\')'
+    assert 256 < near.pays_from < 512
+    slow = advice_of(row("nearfar", 0.004, ms=(9, 18, 40)))
+    assert slow.chosen is None and "a pass takes 1.25 times as long" in slow.sentence
+    far = advice_of(row("favorpp", 0.4, again=3.0))
+    assert far.sentence.startswith("Keep exact: the nearest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
+    assert far.code == "# keep the model as it is"
+    assert advice_of(row("favorpp", 0.0), uniform=0.05).sentence.startswith("No advice: on this text even uniform")
+    learned = advice_of(row("favorpp", 0.0))
+    assert learned.code.splitlines()[-1] == 'calibrate_attention(swap_attention(model, "favorpp"), batches)'
+    assert advice_of(row("window", 0.001, again=0.5), again=2.9).chosen is not None  # repeated text is no easier
+
+
+def test_where_it_pays_is_on_a_line_over_logarithms():
+    own = {128: 1.0, 256: 2.1, 512: 8.4}
+    assert pays_from(own, {128: 2.0, 256: 2.0, 512: 4.0}) == 256
+    assert pays_from(own, {128: 0.5, 256: 1.0, 512: 4.0}) == 128
+    assert pays_from(own, {128: 0.5, 256: 1.0, 512: 9.0}) is None
+    assert 256 < pays_from(own, {128: 2.0, 256: 4.0, 512: 4.0}) < 512
+
+
+# ---- what is refused
+
+
+def test_candidates_and_bad_inputs():
+    assert [arm.label for arm in candidates(True)][:2] == ["exact", "nearfar preset=cheap"]
+    assert "nearfar preset=bounded" not in [arm.label for arm in candidates(False)]
+    for given, message in (
+            ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "it takes 32 to 256 tokens"),
+            ({"length": 8}, "it takes 32 to 256"), ({"samples": 50}, "give more text, or a smaller length"),
+            ({"samples": 1}, "at least 2 samples"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
+            ({"attentions": [("nearfar", {"blocks": 3})]}, "blocks")):
+        with pytest.raises((ValueError, ConfigError), match=message):
+            crt_exp.advise(llama(), **({"texts": ids(), "length": 64} | given))
+    with pytest.raises(ValueError, match="has no mask token"):
+        crt_exp.advise(bert(), ids(), length=64)
+    with pytest.raises(ValueError, match="predicts no tokens"):
+        crt_exp.advise(transformers.LlamaModel(llama().config), ids(), length=64)
+    with pytest.raises(ValueError, match="takes a language model of transformers"):
+        crt_exp.advise(torch.nn.Linear(2, 2), ids(), length=64)
+    with pytest.raises(ValueError, match="is swapped already"):
+        crt_exp.advise(swap_attention(llama(), "uniform"), ids(), length=64)
+
+
+# ---- the command line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("advise")
+    write_text(root / "text.txt", 300)
+    (root / "vocab.txt").write_text("".join(word + "\n" for word in VOCABULARY))
+    for name, make in {"llama": llama, "bert": bert}.items():
+        make().save_pretrained(root / name)
+        bert_tokenizer(root / "vocab.txt").save_pretrained(root / name)
+    return root
+
+
+def command(folder, name, *words):
+    return ["task=advise", f"task.model={folder / name}", f"task.text={folder / 'text.txt'}", "task.cache_dir=null",
+            "logger=none", *words]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
+    words = command(folder, name, "task.length=64", "task.samples=3", "task.calibration=1", "task.rounds=1",
+                    'task.attentions=["nearfar preset=quality",uniform]', f"hydra.run.dir={tmp_path / 'run'}")
+    code, out, err = typed(*words)
+    assert code == 0, err
+    assert "nats above exact" in out and "nearfar preset=quality" in out and "4 of" in err
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["final"] and records[-1]["advice"] in out
+    assert (tmp_path / "run" / "advise.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("words, message", [
+    (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "needs task.model"),
+    (["task.samples=1", "task.length=64"], "at least 2 samples"), (["task.samples=900"], "give more text"),
+    (["task.attentions=[favour]"], "unknown attention"), (["task.tolerance=0"], "tolerance"),
+    (["attention=favorpp"], "makes no use of it")])
+def test_bad_commands_are_refused(words, message, folder, typed, tmp_path):
+    run = tmp_path / "run"
+    check_refused(typed(*command(folder, "llama", *words), f"hydra.run.dir={run}"), [message], run)
