@@ -5,7 +5,8 @@ panels. What cannot be said there stands in report/pages/<name>.py, whose functi
 take the page and come in the place of those made from the file, while its `claims` and `bars`, (setting, Claim) each,
 come after those of the file.
 
-    title:      heading of the page                    facts:    data, sizes, seeds, and what a reader must know
+    title:      heading of the page                    data:     the files that its measurement reads, for `make help`
+    facts:      data, sizes, seeds, and what a reader must know
     arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
     metrics:    metric -> {name, unit, scale, better: higher or lower, format}; main, at, table: the one (default: the
                 first), its place x and its table by which controls are compared with arms
@@ -49,7 +50,7 @@ from crt_exp.report.evidence import (
 )
 
 FOLDER = CONF / "report"
-KEYS = ("title", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims", "bars",
+KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims", "bars",
         "independence", "looks", "choices", "tables", "panels", "measure", "sizes", "sources")
 NO_ROWS = np.empty(0, int)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
