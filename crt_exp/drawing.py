@@ -19,6 +19,7 @@ from crt_exp.features.discrete import DiscreteRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
 
+DECADES = 1000  # times the least number of an axis: from there on decades alone fit beside each other
 EXACT = "#000000"
 CONTROL = "#999999"
 NEAR_FAR = "#0072B2"
@@ -144,11 +145,13 @@ def new_figure(*args, **kwargs):
 
 
 def plain_ticks(axis) -> None:
-    """Numbers as they are, on an axis of logarithms that may span less than a decade."""
+    """Numbers as they are, on an axis of logarithms that may span less than a decade; of many, decades alone."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     low, high = sorted(axis.get_view_interval())
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 7)))
+    first, last = axis.get_data_interval()
+    few = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 7)
+    axis.set_major_locator(LogLocator(subs=(1,) if last >= DECADES * first > 0 else few))
     axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
     axis.set_minor_formatter(NullFormatter())
 

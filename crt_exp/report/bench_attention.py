@@ -14,7 +14,8 @@ import statistics
 import torch
 
 from crt_exp.studies.memory import in_new_process
-from crt_exp.studies.speed import forward, forward_backward, held_by, inputs, methods, timed
+from crt_exp.studies.speed import forward, forward_backward, held_by, inputs, methods
+from crt_exp.studies.timing import timed
 
 LENGTHS, TURNS = (1024, 4096, 16384), 11
 HELD = ("favorp", "favorpp", "favorp causal", "favorpp causal", "floor", "performer-pytorch")

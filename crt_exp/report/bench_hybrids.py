@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from crt_exp.features import AngularHybrid, ClusteredHybrid, FeatureMap, GaussianHybrid, TrigRF
 from crt_exp.studies.memory import in_new_process
-from crt_exp.studies.speed import D, fitted, forward_backward, held, inputs, timed
+from crt_exp.studies.speed import D, fitted, forward_backward, held, inputs
+from crt_exp.studies.timing import timed
 
 LENGTH, TURNS = 4096, 11
 

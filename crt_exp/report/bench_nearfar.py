@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from crt_exp.studies.memory import in_new_process
-from crt_exp.studies.speed import CAUSAL, forward, forward_backward, held_by, inputs, methods, milliseconds
+from crt_exp.studies.speed import CAUSAL, forward, forward_backward, held_by, inputs, methods
+from crt_exp.studies.timing import milliseconds
 
 
 NAMES = OURS, SDPA, FAVOR = "nearfar", "exact", "favorpp"

@@ -21,7 +21,8 @@ from crt_exp.studies import fidelity as study
 from crt_exp.studies.captured import relative_error
 from crt_exp.studies.fidelity import Arm
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
-from crt_exp.studies.speed import inputs, timed
+from crt_exp.studies.speed import inputs
+from crt_exp.studies.timing import timed
 from crt_exp.studies.subject import Subject
 
 MODEL_SOURCES = ("tasks/mlm.py", "tasks/objectives.py", "models/encoders.py", "data/byte_pairs.py")

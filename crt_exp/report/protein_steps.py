@@ -17,7 +17,7 @@ from crt_exp.data.protein import LETTERS, TOKENS
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes
 from crt_exp.studies.memory import peak, reset_peak
-from crt_exp.studies.speed import timed
+from crt_exp.studies.timing import timed
 from crt_exp.swap.swap import fill_statistics
 
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels

@@ -6,8 +6,10 @@ from the most frequent on.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,9 @@ from crt_exp.sampling import (
     Uniform,
     Unigram,
 )
-from crt_exp.studies.speed import interleaved
+from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.memory import in_new_process
+from crt_exp.studies.timing import turns
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB
@@ -32,6 +36,7 @@ RATE = 1e-3         # of the optimisers of timed steps: it moves the classes, an
 GROUPS = 32         # of classes: a query's likely classes are mostly those of one
 WITHIN = 0.3        # share of a class vector's square that is its own
 NOISE = 1.0         # length of what is added to the unit vector of a query's target: their cosine is about 0.7
+DRAWN, STEP, DRIFT, GRADIENT = "a draw", "a step", "drift of the tables", "gradient, |h| |e| = {:g}"
 REPEATED = 2**23    # numbers of the class vectors that repeated draws gather at once
 
 
@@ -61,13 +66,60 @@ def batch_of(head: nn.Linear, spread: float, count: int) -> tuple[Tensor, Tensor
     return spread * F.normalize(vectors + noise, dim=-1), targets
 
 
+# ---- the draws of a page
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """Settings: DRAWN and STEP (x: classes, units: rounds, ms and update_ms), GRADIENT of each spread (units: seeds,
+    bias_sq and variance), DRIFT (arms: optimisers)."""
+    cells, drawn, step = Cells(name, sources, keep), size["draws"], size["steps"]
+    keys = [{"timed": DRAWN, "classes": v, "m": m, "rounds": rounds(v), "signed": m == step["m"]}
+            for m, v in product(drawn["ms"], drawn["classes"])]
+    keys += [{"timed": STEP, "classes": v, "m": step["m"], "rounds": rounds(v), "peers": v <= step["peers_up_to"]}
+             for v in step["classes"]]
+    cells.fill(keys, timed, f"{name}: draws and steps", 1)
+    for key in keys:
+        for arm, measured in cells[key].items():
+            named = f"{arm} m={key['m']}" if key["timed"] == DRAWN else arm
+            for metric, times in measured.items():
+                for turn, ms in enumerate(times):
+                    yield cells.draw(key, key["timed"], named, metric, ms, turn, key["classes"])
+    yield from gradients(cells, name, size["gradients"], size["seeds"])
+    drifts = {optimiser: {"optimiser": optimiser, **size["drift"]} for optimiser in OPTIMISERS}
+    cells.fill([*drifts.values()], drift, f"{name}: drift", 1)
+    for optimiser, key in drifts.items():
+        for metric, value in cells[key].items():
+            yield cells.draw(key, DRIFT, optimiser, metric, value, 0)
+
+
+def gradients(cells: Cells, name: str, options: Mapping[str, Any], seeds: int) -> Iterator[Draw]:
+    rest = {key: value for key, value in options.items() if key != "spreads"}
+    keys: dict[tuple[float, int], Key] = {(spread, seed): {"seed": seed, "spread": spread, **rest}
+                                          for spread, seed in product(options["spreads"], range(seeds))}
+    cells.fill([*keys.values()], gradient_errors, f"{name}: gradients", 1)
+    for (spread, seed), key in keys.items():
+        for arm, errors in cells[key].items():
+            for metric, value in errors.items():
+                yield cells.draw(key, GRADIENT.format(spread), arm, metric, value, seed)
+
+
+def rounds(classes: int) -> int:
+    return {1_000: 25, 10_000: 15, 100_000: 7}.get(classes, 3)
+
+
+def timed(timed: str, **key: Any) -> dict[str, dict[str, list[float]]]:
+    """arm -> metric -> milliseconds of each round, in a process of its own."""
+    return in_new_process(draw_times if timed == DRAWN else step_times, **key)
+
+
 # ---- cost
 
 
-def draw_times(classes: int, m: int, rounds: int, signed: bool) -> dict[str, dict[str, float]]:
-    """Milliseconds of a draw for the batch and of an update of the classes drawn, by sampler: medians.
+def draw_times(classes: int, m: int, rounds: int, signed: bool) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of a draw for the batch and of an update of the classes drawn, by sampler, of each round.
 
-    Both hold the same table. signed: also the tree of a trigonometric map with as many features.
+    Both hold the same table. signed: also the tree of a trigonometric map with as many features. Every call is warm, as
+    in a step, where the tables are read all the time.
     """
     head = head_of(classes)
     hidden, targets = batch_of(head, 1.0, BATCH)
@@ -79,15 +131,15 @@ def draw_times(classes: int, m: int, rounds: int, signed: bool) -> dict[str, dic
     if signed:
         kinds["signed tree"] = TreeFeatures(TrigRF(), classes, D, m=m // 2)
         kinds["signed tree"].rebuild(head.weight, head.bias, hidden)
-    draws = interleaved({n: partial(s.draw, hidden, targets, NEGATIVES) for n, s in kinds.items()}, rounds)
+    draws = turns({n: partial(s.draw, hidden, targets, NEGATIVES) for n, s in kinds.items()}, rounds, warm=True)
     rows = tree.draw(hidden, targets, NEGATIVES).ids
-    updates = interleaved({n: partial(s.update, rows, head.weight, head.bias) for n, s in kinds.items()}, rounds)
-    return {n: {"draw": draws[n][0], "over_dense": draws[n][1], "update": updates[n][0]} for n in kinds}
+    updates = turns({n: partial(s.update, rows, head.weight, head.bias) for n, s in kinds.items()}, rounds, warm=True)
+    return {n: {"ms": draws[n], "update_ms": updates[n]} for n in kinds}
 
 
-def step_times(classes: int, m: int, rounds: int, peers: bool) -> dict[str, tuple[float, float]]:
-    """Milliseconds of a step by method, and the median ratio to the first: forward, backward, the optimiser's step and
-    what the tables take to follow. peers: those that take all classes for each query, first."""
+def step_times(classes: int, m: int, rounds: int, peers: bool) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of a step by method, of each round: forward, backward, the optimiser's step and what the tables take
+    to follow. peers: those that take all classes for each query, first. Every call is warm."""
     head = head_of(classes)
     hidden, targets = batch_of(head, 1.0, BATCH)
     steps = {}
@@ -101,7 +153,7 @@ def step_times(classes: int, m: int, rounds: int, peers: bool) -> dict[str, tupl
     for name, proposal in proposals.items():
         softmax = SampledSoftmax(proposal, head, NEGATIVES, sparse=True, rebuild_every=0)
         steps[name] = partial(sampled_step, softmax, torch.optim.SGD(head.parameters(), RATE), hidden, targets)
-    return interleaved(steps, rounds)
+    return {name: {"ms": times} for name, times in turns(steps, rounds, warm=True).items()}
 
 
 def sampled_step(softmax: SampledSoftmax, optimiser: torch.optim.Optimizer, hidden: Tensor, targets: Tensor) -> None:
@@ -186,7 +238,7 @@ OPTIMISERS = {"SGD": (torch.optim.SGD, {"lr": 1.0}), "Adam": (torch.optim.Adam, 
 
 def drift(optimiser: str, classes: int, m: int, steps: int) -> dict[str, float]:
     """How far the tables are behind after steps of a batch each: `vectors` and `sums` as of `TreeFeatures.drift`,
-    `vectors_unfollowed` where they are not updated, `rebuild_s` and `update_ms` what following takes."""
+    `vectors_unfollowed` where they are not updated, `rebuild_ms` and `update_ms` what following takes."""
     head = head_of(classes)
     softmax = SampledSoftmax(OPRF(), head, NEGATIVES, m=m, rebuild_every=0)
     kind, options = OPTIMISERS[optimiser]
@@ -201,8 +253,8 @@ def drift(optimiser: str, classes: int, m: int, steps: int) -> dict[str, float]:
         begin = time.perf_counter()
         softmax.update()
         updates.append(time.perf_counter() - begin)
-    found, now = softmax.drift(), softmax.sampler.table()
+    behind, now = softmax.drift(), softmax.sampler.table()
     begin = time.perf_counter()
     softmax.rebuild()
-    return {**found, "vectors_unfollowed": float((start - now).norm() / now.norm()),
-            "rebuild_s": time.perf_counter() - begin, "update_ms": 1e3 * statistics.median(updates)}
+    return {**behind, "vectors_unfollowed": float((start - now).norm() / now.norm()),
+            "rebuild_ms": 1e3 * (time.perf_counter() - begin), "update_ms": 1e3 * statistics.median(updates)}

@@ -28,6 +28,7 @@ from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies.memory import peak, reset_peak
 from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
+from crt_exp.studies.timing import milliseconds, turns
 
 ALONE, VIT = "attention", "vit"
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
@@ -79,31 +80,9 @@ class Speed:
 
 def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:
     """Median milliseconds, and the median ratio to the first step within a round."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            spent = milliseconds(step)
-            if turn:  # the first round warms up
-                times[name].append(spent)
+    times = turns(steps, rounds)
     base = times[next(iter(steps))]
     return {n: (statistics.median(t), statistics.median(a / b for a, b in zip(t, base))) for n, t in times.items()}
-
-
-def milliseconds(call: Callable[..., Any], *given: Any) -> float:
-    start = time.perf_counter()
-    call(*given)
-    return 1e3 * (time.perf_counter() - start)
-
-
-def timed(run: Callable[..., Any], named: dict[str, Any], tensors: Any, turns: int) -> dict[str, list[float]]:
-    """Milliseconds of run(each, tensors) in every turn after a warm-up; all take their turn in each."""
-    times: dict[str, list[float]] = {name: [] for name in named}
-    for turn in range(turns + 1):
-        for name, each in named.items():
-            spent = milliseconds(run, each, tensors)
-            if turn:
-                times[name].append(spent)
-    return times
 
 
 # ---- a process's share of a report

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.memory import peak, reset_peak
-from crt_exp.studies.speed import timed
+from crt_exp.studies.timing import timed
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels

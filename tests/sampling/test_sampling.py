@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from crt_exp import Mechanism
 from crt_exp.features import GERF, OPRF, HypRF, PoisRF, PoisRFPlus, PosRF, Product, Sum, TrigRF
-from crt_exp.report import sampling as sampling_report
-from crt_exp.report import writing
 from crt_exp.sampling import (
     DenseFeatures,
     ExactSoftmax,
@@ -26,6 +24,7 @@ from crt_exp.sampling import (
 )
 from crt_exp.sampling.tree import FAN, SumTree
 from crt_exp.studies import sampling as sampling_study
+from crt_exp.studies import timing
 
 V, D, B = 300, 4, 3
 POSITIVE = [OPRF(), PosRF(antithetic=True), HypRF(), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
@@ -450,15 +449,26 @@ def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are
 
 
 @pytest.mark.slow
-def test_the_report_is_written(tmp_path, monkeypatch):
+def test_draws_of_the_page_at_a_tiny_size(tmp_path, monkeypatch):
+    """Rounds of draws and steps, seeds of gradients, and the drift of each optimiser."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(writing, "REPORT", tmp_path)
-    for name, value in {"CLASSES": (1000, 2000), "LARGEST": {64: 2000, 16: 1000}, "BARS": {1000: 1.0},
-                        "STEP_BAR_FROM": 2000, "SEEDS": {"small": 3}, "rounds": lambda classes: 1,
-                        "GRADIENT": {"classes": 1000, "ms": [16], "queries": 32, "repeats": 100},
-                        "DRIFT": {"classes": 500, "m": 16, "steps": 3}}.items():
-        monkeypatch.setattr(sampling_report, name, value)
-    sampling_report.main("small")
-    text = (tmp_path / "sampling.md").read_text()
-    assert "Time of a step" in text and "variance of the gradient below" in text
-    assert (tmp_path / "sampling.png").exists()
+    monkeypatch.setattr(sampling_study, "rounds", lambda classes: 2)
+    size = {"draws": {"ms": [16], "classes": [1000]}, "steps": {"m": 16, "classes": [1000, 2000], "peers_up_to": 1000},
+            "gradients": {"spreads": [4.0], "classes": 500, "ms": [16], "queries": 16, "repeats": 20}, "seeds": 2,
+            "drift": {"classes": 500, "m": 16, "steps": 3}}
+    draws = [*sampling_study.measure("sampling", ["sampling"], size)]
+    units = {}
+    for draw in draws:
+        units.setdefault((draw.setting, draw.arm, draw.metric, draw.x), []).append(draw.unit)
+    assert units["a draw", "signed tree m=16", "ms", 1000] == [0, 1] == units["a step", "full softmax", "ms", 1000]
+    assert ("a step", "full softmax", "ms", 2000) not in units
+    assert units["gradient, |h| |e| = 4", "FAVOR++, m = 16", "variance", ""] == [0, 1]
+    assert {draw.arm for draw in draws if draw.setting == "drift of the tables"} == {*sampling_study.OPTIMISERS}
+
+
+def test_calls_in_turn_are_warm_where_they_are_short(monkeypatch):
+    calls = []
+    made = {name: (lambda name=name: calls.append(name)) for name in ("short", "long")}
+    monkeypatch.setattr(timing, "milliseconds", lambda call: call() or (2000.0 if calls[-1] == "long" else 1.0))
+    assert timing.turns(made, 2, warm=True) == {"short": [1.0, 1.0], "long": [2000.0, 2000.0]}
+    assert calls == ["short", "long", *2 * ["short", "short", "long"]]
