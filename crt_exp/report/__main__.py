@@ -17,7 +17,7 @@ from pathlib import Path
 
 from crt_exp.config import ConfigError, unknown
 from crt_exp.data import DataError
-from crt_exp.report import draws, index, page, render, writing
+from crt_exp.report import decide, draws, index, page, render, writing
 from crt_exp.studies import cells
 
 SIZES = ("small", "gpu", "full")
@@ -90,6 +90,7 @@ def render_all(folder: Path) -> None:
             print(f"written: {render.write(page.Page(name, folder))}")
         else:
             print(f"{name}: no draws yet; `make {name}` measures them")
+    print(f"written: {decide.write(folder)}")
     index.main(folder)
 
 

@@ -12,12 +12,13 @@ from crt_exp.report.writing import csv_text, markdown
 from crt_exp.runner.run import write_atomic
 
 NAME = "index"
+WITHOUT = (NAME, "decide")  # judge nothing themselves
 FORMER = {"confirmed": "holds", "refuted": "fails", "open": "cannot tell here"}  # of csv files that hold verdicts
 
 
 def main(folder: Path) -> None:
     """Raises ValueError where there is no report."""
-    pages = sorted(path for path in folder.glob("*.md") if path.stem != NAME)
+    pages = sorted(path for path in folder.glob("*.md") if path.stem not in WITHOUT)
     if not pages:
         raise ValueError(f"no report in {folder}: make one first, such as `make fig2`")
     rows_of = {page.stem: verdicts(page) for page in pages}

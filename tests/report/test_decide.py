@@ -1,0 +1,57 @@
+"""The page that decides: from committed draws, and of pages that are there."""
+
+from pathlib import Path
+
+import pytest
+
+from crt_exp.report import decide, draws
+from crt_exp.report.decide import Decision
+from crt_exp.report.evidence import independent
+from crt_exp.report.page import Metric
+from crt_exp.studies.cells import Draw
+
+COMMITTED = Path(__file__).parents[2] / "outputs/report"
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return Decision(COMMITTED)
+
+
+def test_the_committed_page_is_that_of_the_draws(committed):
+    assert (COMMITTED / "decide.md").read_text() == decide.text(committed), "make report"
+
+
+def test_every_row_finds_its_claim(committed):
+    for entry in committed.spec["claims"]:
+        if entry["page"] in committed.pages:
+            assert [*committed.judged(entry)], f"{entry['page']}: no claim begins with {entry['begins']}"
+    assert all(row.why for row in committed.rows), "a row without its sentence"
+
+
+def losses(values, setting="A"):
+    return [Draw(setting, arm, "loss", value, unit) for arm, each in values.items() for unit, value in enumerate(each)]
+
+
+SPEC = {"title": "T", "methods": {"near-far": {"colour": "nearfar", "arm": "nearfar"}, "window": {"arm": "window"}},
+        "speed": {"page": "speed", "lengths": [16.0], "directions": {}},
+        "settings": [{"page": "copying", "setting": "A", "name": "A", "metric": "loss", "direction": "both", "d": 4,
+                      "least": 0.5}],
+        "forest": [{"page": "copying", "setting": "A", "when": "directly", "metric": "loss", "better": "nearfar",
+                    "worse": "window", "name": "A"}],
+        "claims": [], "missing": [{"paper": "P", "said": "S", "because": "of this"}]}
+
+
+def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(decide.Page, "metric", lambda self, name: Metric(name, better="lower"))
+    values = {"exact": [1.0, 2.0], "uniform": [3.0, 4.0], "nearfar": [1.1, 2.3], "window": [2.0, 3.0]}
+    draws.write("copying", losses(values), tmp_path)
+    made = Decision(tmp_path, SPEC)
+    assert made.settings[0][1] == pytest.approx({"near-far": 0.1, "window": 0.5})
+    interval, expected = made.forest[0][1], independent([0.9 / 2, 0.7 / 2])
+    assert (interval.mean, interval.half) == pytest.approx((expected.mean, expected.half))
+    assert "Without training take near-far" in made.without_training() and made.cost_sentence() == ""
+    values["uniform"] = [1.2, 2.2]
+    draws.write("copying", losses(values), tmp_path)
+    assert Decision(tmp_path, SPEC).settings == []
+    assert made.rows[0].why == "not here, because of this"
