@@ -59,8 +59,8 @@ class Grid:
     before: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        lists = [[each] if isinstance(each, str) else each for each in self.common]
-        object.__setattr__(self, "common", list(chain.from_iterable(lists)))
+        object.__setattr__(self, "common", flat(self.common))
+        object.__setattr__(self, "before", {**self.before, "common": flat(self.before.get("common", []))})
 
     def count(self, arm: str) -> int:
         """Of its seeds."""
@@ -103,6 +103,11 @@ class Grid:
     def key(self, setting: str, arm: str, seed: int, home: runs.Home) -> Key:
         kept = {"kept": True} if arm == self.start and self.moved and not self.begin else {}
         return {"overrides": self.options(setting, arm, seed, home), "sources": list(home.sources), **kept}
+
+
+def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
+    """Options and lists of them, in one list."""
+    return list(chain.from_iterable([each] if isinstance(each, str) else each for each in options))
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:

@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_bert import write_model, write_text
 
 from crt_exp.features import Statistics
-from crt_exp.report import performers_fig2, performers_fig14, table1, writing
+from crt_exp.report import performers_fig2, table1, writing
 from crt_exp.report.evidence import judged, won_by
 from crt_exp.studies import variance_curves
 
@@ -55,44 +54,6 @@ def test_fig1_says_where_the_estimate_zero_errs_by_less():
     """Its square is the kernel's, of which one projection of PosRF has e^s - 1 times as much variance."""
     zero, lengths = torch.tensor(variance_curves.gains(8)["zero"]), torch.arange(1, 101).double()
     assert torch.allclose(zero.double(), -torch.expm1(lengths).log(), rtol=1e-5)
-
-
-def found_fig14():
-    layers = dict.fromkeys(performers_fig14.MODELS, performers_fig14.DEPTH) | {performers_fig14.TRAINED: 3}
-    return {(model, arm): {kind: [(np.geomspace(0.1, 0.4, depth) * RNG.lognormal(0, 0.05)).tolist() for _ in range(8)]
-                           for kind in performers_fig14.KINDS}
-            for model, depth in layers.items() for arm in performers_fig14.arms(model)}
-
-
-def test_performers_fig14_judges_growth():
-    told = words(performers_fig14.claims(found_fig14()))
-    assert {word for claim, word in told.items() if "grows" in claim} == {"holds"}
-    assert {word for claim, word in told.items() if "ends below" in claim} == {"cannot tell here"}
-    assert sum("the trained encoder: the error of" in claim for claim in told) == 2 * len(performers_fig14.MAPS)
-
-
-@pytest.mark.slow
-def test_page_of_performers_fig14(page):
-    found = found_fig14()
-    performers_fig14.write("small", found, judged(performers_fig14.claims(found)), [20.0, 8.0, 6.0], 1.0)
-    assert page("performers-fig14").count("**holds**") >= 6 * len(performers_fig14.MAPS)
-
-
-def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkeypatch):
-    """Exact attention makes none; the first layer's own is the same for both kinds; nothing of the swap stays."""
-    start = str(write_model(tmp_path / "bert", num_hidden_layers=3, initializer_range=0.5))
-    text = write_text(tmp_path / "valid.txt")
-    monkeypatch.setattr(performers_fig14, "official_file", lambda *_: text)
-    monkeypatch.chdir(tmp_path)
-    of = lambda name, m=0, sample=1: performers_fig14.trained_errors(start, 12, 3, name, "orthogonal", m, sample)
-    assert max(max(errors) for errors in of("exact").values()) < 1e-5
-    uniform, pos = of("uniform"), of("pos", 8)
-    assert all(len(found["accumulated"]) == len(found["propagated"]) == 3 for found in (uniform, pos))
-    assert pos["accumulated"][0] == pytest.approx(pos["propagated"][0]) and min(pos["propagated"]) > 1e-4
-    assert pos["accumulated"][2] != pos["propagated"][2] and pos != of("pos", 8, sample=0) and of("pos", 8) == pos
-    model = performers_fig14.subject(start, 12, 3).model
-    assert not [name for name, _ in model.named_modules() if "swapped" in name]
-    assert len(performers_fig14.sums(start, 12, 3)) == 3
 
 
 def test_poles_of_performers_fig2_are_no_numbers():

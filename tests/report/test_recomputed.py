@@ -45,6 +45,12 @@ def level(places, shared, log):
     return mean(map(math.log, values)) if log else mean(values)
 
 
+def inside(claim, scale, value, log):
+    """How far a value, or with log its logarithm, lies on the right side of the claim's bound."""
+    bound, side = (claim["at_most"], 1) if "at_most" in claim else (claim["at_least"], -1)
+    return side * (math.log(bound / scale) - value if log else bound - scale * value)
+
+
 def differences(rows, claim, spec, setting):
     metric = claim.get("metric") or spec.get("main") or next(iter(spec["metrics"]))
     how, log = spec["metrics"][metric], claim.get("scale") == "log"
@@ -54,7 +60,7 @@ def differences(rows, claim, spec, setting):
     arms = (claim["better"], claim["worse"]) if "better" in claim else (claim.get("against"), claim["arm"])
     sides = [by_unit(rows, claim, setting, arm, metric) for arm in arms]
     if arms[0] is None:
-        return [claim["at_most"] - scale * level(places, places, False) for places in sides[1].values()]
+        return [inside(claim, scale, level(places, places, log), log) for places in sides[1].values()]
     shared = [{x for places in side.values() for x in places} for side in sides]
     shared = shared[0] & shared[1]
     pairs = [[level(side[unit], shared, log) for side in sides] for unit in sides[0] if unit in sides[1]]
