@@ -55,7 +55,8 @@ def target(name: str) -> str:
 
 
 def options_of(report: str, function: Callable[..., None], words: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE for the keyword-only parameters of a report's `main`. Raises ConfigError for other words."""
+    """KEY=VALUE for the keyword-only parameters of a function that makes or measures a report. Raises ConfigError for
+    other words."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     result = {}
     for word in words:
@@ -70,18 +71,18 @@ def options_of(report: str, function: Callable[..., None], words: Sequence[str])
     return result
 
 
-def measure(name: str, size: str, folder: Path, keep: bool, again: bool) -> Path:
+def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options: Sequence[str] = ()) -> Path:
     """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing.
-    Raises ConfigError for a size that the page does not declare."""
+    Raises ConfigError for a size that the page does not declare, and for options that it does not take."""
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
-    if again:
-        cells.forget(Path(name).stem)
     module, _, function = spec["measure"].rpartition(".")
-    name = Path(name).stem
-    made = getattr(importlib.import_module(module), function)(name, spec["sources"], spec["sizes"][size], keep)
-    return draws.write(name, made, folder)
+    name, measured = Path(name).stem, getattr(importlib.import_module(module), function)
+    given = options_of(name, measured, options)
+    if again:
+        cells.forget(name)
+    return draws.write(name, measured(name, spec["sources"], spec["sizes"][size], keep, **given), folder)
 
 
 def render_all(folder: Path) -> None:
@@ -98,9 +99,7 @@ def make(args: argparse.Namespace) -> None:
     if args.name is None:
         render_all(args.out)
     elif args.name in page.names() or args.name.endswith(".yaml"):
-        if args.options:
-            raise ConfigError(f"{args.options[0]}: the report {args.name} takes no options")
-        print(f"written: {measure(args.name, args.size, args.out, args.keep, args.again)}")
+        print(f"written: {measure(args.name, args.size, args.out, args.keep, args.again, args.options)}")
         print(f"written: {render.write(page.Page(args.name, args.out))}")
     else:
         report = importlib.import_module(f"crt_exp.report.{target(args.name)}")

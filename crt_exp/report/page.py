@@ -231,10 +231,13 @@ class Page:
 
     @cached_property
     def gates(self) -> list[tuple[str, Gate]]:
-        """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most, family} of the
-        file: the mean of the arm `of`, or, with `than`, by how much `of` is better than the best of these arms."""
-        return [(setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
-                for setting in self._settings(entry)]
+        """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most, family,
+        optional} of the file: the mean of the arm `of`, or, with `than`, by how much `of` is better than the best of
+        these arms. An optional one is not asked where it has no draws."""
+        gates = [(entry, setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
+                 for setting in self._settings(entry)]
+        return [(setting, gate) for entry, setting, gate in gates
+                if not (entry.get("optional") and math.isnan(gate.value))]
 
     def _gate(self, entry: dict[str, Any], setting: str) -> Gate:
         where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}

@@ -15,8 +15,9 @@ from crt_exp.data import DataError
 from crt_exp.data.fasta import entries
 from crt_exp.data.protein import LETTERS, STANDARD
 from crt_exp.report import __main__ as command_line
-from crt_exp.report import amino_acids, attention_maps, protein_runs, writing
-from crt_exp.report.amino_acids import PAIRS, alike, alike_by_frequency, blosum62, correlation
+from crt_exp.report import page, writing
+from crt_exp.studies import amino_acids, attention_maps
+from crt_exp.studies.amino_acids import PAIRS, alike, alike_by_frequency, blosum62, correlation
 from crt_exp.swap.rollout import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 
@@ -131,19 +132,38 @@ def called(monkeypatch, capsys, *words):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("name, words", [("exact", ["m=8", "first=10"]),
-                                         pytest.param("favorpp", [], marks=pytest.mark.slow)])
-def test_a_run_of_the_users(name, words, made, tmp_path, monkeypatch, capsys, one_thread):
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The working directory, and three draws of the noise."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(writing, "REPORT", tmp_path)
-    monkeypatch.setattr(attention_maps, "NOISES", 3)
+    resized(monkeypatch, {"noises": 3, "sequences": 30})
+    return tmp_path
+
+
+def resized(monkeypatch, sizes):
+    """The small size of the page with some other values."""
+    load = page.load
+    spec = load("attention-maps")
+    spec["sizes"]["small"] |= sizes
+    monkeypatch.setattr(page, "load", lambda name: spec if name == "attention-maps" else load(name))
+
+
+@pytest.mark.parametrize("name, words", [("exact", ["m=8", "first=10"]),
+                                         pytest.param("favorpp", [], marks=pytest.mark.slow)])
+def test_a_run_of_the_users(name, words, made, place, monkeypatch, capsys, one_thread):
     words = ["attention-maps", f"run={made / name}", f"input={made / 'made.fasta'}", "entry=P00007", *words]
-    code, out, err = called(monkeypatch, capsys, *words, "--out", str(tmp_path / "out"))
-    text = (tmp_path / "out/attention-maps.md").read_text()
-    assert code == 0 and "written:" in out and "Entry P00007 of made.fasta, its first 16 letters" in text, err
-    assert ("| layer | FAVOR++ | FAVOR+ | uniform |" if name == "exact" else "| layer | FAVOR++ | uniform |") in text
-    assert ("nearer to the exact ones" in text) == (name == "exact") and "| attention, random weights |" in text
-    assert (tmp_path / "out/attention-maps.png").stat().st_size > 20_000
+    code, out, err = called(monkeypatch, capsys, *words, "--out", str(place / "out"))
+    assert code == 0 and out.count("written:") == 2, err
+    text = (place / "out/attention-maps.md").read_text()
+    assert "P00007 of made.fasta, its first 16 letters" in text and "| attention, random weights |" in text
+    assert ("| layer | FAVOR++ | FAVOR+ | uniform attention |" if name == "exact" else
+            "| layer | FAVOR++ | uniform attention |") in text
+    assert ("nearer to the exact ones" in text) == (name == "exact") and "correlates with" not in text
+    assert (place / "out/attention-maps.png").stat().st_size > 20_000
+    rows = page.Page("attention-maps", place / "out").select("row")
+    assert {*rows["arm"]} == {"exact", "favorpp"} and len(rows) == 2 * 2 * 2 * (10 if name == "exact" else 16)
+    assert all(abs(sum(map(float, row.split())) - 1) < 0.02 for row in rows["value"]) == (name != "exact")
 
 
 @pytest.mark.parametrize("words, told", [
@@ -163,8 +183,8 @@ def test_mistakes_are_told(words, told, made, tmp_path, monkeypatch):
     places = {"exact": made / "exact", "favorpp": made / "favorpp", "fasta": made / "made.fasta"}
     words = [word.format(**places) for word in words]
     with pytest.raises((ConfigError, DataError)) as error:
-        attention_maps.main("small", **command_line.options_of("attention-maps", attention_maps.main, words))
-    assert told in str(error.value) and not list(tmp_path.iterdir())
+        command_line.measure("attention-maps", "small", tmp_path, keep=False, again=False, options=words)
+    assert told in str(error.value) and not list(tmp_path.rglob("*.csv"))
 
 
 def test_other_reports_take_no_options(monkeypatch, capsys):
@@ -174,23 +194,17 @@ def test_other_reports_take_no_options(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PROTEINS.is_dir(), reason="needs $CRT_DATA/protein")
-def test_all_of_it_at_a_tiny_size(tmp_path, monkeypatch, capsys, one_thread):
+def test_all_of_it_at_a_tiny_size(place, monkeypatch, capsys, one_thread):
     """Trains two models on the proteomes, for a few steps; again, it computes nothing."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
-    monkeypatch.setattr(attention_maps, "SEQUENCES", 30)
-    monkeypatch.setattr(attention_maps, "NOISES", 2)
-    tiny = ("task.max_length=32", "task.dropout=0", "task.validation_share=0.01", "task.test_share=0.01",
-            *protein_runs.model(4, 2, 32, 32), "trainer.batch=8", *protein_runs.LAST)
-    small = protein_runs.SETTINGS["small"]
-    monkeypatch.setitem(protein_runs.SETTINGS, "small",
-                        protein_runs.Setting(tiny, small.generated, {protein_runs.REAL: 3}, 8, small.options, seeds=2))
-    attention_maps.main("small")
-    text = (tmp_path / "report/attention-maps.md").read_text()
-    first = next(entry for entry in entries(PROTEINS / attention_maps.FILE, LETTERS) if entry.accession == b"P0AA25")
-    assert len(first.tokens) == 109 and "Entry P0AA25" in text and "| attention, trained |" in text
-    assert text.count("correlates with BLOSUM62") == 4 and "nearer to the exact ones" in text
-    cells = (tmp_path / "outputs/attention-maps/cells.jsonl").read_text()
-    attention_maps.main("small")
-    assert cells == (tmp_path / "outputs/attention-maps/cells.jsonl").read_text()
-    assert capsys.readouterr().out.count("written:") == 2
+    few = ["trainer.steps=3", "task.max_length=32", "task.validation_share=0.01", "task.test_share=0.01"]
+    size = page.load("attention-maps")["sizes"]["small"]
+    kept = [option for option in size["train"] if option.split("=")[0] not in {each.split("=")[0] for each in few}]
+    resized(monkeypatch, {"seeds": 2, "train": [*kept, *few]})
+    code, out, err = called(monkeypatch, capsys, "attention-maps", "--out", str(place / "out"))
+    text = (place / "out/attention-maps.md").read_text()
+    cells = (place / "outputs/attention-maps/cells.jsonl").read_text()
+    first = next(entry for entry in entries(PROTEINS / size["file"], LETTERS) if entry.accession == b"P0AA25")
+    assert code == 0 and len(first.tokens) == 109 and "P0AA25 of" in text and "| attention, trained |" in text, err
+    assert "a gate failed: the similarity of amino acids by attention correlates with BLOSUM62" in text
+    called(monkeypatch, capsys, "attention-maps", "--out", str(place / "out"))
+    assert cells == (place / "outputs/attention-maps/cells.jsonl").read_text()
