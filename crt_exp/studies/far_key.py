@@ -31,24 +31,35 @@ class Heads(NamedTuple):
 
 
 def drawn(length: int, clustered: bool, seed: int) -> Heads:
-    """Keys iid normal, or in CLUSTERS normal clusters with 0.64 of the variance between them. The query of a key points
-    to it, as long as gives it WEIGHT."""
     g = torch.Generator().manual_seed(seed)
+    k, places = keys_of(length, clustered, g), torch.arange(length - QUERIES, length)
+    target = (torch.rand(HEADS, QUERIES, generator=g) * (places - FAR)).long()
+    q = towards(k, target, torch.arange(length) > places.unsqueeze(1))
+    return Heads(*(t.unsqueeze(0) for t in (q, k, torch.randn(HEADS, length, D, generator=g))))
+
+
+def keys_of(length: int, clustered: bool, g: torch.Generator) -> Tensor:
+    """(H, L, d): iid normal, or in CLUSTERS normal clusters with 0.64 of the variance between them."""
     draw = lambda *size: torch.randn(*size, generator=g)
     k = draw(HEADS, length, D)
     if clustered:
         at = torch.randint(CLUSTERS, (HEADS, length), generator=g)
         k = 0.6 * k + 0.8 * rows(draw(HEADS, CLUSTERS, D), at)
-    places = torch.arange(length - QUERIES, length)
-    target = (torch.rand(HEADS, QUERIES, generator=g) * (places - FAR)).long()
+    return k
+
+
+def towards(k: Tensor, target: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """Queries (H, R, d) that point to keys k (H, L, d) at `target` (H, R), as long as gives these WEIGHT of the weight
+    among the keys that are not hidden (R, L); less where a longer key lies in the same direction, as in clusters."""
     unit = torch.nn.functional.normalize(rows(k, target), dim=-1)
-    logits = (unit @ k.mT).masked_fill(torch.arange(length) > places.unsqueeze(1), -torch.inf)
-    low, high = torch.zeros(HEADS, QUERIES, 1), torch.full((HEADS, QUERIES, 1), 50.0)
+    logits = unit @ k.mT
+    logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
+    low, high = torch.zeros(*target.shape, 1), torch.full((*target.shape, 1), 50.0)
     for _ in range(40):
         middle = (low + high) / 2
         less = (middle * logits).softmax(-1).gather(-1, target.unsqueeze(-1)) < WEIGHT
         low, high = torch.where(less, middle, low), torch.where(less, high, middle)
-    return Heads(*(t.unsqueeze(0) for t in (low * unit, k, draw(HEADS, length, D))))
+    return low * unit
 
 
 def cells_at(length: int) -> int:

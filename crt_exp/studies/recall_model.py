@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from crt_exp.studies import associative, far_key, runs
+from crt_exp.studies import associative, far_key, far_key_both, runs
 from crt_exp.studies.cells import Cells, Draw, fingerprint
 
 PLACE = Path("outputs/recall")
@@ -24,6 +24,7 @@ OPTIONS = ("task=recall", "attention=exact", "task.symbols=256", "task.rows=5120
            "trainer.eval_every=1000000", "trainer.select=last", "trainer.keep=1", "resume=auto")
 KINDS = {"iid keys": False, "keys in 32 clusters": True}
 OPENED, SEEDS = (32, 128), 10
+BOTH, BOTH_SEEDS = (512, 2048), 5
 TRIALS = {"64 pairs in 2048 tokens": (2048, 64, 4), "64 pairs in 8192 tokens": (8192, 64, 2),
           "a needle in 2048 tokens": (2048, 1, 16), "a needle in 8192 tokens": (8192, 1, 8)}  # tokens, pairs, rows
 MODEL_SEEDS, M = 8, 256
@@ -32,8 +33,10 @@ ATTENTIONS = ("exact", "uniform", "window block=64 first=16", "favorpp", "nearfa
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """Settings: KINDS (x: tokens, metric error) and TRIALS (metric accuracy); units are seeds."""
+    """Settings: KINDS, causal and in both directions (x: tokens, metric error), and TRIALS (metric accuracy); units are
+    seeds."""
     cells = Cells(name, sources, keep)
+    yield from in_both_directions(cells, name)
     keys = {place: {"length": place[1], "clustered": KINDS[place[0]], "seed": place[2], "opened": list(OPENED)}
             for place in product(KINDS, size["lengths"], range(SEEDS))}
     cells.fill([*keys.values()], far_key.errors, f"{name}: heads")
@@ -41,6 +44,15 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
         for arm, error in cells[key].items():
             yield cells.draw(key, kind, arm, "error", error, seed, length)
     yield from of_model(cells, str(train()[0]))
+
+
+def in_both_directions(cells: Cells, name: str) -> Iterator[Draw]:
+    keys = {place: {"length": place[1], "clustered": KINDS[place[0]], "seed": place[2]}
+            for place in product(KINDS, BOTH, range(BOTH_SEEDS))}
+    cells.fill([*keys.values()], far_key_both.errors, f"{name}: both directions")
+    for (kind, length, seed), key in keys.items():
+        for arm, error in cells[key].items():
+            yield cells.draw(key, f"{kind}, both directions", arm, "error", error, seed, length)
 
 
 def of_model(cells: Cells, start: str) -> Iterator[Draw]:
