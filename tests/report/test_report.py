@@ -31,9 +31,8 @@ from crt_exp.studies.variance import REGIMES, Variance, log_variances
 
 PEER = Mechanism("RBFSampler", {}, m=64)
 NO_LIST = {  # reports over other things than maps and samplers, and what these are
-    "bench_attention": "engines and peers", "bench_decoding": "caches", "bench_fit": "the fit of oprf",
     "bench_nearfar": "near-far attention and its peers",
-    "speed": "engines and peers", "bench_samplers": "algorithms inside samplers", "families": "models",
+    "families": "models",
     "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "attention in language models",
     "proteins_long": "attention in a language model",
@@ -206,21 +205,21 @@ def test_only_reports_are_offered(capsys, monkeypatch):
         command_line.main()
     shown, offered = capsys.readouterr().out, command_line.targets()
     assert all(f"  {name} " in shown and line and line in shown for name, line in offered.items())
-    assert "bench_attention" in offered and not {"writing", "palette", "tiny_models", "__main__"} & set(offered)
+    assert "bench_nearfar" in offered and not {"writing", "palette", "tiny_models", "__main__"} & set(offered)
 
 
-def test_bench_attention_is_a_report(capsys, monkeypatch):
-    from crt_exp.report import bench_attention
+def test_a_command_of_the_docs_keeps_its_name(capsys, monkeypatch):
+    from crt_exp.report import bench_nearfar
 
-    monkeypatch.setattr(bench_attention, "LENGTHS", (8,))
-    monkeypatch.setattr(bench_attention, "TURNS", 1)
-    monkeypatch.setattr("crt_exp.studies.speed.peers", lambda length: {})
-    monkeypatch.setattr(sys, "argv", ["report", "bench-attention"])
+    monkeypatch.setattr(bench_nearfar, "NEAR_FAR_LENGTHS", (8,))
+    monkeypatch.setattr(bench_nearfar, "print_memory", lambda lengths, names: print(names))
+    monkeypatch.setattr(sys, "argv", ["report", "bench-nearfar"])
     command_line.main()
-    assert capsys.readouterr().out.count("favorpp causal") == 2
+    said = capsys.readouterr().out
+    assert "favorpp" in said and "ratio to nearfar" in said and "['nearfar', 'favorpp']" in said
 
 
-@pytest.mark.parametrize("name, near", [("fig22", "fig2"), ("bench_atention", "bench_attention"), ("tabel1", "table1")])
+@pytest.mark.parametrize("name, near", [("fig22", "fig2"), ("bench_nearfr", "bench_nearfar"), ("tabel1", "table1")])
 def test_misspelt_report_names_the_nearest(name, near, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report", name])
     with pytest.raises(SystemExit) as error:

@@ -1,21 +1,23 @@
 """Time and memory of attention: what is timed, the peers, and a page whose bars can fail."""
 
-import matplotlib.pyplot as plt
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from crt_exp.attention import attention_reference
 from crt_exp.features import PosRF
-from crt_exp.report import speed, speed_page, writing
-from crt_exp.report.evidence import Interval
-from crt_exp.report.speed_page import EXACT, LATER, TRAINING, Found
+from crt_exp.report import draws
+from crt_exp.report.evidence import Verdict
+from crt_exp.report.page import Page, load
+from crt_exp.report.pages import speed as speed_page
 from crt_exp.samplers import orthogonal
+from crt_exp.studies import bench_methods, speed_draws
 from crt_exp.studies import speed as study
+from crt_exp.studies.cells import Draw
 from crt_exp.studies.peers import chunked
 from crt_exp.studies.speed import ALONE, PASSES, Speed
-
-TINY = speed.Setting(alone=((32, 64),), models={"small": (32,)}, later=(64,), turns=2, memory=(), exact_memory=64)
 
 
 def test_task_measures_every_variant():
@@ -58,96 +60,63 @@ def test_times_leave_nothing_behind_and_turn_by_process():
 # ---- the page, on times that are made up
 
 
-def invented(ms, lengths=(1024, 4096, 16384), processes=5, spread=0.01) -> Found:
-    """ms: of a training step by method and length, 100 for all others; processes differ by about `spread`."""
-    rng, found = np.random.default_rng(0), Found(2, ["a processor"])
-    for n in lengths:
-        for part in (ALONE, LATER, *speed.SETTINGS["small"].models):
-            names = list(study.makers(n)) if part in (ALONE, LATER) else study.IN_MODELS
-            for _ in range(processes):
-                step = {name: ms.get((name, n), 100.0) * np.exp(spread * rng.standard_normal(2)) for name in names}
-                found.add(part, n, {name: dict(zip(PASSES, (list(t / 2), list(t / 4), list(t * 3 / 4))))
-                                    for name, t in step.items()})
-    found.memory = {("nearfar", 65536): [480.0, 481.0, 482.0, 481.5, 480.5], ("floor", 65536): [4000.0],
-                    ("nearfar causal", 65536): [380.0, 381.0, 382.0, 381.5, 380.5]}
-    return found
+def page_of(tmp_path, training, lengths=(1024, 4096, 16384), processes=5, spread=0.01):
+    """training: ms of a training step by method and length, 100 for all others; processes differ by about `spread`."""
+    rng, names = np.random.default_rng(0), ("favorp", "favorpp", "nearfar", "exact", "uniform", "identity")
+    rows = [Draw(setting, name, metric, training.get((name, n), 100.0) * math.exp(spread * rng.normal()), unit, n)
+            for setting in (ALONE, "large") for n in lengths for name in names for unit in range(processes)
+            for metric in ("training", "inference")]
+    draws.write("speed", rows, tmp_path)
+    return Page("speed", tmp_path)
 
 
-def judged(found: Found) -> dict[str, str]:
-    asked = list(speed_page.bars(found))
-    return {bar.text: speed_page.line(bar, verdict) for bar, verdict in zip(
-        asked, speed_page.judged([bar.claim for bar in asked]))}
+@pytest.mark.parametrize("ms, word", [(2000, "holds"), (4000, "fails"), (3333, "cannot tell here")])
+def test_a_bar_is_judged_by_its_processes(ms, word, tmp_path):
+    page = page_of(tmp_path, {("nearfar", 4096): ms, ("exact", 4096): 10_000.0})
+    said = {verdict.claim.text: verdict for verdict in page.families["bars"] if isinstance(verdict, Verdict)}
+    verdict = said["near-far attention is at least 3 times as fast as exact attention at L = 4096"]
+    assert verdict.word == word and verdict.claim.difference.n == 5
 
 
-@pytest.mark.parametrize("ms, word, shown", [(2000, "met", "5.0"), (4000, "not met", "2.5"), (3333, "open", "3.0")])
-def test_a_bar_is_judged_by_its_interval(ms, word, shown):
-    found = invented({("nearfar", 4096): ms, ("exact", 4096): 10_000.0})
-    said = judged(found)["near-far attention is at least 3 times as fast as exact attention at L = 4096"]
-    assert said.startswith(f"- **{word}**:") and "(n = 5 processes" in said
-    assert float(said.split(": ")[2].split()[0]) == pytest.approx(float(shown), rel=0.02)
-
-
-def test_all_bars_are_there_and_some_fail():
-    said = judged(invented({}))
-    assert sum("in a process that has run shorter ones" in text for text in said) == 7
-    assert sum("near-far" in text for text in said) == 8 and sum("trigonometric" in text for text in said) == 2
-    memory = [line for text, line in said.items() if "MiB" in text]
-    assert [line.partition(":")[0] for line in memory] == ["- **not met**", "- **met**"]
-    assert any("chunked twin" in text for text in said) and any("FAVOR++ takes at most 1.05" in text for text in said)
-
-
-def test_exact_attention_is_overtaken_where_all_longer_intervals_say_so():
-    each = lambda low, high: Interval((low + high) / 2, (high - low) / 2, 0.0, 5)
-    assert speed_page.faster_from({1: each(-2, -1), 2: each(-1, 1), 4: each(-2, -1), 8: each(-3, -2)}) == 4
-    assert speed_page.faster_from({1: each(-2, -1), 2: each(-2, 0.1)}) is None
-    found = invented({("exact", 1024): 50.0, ("exact", 16384): 900.0, ("favorpp", 16384): 90.0})
-    assert speed_page.crossover(found, "favorpp", TRAINING) == "16384, 1024"
-
-
-def test_the_picture_has_one_entry_for_a_method():
-    figure = speed_page.figure(invented({}, lengths=(1024,), processes=2))
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    drawn = {speed_page.label(name) for name in study.makers(1024) if " m=" not in name}
-    assert len(names) == len(set(names)) and set(names) == drawn
-    colours = {line.get_color() for line in figure.axes[0].get_lines()}
-    assert len(colours) >= len(drawn) - 3  # causal peers are elsewhere
-    plt.close(figure)
-
-
-def test_the_page_says_that_a_control_is_faster():
-    found = invented({("uniform", n): 1.0 for n in (1024, 4096, 16384)} | {("exact", 16384): 900.0})
-    assert speed_page.control(found).startswith("**Uniform attention, a control, is faster than 3")
-    assert "Times as fast as exact attention" in "\n".join(speed_page.tables(found))
+def test_exact_attention_is_overtaken_where_all_longer_intervals_say_so(tmp_path):
+    page = page_of(tmp_path, {("exact", 1024): 50.0, ("exact", 16384): 900.0, ("favorpp", 16384): 90.0,
+                              **{("uniform", n): 1.0 for n in (1024, 4096, 16384)}})
+    assert speed_page.crossover(page, "favorpp", "training") == "16384, 1024"
+    assert speed_page.first_lines(page)[0].startswith("**Uniform attention, a control, is faster than 12 of 12 arms**")
+    assert "large, L = 16384: without any attention 9" in speed_page.first_lines(page)[0]
 
 
 def test_every_length_has_five_rounds_and_peaks_their_limits():
-    small = speed.SETTINGS["small"]
-    assert small.turns * min(case[2] for _, share in small.shares() for case in share["cases"]) >= 5
-    peaks = small.peaks()
+    small = load("speed")["sizes"]["small"]
+    assert small["turns"] * min(case[2] for _, share in speed_draws.shares(small) for case in share["cases"]) >= 5
+    peaks = speed_draws.places(small)
     assert ("performer-pytorch causal", study.PEER_CAUSAL, 0) in peaks and len(set(peaks)) == len(peaks)
     assert {name for name, n, _ in peaks if n == 65536} == {
-        name for name in study.makers(65536) if name not in speed.WITHOUT_MEMORY}
-    assert (EXACT, 4096, 0) in peaks and ("nearfar", 65536, small.near_far_turns - 1) in peaks
+        name for name in study.makers(65536) if name not in speed_draws.WITHOUT_MEMORY}
+    assert ("exact", 4096, 0) in peaks and ("nearfar", 65536, small["near_far_turns"] - 1) in peaks
 
 
 @pytest.mark.slow
-def test_the_report_at_small_lengths(tmp_path, monkeypatch, capsys):
-    """Repeated, it computes nothing."""
+def test_draws_at_small_lengths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
-    monkeypatch.setitem(speed.SETTINGS, "small", TINY)
-    monkeypatch.setattr(speed, "PEER_CAUSAL", 64)
-    monkeypatch.setattr(speed_page, "OF_FLOOR", {64: 0.7})
-    monkeypatch.setattr(speed, "in_new_process", lambda call, **given: call(**given))  # all in this one
-    speed.main("small")
-    page = (tmp_path / "report/speed.md").read_text()
-    assert page.count("FAVOR+ takes at most 0.7 of the time of the plain product, L = 64") == 2
-    assert "## Peak memory" in page and "Machine: " in page
-    assert (tmp_path / "report/speed.png").stat().st_size > 10_000
-    rows = (tmp_path / "report/speed.csv").read_text().splitlines()
-    assert sum(row.startswith("later,") for row in rows) == 5 * len(PASSES)
-    capsys.readouterr()
-    monkeypatch.setattr(speed, "in_new_process", None)
-    speed.main("small")
-    assert "written:" in capsys.readouterr().out
-    assert page.split("Written:")[0] == (tmp_path / "report/speed.md").read_text().split("Written:")[0]
+    monkeypatch.setattr(speed_draws, "PEER_CAUSAL", 64)
+    monkeypatch.setattr(speed_draws, "in_new_process", lambda call, **given: call(**given))  # all in this one
+    size = {"alone": [[32, 64]], "models": {"small": [32]}, "later": [64], "turns": 2, "memory": [],
+            "near_far_turns": 2, "exact_memory": 64}
+    made = [*speed_draws.measure("speed", ["studies/speed.py"], size)]
+    of = {(draw.setting, draw.arm, draw.metric, draw.x) for draw in made}
+    assert {("later", "floor", "training", 64), ("small", "nearfar", "inference", 32),
+            ("memory", "exact causal", "mib", 64)} <= of
+    place = (ALONE, "favorp", "training", 32)
+    units = [draw.unit for draw in made if (draw.setting, draw.arm, draw.metric, draw.x) == place]
+    assert units == 4 * [0] + 4 * [1]
+
+
+def test_commands_that_time_print_a_line_for_each_method(capsys, monkeypatch):
+    monkeypatch.setattr("crt_exp.studies.speed.peers", lambda length: {})
+    bench_methods.print_times([8], 1, [])
+    said = capsys.readouterr().out
+    assert said.count("favorpp causal") == 2 and "ratio to floor" in said
+    bench_methods.print_near_far([8], 1, causal=True, alone=True, half=True)
+    said = capsys.readouterr().out
+    assert "nearfar causal, bfloat16" in said and "ratio to nearfar causal" in said

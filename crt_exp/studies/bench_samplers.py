@@ -1,5 +1,5 @@
-"""Times behind the choices in crt_exp/samplers:
-`python -m crt_exp.report.bench_samplers [threads]` prints three tables.
+"""Times behind the choices in crt_exp/samplers, and of a fit compared with features:
+`python -m crt_exp.studies.bench_samplers [threads]` prints four tables.
 
 Medians of interleaved runs, in milliseconds: the alternatives take turns, so that load from outside hits them alike.
 """
@@ -7,25 +7,19 @@ Medians of interleaved runs, in milliseconds: the alternatives take turns, so th
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 
-from crt_exp.samplers import givens, hadamard, noise
+from crt_exp.features import OPRF, Statistics
+from crt_exp.samplers import givens, hadamard, noise, orthogonal
 from crt_exp.samplers.blocks import cholesky_qr, householder_qr, kac_walk
+from crt_exp.studies.timing import turns
 
 
 def medians(functions: dict[str, Callable], repeats: int = 9) -> list[float]:
     """Milliseconds of each function, after one warm-up call each."""
-    times = {name: [] for name in functions}
-    for turn in range(repeats + 1):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if turn:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(t) for t in times.values()]
+    return [statistics.median(t) for t in turns(functions, repeats).values()]
 
 
 def table(title: str, header: list[str], rows: list[list]) -> None:
@@ -60,6 +54,17 @@ def givens_row(d: int) -> list:
     return [d, *medians({"dense": lambda: x @ weight.mT, "walk": walk}, repeats=3)]
 
 
+def fit_row(label: str, shape: tuple[int, ...], m: int) -> list:
+    """OPRF's closed form and statistics, and its features of queries and keys."""
+    x, y = torch.randn(2, *shape) / shape[-1] ** 0.25
+    phi, noise = OPRF(), orthogonal(m, shape[-1])
+    stats = Statistics.of(x, y)
+    params = phi.fit(stats)
+    return [label, *medians({"fit": lambda: phi.fit(stats), "statistics": lambda: Statistics.of(x, y).mean_sq_sum,
+                             "features": lambda: (phi.phi_q(x, noise, params).exp(),
+                                                  phi.phi_k(y, noise, params).exp())}, repeats=41)]
+
+
 def main(size: str = "small", threads: int | None = None) -> None:
     torch.set_num_threads(threads or torch.get_num_threads())
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
@@ -69,6 +74,8 @@ def main(size: str = "small", threads: int | None = None) -> None:
     batches = [((12, 12, 4), 64), ((12, 1), 64), ((1,), 64), ((2000,), 4), ((8,), 256), ((2,), 512)]
     table("Orthogonal factors, float64", ["batch", "d", "householder ms", "cholesky ms", "qr loop ms", "normals ms"],
           [haar_row(batch, d) for batch, d in batches])
+    fits = [("11664 x 27", (11_664, 27), 128), ("8 x 4096 x 64", (1, 8, 4096, 64), 256)]
+    table("Fit of OPRF", ["x and y", "fit ms", "statistics ms", "features ms"], [fit_row(*each) for each in fits])
     table("Givens projection of 256 vectors", ["d", "dense ms", "walk ms"], [givens_row(d) for d in (16, 64, 256)])
 
 
