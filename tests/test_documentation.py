@@ -221,7 +221,12 @@ def test_command_exists(words, recipes):
 
 def check_report(name, arguments):
     report_command.parser().parse_args([name, *arguments])
-    if name in pages.names() or name.endswith(".yaml"):
+    if name.endswith(".yaml"):
+        return
+    if name in pages.names():
+        module, _, function = pages.load(name)["measure"].rpartition(".")
+        measure = getattr(importlib.import_module(module), function)
+        report_command.options_of(name, measure, [a for a in arguments if "=" in a])
         return
     report = importlib.import_module(f"crt_exp.report.{report_command.target(name)}")
     report_command.options_of(name, report.main, [a for a in arguments if "=" in a])

@@ -50,8 +50,8 @@ from crt_exp.report.evidence import (
 )
 
 FOLDER = CONF / "report"
-KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims", "bars",
-        "independence", "looks", "choices", "tables", "panels", "measure", "sizes", "sources")
+KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims",
+        "bars", "independence", "looks", "choices", "tables", "panels", "measure", "sizes", "sources")
 NO_ROWS = np.empty(0, int)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 

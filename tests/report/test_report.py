@@ -35,8 +35,6 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
     "families": "models",
     "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "attention in language models",
-    "proteins_long": "attention in a language model",
-    "attention_maps": "attention in a language model",
     "hrf_speech": "arms of speech recognition",
     "lra": "attention in a classifier", "pixels": "attention in a model of images",
     "books": "attention in a language model",

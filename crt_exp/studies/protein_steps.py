@@ -1,12 +1,14 @@
-"""Training steps and drawn letters of a unidirectional protein language model: their time and memory against length.
+"""Chains of proteins: training on them, and what steps and drawn letters cost against length.
 
-Legend: L letters of a row. Letters are random: time does not depend on them.
+Training is that of a `Grid`. Time and memory are those of unidirectional models with random weights, on this machine's
+CPU whatever the size. Legend: L letters of a row, which are random there: time does not depend on them.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,10 @@ from torch.nn import functional as F
 from crt_exp.attention import Exact
 from crt_exp.data.protein import LETTERS, TOKENS
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.language import Description, LanguageModel, Sizes
-from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
+from crt_exp.studies import training
+from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.memory import in_new_process, peak, reset_peak
 from crt_exp.studies.timing import timed
 from crt_exp.swap.swap import fill_statistics
 
@@ -30,6 +34,70 @@ SIZES: dict[str, Sizes] = {MODEL: {"heads": 8, "layers": 1, "d_ff": 256, "d": 25
                            WIDE: {"heads": 8, "layers": 1, "d_ff": 2048, "d": 512}}
 M = {LAYER: 128, MODEL: 64, WIDE: 128}  # twice the width of a head
 A_STEP = 32768                          # letters that a step reads, whatever L: so L alone differs
+TIMED = ("exact", "favorpp", "uniform")
+FLAT, DRAWING = "model, all lengths in turn", "drawing letters"  # settings, beside the parts
+OWN = ("lengths", "long", "processes", "positions", "letters", "drawn", "m")
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """The draws of the grid, and per process (the unit): letters_per_s of training steps (setting: the part of the
+    model, x: letters a row; each round a row), ms of a drawn letter (x: letters before it), mib at the peak of a step.
+    lengths: of rows; long: that of the wide model, and the longest whose matrix can be formed. positions, letters:
+    where letters are drawn, and how many by each process; drawn, m: the preset and the projections of that model."""
+    yield from training.measure(name, sources, {key: value for key, value in size.items() if key not in OWN}, keep)
+    own, cells = {key: size[key] for key in OWN}, Cells(name, sources, keep)
+    parts = [*product((LAYER, MODEL), own["lengths"]), (WIDE, own["long"])]
+    steps = {(part, length): {"part": part, "cases": [[arm, length, rows(part, length)] for arm in TIMED],
+                              "rounds": 2 if length < own["long"] else 1} for part, length in parts}
+    flat = {"part": MODEL, "rounds": 2,
+            "cases": [["favorpp", length, rows(MODEL, length)] for length in own["lengths"]]}
+    for (part, _), key in (*steps.items(), ((FLAT, None), flat)):
+        yield from of_steps(cells, name, part, key, own["processes"])
+    yield from of_memory(cells, name, own)
+    yield from of_drawing(cells, name, own)
+
+
+def of_steps(cells: Cells, name: str, setting: str, key: Key, processes: int) -> Iterator[Draw]:
+    keys = [{**key, "process": i} for i in range(processes)]
+    cells.fill(keys, in_process, f"{name}: {setting}", 1)
+    for unit, each in enumerate(keys):
+        for (arm, length, count), values in zip(key["cases"], cells[each]):
+            for took in values:
+                yield cells.draw(each, setting, arm, "letters_per_s", 1e3 * count * length / took, unit, length, "time")
+
+
+def of_memory(cells: Cells, name: str, own: Mapping[str, Any]) -> Iterator[Draw]:
+    keys = {(arm, length): {"name": arm, "length": length} for arm, length in product((*TIMED, FORMED), own["lengths"])
+            if arm != FORMED or length <= own["long"]}
+    cells.fill([*keys.values()], memory_in_process, f"{name}: memory", 1)
+    for (arm, length), key in keys.items():
+        yield cells.draw(key, MODEL, arm, "mib", cells[key], 0, length, "memory")
+
+
+def of_drawing(cells: Cells, name: str, own: Mapping[str, Any]) -> Iterator[Draw]:
+    common = {"names": ["exact", "favorpp"], "sizes": sizes_of(own["drawn"], {}, "sizes"), "m": own["m"],
+              "positions": list(own["positions"]), "rounds": own["letters"]}
+    keys = [{**common, "process": i} for i in range(own["processes"])]
+    cells.fill(keys, generation_in_process, f"{name}: drawing letters", 1)
+    for unit, key in enumerate(keys):
+        for (arm, position), values in zip(product(common["names"], common["positions"]), cells[key]):
+            for took in values:
+                yield cells.draw(key, DRAWING, arm, "ms", took, unit, position, "time")
+
+
+def in_process(process: int, **arguments: Any) -> list[list[float]]:
+    return in_new_process(times, **arguments)
+
+
+def memory_in_process(name: str, length: int) -> float:
+    return in_new_process(memory, name=name, length=length)
+
+
+def generation_in_process(process: int, **arguments: Any) -> list[list[float]]:
+    return in_new_process(generation, **arguments)
+
+
+# ---- training steps
 
 
 class Formed(Exact):
