@@ -18,7 +18,7 @@ ROOMS = [
     ["attention.checks", "attention.blocked", "attention.partials"],  # what engines share with the layers above them
     ["attention.engines"],
     ["attention"],
-    ["data"],
+    ["data", "environments"],
     ["metrics"],
     ["swap"],
     ["mechanism"],

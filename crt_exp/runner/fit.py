@@ -98,7 +98,7 @@ def check_sweeper(cfg) -> None:
 def check_study(cfg, task, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1 or cfg.trainer.processes:
-        raise ConfigError(f"task={choice('task')} does not train: start it on one process")
+        raise ConfigError(f"task={choice('task')} runs on one process: leave torchrun and trainer.processes out")
     if hasattr(task, "uses"):
         check_used(task)
     if not mechanism.estimates and mechanism.name != "exact" and not measures_whole(cfg, mechanism):
@@ -168,6 +168,8 @@ def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
     raise_interrupts()
     with Run(cfg, output_directory()) as current:
         if not finished(current.records):
+            if hasattr(task, "directory"):  # of studies that go on from a state of their own
+                task.directory = current.directory
             for record in task.records(mechanism, cfg.seed, done=list(current.records)):
                 ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
                 current.log(**record, **ending)

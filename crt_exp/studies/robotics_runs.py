@@ -1,0 +1,92 @@
+"""What `make hrf-robotics` measures: returns of trained policies, and what it costs to rank the patches of an image."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.implicit_policy import column_sums
+from crt_exp.studies import training
+from crt_exp.studies.cells import Cells, Draw
+from crt_exp.studies.flops import TOKENS, columns, count
+from crt_exp.studies.pairs import drawn, generator
+from crt_exp.studies.rollouts import one_thread
+
+ROUNDS, CALLS = 5, 20  # of a time: how often all take their turn, and calls of one turn
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """The draws of the grid `runs` of training (return, tables "validation" and "test"); share: a return on test over
+    the mean return of exact attention. Of ranking the patches (table cost, setting "d = 4", x: patches): flops,
+    counted, and ms, of turns, one image at a time."""
+    made = [*training.measure(name, sources, {**size["runs"], "cost": False}, keep)]
+    yield from made
+    yield from shares(made)
+    cells = Cells(name, sources, keep)
+    keys = {d: {"d": d, "lengths": list(size["lengths"]), "arms": [[arm, dict(options)] for arm, options in
+                                                                 size["ranked"].items()]} for d in size["ds"]}
+    cells.fill([*keys.values()], costs, f"{name}: costs", workers=1)
+    for d, key in keys.items():
+        for arm, metric, length, turn, value in cells[key]:
+            yield cells.draw(key, f"d = {d}", arm, metric, value, turn, length, "cost")
+
+
+def shares(draws: Sequence[Draw]) -> Iterator[Draw]:
+    test = [draw for draw in draws if draw.table == "test" and draw.metric == "return"]
+    for setting in dict.fromkeys(draw.setting for draw in test):
+        exact = [draw.value for draw in test if draw.setting == setting and draw.arm == "exact"]
+        for draw in test:
+            if draw.setting == setting:
+                yield replace(draw, metric="share", value=draw.value * len(exact) / sum(exact), seconds="")
+
+
+def costs(d: int, lengths: list[int], arms: list) -> list[tuple]:
+    """(arm, metric, patches, turn, value): flops of each, and ms of every turn."""
+    made = [(arm, Mechanism.of(**options)) for arm, options in arms]
+    found = [(arm, "flops", length, "", flops(mechanism, d, length))
+             for (arm, mechanism), length in product(made, lengths)]
+    layers = [(arm, mechanism.layer(1, d, scaling=1.0).eval()) for arm, mechanism in made]
+    with one_thread():
+        for length, turn, (arm, layer) in product(lengths, range(ROUNDS), layers):
+            found.append((arm, "ms", length, turn, milliseconds(layer, d, length)))
+    return found
+
+
+def on_sphere(rows: int, d: int) -> Tensor:
+    return F.normalize(torch.randn(rows, d, generator=generator(rows, d)), dim=-1)
+
+
+def milliseconds(layer: torch.nn.Module, d: int, length: int) -> float:
+    """Of ranking the patches of one image, the mean of some calls."""
+    q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
+    column_sums(layer, q, k)
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        column_sums(layer, q, k)
+    return 1e3 * (time.perf_counter() - begin) / CALLS
+
+
+def flops(mechanism: Mechanism, d: int, length: int) -> int:
+    """Of ranking the patches of one image from their queries and keys, counted as in task=flops: with features in time
+    linear in the patches, what is done once for a noise left out; with exact attention by its matrix."""
+    if not mechanism.estimates:
+        return length**2 * (2 * d + 4) if mechanism.name == "exact" else 0  # products, exp, two sums, one division
+    phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
+    params = phi.fit(Statistics.of(x, x))
+    bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+    ranked(bound, x)
+    first, both = (count(lambda rows=rows: ranked(bound, rows)) for rows in (x[:TOKENS], x))
+    return round((both - first) / TOKENS * length)
+
+
+def ranked(bound: Any, x: Tensor) -> Tensor:
+    """Column sums of normalised linear attention of x to itself."""
+    f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
+    return g @ ((1 / (f @ g.sum(0))) @ f)
