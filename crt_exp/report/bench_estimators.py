@@ -1,6 +1,7 @@
 """make bench-estimators: RandomFeatures against scikit-learn's RBFSampler, fit and transform,
 at equal columns and at equal projections, interleaved."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,8 +14,7 @@ from sklearn.random_projection import GaussianRandomProjection
 
 from crt_exp.estimators import RandomFeatures
 from crt_exp.report import palette
-from crt_exp.report.evidence import Claim, judged, of_processes, won_by
-from crt_exp.report.kernel_arms import below, over
+from crt_exp.report.evidence import Claim, Interval, judged, of_processes, paired, won_by
 from crt_exp.report.writing import markdown, write_report
 from crt_exp.studies.memory import in_new_process
 
@@ -104,10 +104,14 @@ def rotated(items: list, by: int) -> list:
 
 def claims(seconds: Seconds) -> list[Claim]:
     """Of this library, not of a paper: as many columns take no longer than scikit-learn's."""
-    return [below(f"{dtype}: {name} transforms to {WIDTH} columns in less time than {PEER}",
-                  of_processes(seconds[dtype, Arm(name), "transform"], PROCESSES),
-                  of_processes(seconds[dtype, Arm(PEER), "transform"], PROCESSES))
+    return [Claim(f"{dtype}: {name} transforms to {WIDTH} columns in less time than {PEER}",
+                  against(seconds, dtype, Arm(PEER), Arm(name), "transform"), "in the logarithm")
             for dtype in DTYPES for name in MAPS]
+
+
+def against(seconds: Seconds, dtype: str, first: Arm, second: Arm, step: str) -> Interval:
+    """The logarithm of the time of the first over that of the second, over processes."""
+    return paired(*(np.log(of_processes(seconds[dtype, arm, step], PROCESSES)) for arm in (first, second)))
 
 
 def controls_that_win(seconds: Seconds) -> str:
@@ -125,11 +129,14 @@ def table(seconds: Seconds, dtype: str) -> str:
     for arm in arms():
         cells = [cell for step in STEPS for cell in (
             spread(seconds[dtype, arm, step]),
-            over(of_processes(seconds[dtype, arm, step], PROCESSES),
-                 of_processes(seconds[dtype, Arm(PEER), step], PROCESSES)))]
+            ratio(against(seconds, dtype, arm, Arm(PEER), step)))]
         rows.append([arm.name, arm.columns, *cells])
     header = ["features", "columns", *(text for step in STEPS for text in (f"{step}, s", f"of {PEER}'s"))]
     return f"## {dtype}\n\n" + markdown(header, rows)
+
+
+def ratio(log: Interval) -> str:
+    return f"{math.exp(log.mean):.2f} ({math.exp(log.low):.2f} to {math.exp(log.high):.2f})"
 
 
 def spread(values: Sequence[float]) -> str:
