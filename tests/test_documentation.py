@@ -28,7 +28,8 @@ from crt_exp.runner.command_line import check_command_line
 LANGUAGES = {"python", "bash", "yaml", "make"}
 # by the recipes' tests below, and on two processes by test_sequence.py
 OTHERWISE = ("add-your-own.md", "sequence_parallel.md")
-EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name not in OTHERWISE]
+EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name not in OTHERWISE
+            and block.page.parent.name != "gallery"]
 
 
 def names(blocks):
@@ -46,6 +47,24 @@ def test_every_block_says_its_language():
 def test_example(block, capsys):
     exec(block.text, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
+
+
+GALLERY = [block for block in BLOCKS if block.page.parent.name == "gallery"]
+
+
+@pytest.mark.parametrize("block", GALLERY, ids=[block.page.stem for block in GALLERY])
+def test_picture_of_the_gallery(block, capsys, tmp_path, monkeypatch):
+    """At most 15 lines, which print what the picture shows and save it under the name of the page."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.use("Agg")
+    save = matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, name: save(self, tmp_path / name))
+    exec(block.text, {"__name__": "__main__"})
+    plt.close("all")
+    assert capsys.readouterr().out.strip() and len([line for line in block.text.splitlines() if line]) <= 15
+    assert (tmp_path / f"{block.page.stem}.png").stat().st_size > 5000 and block.page.with_suffix(".png").is_file()
 
 
 # ---- the recipes -----------------------------------------------------------------------------------------------------
