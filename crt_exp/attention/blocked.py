@@ -78,10 +78,10 @@ class _Together(torch.autograd.Function):
 
 def _of_cluster(g: Tensor, cluster: Tensor) -> Tensor:
     """Of the blocks of all clusters (..., L, A, C, D / A), those of the token's own (..., L, 1): (..., L, A, D / A)."""
-    found = g[..., 0, :]
+    chosen = g[..., 0, :]
     for c in range(1, g.shape[-2]):
-        found = torch.where(cluster.unsqueeze(-1) == c, g[..., c, :], found)
-    return found
+        chosen = torch.where(cluster.unsqueeze(-1) == c, g[..., c, :], chosen)
+    return chosen
 
 
 def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) -> Tensor:

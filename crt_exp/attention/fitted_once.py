@@ -3,7 +3,7 @@ the map that each of its heads chose.
 
 Legend: B batch, H query heads, Hkv key heads, P vectors of a sample, d. Each of the first passes in training leaves a
 sample of its queries and keys here; when there are enough of them the map is fitted to all, between two passes.
-Calibration fits anew after each of its passes. Samples are of all processes, and the parameters those of the first: the
+Calibration fits again after each pass. Samples are of all processes, and the parameters those of the first: the
 same on all ranks. """
 
 from collections.abc import Mapping
@@ -71,14 +71,14 @@ class FittedOnce(nn.Module):
         if self.settled and self.seen is None:
             return
         many = self.vectors if self.seen is not None else -(-self.vectors // self.steps)
-        found = {side: _of_all_ranks(sample(t, mask, self.heads, many))
+        samples = {side: _of_all_ranks(sample(t, mask, self.heads, many))
                  for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))}
         if self.seen is not None:
-            for side, rows in found.items():
+            for side, rows in samples.items():
                 self.seen[side].append(rows)
             self._fit({side: _thinned(torch.cat(rows, 1), self.vectors) for side, rows in self.seen.items()})
             return
-        for side, rows in found.items():
+        for side, rows in samples.items():
             setattr(self, side, torch.cat([getattr(self, side), rows], 1) if int(self.passes) else rows)
         self.passes.add_(1)
 

@@ -42,7 +42,7 @@ class RandomFeatureAttention(LinearAttention):
     """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
     phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
-    phi. redraw_every: 0 keeps the noise, n draws anew after n training passes, 1 after every one; never in eval mode,
+    phi. redraw_every: 0 keeps the noise, n draws again after n training passes, 1 after every one; never in eval mode,
     in a backward pass or while decoding. normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean
     length of x for entries of unit variance. scaling: the logit is scaling q.k, by default d^(-1/2). normalize: False
     leaves the division by the denominator out, and outputs grow with the keys. denominator: see `attention`;
@@ -246,7 +246,7 @@ class RandomFeatureAttention(LinearAttention):
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
 
     def _advance(self) -> None:
-        """The moment of change: folds in what the last pass noted, and draws anew where it is time."""
+        """The moment of change: folds in what the last pass noted, and draws again where it is time."""
         fitting = self.clusters is not None and not self.clusters.done
         if transforming() and (self.running or self.redraw_every or fitting):
             raise ValueError("this layer changes its statistics or noise in training mode, which transforms of "
@@ -346,7 +346,7 @@ class RandomFeatureAttention(LinearAttention):
 
     @contextmanager
     def calibration(self):
-        """Within it, passes in eval mode fill the running statistics anew: the mean over passes, all counting alike;
+        """Within it, passes in eval mode fill the running statistics afresh: the mean over passes, all counting alike;
         and clusters are fitted to all of them."""
         self.calibrated = 0 if self.keeps_statistics or self.clusters is not None else None
         if self.keeps_statistics:
@@ -396,7 +396,7 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
     if learn == "parameters" and not (phi.fitted or phi.learned):
         raise ValueError(f"learn = parameters: {phi} has none; learn = projections trains its rows")
     if redraw_every and (phi.learned or learn == "projections"):
-        raise ValueError(f"redraw_every = {redraw_every}: rows that are trained cannot be drawn anew")
+        raise ValueError(f"redraw_every = {redraw_every}: rows that are trained cannot be drawn again")
 
 
 def _buffer_of(p: Projections) -> str:

@@ -76,8 +76,8 @@ def _kernel(fq: Features, fk: Features, seen: Tensor) -> Kernel:
     fq, fk = (Features(*torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)) for f in (fq, fk))
     size = max(1, ELEMENTS // max(1, fk.log_scale.numel()))
     blocks = zip(*(t.split(size, -2) for t in (*fq, seen.expand(-1, -1, fq.log_scale.shape[-2], -1))))
-    found = [_block(value, log, fk, see) for value, log, see in blocks]
-    return Kernel(*(torch.cat(parts, -2) for parts in zip(*found)))
+    kernels = [_block(value, log, fk, see) for value, log, see in blocks]
+    return Kernel(*(torch.cat(parts, -2) for parts in zip(*kernels)))
 
 
 def _block(value: Tensor, log: Tensor, fk: Features, seen: Tensor) -> Kernel:
@@ -101,8 +101,8 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
     """The attention matrix (B,H,L,S) itself, float64, rows of sum 1: of a feature map, or exact softmax without one.
 
     rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. One product of
-    whole features, O(L S M) without the reference's care: a row whose kernels all underflow beside those of another key
-    of the sequence (causal, beyond e^700) is 0. """
+    whole features, O(L S M) without the reference's care: a row whose kernels all underflow compared with those of
+    another key of the sequence (causal, beyond e^700) is 0. """
     L, S = x.shape[2], y.shape[2]
     index = torch.arange(L, device=x.device) if rows is None else rows
     x, y = x[:, :, index], y.repeat_interleave(x.shape[1] // y.shape[1], 1)

@@ -70,17 +70,17 @@ class Reformer(Baseline):
         if x.shape[2] != y.shape[2] and not causal:
             raise ValueError(f"reformer with {x.shape[2]} queries and {y.shape[2]} keys: they must be one sequence")
         factor = (self.scaling * x.shape[3]) ** 0.5  # y is scaling^(1/2) q
-        found = lsh_attention(y, v, self.hash(y, key_mask), self.chunk, causal, key_mask, factor)
-        return found[:, :, -x.shape[2]:]
+        out = lsh_attention(y, v, self.hash(y, key_mask), self.chunk, causal, key_mask, factor)
+        return out[:, :, -x.shape[2]:]
 
     def hash(self, y: Tensor, key_mask: Tensor | None) -> Tensor:
         """The bucket of each token in each round, (B, H, R, S): the largest of [y R, -y R]; padding has its own."""
         if self.buckets == 1:
-            found = y.new_zeros(*y.shape[:2], self.shape[1], y.shape[2], dtype=torch.long)
+            buckets = y.new_zeros(*y.shape[:2], self.shape[1], y.shape[2], dtype=torch.long)
         else:
             sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(self.rotations.dtype), self.rotations)
-            found = torch.cat([sides, -sides], -1).argmax(-1)
-        return found if key_mask is None else found.masked_fill(~key_mask[:, None, None], self.buckets)
+            buckets = torch.cat([sides, -sides], -1).argmax(-1)
+        return buckets if key_mask is None else buckets.masked_fill(~key_mask[:, None, None], self.buckets)
 
 
 def lsh_attention(q: Tensor, v: Tensor, buckets: Tensor, chunk: int, causal: bool, key_mask: Tensor | None = None,

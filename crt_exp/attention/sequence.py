@@ -59,8 +59,8 @@ def check_agreed(x: Tensor, y: Tensor, keep: Tensor | None, group, **more: int) 
     grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
     mine = {"dtype": DTYPES.index(x.dtype), "batch": len(x), "heads": x.shape[1], "key heads": y.shape[1],
             "dimensions": x.shape[3], "mask": keep is not None, "gradient": grad, **more}
-    found = _gathered(torch.tensor([int(value) for value in mine.values()], device=x.device), group).tolist()
-    for name, values in zip(mine, zip(*found)):
+    gathered = _gathered(torch.tensor([int(value) for value in mine.values()], device=x.device), group).tolist()
+    for name, values in zip(mine, zip(*gathered)):
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             shown = [DTYPES[values[rank]] if name == "dtype" else values[rank] for rank in (0, other)]
@@ -152,13 +152,13 @@ class Pooled:
         if name in ("minimum", "largest"):
             empty = torch.inf if name == "minimum" else 0.0
             value = value if self._any is None else torch.where(self._any, value, empty)
-            found = self._reduced(value, dist.ReduceOp.MIN if name == "minimum" else dist.ReduceOp.MAX)
-            found = torch.where(found.isinf(), 0.0, found)  # nothing but masked positions
+            pooled = self._reduced(value, dist.ReduceOp.MIN if name == "minimum" else dist.ReduceOp.MAX)
+            pooled = torch.where(pooled.isinf(), 0.0, pooled)  # nothing but masked positions
         else:
             weight, count = (_as_moment(t, name) for t in (self._weight, self.count))
-            found = self._reduced(value * weight) / count
-        self.__dict__[name] = found
-        return found
+            pooled = self._reduced(value * weight) / count
+        self.__dict__[name] = pooled
+        return pooled
 
     def _reduced(self, t: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
         t = t.clone(memory_format=torch.contiguous_format)

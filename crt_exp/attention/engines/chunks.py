@@ -251,13 +251,13 @@ class Part:
 
     def entering(self, y, v, offset, whole, lengths, state) -> list[tuple[slice, Partial | None]]:
         """Every piece of these chunks with the state before it."""
-        found = []
+        pieces = []
         for chunk, length in zip(whole, lengths):
             for t in chunks(chunk.stop, length, chunk.start):
-                found.append((t, state))
+                pieces.append((t, state))
                 keys = shifted(t, offset)
                 state = merge(state, self.summary(y[:, :, keys], v[:, :, keys], keys))
-        return found
+        return pieces
 
     def step_backward(self, x, y, v, given, offset, t, state, dsums, grads) -> list[Tensor]:
         keys = shifted(t, offset)

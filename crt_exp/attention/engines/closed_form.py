@@ -344,12 +344,12 @@ class Run:
         """Each piece with its entering state, in the reference of the piece."""
         if level == 0:
             return [(segment, state)]
-        found = []
+        entered = []
         for piece in pieces(segment, level):
             K, V, ref = self.keys(piece, state.ref)
-            found.append((piece, state.at(ref)))
-            _, state = running(found[-1][1], V.mT @ K)
-        return found
+            entered.append((piece, state.at(ref)))
+            _, state = running(entered[-1][1], V.mT @ K)
+        return entered
 
     def piece(self, piece: slice, state: State, out: Tensor, logsum: Tensor) -> tuple[State, State | None]:
         """The entering state in the reference of the piece, and the state after it: None where a sum was too small."""

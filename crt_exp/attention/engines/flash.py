@@ -101,11 +101,11 @@ def of_queries(x: Tensor, directions: Tensor, log_z: Tensor, form: Form) -> tupl
 
 def parts(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers (...) as PARTS half-precision ones (..., PARTS) whose sum they are."""
-    found = []
+    terms = []
     for _ in range(PARTS):
-        found.append(t.to(dtype))
-        t = t - found[-1]
-    return torch.stack(found, -1)
+        terms.append(t.to(dtype))
+        t = t - terms[-1]
+    return torch.stack(terms, -1)
 
 
 def pad(t: Tensor, columns: int) -> Tensor:

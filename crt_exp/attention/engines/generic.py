@@ -49,8 +49,8 @@ def plain_gradients(function: Callable, inputs: tuple[Tensor, ...], grads: tuple
         inputs = [t.view_as(t) for t in inputs]  # three nodes of the graph, also where they are one tensor
         results = function(*inputs)
     wanted = [t for t in inputs if t.requires_grad]
-    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=again, materialize_grads=True))
-    return [next(found) if t.requires_grad else None for t in inputs]
+    gradients = iter(torch.autograd.grad(results, wanted, grads, create_graph=again, materialize_grads=True))
+    return [next(gradients) if t.requires_grad else None for t in inputs]
 
 
 class _Chunked(torch.autograd.Function):
@@ -98,8 +98,8 @@ def _saved(ctx, inputs: int) -> tuple[tuple[Tensor, ...], list[Partial | None]]:
 
 def keys_state(y: Tensor, v: Tensor, part: Part) -> Partial:
     """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features (B,H,M,.), differentiable, chunk by chunk."""
-    found = _State.apply(y, v, part)
-    return Partial(*found)
+    state = _State.apply(y, v, part)
+    return Partial(*state)
 
 
 def read_state(x: Tensor, state: Partial, part: Part) -> Partial:

@@ -55,7 +55,7 @@ def library() -> ctypes.CDLL | None:
         with compiled() as file:
             if _is_library(file):
                 return _loaded(file)
-            _record(file).unlink(missing_ok=True)                 # it is compiled anew, once
+            _record(file).unlink(missing_ok=True)                 # it is compiled again, once
         with compiled() as file:
             return _loaded(file)
     except FAILURES as e:
@@ -201,15 +201,15 @@ def _cache() -> tuple[Path | None, str]:
 
 def _ours(path: Path, others: int = 0o022) -> bool:
     """Whether this user owns a file or folder and `others`, bits of its mode, cannot write to it."""
-    found = path.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & others
+    status = path.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & others
 
 
 def _intact(file: Path) -> bool:
     """Whether a kept library is there, is ours, and is what its record says."""
     try:
         if not (_ours(file) and _ours(_record(file))):
-            _warn("%s belongs to another user, or others can write to it: it is not loaded, but compiled anew", file)
+            _warn("%s belongs to another user, or others can write to it: it is not loaded, but compiled again", file)
             return False
         return _record(file).read_bytes() == _seal(file.read_bytes())
     except OSError:

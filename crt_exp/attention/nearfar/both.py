@@ -97,9 +97,9 @@ class Both:
         if self.in_c(x, y, v):
             sets, sizes = native.Sets(*metric, *choice), self.sizes
             tensors = x.float(), y.float(), v.float()
-            found = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor, self.cross)
-            spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
-            return found.out, found.share.mean((1, 2)) * spread.sqrt()
+            result = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor, self.cross)
+            spread = mean_spread(result.sums[:, None, :, -1], result.level, result.spread.unsqueeze(1))
+            return result.out, result.share.mean((1, 2)) * spread.sqrt()
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
         b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
         window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
@@ -116,12 +116,12 @@ class Both:
         else:
             far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
         q = grouped(x, b)
-        found = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), leaves is not None, precise)
-        out, share = found.out, found.share
+        result = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), leaves is not None, precise)
+        out, share = result.out, result.share
         if leaves is not None:
             log_u = metric.log_weights(y) - level.gather(1, choice.cell)
             given = Celled(y, v, choice.pool, choice.cell, log_u, cells.mu.squeeze(1), cells.bias.squeeze(1))
-            out, share = self._reopened(q, found, given, leaves)
+            out, share = self._reopened(q, result, given, leaves)
         out, share = (ungrouped(t, *x.shape[1:3]) for t in (out, share))
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
@@ -130,7 +130,7 @@ class Both:
         spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
-    def _reopened(self, q: Tensor, found: Gathered, given: "Celled", leaves: Leaves) -> tuple[Tensor, Tensor]:
+    def _reopened(self, q: Tensor, gathered: Gathered, given: "Celled", leaves: Leaves) -> tuple[Tensor, Tensor]:
         """Outputs and shares of the cells, where each query (Z, N, r, d) reads the keys that it asks for too."""
         b = None if self.cross else self.sizes.block
 
@@ -140,7 +140,7 @@ class Both:
 
         def read(q: Tensor, places: Tensor, *now: Tensor, at: int) -> tuple[Tensor, Tensor]:
             return reopened(q, Gathered(*now), given, places)
-        return in_parts(choose, read, parts_of(q, given.v, self.sizes.open), q, *found)
+        return in_parts(choose, read, parts_of(q, given.v, self.sizes.open), q, *gathered)
 
     def _with_features(self, x: Tensor, y: Tensor, v: Tensor, metric: Metric, choice: Choice, window: Window | None,
                        heavy: tuple[Weighted, ...], b: int) -> Tensor:
@@ -172,7 +172,7 @@ class Celled(NamedTuple):
         return self.pool & away
 
 
-def reopened(q: Tensor, found: Gathered, given: Celled, places: Tensor) -> tuple[Tensor, Tensor]:
+def reopened(q: Tensor, gathered: Gathered, given: Celled, places: Tensor) -> tuple[Tensor, Tensor]:
     """What queries (Z, m, r, d) have gathered, with the keys at `places` (Z, m, r, o), -1 for none, read exactly: each
     of them leaves its cell."""
     there, at = places >= 0, places.clamp(min=0).flatten(1)
@@ -180,12 +180,12 @@ def reopened(q: Tensor, found: Gathered, given: Celled, places: Tensor) -> tuple
     exact = reads.logits(q, given.y, places)
     of_cells = q @ given.mu.unsqueeze(1).mT + given.bias[:, None, None]
     before = (of_cells.gather(-1, of_key(given.cell)) + of_key(given.log_u)).masked_fill(~there, HIDDEN)
-    top = torch.cat([found.logsum, exact], -1).amax(-1, keepdim=True).detach()
-    others, less = torch.exp(found.logsum - top), torch.exp(before - top)
+    top = torch.cat([gathered.logsum, exact], -1).amax(-1, keepdim=True).detach()
+    others, less = torch.exp(gathered.logsum - top), torch.exp(before - top)
     change = torch.exp(exact - top) - less
     total = others + change.sum(-1, keepdim=True)
-    out = others * found.out + reads.sums(change, given.v, places)
-    return out / total, (others * found.share - less.sum(-1, keepdim=True)) / total
+    out = others * gathered.out + reads.sums(change, given.v, places)
+    return out / total, (others * gathered.share - less.sum(-1, keepdim=True)) / total
 
 
 def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:

@@ -130,9 +130,9 @@ def _by_first_token(call: Recall, x: Tensor, y: Tensor, v: Tensor, key_mask: Ten
         rows = (firsts == first).nonzero().squeeze(1)
         lead = max(0, first - before)
         own = (x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:], key_mask[rows, first:])
-        found = _result(call, *own, factor)
+        result = _result(call, *own, factor)
         none = v.new_zeros(len(rows), x.shape[1], lead, v.shape[3])
-        parts.append(Result(torch.cat([none, found.out], 2), found.predicted))
+        parts.append(Result(torch.cat([none, result.out], 2), result.predicted))
         order.append(rows)
     back = torch.cat(order).argsort()
     return Result(*(torch.cat(both)[back] for both in zip(*parts)))
@@ -194,17 +194,17 @@ def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tens
         size = Z
     elif size < Z and Z * S > KEPT:
         return _InParts.apply(call, keep, size, x, y, v)
-    found = []
+    results = []
     for i, part in enumerate(zip(*(t.split(size) for t in (x, y, v)))):
         rows = slice(i * size, min(i * size + size, Z))
         here = None if keep is None else keep[rows]
-        found.append(call.attend(*part, here, call.choose(*part[:2], here, rows)))
-    out, predicted = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
+        results.append(call.attend(*part, here, call.choose(*part[:2], here, rows)))
+    out, predicted = results[0] if len(results) == 1 else map(torch.cat, zip(*results))
     return out.to(v.dtype), predicted
 
 
 class _InParts(torch.autograd.Function):
-    """Keeps the sets alone, and computes a part anew in the backward pass."""
+    """Keeps the sets alone, and computes each part again in the backward pass."""
 
     @staticmethod
     def forward(ctx, call, keep, size, x, y, v):
@@ -213,8 +213,8 @@ class _InParts(torch.autograd.Function):
             rows = slice(start, min(start + size, len(y)))
             here = None if keep is None else keep[rows]
             chosen = call.choose(x[rows], y[rows], here, rows)
-            out[rows], found = call.attend(x[rows], y[rows], v[rows], here, chosen)
-            predicted.append(found)
+            out[rows], each = call.attend(x[rows], y[rows], v[rows], here, chosen)
+            predicted.append(each)
             ctx.parts.append((rows, here, chosen))
         ctx.call, predicted = call, torch.cat(predicted)
         ctx.save_for_backward(x, y, v)
@@ -238,6 +238,6 @@ def _write_gradients(call: "Both | Causal", inputs: list[Tensor], keep: Tensor |
     """Those of one part; what they need is gone before the next one."""
     with torch.enable_grad(), as_given(grad):
         out, _ = call.attend(*inputs, keep, chosen)
-        found = torch.autograd.grad(out, inputs, grad.to(out.dtype))
-    for total, g in zip(totals, found):
+        gradients = torch.autograd.grad(out, inputs, grad.to(out.dtype))
+    for total, g in zip(totals, gradients):
         total.copy_(g)

@@ -95,9 +95,9 @@ def kept_and_left(score: Tensor, b: int, heavy: int) -> Left:
     for t in range(2, N):
         new = torch.arange((t - 2) * b, (t - 1) * b, device=score.device)
         steps.append(displaced(held, values, new.expand(Z, -1), padded[:, (t - 2) * b:(t - 1) * b]))
-        held, values = (found[:, :heavy] for found in steps[-1])
-    order, found = (torch.stack(parts, 1) for parts in zip(*steps))
-    there = found > -torch.inf
+        held, values = (top[:, :heavy] for top in steps[-1])
+    order, top = (torch.stack(parts, 1) for parts in zip(*steps))
+    there = top > -torch.inf
     return Left(order[..., :heavy], there[..., :heavy], order[..., heavy:], there[..., heavy:])
 
 
@@ -151,8 +151,8 @@ class Causal:
         cell = cell.gather(1, places.left.flatten(1)).view(places.left.shape)
         sums = block_sums(rows, cell, book.centres.shape[1], lag=0, both=False)[:, start:]
         far, cells = cells_of(sums, v.shape[-1], book)
-        found = gather(grouped(queries, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)), precise=precise)
-        out, share = (ungrouped(t, x.shape[1], lead + L)[:, :, lead:] for t in (found.out, found.share))
+        gathered = gather(grouped(queries, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)), precise=precise)
+        out, share = (ungrouped(t, x.shape[1], lead + L)[:, :, lead:] for t in (gathered.out, gathered.share))
         if self.sizes.first_order:
             outers = outer(rows[..., :v.shape[-1]], taken(y, places.left), cell, book).cumsum(1)[:, start:]
             step = (grouped(queries, b) - metric.tilt.unsqueeze(1)) @ slope(outers, far, cells.mu, book).mT
@@ -167,8 +167,8 @@ class Causal:
         sizes = {"block": self.sizes.block, "heavy": self.sizes.heavy, "cells": centres.shape[1], "open": 0, "until": 0}
         given = native.Given(keep, whole(shift), whole(root), sizes, self.factor,
                              native.Book(*map(whole, (tilt, centres, level))))
-        found = native.recall(x.float(), y.float(), v.float(), given)
-        return found.out, found.share.mean((1, 2)) * found.spread.sqrt()
+        result = native.recall(x.float(), y.float(), v.float(), given)
+        return result.out, result.share.mean((1, 2)) * result.spread.sqrt()
 
 
 def cells_of(sums: Tensor, dv: int, book: Codebook) -> tuple[Tensor, Cells]:

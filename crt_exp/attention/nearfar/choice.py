@@ -80,8 +80,8 @@ def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
 
 def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
     """|z|^2 / 2 + w (Z, S), the log of the mean of e^(x.y) under Gaussian queries; -inf for masked keys."""
-    found = _squares(z) / 2 + w
-    return found if keep is None else found.masked_fill(~keep, -torch.inf)
+    score = _squares(z) / 2 + w
+    return score if keep is None else score.masked_fill(~keep, -torch.inf)
 
 
 def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tensor:
@@ -91,17 +91,17 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tens
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
-    D, found = _to_nearest(z, squares, mean), []
-    while (left := cells - picks * len(found)) > 0:
+    D, picked = _to_nearest(z, squares, mean), []
+    while (left := cells - picks * len(picked)) > 0:
         best = (log_u + D.log()).topk(min(picks, left))
         chosen = best.indices                                                                   # (Z, picks)
         new = best.values > -torch.inf              # fewer different keys than cells: no key is near to the rest
         here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
-        found.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
-        if len(found) == 1:
-            found[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
-        D = torch.minimum(D, _to_nearest(z, squares, found[-1])).scatter(1, chosen, 0.0)
-    centres = torch.cat(found, 1)
+        picked.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
+        if len(picked) == 1:
+            picked[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
+        D = torch.minimum(D, _to_nearest(z, squares, picked[-1])).scatter(1, chosen, 0.0)
+    centres = torch.cat(picked, 1)
     members = weighted(u.squeeze(-1), nearest(z, centres), cells)
     N = members.sum(1).unsqueeze(-1)
     return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)
@@ -123,7 +123,7 @@ def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
 
 
 class Choice(NamedTuple):
-    """The sets of the keys of a sequence, beside those near to each query."""
+    """The sets of the keys of a sequence, besides those near to each query."""
 
     heavy: Tensor     # (Z, n): their places
     there: Tensor     # (Z, n): whether there are as many
@@ -167,8 +167,8 @@ def weights(y: Tensor, metric: Metric, pool: Tensor, cell: Tensor, level: Tensor
 def levels(y: Tensor, metric: Metric, choice: Choice) -> Tensor:
     """The largest w of the keys of each cell (Z, K); 0 where it is empty."""
     w = metric.log_weights(y).masked_fill(~choice.pool, -torch.inf)
-    found = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(1, choice.cell, w, "amax")
-    return torch.where(found.isinf(), 0.0, found)
+    highest = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(1, choice.cell, w, "amax")
+    return torch.where(highest.isinf(), 0.0, highest)
 
 
 def moments(y: Tensor, u: Tensor, metric: Metric, cell: Tensor, centres: Tensor) -> Tensor:

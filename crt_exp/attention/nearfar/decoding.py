@@ -181,12 +181,12 @@ class NearFarState:
         own = Weighted(kept.keys.unsqueeze(1), torch.cat([kept.values, there], -1).unsqueeze(1),
                        kept.score.new_zeros(kept.score.shape).unsqueeze(1))
         far, cells = cells_of(kept.sums.unsqueeze(1), dv, book)
-        found = plain_gather(q, None, (own, Weighted(cells.mu, far, cells.bias)))
-        out = found.out
+        gathered = plain_gather(q, None, (own, Weighted(cells.mu, far, cells.bias)))
+        out = gathered.out
         if self.sizes.first_order:
             C = slope(kept.outers.unsqueeze(1), far, cells.mu, book)
-            out = out + found.share * ((q - book.metric.tilt.unsqueeze(1)) @ C.mT)
-        out = torch.where(found.logsum > HIDDEN / 2, out, 0.0)  # no key yet
+            out = out + gathered.share * ((q - book.metric.tilt.unsqueeze(1)) @ C.mT)
+        out = torch.where(gathered.logsum > HIDDEN / 2, out, 0.0)  # no key yet
         return out.view(B, x.shape[1], dv)
 
 

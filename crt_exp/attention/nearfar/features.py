@@ -64,8 +64,8 @@ class FarFeatures:
         """What the keys of each block leave in the features, (B, H, M, .) each."""
         f = self.phi.phi_k(keys.y, precise(self.noise, keys.y.dtype), self.params).dense()
         f = Features(f.value, f.log_scale + keys.w.unsqueeze(-1))
-        found = summarise(scale_keys(f, keys.keep), keys.v)
-        return [Partial(*parts) for parts in zip(*(t.unbind(0) for t in found[:3]))]
+        summed = summarise(scale_keys(f, keys.keep), keys.v)
+        return [Partial(*parts) for parts in zip(*(t.unbind(0) for t in summed[:3]))]
 
     def read(self, x: Tensor, states: list[Partial]) -> Partial:
         """What queries x (N, B, H, b, d), less their mean, gather from the state of their block."""
@@ -84,11 +84,11 @@ def far_states(own: list[Partial], lag: int, both: bool) -> list[Partial]:
 
 
 def _lagged(own: list[Partial], lag: int, none: Partial) -> list[Partial]:
-    found, total = [], none
+    totals, total = [], none
     for t in range(len(own)):
         total = merge(total, own[t - lag]) if t >= lag else total
-        found.append(total)
-    return found
+        totals.append(total)
+    return totals
 
 
 def check_positive(phi: FeatureMap) -> None:

@@ -299,7 +299,7 @@ class CodebookMaker:
 
 
 class FittedAgain(FittedOnce):
-    """Fitted to each `steps` training passes anew."""
+    """Fitted again after each `steps` training passes."""
 
     vectors = SAMPLE
 

@@ -25,15 +25,15 @@ def width(b: int) -> int:
 
 def pages(blocks: int) -> list[tuple[int, int]]:
     """(first, blocks) of the pages of so many blocks."""
-    found, first, size = [], 0, 1
+    result, first, size = [], 0, 1
     while size * GROWN <= blocks:
         size *= GROWN
     while first < blocks:
         while size > blocks - first:
             size //= GROWN
-        found.append((first, size))
+        result.append((first, size))
         first += size
-    return found
+    return result
 
 
 class Leaves(NamedTuple):
@@ -70,8 +70,8 @@ class Leaves(NamedTuple):
         """Places (Z, R, k) of the keys of so many leaves that promise most to queries (Z, R, d)."""
         at = self.rank(q).topk(min(leaves, self.count.shape[1]), -1).indices
         w = self.order.shape[-1]
-        found = self.order.gather(1, at.flatten(1).unsqueeze(-1).expand(-1, -1, w))
-        return found.view(*at.shape[:2], at.shape[2] * w)
+        places = self.order.gather(1, at.flatten(1).unsqueeze(-1).expand(-1, -1, w))
+        return places.view(*at.shape[:2], at.shape[2] * w)
 
 
 class Pages:

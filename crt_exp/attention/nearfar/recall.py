@@ -3,7 +3,7 @@
 Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
 cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
 block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells and,
-beside that, in leaves (leaves.py). A query ranks the leaves by what their best key may give it, looks at the keys of
+besides, in leaves (leaves.py). A query ranks the leaves by what their best key may give it, looks at the keys of
 the best ones, LOOKED times `open` or a SHARE-th of all, and reads the `open` of them exactly that it asks for most;
 these leave their cells. So each key counts once.
 
@@ -51,14 +51,14 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     """The places of the renewals, multiples of the block, up to the first that is not below `length`: attention is
     exact before the first of them."""
     up = lambda n: -(-n // sizes.block) * sizes.block
-    found = [max(up(sizes.exact_until), 2 * sizes.block)]
-    while found[-1] < length:
-        found.append(found[-1] + up(max(RENEWED, found[-1] // PART)))
-    return found
+    places = [max(up(sizes.exact_until), 2 * sizes.block)]
+    while places[-1] < length:
+        places.append(places[-1] + up(max(RENEWED, places[-1] // PART)))
+    return places
 
 
 def options_of(sizes: Sizes) -> dict[str, int]:
-    """What the C engine is told."""
+    """What the C engine is given."""
     names = ("block", "heavy", "cells", "open")
     return {name: getattr(sizes, name) for name in names} | {"until": renewals(sizes, 0)[0]}
 
@@ -135,10 +135,10 @@ class Recall:
         if self.in_c(x, y):
             return Chosen(metric)
         keep = kept_of(y, keep)
-        found = Pages(b)
-        epochs = [Epoch.of(y, keep, self.sizes, a, e, metric, found.of(a // b - 1, y, keep))
+        pages = Pages(b)
+        epochs = [Epoch.of(y, keep, self.sizes, a, e, metric, pages.of(a // b - 1, y, keep))
                   for a, e in zip(places, places[1:]) if e > first]
-        return Chosen(metric, epochs, found)
+        return Chosen(metric, epochs, pages)
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: "Chosen") -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
@@ -150,8 +150,8 @@ class Recall:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
         if metric is not None and self.in_c(x, y, v):
             given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes), self.factor)
-            found = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
-            return found.out, found.share.mean((1, 2)) * found.spread.sqrt()
+            result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
+            return result.out, result.share.mean((1, 2)) * result.spread.sqrt()
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
             out, predicted = self.within(epoch, pages, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
@@ -227,7 +227,7 @@ def cells_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Cells]:
 
 
 class Seen(NamedTuple):
-    """What the queries of some blocks see, beside the heavy keys."""
+    """What the queries of some blocks see, besides the heavy keys."""
 
     y: Tensor         # (Z, S, d)
     v: Tensor         # (Z, S, dv)
@@ -247,9 +247,9 @@ def opened(leaves: Leaves, y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -
     places = leaves.best(q, max(LOOKED * sizes.open, leaves.order.shape[1] * w // SHARE) // w + 1)
     member = F.pad(member, (0, max(0, leaves.order.shape[1] * w - member.shape[1])))
     member = member.gather(1, places.flatten(1)).view(places.shape)
-    found = reads.logits(q, y, torch.where(member, places, -1), rounded=True)
-    found, at = found.topk(min(sizes.open, places.shape[-1]), -1)
-    places = torch.where(found > HIDDEN, places.gather(-1, at), -1)
+    largest = reads.logits(q, y, torch.where(member, places, -1), rounded=True)
+    largest, at = largest.topk(min(sizes.open, places.shape[-1]), -1)
+    places = torch.where(largest > HIDDEN, places.gather(-1, at), -1)
     return F.pad(places, (0, sizes.open - places.shape[-1]), value=-1)
 
 
@@ -281,15 +281,15 @@ def in_parts(choose: Callable[..., Tensor], read: Callable[..., tuple[Tensor, Te
     """What `read` gives for queries (Z, N, r, d), the places of the keys that `choose` gives for them, and what belongs
     to their blocks (Z, N, ...): for `size` blocks from `at` on at a time, and again in the backward pass."""
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(q, *of_blocks)
-    found = []
+    results = []
     for at in range(0, q.shape[1], size):
         here, *given = (t[:, at:at + size] for t in (q, *of_blocks))
         with torch.no_grad():
             places = choose(here, at)
         reading = partial(read, at=at)
-        found.append(checkpoint(reading, here, places, *given, use_reentrant=False) if again else
+        results.append(checkpoint(reading, here, places, *given, use_reentrant=False) if again else
                      reading(here, places, *given))
-    return tuple(torch.cat(t, 1) for t in zip(*found))
+    return tuple(torch.cat(t, 1) for t in zip(*results))
 
 
 def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@
    w_j = tilt.(y_j - shift). What queries see of that is as in recall.c, without keys that are read.
 
    Backward: the past goes by once more, and every STEP blocks the sums of the cells are kept; then blocks are taken from
-   the last to the first, the sums of STEP of them made anew from those that were kept. Gradients to sums are added up
+   the last to the first, the sums of STEP of them computed again from those that were kept. Gradients to sums are added up
    until the block at which a key joined. Per cell, with A, Az, As, AN, AV those to sum u y, u z, u |z|^2, u and u v:
    ds_j = A.y_j + Az.z_j + As |z_j|^2 + AN + AV.v_j is that to u_j, dy_j = u_j (A + ds_j tilt + root (Az + 2 As z_j)),
    dv_j = u_j AV. */

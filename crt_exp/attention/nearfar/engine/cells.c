@@ -134,8 +134,8 @@ void place_cells(Head *e) {
         const float *sums = e->sums + k * (e->d + 2), N = sums[e->d + 1];
         float *off = e->off + k * e->dp;
         for (int p = 0; p < e->dp; p++) off[p] = p < e->d ? off[p] - e->centres[k * e->dp + p] : 0;
-        float found = N > LEAST ? sums[e->d] / N - dot(off, off, e->dp) : 0;
-        spread[k] = e->spread[k] = found > 0 ? found : 0;
+        float tau = N > LEAST ? sums[e->d] / N - dot(off, off, e->dp) : 0;
+        spread[k] = e->spread[k] = tau > 0 ? tau : 0;
         e->bias[e->n + k] = (level[k] - dot(mu + k * e->dp, e->tilt, e->dp) + log1pf(e->spread[k] / 2)) * LOG2E;
     }
     find_weights(e);

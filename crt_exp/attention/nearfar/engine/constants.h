@@ -5,7 +5,7 @@
 #define LEAF 8          /* keys of a leaf, at least */
 #define GROWN 4         /* pages of which the next larger one is made */
 #define TURNS 3         /* of the power iteration that finds a main axis */
-#define SAMPLED 64      /* keys of a node, about, of which it is found */
+#define SAMPLED 64      /* keys of a node, about, from which it is estimated */
 #define SPREADS 2.0f    /* standard deviations by which the best key of a leaf is guessed to exceed its mean */
 #define LOOKED 6        /* times as many keys as are read are looked at, */
 #define SHARE 16        /* or one of so many of all */

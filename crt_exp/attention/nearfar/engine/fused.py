@@ -89,13 +89,13 @@ class _Fused(torch.autograd.Function):
         delta = (grad * out).sum(-1, keepdim=True) + gain * share - grad_logsum
         kept = logsum, grad, delta, gain
         rows, dq = q.detach().contiguous(), torch.zeros_like(q, memory_format=torch.contiguous_format)
-        groups, found = _groups(ctx.after, inputs[:4], inputs[4:]), []
+        groups, gradients = _groups(ctx.after, inputs[:4], inputs[4:]), []
         for i, group in enumerate(groups):
             last = i == len(groups) - 1
             _queries_backward(rows, group, kept, dq, last, ctx.precision)
-            found.append(_keys_backward(rows, group, kept, last, ctx.precision))
-        near = [*found.pop(0)[:2], None, None] if groups[0].around else [None] * 4
-        return None, None, dq, *near, *(g for part in found for g in part)
+            gradients.append(_keys_backward(rows, group, kept, last, ctx.precision))
+        near = [*gradients.pop(0)[:2], None, None] if groups[0].around else [None] * 4
+        return None, None, dq, *near, *(g for part in gradients for g in part)
 
 
 def _sizes(group: _Group, precision: str) -> dict[str, int | str]:
@@ -137,10 +137,10 @@ def _keys_backward(rows: Tensor, group: _Group, kept: tuple[Tensor, ...], last: 
 
     (Z, n, r, d), m, dv = rows.shape, group.keys.shape[2], group.values.shape[-1]
     blocks = group.keys.shape[1] if group.around else n
-    found = [rows.new_empty(Z, blocks, m, *size) for size in ((d,), (dv,), ())]
+    gradients = [rows.new_empty(Z, blocks, m, *size) for size in ((d,), (dv,), ())]
     kernels.keys_backward[Z * blocks, -(-m // COLUMNS)](
-        rows, *group[:3], rows if group.hidden is None else group.hidden, *kept, *found, n, blocks, r, m, group.width,
-        d, dv, *group.strides(), NEAR=group.around > 0, AROUND=max(group.around, 1), HIDE=group.hidden is not None,
-        LAST=last, **_sizes(group, precision))
+        rows, *group[:3], rows if group.hidden is None else group.hidden, *kept, *gradients, n, blocks, r, m,
+        group.width, d, dv, *group.strides(), NEAR=group.around > 0, AROUND=max(group.around, 1),
+        HIDE=group.hidden is not None, LAST=last, **_sizes(group, precision))
     shared = lambda t: t.shape[1] == 1 and blocks > 1
-    return [g.sum(1, keepdim=True) if shared(t) else g for t, g in zip(group[:3], found)]
+    return [g.sum(1, keepdim=True) if shared(t) else g for t, g in zip(group[:3], gradients)]

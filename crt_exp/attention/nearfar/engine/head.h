@@ -93,7 +93,7 @@ void sum_cells(Head *e);
 /* From the sums: means, spreads and biases of cells, and the states that lie after each segment. */
 void place_cells(Head *e);
 
-/* C, of which values to first order are made: after sum_cells and place_cells, or as it was found. */
+/* C, of which values to first order are made: after sum_cells and place_cells, or as it was kept. */
 void find_slope(Head *e);
 void load_slope(Head *e);
 

@@ -117,13 +117,13 @@ def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int, kept
     """The outputs (Z, G, L, dv) of queries behind the first renewal, the last ones of the keys, without gradients.
     kept: what the call before knew, or `room_for_steps`, for as many tokens; it is overwritten. d and dv are multiples
     of 16."""
-    found = _room_for(x, y, v, given)
-    call = _recall_call(x, y, v, given, found, room)
+    result = _room_for(x, y, v, given)
+    call = _recall_call(x, y, v, given, result, room)
     call.kept = kept.data_ptr()
-    if found.share.numel() <= FEW:     # threads would wait for each other, and for a core where others have them
+    if result.share.numel() <= FEW:     # threads would wait for each other, and for a core where others have them
         call.threads = 1
     _do("near_far_recall", call)
-    return found.out
+    return result.out
 
 
 def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Tensor:
@@ -161,22 +161,22 @@ class _Recall(torch.autograd.Function):
     @staticmethod
     def forward(ctx, given, near, x, y, v):
         ctx.given, ctx.short = given, 0 if near is None else near.shape[2]
-        found = _room_for(x, y, v, given, ctx.short)
+        result = _room_for(x, y, v, given, ctx.short)
         if near is not None:
-            found.out[:, :, :ctx.short] = near
-        _do("near_far_recall", _recall_call(x, y, v, given, _behind(found, ctx.short)))
-        ctx.save_for_backward(x, y, v, *found)
-        ctx.mark_non_differentiable(*found[1:])
+            result.out[:, :, :ctx.short] = near
+        _do("near_far_recall", _recall_call(x, y, v, given, _behind(result, ctx.short)))
+        ctx.save_for_backward(x, y, v, *result)
+        ctx.mark_non_differentiable(*result[1:])
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(result)
 
     @staticmethod
     def backward(ctx, grad, *_):
-        (x, y, v, *found), short = ctx.saved_tensors, ctx.short
+        (x, y, v, *result), short = ctx.saved_tensors, ctx.short
         if grad is None:
             return (None,) * 5
         views, gradients = _gradients(grad[:, :, short:], x, y, v)
-        _do("near_far_recall_backward", _recall_call(x, y, v, ctx.given, _behind(Recalled(*found), short), **views))
+        _do("near_far_recall_backward", _recall_call(x, y, v, ctx.given, _behind(Recalled(*result), short), **views))
         return None, grad[:, :, :short] if short else None, *gradients
 
 
@@ -186,19 +186,19 @@ def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given, short: int = 0) -> 
     return Recalled(new(Z, G, short + L, v.shape[-1]), places, new(Z, G, L), new(Z, G, L), new(Z))
 
 
-def _behind(found: Recalled, short: int) -> Recalled:
+def _behind(result: Recalled, short: int) -> Recalled:
     """Without the outputs of the first queries."""
-    return found._replace(out=found.out[:, :, short:])
+    return result._replace(out=result.out[:, :, short:])
 
 
-def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, found: Recalled, room: int | None = None,
+def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, result: Recalled, room: int | None = None,
                  **views: Tensor) -> RecallCall:
     (Z, G, L, d), S = x.shape, y.shape[1]
-    views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=found.out) | views
-    plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **found._asdict(),
+    views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=result.out) | views
+    plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **result._asdict(),
              **(given.book._asdict() if given.book else {})}
     del plain["out"]
-    sizes = given.sizes | {"open": found.places.shape[-1]}
+    sizes = given.sizes | {"open": result.places.shape[-1]}
     return _filled(RecallCall, views, plain, Z=Z, G=G, L=L, S=S, d=d, dv=v.shape[-1], room=room or S,
                    factor=given.factor, **sizes)
 
@@ -208,27 +208,27 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, sets, options, x, y, v):
         (Z, G, L, d), S, K, dv = x.shape, y.shape[1], sets.centres.shape[1], v.shape[-1]
         new = y.new_empty
-        found = Attended(new(Z, G, L, dv), new(Z, G, L), new(Z, G, L), new(Z, S), new(Z, S), new(Z, K),
+        result = Attended(new(Z, G, L, dv), new(Z, G, L), new(Z, G, L), new(Z, S), new(Z, S), new(Z, K),
                          new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d))
         ctx.sets, ctx.options = sets, options
-        _run("near_far_forward", ctx, x, y, v, found)
-        ctx.save_for_backward(x, y, v, *found)
-        ctx.mark_non_differentiable(*found[1:])
+        _run("near_far_forward", ctx, x, y, v, result)
+        ctx.save_for_backward(x, y, v, *result)
+        ctx.mark_non_differentiable(*result[1:])
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(result)
 
     @staticmethod
     def backward(ctx, grad, *_):
-        x, y, v, *found = ctx.saved_tensors
+        x, y, v, *result = ctx.saved_tensors
         if grad is None:
             return (None,) * 5
         views, gradients = _gradients(grad, x, y, v)
-        _run("near_far_backward", ctx, x, y, v, Attended(*found), **views)
+        _run("near_far_backward", ctx, x, y, v, Attended(*result), **views)
         return None, None, *gradients
 
 
-def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, found: Attended, **views: Tensor) -> None:
-    plain = ctx.sets._asdict() | found._asdict()
+def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, result: Attended, **views: Tensor) -> None:
+    plain = ctx.sets._asdict() | result._asdict()
     views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=plain.pop("out")) | views
     n, K = ctx.sets.places.shape[1], ctx.sets.centres.shape[1]
     _call(name, views, plain, dv=v.shape[-1], heavy=n, cells=K, **ctx.options)

@@ -38,8 +38,8 @@ def sums(weight: Tensor, values: Tensor, places: Tensor) -> Tensor:
 
 def rows(t: Tensor, index: Tensor) -> Tensor:
     """Rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
-    found = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
-    return found.view(*index.shape, t.shape[-1])
+    gathered = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
+    return gathered.view(*index.shape, t.shape[-1])
 
 
 def in_c(given: Tensor, table: Tensor) -> bool:

@@ -174,27 +174,27 @@ INLINE float range(Some s, int k, float *most, float *least) {
    are. */
 static int select_largest(Some from, int k, Some to, const Some spare[2]) {
     float most, least;
-    int found = 0;
+    int taken = 0;
     const float guess = range(from, k + k / 8 + 4, &most, &least);
     if (guess < most && guess > least) {                         /* most likely the k largest are above */
         Some more = spare[0];
         part(&from, guess, &more, NULL);
         if (more.n >= k) from = more, least = guess;
     }
-    while (found < k) {
-        const float bar = from.n <= k - found ? HIDDEN : 0.5f * (most + least);
-        Some more = behind(to, found), rest = spare[from.value == spare[0].value];
+    while (taken < k) {
+        const float bar = from.n <= k - taken ? HIDDEN : 0.5f * (most + least);
+        Some more = behind(to, taken), rest = spare[from.value == spare[0].value];
         if (bar == HIDDEN || !(bar < most && bar > least)) {     /* all that are left, or any, being alike */
             part(&from, HIDDEN, &more, &rest);
-            return found + (int)least_of(more.n, k - found);
+            return taken + (int)least_of(more.n, k - taken);
         }
         part(&from, bar, &more, &rest);
-        if (more.n > k - found) {
+        if (more.n > k - taken) {
             memcpy(rest.value, more.value, sizeof(float) * more.n);
             memcpy(rest.place, more.place, sizeof(int32_t) * more.n);
             rest.n = more.n, least = bar;
         } else {
-            found += more.n, most = bar;
+            taken += more.n, most = bar;
         }
         from = rest;
     }

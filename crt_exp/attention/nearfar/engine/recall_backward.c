@@ -1,4 +1,4 @@
-/* The gradients of recall.c, for keys that were read and log-sums that were found.
+/* The gradients of recall.c, for keys that were read and log-sums that are known.
 
    First the past goes by once more, and what the cells were at the end of each renewal is kept; then blocks are taken
    from the last to the first, and the keys that had joined are taken off the sums of their cells again. What a key gives

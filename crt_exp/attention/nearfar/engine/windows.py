@@ -118,16 +118,17 @@ class _Gather(torch.autograd.Function):
         sets = _sets(flat)
         near = None if window is None else _Near(window, n)
         dv = sets[0].sums.shape[-1] - 1
-        found = Gathered(q.new_empty(Z, n, r, dv), q.new_empty(Z, n, r, 1), q.new_empty(Z, n, r, 1) if logsum else None)
+        result = Gathered(q.new_empty(Z, n, r, dv), q.new_empty(Z, n, r, 1),
+                          q.new_empty(Z, n, r, 1) if logsum else None)
         kept = []
         for at in _chunks(Z, n, r, near is None or near.start == 0):
-            shares = _forward(q, near, sets, at, Gathered(*(None if t is None else at.of(t) for t in found)))
+            shares = _forward(q, near, sets, at, Gathered(*(None if t is None else at.of(t) for t in result)))
             kept += [shares] if any(ctx.needs_input_grad) else []
         ctx.near, ctx.sizes = near, (len(flat), len(kept))
         windows = () if near is None else near.given_up()
-        ctx.save_for_backward(q, found.out, found.share, *flat, *kept, *windows)
+        ctx.save_for_backward(q, result.out, result.share, *flat, *kept, *windows)
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(result)
 
     @staticmethod
     def backward(ctx, grad, grad_share, grad_logsum):
@@ -202,21 +203,21 @@ def _split(shares: Tensor, near: _Near | None, sets: list[Weighted]) -> tuple[Te
     return shares.split(widths, -1)
 
 
-def _forward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, found: Gathered) -> Tensor:
-    """Writes what is found; returns the shares."""
+def _forward(q: Tensor, near: _Near | None, sets: list[Weighted], at: _Chunk, result: Gathered) -> Tensor:
+    """Writes outputs and log-sums; returns the shares."""
     logits, shares = _shares(at.of(q), near, sets, at)
-    if found.logsum is not None:
-        found.logsum.copy_(logits.logsumexp(-1, keepdim=True))
+    if result.logsum is not None:
+        result.logsum.copy_(logits.logsumexp(-1, keepdim=True))
     parts = _split(shares, near, sets)
-    found.share.copy_(parts[-1].sum(-1, keepdim=True))
+    result.share.copy_(parts[-1].sum(-1, keepdim=True))
     if near is None:
-        out = torch.zeros_like(found.out)
+        out = torch.zeros_like(result.out)
     else:
-        out = torch.bmm(parts[0].flatten(0, 1), near.windows(near.values, at)).view(found.out.shape)
+        out = torch.bmm(parts[0].flatten(0, 1), near.windows(near.values, at)).view(result.out.shape)
     for part, share in zip(sets, parts[-len(sets):]):
         sums = at.of(part.sums)
         _add_times(out, share * over(sums[..., -1]).unsqueeze(-2), sums[..., :-1])
-    found.out.copy_(out)
+    result.out.copy_(out)
     return shares
 
 
