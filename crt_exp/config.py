@@ -49,27 +49,27 @@ def read_yaml(path: Path) -> "DictConfig":
     from yaml import YAMLError
 
     try:
-        found = OmegaConf.load(path)
+        content = OmegaConf.load(path)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: it is no YAML: {getattr(error, 'problem', None) or error}") from None
+        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, DictConfig):
+    if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}, line 1: it holds no keys with values")
-    return found
+    return content
 
 
 def read_json(text: str, path: Path, line: int = 1) -> dict[str, Any]:
     """The object that begins at that line of a file. Raises ConfigError with the line that is wrong."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {line + error.lineno - 1}: it is no JSON: {error.msg}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}, line {line}: it is no JSON object")
-    return found
+        raise ConfigError(f"{path}, line {line + error.lineno - 1}: not valid JSON: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}, line {line}: not a JSON object")
+    return content
 
 
 def plain_number(value: Any) -> Any:

@@ -157,7 +157,7 @@ def plain_ticks(axis) -> None:
 
 
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
-    """Writes (name, x, y, colour) of each line beside its last point, no nearer to another name than it is high, and
+    """Writes (name, x, y, colour) of each line next to its last point, no nearer to another name than it is high, and
     within the height of the axes where there is room. Lines that end far to the left of others do not concern them.
 
     The scales and limits of the axes must be set.
@@ -177,13 +177,13 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
 
 def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
     """Places (x, ...) with those in one list that are less than `least` to the right of another."""
-    found: list[list[tuple]] = []
+    result: list[list[tuple]] = []
     for place in sorted(places, key=lambda place: place[0]):
-        if found and place[0] - found[-1][-1][0] < least:
-            found[-1].append(place)
+        if result and place[0] - result[-1][-1][0] < least:
+            result[-1].append(place)
         else:
-            found.append([place])
-    return found
+            result.append([place])
+    return result
 
 
 def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
@@ -195,15 +195,15 @@ def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -
         while pools and pools[-1][0] / pools[-1][1] > total / count:
             total, count = total + pools[-1][0], count + pools.pop()[1]
         pools.append((total, count))
-    found = [total / count for total, count in pools for _ in range(count)]
-    found = [height + i * least for i, height in enumerate(found)]
-    for i in range(len(found)):
-        found[i] = max(found[i], bottom)
-        bottom = found[i] + least
-    for i in reversed(range(len(found))):
-        found[i] = min(found[i], top)
-        top = found[i] - least
-    return found
+    heights = [total / count for total, count in pools for _ in range(count)]
+    heights = [height + i * least for i, height in enumerate(heights)]
+    for i in range(len(heights)):
+        heights[i] = max(heights[i], bottom)
+        bottom = heights[i] + least
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], top)
+        top = heights[i] - least
+    return heights
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -29,7 +29,7 @@ class Kind(Protocol):
     def prompt(self, given: str) -> list[int]:
         """The symbols of what the user gave. Raises ConfigError, DataError."""
 
-    def write(self, rows: Sequence[Sequence[int]], seeds: Sequence[int], told: str, output: str | None) -> None:
+    def write(self, rows: Sequence[Sequence[int]], seeds: Sequence[int], settings: str, output: str | None) -> None:
         """The sequences, prompt included, to the terminal or a file, whole or not at all."""
 
 
@@ -67,13 +67,13 @@ class Letters:
                                   f"{self.letters}")
         return [self.letters.index(letter) for letter in given]
 
-    def write(self, rows, seeds, told, output) -> None:
-        found = ["".join(self.letters[i] for i in row) for row in rows]
+    def write(self, rows, seeds, settings, output) -> None:
+        lines = ["".join(self.letters[i] for i in row) for row in rows]
         if output is None:
-            print("\n".join(found))
+            print("\n".join(lines))
             return
-        entries = [f">sample-{seed} {told}\n" + "".join(f"{row[j:j + 60]}\n" for j in range(0, len(row), 60))
-                   for seed, row in zip(seeds, found)]
+        entries = [f">sample-{seed} {settings}\n" + "".join(f"{row[j:j + 60]}\n" for j in range(0, len(row), 60))
+                   for seed, row in zip(seeds, lines)]
         write_text("".join(entries), output)
 
 
@@ -94,7 +94,7 @@ class Text:
     def prompt(self, given: str) -> list[int]:
         return self.made.encode(given, add_special_tokens=False).ids
 
-    def write(self, rows, seeds, told, output) -> None:
+    def write(self, rows, seeds, settings, output) -> None:
         text = "\n\n".join(self.made.decode(list(row)) for row in rows)
         print(text) if output is None else write_text(f"{text}\n", output)
 
@@ -122,11 +122,11 @@ class Pixels:
         self.truth = pixels.in_square(read(given), self.size, self.channels, given)
         return self.truth[:round(self.known * self.size)].reshape(-1).tolist()
 
-    def write(self, rows, seeds, told, output) -> None:
+    def write(self, rows, seeds, settings, output) -> None:
         shape = (self.size, self.size, self.channels)
-        found = [np.array(row, np.uint8).reshape(shape) for row in rows]
-        found = found if self.truth is None else [self.truth, *found]
-        lines = [found[i:i + self.across] for i in range(0, len(found), self.across)]
+        images = [np.array(row, np.uint8).reshape(shape) for row in rows]
+        images = images if self.truth is None else [self.truth, *images]
+        lines = [images[i:i + self.across] for i in range(0, len(images), self.across)]
         pixels.save(pixels.grid(lines), Path(output))
 
 

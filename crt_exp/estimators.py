@@ -354,11 +354,11 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         return self._numerators(X)[:, :-1]
 
     def _one_hot(self, y: np.ndarray) -> np.ndarray:
-        found = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
-        if not np.array_equal(self.classes_[found], y):
+        places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
+        if not np.array_equal(self.classes_[places], y):
             unseen = sorted(set(y.tolist()) - set(self.classes_.tolist()))
             raise ValueError(f"unseen label {unseen[0]!r}: it is not among the classes {self.classes_.tolist()}")
-        return np.eye(len(self.classes_))[found]
+        return np.eye(len(self.classes_))[places]
 
 
 class KernelRegressionRegressor(RegressorMixin, _KernelRegression):

@@ -60,7 +60,7 @@ class Mechanism:
         name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; None takes `features` alone.
         m: projections (default: features.m of conf/config.yaml). sampler, features: names of those groups or objects.
         options: keys of the file, such as redraw_every, and of that of its map, as `**{"features.n": 16}`. Raises
-        ConfigError for unknown names, options and values, and for those that the attention makes no use of.
+        ConfigError for unknown names, options and values, and for those that the attention does not use.
         """
         name = name and canonical("attention", name)
         if name is not None and name not in choices("attention"):
@@ -93,7 +93,7 @@ class Mechanism:
     @classmethod
     def _made(cls, name: str | None, options: dict[str, Any], features: Part | None, rows: Part | None, m: Any,
               seed: Any) -> "Mechanism":
-        """Without the parts that the attention makes no use of."""
+        """Without the parts that the attention does not use."""
         used = uses(options)
         features = features if "features" in used else None
         rows, m = (rows, _whole(m, "m", 1)) if "m" in used else (None, None)
@@ -192,14 +192,14 @@ class Mechanism:
         Raises ConfigError where the names of conf/ stand for something else now.
         """
         try:
-            found = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
+            mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
                            **saved["options"])
         except (ConfigError, KeyError, TypeError) as error:
             raise ConfigError(f"{source}: its attention {saved.get('name')} is not one of this installation: "
                               f"{error}") from None
-        if json.loads(json.dumps(found.describe())) != saved["described"]:
+        if json.loads(json.dumps(mechanism.describe())) != saved["described"]:
             raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
-        return found
+        return mechanism
 
     def __str__(self) -> str:
         parts = (self.features or Part(self.name, None), self.rows)
@@ -237,7 +237,7 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
     Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention that
     linear attention cannot represent (position biases, softcaps, sinks, windows that cut), for saved noise of another
     m; when called, for masks that are neither key padding nor causal. Each names the layer. Warns of attention of other
-    kinds beside the layers that are swapped, unless `layers` chose: it stays as it is.
+    kinds besides the layers that are swapped, unless `layers` chose: it stays as it is.
     """
     if isinstance(name, Mechanism):
         return name.swap(model, layers, causal=causal, saved=saved)
@@ -285,7 +285,7 @@ def uses(options: dict[str, Any] | DictConfig) -> frozenset[str]:
 
 def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> None:
     if given - used:
-        raise ConfigError(f"attention {name} makes no use of {' and '.join(sorted(given - used))}: leave "
+        raise ConfigError(f"attention {name} does not use {' and '.join(sorted(given - used))}: leave "
                           f"{'it' if len(given - used) == 1 else 'them'} out")
 
 

@@ -97,13 +97,13 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
 
     words = jiwer.process_words(list(references), list(hypotheses))
     characters = jiwer.process_characters(list(references), list(hypotheses))
-    found = {}
+    rates = {}
     for name, prefix, result in (("wer", "", words), ("cer", "character_", characters)):
         count = result.hits + result.substitutions + result.deletions
-        found[name] = getattr(result, name)
+        rates[name] = getattr(result, name)
         for part in ("substitutions", "deletions", "insertions"):
-            found[f"{prefix}{part}"] = getattr(result, part) / count
-    return found
+            rates[f"{prefix}{part}"] = getattr(result, part) / count
+    return rates
 
 
 def interval(values: Sequence[float], name: str) -> dict[str, float | None]:

@@ -24,21 +24,21 @@ class Diverged(RuntimeError):
 
 
 def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
-    """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed anew;
+    """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed again;
     None if all are.
 
     Layers are looked at in the order in which they ran, inner ones before those around them, gradients in backward
     order. Hooks do not run in compiled code: `model` must be the one that was not compiled. Everything is computed to
     the end, because the layers of a sharded model only work when all processes take part. Leaves gradients behind.
     """
-    found = nonfinite_parameters(model)
+    names = nonfinite_parameters(model)
     model.zero_grad()
     for batch in batches:
-        replay(model, batch, loss, found)
-    if not found:  # a gradient that only the sum over micro-batches or processes made so; the last layer's came first
+        replay(model, batch, loss, names)
+    if not names:  # a gradient that only the sum over micro-batches or processes made so; the last layer's came first
         late = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
-        found = [f"gradient of {name}" for name in reversed(late)]
-    return found[0] if found else None
+        names = [f"gradient of {name}" for name in reversed(late)]
+    return names[0] if names else None
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
@@ -53,35 +53,35 @@ def layer_of(error: BaseException, model: nn.Module) -> str:
     return f"{names[layers[-1]]} ({type(layers[-1]).__name__}): {error}" if layers else str(error)
 
 
-def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], found: list[str]) -> None:
+def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], names: list[str]) -> None:
     """Runs one micro-batch forward and backward with a hook on every module and parameter;
-    appends to an empty `found`."""
-    hooks = [module.register_forward_hook(output_hook(name, found)) for name, module in model.named_modules()]
-    hooks += [p.register_hook(gradient_hook(name, found)) for name, p in model.named_parameters() if p.requires_grad]
+    appends to an empty `names`."""
+    hooks = [module.register_forward_hook(output_hook(name, names)) for name, module in model.named_modules()]
+    hooks += [p.register_hook(gradient_hook(name, names)) for name, p in model.named_parameters() if p.requires_grad]
     try:
         value = loss(model, batch)
-        if not found and not finite(value):
-            found.append("the loss itself")
+        if not names and not finite(value):
+            names.append("the loss itself")
         value.backward()
     except NotFinite as error:
-        if not found:
-            found.append(layer_of(error, model))
+        if not names:
+            names.append(layer_of(error, model))
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def output_hook(name: str, found: list[str]):
+def output_hook(name: str, names: list[str]):
     def hook(module, args, output):
-        if not found and not all(finite(t) for t in tensors_in(output)):
-            found.append(f"output of {name or 'the model'} ({type(module).__name__})")
+        if not names and not all(finite(t) for t in tensors_in(output)):
+            names.append(f"output of {name or 'the model'} ({type(module).__name__})")
     return hook
 
 
-def gradient_hook(name: str, found: list[str]):
+def gradient_hook(name: str, names: list[str]):
     def hook(gradient):
-        if not found and not finite(gradient):
-            found.append(f"gradient of {name}")
+        if not names and not finite(gradient):
+            names.append(f"gradient of {name}")
     return hook
 
 

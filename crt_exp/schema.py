@@ -69,9 +69,9 @@ def check(key: str, value: Any, hint: Any) -> None:
     """Raises ConfigError, naming the key or the entry of its list, what it takes and what it got."""
     if is_typeddict(hint) and isinstance(value, Mapping):
         check_keys(f"{key}.", value, parameters(hint))
-    elif found := wrong(key, value, hint):
-        wanted = describe(found.hint) + advice(found.value, found.hint)
-        raise ConfigError(f"{found.key} = {shown(found.value)}: it takes {wanted}")
+    elif misfit := wrong(key, value, hint):
+        wanted = describe(misfit.hint) + advice(misfit.value, misfit.hint)
+        raise ConfigError(f"{misfit.key} = {shown(misfit.value)}: it takes {wanted}")
 
 
 def wrong(key: str, value: Any, hint: Any) -> Place | None:
@@ -87,10 +87,10 @@ def wrong(key: str, value: Any, hint: Any) -> Place | None:
 
 def wrong_for_all(key: str, value: Any, union: Any) -> Place | None:
     """Where none of several types fits; a list is looked into."""
-    found = [wrong(key, value, option) for option in get_args(union)]
-    if None in found:
+    places = [wrong(key, value, option) for option in get_args(union)]
+    if None in places:
         return None
-    return next((place for place in found if place.key != key), Place(key, value, union))
+    return next((place for place in places if place.key != key), Place(key, value, union))
 
 
 def wrong_entry(key: str, values: Any, hint: Any) -> tuple[bool, Place | None]:
@@ -98,8 +98,8 @@ def wrong_entry(key: str, values: Any, hint: Any) -> tuple[bool, Place | None]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         return False, None
     entries = entry_hints(hint, len(values))
-    found = (wrong(f"{key}[{i}]", value, entry) for i, (value, entry) in enumerate(zip(values, entries)))
-    return len(entries) == len(values), next(filter(None, found), None)
+    places = (wrong(f"{key}[{i}]", value, entry) for i, (value, entry) in enumerate(zip(values, entries)))
+    return len(entries) == len(values), next(filter(None, places), None)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -160,7 +160,7 @@ def entry_hints(hint: Any, count: int) -> list[Any]:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 NAMES = {int: "a whole number", float: "a number", complex: "a number, complex ones written as 0.1+0.2j",
-         bool: "true or false", str: "a text", dict: "keys with values", type(None): "null", None: "null",
+         bool: "true or false", str: "a string", dict: "keys with values", type(None): "null", None: "null",
          Any: "any value"}
 
 

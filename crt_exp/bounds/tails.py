@@ -58,8 +58,8 @@ def _best_tilt(law: Law, epsilon: float) -> tuple[float, float]:
         return 0.0, 0.0
     loss = lambda u: log_mgf(law, math.exp(u)) - math.exp(u) * level
     bounds = (math.log(1e-6), math.log(MAX_TILT))
-    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
-    return math.exp(found.x), max(0.0, -float(found.fun))
+    result = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
+    return math.exp(result.x), max(0.0, -float(result.fun))
 
 
 def log_smreg_orthogonal_tail(law: SMREGLaw, epsilon: float, m: int) -> float:

@@ -58,8 +58,8 @@ class AutoRF(Dense):
     def candidates(self, d: int) -> dict[str, FeatureMap]:
         """By name, for d dimensions."""
         options = {"kernel": self.kernel, "antithetic": self.antithetic}
-        found = {"oprf": OPRF(**options), "diagonal sderf": SDERF(**options, diagonal=True)}
-        return found | {"sderf": SDERF(**options)} if d <= LARGEST_D else found
+        maps = {"oprf": OPRF(**options), "diagonal sderf": SDERF(**options, diagonal=True)}
+        return maps | {"sderf": SDERF(**options)} if d <= LARGEST_D else maps
 
     def unfitted(self, d: int) -> AutoParams:
         one = OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
@@ -67,8 +67,8 @@ class AutoRF(Dense):
 
     def fit(self, stats: Statistics) -> AutoParams:
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
-        found = [self._chosen(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-        return AutoParams(*(torch.stack(t).reshape(*batch, *t[0].shape) for t in zip(*found)))
+        fitted = [self._chosen(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+        return AutoParams(*(torch.stack(t).reshape(*batch, *t[0].shape) for t in zip(*fitted)))
 
     def _chosen(self, x: Tensor, y: Tensor) -> AutoParams:
         """Of one set of queries (L, d) and one of keys (S, d)."""

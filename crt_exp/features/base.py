@@ -103,7 +103,7 @@ class FeatureMap(ABC):
 
     @property
     def on_vectors(self) -> bool:
-        """Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps what it found.
+        """Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps the result.
 
         Such a map also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean. """
         return False
@@ -190,12 +190,12 @@ class FeatureMap(ABC):
 
 def distinct(needed: Nested) -> list[Projections]:
     """Each of the independent noises once. Raises ValueError where parts that share one take other numbers of rows."""
-    found = {}
+    named = {}
     for p in leaves(needed):
-        if found.setdefault(p.name, p).m != p.m:
-            raise ValueError(f"parts that share their projections take {found[p.name].m} and {p.m} of them: they must "
+        if named.setdefault(p.name, p).m != p.m:
+            raise ValueError(f"parts that share their projections take {named[p.name].m} and {p.m} of them: they must "
                              "take as many")
-    return list(found.values())
+    return list(named.values())
 
 
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:

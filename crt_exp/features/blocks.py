@@ -105,10 +105,10 @@ def rows_of(table: Tensor, index: Tensor) -> Tensor:
 
     A pass for each row: a few passes over k columns are faster than one that looks up every number.
     """
-    found = table[..., :1, :].expand(*[1] * (index.ndim - table.ndim), *table.shape[:-2], index.shape[-2], -1)
+    rows = table[..., :1, :].expand(*[1] * (index.ndim - table.ndim), *table.shape[:-2], index.shape[-2], -1)
     for c in range(1, table.shape[-2]):
-        found = torch.where(index == c, table[..., c:c + 1, :], found)
-    return found
+        rows = torch.where(index == c, table[..., c:c + 1, :], rows)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Blocks:
 
     def dense(self) -> Features:
         """The features themselves."""
-        found = [part.dense() for part in self.parts]
-        if len(found) == 1:
-            return found[0]
-        return Features(*(torch.cat(t, -1) for t in zip(*found)))
+        parts = [part.dense() for part in self.parts]
+        if len(parts) == 1:
+            return parts[0]
+        return Features(*(torch.cat(t, -1) for t in zip(*parts)))

@@ -77,8 +77,8 @@ class ClusteredMap(InBlocks):
     def clusters(self, stats: Statistics) -> Clusters:
         """By k-means, each batch entry by itself. Raises ValueError for statistics that hold no vectors."""
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
-        found = [self._clusters_of(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-        return Clusters(*(torch.stack(t).reshape(*batch, *t[0].shape).to(xs[0].device) for t in zip(*found)))
+        clusters = [self._clusters_of(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+        return Clusters(*(torch.stack(t).reshape(*batch, *t[0].shape).to(xs[0].device) for t in zip(*clusters)))
 
     def _clusters_of(self, x: Tensor, y: Tensor) -> Clusters:
         r, t = k_means(x, self.queries, "queries"), k_means(y, self.keys, "keys")
@@ -262,8 +262,8 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def unfitted(self, d: int):
         return self._params(self.unknown(d))
 
-    def _params(self, found: Clusters) -> tuple[tuple, tuple]:
-        pairs = [PairParams(*(t[..., k:k + 1, :] for t in found[2:])) for k in range(self.pairs)]
+    def _params(self, clusters: Clusters) -> tuple[tuple, tuple]:
+        pairs = [PairParams(*(t[..., k:k + 1, :] for t in clusters[2:])) for k in range(self.pairs)]
         if self.default is None:
             return tuple(pairs[:-1]), tuple(pairs)
         return tuple(pairs), (*pairs, ())
@@ -274,10 +274,10 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         seen = [c.between(x, y, p) for c, p in zip(coefficients, params)]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
         both = lambda u, v: (torch.exp(-(u - v).square().sum(-1) / 2) + torch.exp(-(u + v).square().sum(-1) / 2)) / 2
-        found = [[a * b + (both(u, v) - a * b) / n for b, v in zip(means, seen)] for a, u in zip(means, seen)]
-        rest = [a - sum(row) for a, row in zip(means, found)]           # E lambda_k (1 - sum)
+        products = [[a * b + (both(u, v) - a * b) / n for b, v in zip(means, seen)] for a, u in zip(means, seen)]
+        rest = [a - sum(row) for a, row in zip(means, products)]           # E lambda_k (1 - sum)
         last = 1 - sum(means) - sum(rest)
-        return [*([*row, r] for row, r in zip(found, rest)), [*rest, last]]
+        return [*([*row, r] for row, r in zip(products, rest)), [*rest, last]]
 
 
 # ---- clusters of vectors
@@ -287,8 +287,8 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
     clusters, and where some cluster stays empty."""
     check_finite(points, f"centre of the {what}")
     if len(points) < count:
-        found = "1 sample" if len(points) == 1 else f"{len(points)} samples"
-        raise ValueError(f"{count} clusters of {what} but {found}: take fewer clusters")
+        samples = "1 sample" if len(points) == 1 else f"{len(points)} samples"
+        raise ValueError(f"{count} clusters of {what} but {samples}: take fewer clusters")
     if count == 1:
         return points.mean(0, keepdim=True)
     from sklearn.cluster import KMeans

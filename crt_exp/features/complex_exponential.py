@@ -102,9 +102,9 @@ class CERF(FeatureMap):
         if self.M is not None:
             M = torch.as_tensor(_matrix(self.M))
             return CERFParams(M.reshape(1, -1) if M.ndim < 2 else M)
-        found = diagonal_by_moments(stats.x.mean, stats.x.mean_sq, stats.y.mean, stats.y.mean_sq, self.field)
-        check_finite(found.size, "M")
-        return CERFParams((found.size if self.field == "real" else found.matrix).unsqueeze(-2))
+        best = diagonal_by_moments(stats.x.mean, stats.x.mean_sq, stats.y.mean, stats.y.mean_sq, self.field)
+        check_finite(best.size, "M")
+        return CERFParams((best.size if self.field == "real" else best.matrix).unsqueeze(-2))
 
     def bind(self, noise: Noise, params: CERFParams) -> Bound:
         for_keys = inverse_transposed(params.M)

@@ -188,7 +188,7 @@ class PoisCoordRF(PoisRF):
 
 @dataclass(frozen=True)
 class GeomRF(DiscreteRF):
-    """Geometric features (CRT (13), (14), Theorem 3.5): bounded, p found numerically. `p` fixes it."""
+    """Geometric features (CRT (13), (14), Theorem 3.5): bounded, p fitted numerically. `p` fixes it."""
 
     p: float | None = None
 

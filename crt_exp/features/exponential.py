@@ -399,8 +399,8 @@ def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:
 
     Each batch entry is searched by itself; the real A stays unless the gain in log second moment is above 1e-9.
     """
-    found = [_search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())]
-    return torch.tensor(found, dtype=torch.complex128, device=start.device).view(start.shape)
+    values = [_search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())]
+    return torch.tensor(values, dtype=torch.complex128, device=start.device).view(start.shape)
 
 
 def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
@@ -414,9 +414,9 @@ def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
     begin = cmath.log(1 - 8 * start).real
     best, best_moment = start, moment(start)
     for v0 in ([begin, 0.0], [begin, 0.1], [0.0, 0.1]):
-        found = minimize(lambda v: moment(to_a(v)), v0, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-13})
-        if found.fun < best_moment - 1e-9:
-            best, best_moment = to_a(found.x), found.fun
+        result = minimize(lambda v: moment(to_a(v)), v0, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-13})
+        if result.fun < best_moment - 1e-9:
+            best, best_moment = to_a(result.x), result.fun
     return best
 
 

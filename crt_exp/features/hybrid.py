@@ -28,7 +28,7 @@ from crt_exp.samplers.noise import DenseNoise, at_least_float32
 @dataclass(frozen=True)
 class HybridMap(InBlocks):
     """What all hybrids share. n: projections of each coefficient (None: as many as of a base). shared: one noise for
-    all bases; as unbiased as independent ones, cheaper, and with no more variance for TrigRF beside PosRF or HypRF.
+    all bases; as unbiased as independent ones, cheaper, and with no more variance for TrigRF with PosRF or HypRF.
 
     Noise and parameters are pairs of tuples: one entry for each coefficient, and one for each base. m is the number of
     projections of the bases, or the pair (n, m).
@@ -152,12 +152,12 @@ class HybridMap(InBlocks):
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
         spreads = [c.variance(x, y, p) / n for c, p in zip(coefficients, params)]
         means.append(1 - sum(means))
-        found = [[a * b for b in means] for a in means]
+        moments = [[a * b for b in means] for a in means]
         for k, spread in enumerate(spreads):
-            found[k][k] = found[k][k] + spread
-            found[k][-1] = found[-1][k] = found[k][-1] - spread
-            found[-1][-1] = found[-1][-1] + spread
-        return found
+            moments[k][k] = moments[k][k] + spread
+            moments[k][-1] = moments[-1][k] = moments[k][-1] - spread
+            moments[-1][-1] = moments[-1][-1] + spread
+        return moments
 
 
 @dataclass(frozen=True, init=False)

@@ -368,9 +368,9 @@ def _search(model: ConformerTransducer, width: int):
     class Search(RNNTBeamSearch):
         def _gen_b_hypos(self, b_hypos, *others):
             """With paths of probability 0, which nothing extends, in front of those that there are."""
-            found = super()._gen_b_hypos(b_hypos, *others)
-            none = [([-1 - i], *found[0][1:3], -math.inf) for i in range(width - len(found))]
-            return none + found
+            hypotheses = super()._gen_b_hypos(b_hypos, *others)
+            none = [([-1 - i], *hypotheses[0][1:3], -math.inf) for i in range(width - len(hypotheses))]
+            return none + hypotheses
 
     return Search(_Parts(model, width), model.blank, hypo_sort_key=itemgetter(3), step_max_tokens=MOST)
 

@@ -99,7 +99,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
         check_attention(config, origin, mechanism)
     if origin.weights:
         load = lambda: auto.from_pretrained(origin.name, config=config, dtype=torch.float32, output_loading_info=True,
-                                            ignore_mismatched_sizes=True)  # a head for other classes is made anew
+                                            ignore_mismatched_sizes=True)  # as a head for other classes must
         model, info = _loaded(load, origin, "weights")
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
@@ -158,7 +158,7 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
         problem = f"lacks {missing[0]}" if missing else f"has {shapes[0]} in another shape than config.json says"
         more = len(missing) + len(shapes) - 1
         others = f" and {more} more such weights" if more else ""
-        raise DataError(f"{origin.option} = {origin.name} {problem}{others}: it is no checkpoint of this "
+        raise DataError(f"{origin.option} = {origin.name} {problem}{others}: not a checkpoint of this "
                         f"{type(model).__name__}")
 
 
@@ -172,10 +172,10 @@ def _loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
             return load()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        told = f"{origin.option} = {origin.name}: its {what} "
+        source = f"{origin.option} = {origin.name}: its {what} "
         if local:
-            raise DataError(f"{told}cannot be read: {reason}") from None
-        raise DataError(f"{told}is not on this machine, and the Hugging Face hub does not give it: {reason}\n"
+            raise DataError(f"{source}cannot be read: {reason}") from None
+        raise DataError(f"{source}is not on this machine, and the Hugging Face hub does not give it: {reason}\n"
                         + HOW.format(name=origin.name, option=origin.option)) from None
 
 

@@ -18,10 +18,10 @@ MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-
 ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained
 
 
-def refuse_adapters(path: Path, told: str) -> None:
+def refuse_adapters(path: Path, named: str) -> None:
     """Raises DataError for a run that kept adapters without the weights that they change."""
     if (path / ADAPTER).is_dir() and not (path / MODEL).is_dir():
-        raise DataError(f"{told}: this run kept its adapters alone ({ADAPTER}/). Run it with trainer.lora.merge=true, "
+        raise DataError(f"{named}: this run kept its adapters alone ({ADAPTER}/). Run it with trainer.lora.merge=true, "
                         f"which keeps {MODEL}/ with the adapters in its weights")
 
 
@@ -57,7 +57,7 @@ def digest_of(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def verify(folder: Path, told: str) -> None:
+def verify(folder: Path, named: str) -> None:
     """Raises DataError where a file of weights is not the one that the run wrote; folders of others have no digests."""
     if not (folder / DIGESTS).is_file():
         return
@@ -65,17 +65,17 @@ def verify(folder: Path, told: str) -> None:
         digests = dict(json.loads((folder / DIGESTS).read_text()))
         wrong = next((name for name in digests if digest_of(folder / name) != digests[name]), None)
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{told}: {folder / DIGESTS} cannot be compared with the weights: {error}") from None
+        raise DataError(f"{named}: {folder / DIGESTS} cannot be compared with the weights: {error}") from None
     if wrong:
-        raise DataError(f"{told}: {folder / wrong} is damaged: it is not what the run wrote ({DIGESTS} holds another "
-                        f"digest). Copy it anew; if it was changed on purpose, delete {DIGESTS}")
+        raise DataError(f"{named}: {folder / wrong} is damaged: it is not what the run wrote ({DIGESTS} holds another "
+                        f"digest). Copy it again; if it was changed on purpose, delete {DIGESTS}")
 
 
-def check_numbers(tensors: Iterable[tuple[str, Tensor]], told: str) -> None:
+def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
     """Raises DataError naming the first of the tensors, by their names, that holds NaN."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise DataError(f"{told}: {name} holds NaN: they are of a run that diverged, or were made so since")
+            raise DataError(f"{named}: {name} holds NaN: they are of a run that diverged, or were made so since")
 
 
 def folder_of(run: str | Path, option: str, wanted: str) -> Path:

@@ -58,7 +58,7 @@ def generate(model: LanguageModel, prompt: Tensor, count: int, choice: Choice, s
     banned = torch.tensor(sorted(never), dtype=torch.long, device=device)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     pasts, tokens = model.begin(), prompt.expand(len(generators), -1)
-    found, going = [[] for _ in generators], set(range(len(generators)))
+    rows, going = [[] for _ in generators], set(range(len(generators)))
     for _ in range(count):
         logits = model(tokens, pasts=pasts)[:, -1].index_fill(-1, banned, -torch.inf)
         uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators]).to(device)
@@ -67,6 +67,6 @@ def generate(model: LanguageModel, prompt: Tensor, count: int, choice: Choice, s
         if not going:
             break
         for i in going:
-            found[i].append(int(drawn[i]))
+            rows[i].append(int(drawn[i]))
         tokens = drawn[:, None]
-    return found
+    return rows

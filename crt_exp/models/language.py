@@ -162,13 +162,13 @@ class LanguageModel(SequenceModel):
 
 
 class Kept(NamedTuple):
-    """What a run kept. symbols: what its task says of them, as JSON. told: the folder, for messages."""
+    """What a run kept. symbols: what its task says of them, as JSON. named: the folder, for messages."""
 
     description: Description
     mechanism: Mechanism
     symbols: dict[str, Any]
     tensors: dict[str, Tensor]
-    told: str
+    named: str
 
     def build(self, mechanism: Mechanism | None = None) -> LanguageModel:
         """In eval mode, with its own attention and noise; or its weights with the attention of another mechanism, whose
@@ -195,19 +195,19 @@ def load(run: str | Path, option: str) -> Kept:
     from safetensors.torch import load_file
 
     folder = folder_of(run, option, "the directory of a run of a sequence model, such as one of task=trembl")
-    told = f"{option} = {run}"
+    named = f"{option} = {run}"
     try:
         config = json.loads((folder / CONFIG).read_text())
         if not isinstance(config, dict) or config.pop("kind", None) != KIND:
-            raise DataError(f"{told} is a run of another task: {folder / CONFIG} describes no sequence model")
-        mechanism, symbols = Mechanism.of_saved(config.pop("attention"), told), config.pop("vocabulary")
+            raise DataError(f"{named} is a run of another task: {folder / CONFIG} describes no sequence model")
+        mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
         tensors = load_file(folder / WEIGHTS)
-        check_numbers(tensors.items(), told)
-        return Kept(Description(**config), mechanism, symbols, tensors, told)
+        check_numbers(tensors.items(), named)
+        return Kept(Description(**config), mechanism, symbols, tensors, named)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise DataError(f"{told}: {folder} cannot be read: {type(error).__name__}: {error}") from None
+        raise DataError(f"{named}: {folder} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:
@@ -217,17 +217,17 @@ def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:
     """
     same = mechanism.describe() == kept.mechanism.describe()
     of_attention = lambda name: ".attention." in name
-    found = dict(kept.tensors)
+    tensors = dict(kept.tensors)
     if kept.description.tied:
-        found["head.weight"] = found.get("symbol.weight")
-    taken = {name: tensor for name, tensor in found.items() if same or not of_attention(name)}
+        tensors["head.weight"] = tensors.get("symbol.weight")
+    taken = {name: tensor for name, tensor in tensors.items() if same or not of_attention(name)}
     make_room(model, taken)
     own = model.state_dict()
     wanted = {name for name in own if same or not of_attention(name)}
     wrong = sorted(wanted ^ taken.keys()) or sorted(name for name in wanted if taken[name].shape != own[name].shape)
     if wrong:
         shapes = [tuple(part[wrong[0]].shape) if wrong[0] in part else "none" for part in (taken, own)]
-        raise ConfigError(f"{kept.told}: {wrong[0]} is {shapes[0]} there and {shapes[1]} in this model: choose the "
+        raise ConfigError(f"{kept.named}: {wrong[0]} is {shapes[0]} there and {shapes[1]} in this model: choose the "
                           "sizes, length and positions of that run")
     model.load_state_dict(taken, strict=same)
     return same

@@ -78,8 +78,8 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            found = tuple(tensors[name].shape) if name in tensors else "not there"
-            raise ConfigError(f"{source}: {name} is {found}, and this model takes {tuple(tensor.shape)}: choose the "
+            got = tuple(tensors[name].shape) if name in tensors else "not there"
+            raise ConfigError(f"{source}: {name} is {got}, and this model takes {tuple(tensor.shape)}: choose the "
                               "task.preset and task.sizes of that run")
     with torch.no_grad():
         for name, tensor in state.items():

@@ -53,8 +53,8 @@ class Block(nn.Module):
         """turn: of `Rotary`. past: what the attention remembers of earlier tokens, and then of these too."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, d)
         q, k = turned(q, turn), turned(k, turn)
-        found = self.attention(q, k, v, key_mask) if past is None else past.step(q, k, v)
-        x = x + self.dropout(self.proj(found.transpose(1, 2).flatten(2)))
+        out = self.attention(q, k, v, key_mask) if past is None else past.step(q, k, v)
+        x = x + self.dropout(self.proj(out.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.ffn(self.norm2(x)))
 
 

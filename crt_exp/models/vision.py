@@ -36,7 +36,7 @@ FOREIGN = ("decoder", "mask_token")                          # parts of pretrain
 class Description:
     """All that decides a classifier but its weights and its attention, as config.json keeps it.
 
-    options: of timm.create_model, beside size and classes. classes: None where they are not known (a bare encoder).
+    options: of timm.create_model, besides size and classes. classes: None where they are not known (a bare encoder).
     """
 
     model: str
@@ -67,7 +67,7 @@ class Description:
             model = self.make()
         patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
         if patch is None:
-            raise ConfigError(f"task.model = {self.model} has no patches: it is no vision transformer")
+            raise ConfigError(f"task.model = {self.model} has no patches: it is not a vision transformer")
         if self.size % patch[0]:
             near = max(patch[0], round(self.size / patch[0]) * patch[0])
             raise ConfigError(f"task.size = {self.size} is no multiple of the patch of {patch[0]} pixels: take "
@@ -148,7 +148,7 @@ def known(model: str) -> Description:
 class Checkpoint(NamedTuple):
     """A file of weights, or a folder that says what they are of."""
 
-    told: str                                                # as the user named it
+    named: str                                                # as the user named it
     path: Path                                               # a file, or a folder with config.json
     description: Description | None
     attention: dict[str, Any]                                # `crt_exp` of config.json; empty for exact attention
@@ -159,15 +159,15 @@ class Checkpoint(NamedTuple):
 
     def state(self) -> dict[str, Tensor]:
         """By timm's names, without noise. Raises DataError."""
-        verify(self.path, self.told)
+        verify(self.path, self.named)
         if (self.path / "config.json").is_file() and is_mae(self.path):
-            return mae_state(self.path, self.told)
-        found = tensors_of(weights_in(self.path), self.told)
-        return {name: tensor for name, tensor in found.items() if ".swapped." not in name}
+            return mae_state(self.path, self.named)
+        tensors = tensors_of(weights_in(self.path), self.named)
+        return {name: tensor for name, tensor in tensors.items() if ".swapped." not in name}
 
     def noise(self) -> dict[str, Tensor]:
         file = self.path / ATTENTION
-        return tensors_of(file, self.told) if file.is_file() else {}
+        return tensors_of(file, self.named) if file.is_file() else {}
 
 
 def checkpoint_of(init: str) -> Checkpoint | None:
@@ -207,22 +207,22 @@ def weights_in(path: Path) -> Path:
     raise DataError(f"{path} has a config.json and no model.safetensors")
 
 
-def tensors_of(file: Path, told: str) -> dict[str, Tensor]:
+def tensors_of(file: Path, named: str) -> dict[str, Tensor]:
     """Of safetensors, or of torch.save (tensors alone, nothing else is unpickled). Raises DataError."""
     from safetensors.torch import load_file
 
     try:
         safe = file.suffix == ".safetensors"
-        found = load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
+        tensors = load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # safetensors, zipfile and pickle have their own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DataError(f"{told}: {file} cannot be read as weights: {reason}") from None
+        raise DataError(f"{named}: {file} cannot be read as weights: {reason}") from None
     for key in ("model", "state_dict"):                      # as training scripts wrap them
-        found = found.get(key, found) if isinstance(found.get(key), dict) else found
-    return {name.removeprefix("module."): tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        tensors = tensors.get(key, tensors) if isinstance(tensors.get(key), dict) else tensors
+    return {name.removeprefix("module."): tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
-def mae_state(folder: Path, told: str) -> dict[str, Tensor]:
+def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
     """The encoder of transformers' ViTMAE by timm's names: equal outputs, where the norms have the same epsilon."""
     from transformers import ViTMAEModel
 
@@ -231,25 +231,25 @@ def mae_state(folder: Path, told: str) -> dict[str, Tensor]:
             model = ViTMAEModel.from_pretrained(folder, dtype=torch.float32)   # files of all versions
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DataError(f"{told}: its weights cannot be read: {reason}") from None
+        raise DataError(f"{named}: its weights cannot be read: {reason}") from None
     embeddings = model.embeddings
-    found = {"cls_token": embeddings.cls_token, "pos_embed": embeddings.position_embeddings,
+    state = {"cls_token": embeddings.cls_token, "pos_embed": embeddings.position_embeddings,
              **named("patch_embed.proj", embeddings.patch_embeddings.projection), **named("norm", model.layernorm)}
     for i, layer in enumerate(model.layers):
-        found |= block(f"blocks.{i}", layer)
-    return {name: tensor.detach() for name, tensor in found.items()}
+        state |= block(f"blocks.{i}", layer)
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def block(name: str, layer: nn.Module) -> dict[str, Tensor]:
     """One layer of transformers' ViTMAE; timm has queries, keys and values in one matrix."""
     parts = [layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj]
-    found = {f"{name}.attn.qkv.weight": torch.cat([part.weight for part in parts])}
+    state = {f"{name}.attn.qkv.weight": torch.cat([part.weight for part in parts])}
     if parts[0].bias is not None:
-        found[f"{name}.attn.qkv.bias"] = torch.cat([part.bias for part in parts])
+        state[f"{name}.attn.qkv.bias"] = torch.cat([part.bias for part in parts])
     for own, module in {"attn.proj": layer.attention.o_proj, "norm1": layer.layernorm_before,
                         "norm2": layer.layernorm_after, "mlp.fc1": layer.mlp.fc1, "mlp.fc2": layer.mlp.fc2}.items():
-        found |= named(f"{name}.{own}", module)
-    return found
+        state |= named(f"{name}.{own}", module)
+    return state
 
 
 def named(name: str, module: nn.Module) -> dict[str, Tensor]:
@@ -274,8 +274,8 @@ def build(description: Description, mechanism: Mechanism, init: str = "scratch",
             check_attention(checkpoint, mechanism)
             check_classes(checkpoint, description, new_head)
             state = checkpoint.state()
-            check_numbers(state.items(), checkpoint.told)
-            fill(model, state, checkpoint.told, new_head)
+            check_numbers(state.items(), checkpoint.named)
+            fill(model, state, checkpoint.named, new_head)
     if mechanism.name != "exact":
         mechanism.swap(model)
     if checkpoint is not None and checkpoint.attention:
@@ -284,7 +284,7 @@ def build(description: Description, mechanism: Mechanism, init: str = "scratch",
 
 
 def from_hub(description: Description, new_head: bool, drop_path: float) -> nn.Module:
-    """timm's own weights; a head for other classes is made anew only where that is asked for."""
+    """timm's own weights; a head for other classes starts from random weights only where that is asked for."""
     import timm
 
     config, name = timm.get_pretrained_cfg(description.model), description.model
@@ -306,9 +306,9 @@ def from_hub(description: Description, new_head: bool, drop_path: float) -> nn.M
     return model
 
 
-def other_classes(told: str, theirs: int, ours: int) -> ConfigError:
-    return ConfigError(f"{told} was trained on {theirs} classes, and the images have {ours}: task.new_head=true starts "
-                       "a new head on the same encoder")
+def other_classes(named: str, theirs: int, ours: int) -> ConfigError:
+    return ConfigError(f"{named} was trained on {theirs} classes, and the images have {ours}: task.new_head=true "
+                       "starts a new head on the same encoder")
 
 
 def check_classes(checkpoint: Checkpoint, description: Description, new_head: bool) -> None:
@@ -317,25 +317,25 @@ def check_classes(checkpoint: Checkpoint, description: Description, new_head: bo
     if new_head or theirs is None:
         return
     if len(theirs) != len(description.classes):
-        raise other_classes(checkpoint.told, len(theirs), len(description.classes))
+        raise other_classes(checkpoint.named, len(theirs), len(description.classes))
     numbers = tuple(str(i) for i in range(len(theirs)))      # what stands for names where a checkpoint has none
     if theirs != description.classes and theirs != numbers:
         place = next(i for i, (a, b) in enumerate(zip(theirs, description.classes)) if a != b)
-        raise ConfigError(f"{checkpoint.told} was trained on other classes: its class {place} is {theirs[place]}, that "
-                          f"of the images is {description.classes[place]}. task.new_head=true starts a new head on the "
-                          "same encoder")
+        raise ConfigError(f"{checkpoint.named} was trained on other classes: its class {place} is {theirs[place]}, "
+                          f"that of the images is {description.classes[place]}. task.new_head=true starts a new head "
+                          "on the same encoder")
 
 
 def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
     """Raises ConfigError, naming the keys that differ, for weights of another attention that is not the exact one."""
     changed = differing_keys(checkpoint.described, mechanism.describe()) if checkpoint.attention else []
     if changed:
-        raise ConfigError(f"{checkpoint.told} was trained with another attention; these keys differ: "
+        raise ConfigError(f"{checkpoint.named} was trained with another attention; these keys differ: "
                           f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
                           f"task.init={checkpoint.path / 'model.safetensors'}")
 
 
-def fill(model: nn.Module, state: dict[str, Tensor], told: str, new_head: bool) -> None:
+def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool) -> None:
     """Loads weights of timm's names, position embeddings interpolated to the model's grid by timm.
 
     A missing head stays as it is. Raises DataError for weights of another width, depth or kind, ConfigError for a head
@@ -343,11 +343,11 @@ def fill(model: nn.Module, state: dict[str, Tensor], told: str, new_head: bool) 
     """
     stem = state.get("patch_embed.proj.weight")
     if stem is None:
-        raise DataError(f"{told} holds no weights of a vision transformer: patch_embed.proj.weight is missing")
+        raise DataError(f"{named} holds no weights of a vision transformer: patch_embed.proj.weight is missing")
     own = model.state_dict()
     width = own["patch_embed.proj.weight"].shape[0]
     if stem.shape[0] != width:
-        raise DataError(f"{told} is a checkpoint of width {stem.shape[0]}, and the model's is {width}: choose the "
+        raise DataError(f"{named} is a checkpoint of width {stem.shape[0]}, and the model's is {width}: choose the "
                         "task.model or task.sizes.width that it was trained with")
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", lambda state, model: state)
     with quiet():
@@ -356,30 +356,30 @@ def fill(model: nn.Module, state: dict[str, Tensor], told: str, new_head: bool) 
     theirs = {name: tensor for name, tensor in state.items() if name in own and not (new_head and name in head)}
     shapes = [name for name in theirs if theirs[name].shape != own[name].shape]
     if set(shapes) & head:
-        raise other_classes(told, len(state["head.weight"]), len(own["head.weight"]))
-    check_fit([name for name in own if name not in theirs and not name.startswith(HEAD)], "lacks", told)
+        raise other_classes(named, len(state["head.weight"]), len(own["head.weight"]))
+    check_fit([name for name in own if name not in theirs and not name.startswith(HEAD)], "lacks", named)
     more = [name for name in state if name not in own and not name.startswith((*HEAD, *FOREIGN))]
-    check_fit(more, "holds, beside the model's,", told)
-    check_fit(shapes, "has another shape of", told)
+    check_fit(more, "holds, besides the model's,", named)
+    check_fit(shapes, "has another shape of", named)
     model.load_state_dict(theirs, strict=False)
 
 
-def check_fit(names: list[str], what: str, told: str) -> None:
+def check_fit(names: list[str], what: str, named: str) -> None:
     if names:
         more = f" and {len(names) - 1} more such weights" if names[1:] else ""
-        raise DataError(f"{told} {what} {sorted(names)[0]}{more}: it is no checkpoint of this task.model with these "
+        raise DataError(f"{named} {what} {sorted(names)[0]}{more}: not a checkpoint of this task.model with these "
                         "task.sizes")
 
 
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Noise and statistics of the attention that the weights were trained with."""
-    found = checkpoint.noise()
-    make_room(model, found)
+    noise = checkpoint.noise()
+    make_room(model, noise)
     own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
-    wrong = sorted(set(own) ^ set(found)) or [name for name in own if own[name].shape != found[name].shape]
+    wrong = sorted(set(own) ^ set(noise)) or [name for name in own if own[name].shape != noise[name].shape]
     if wrong:
-        raise DataError(f"{checkpoint.told}: {checkpoint.path / ATTENTION} does not fit this model: {wrong[0]}")
-    model.load_state_dict(found, strict=False)
+        raise DataError(f"{checkpoint.named}: {checkpoint.path / ATTENTION} does not fit this model: {wrong[0]}")
+    model.load_state_dict(noise, strict=False)
 
 
 # ---- the folder of a run
@@ -415,6 +415,6 @@ def load(run: str | Path, size: int | None = None) -> Kept:
     description = replace(checkpoint.description, size=size or checkpoint.description.size)
     description.check()
     saved = checkpoint.attention
-    mechanism = Mechanism.of_saved(saved, checkpoint.told) if saved else Mechanism.of("exact")
+    mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
     model = build(description, mechanism, str(run))
     return Kept(model.eval(), description.classes, description.transform())

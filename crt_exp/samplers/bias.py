@@ -47,8 +47,8 @@ def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: 
     if sampler(x.shape[-1], x.shape[-1], g).gaussian:
         return {}
     i, j = torch.randint(len(x), (pairs,), generator=g), torch.randint(len(y), (pairs,), generator=g)
-    found = measured_bias(phi, sampler, x[i], y[j], params, generator=g)
-    return {"sampler_bias": found.ratio.mean().item(), "sampler_bias_error": found.error.mean().item()}
+    bias = measured_bias(phi, sampler, x[i], y[j], params, generator=g)
+    return {"sampler_bias": bias.ratio.mean().item(), "sampler_bias_error": bias.error.mean().item()}
 
 
 def bias_sentence(record: dict) -> str:

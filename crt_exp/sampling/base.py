@@ -45,7 +45,7 @@ class ClassSampler(nn.Module, ABC):
         """Log probabilities of ids (B, k) in the law over all classes, (B, k)."""
 
     def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        """Makes all tables anew of class vectors (V, d) and biases (V,). hidden: queries to fit parameters to (B, d),
+        """Builds all tables from class vectors (V, d) and biases (V,). hidden: queries to fit parameters to (B, d),
         by default those of the last draw, and where there are none, vectors like those of the classes, of either sign.
         """
 

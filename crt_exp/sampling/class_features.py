@@ -70,8 +70,8 @@ class ClassFeatures(nn.Module):
 
     def fit_constants(self, weight: Tensor, bias: Tensor | None) -> None:
         """Constants for all classes, where some outgrow those that `fit` took from others."""
-        found = [self._largest(weight[rows], None if bias is None else bias[rows]) for rows in self.blocks()]
-        self.constants.copy_(torch.stack(found).amax(0))
+        largest = [self._largest(weight[rows], None if bias is None else bias[rows]) for rows in self.blocks()]
+        self.constants.copy_(torch.stack(largest).amax(0))
 
     def _largest(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._of_classes(weight, bias)[1].amax(0).double()
@@ -84,7 +84,7 @@ class ClassFeatures(nn.Module):
     def of_classes(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """phi_k over the constants, (r, M) float32, of classes with vectors (r, d) and biases (r,), all finite.
 
-        None where one of them has outgrown the constants, which `fit` then has to make anew.
+        None where one of them has outgrown the constants, which `fit` then has to set again.
         """
         value, log = self._of_classes(weight, bias)
         log = log - self.constants.to(log.dtype)

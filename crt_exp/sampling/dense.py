@@ -29,8 +29,8 @@ class ExactSoftmax(ClassSampler):
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        found = [self._logits(h).log_softmax(-1).gather(1, i) for h, i in blocks(self.classes, hidden, ids)]
-        return torch.cat(found)
+        parts = [self._logits(h).log_softmax(-1).gather(1, i) for h, i in blocks(self.classes, hidden, ids)]
+        return torch.cat(parts)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
@@ -58,16 +58,16 @@ class DenseFeatures(FeatureLaw):
         self.leaves[rows] = features
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
-        found = [draw_dense(self._weights(h), t, uniform.shape[1], u)
+        parts = [draw_dense(self._weights(h), t, uniform.shape[1], u)
                  for h, t, u in blocks(self.classes, hidden, targets, uniform)]
-        return joined(found)
+        return joined(parts)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        found = []
+        parts = []
         for h, i in blocks(self.classes, hidden, ids):
             weights = self._weights(h)
-            found.append((weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64)).log().float())
-        return torch.cat(found)
+            parts.append((weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64)).log().float())
+        return torch.cat(parts)
 
     def _weights(self, hidden: Tensor) -> Tensor:
         value, log_a = self.features.of_queries(hidden)
@@ -99,10 +99,10 @@ def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | 
     return Drawn(ids, log_q, None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1))
 
 
-def joined(found: list[Drawn]) -> Drawn:
+def joined(parts: list[Drawn]) -> Drawn:
     """The draws of blocks of queries as one."""
-    targets = None if found[0].target_log_q is None else torch.cat([one.target_log_q for one in found])
-    return Drawn(torch.cat([one.ids for one in found]), torch.cat([one.log_q for one in found]), targets)
+    targets = None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
+    return Drawn(torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets)
 
 
 def blocks(classes: int, *of_queries: Tensor | None):

@@ -13,7 +13,7 @@ from crt_exp.sampling.base import ClassSampler, Drawn, check_queries, check_rows
 from crt_exp.sampling.class_features import ClassFeatures, check_finite
 
 UPDATED = 2**12   # classes of an update at once: what lies between then stays in the cache
-DEFENSIVE = 0.05  # share of the uniform law beside a signed estimate, whose positive part is zero for some classes
+DEFENSIVE = 0.05  # share of the uniform law mixed with a signed estimate, whose positive part is zero for some classes
 
 
 class FeatureLaw(ClassSampler):
@@ -42,7 +42,7 @@ class FeatureLaw(ClassSampler):
 
     @abstractmethod
     def _restored(self, features: Tensor, rows: slice) -> None:
-        """Puts features (r, M) of the classes `rows` in place, while all are made anew."""
+        """Puts features (r, M) of the classes `rows` in place, while all are built again."""
 
     def _completed(self) -> None:
         """After the last of these."""
@@ -150,8 +150,8 @@ class FeatureLaw(ClassSampler):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureLaw":
         """As of any module, but for `half()` and its like: the tables stay as precise as they are."""
         def moved(t: Tensor) -> Tensor:
-            found = fn(t)
-            return found if found.dtype == t.dtype else t.to(found.device)
+            applied = fn(t)
+            return applied if applied.dtype == t.dtype else t.to(applied.device)
         return super()._apply(moved, recurse)
 
     def _check_classes(self, weight: Tensor, bias: Tensor | None) -> None:

@@ -48,10 +48,10 @@ def products(weight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     weight, ids = weight.contiguous(), ids.long().contiguous()
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):
         raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}: the table has {len(table)} rows")
-    found = table.new_empty(ids.shape)
+    out = table.new_empty(ids.shape)
     _call("tree_products", B=len(ids), k=ids.shape[1], M=weight.shape[1], weight=weight, table=table, ids=ids,
-          products=found)
-    return found
+          products=out)
+    return out
 
 
 def _call(name: str, **fields) -> None:

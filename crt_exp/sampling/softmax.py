@@ -23,7 +23,7 @@ class SampledSoftmax(nn.Module):
     `TreeFeatures`, with m, temperature and seed. head: what has `weight` (V, d) and, or not, `bias` (V,): nn.Linear, or
     nn.Embedding; it stays the owner of its parameters, tied or not. sparse: gradients of `head.weight` (and bias) are
     sparse tensors of the classes that took part, for torch.optim.SGD, SparseAdam or Adagrad: without it a backward pass
-    writes V d numbers. rebuild_every: updates after which all tables are made anew, 0 = never.
+    writes V d numbers. rebuild_every: updates after which all tables are built again, 0 = never.
 
         loss = softmax(hidden, targets)      # hidden (..., d), targets (...): the mean over all queries, in nats
         loss.backward(); optimiser.step()
@@ -76,7 +76,7 @@ class SampledSoftmax(nn.Module):
     def update(self, rows: Tensor | None = None) -> None:
         """After the optimiser's step: the tables follow the classes of the passes since the last update, and those of
         `rows` (other classes that the step moved, such as input words of tied embeddings). Every `rebuild_every` of
-        these calls all tables are made anew.
+        these calls all tables are built again.
 
         Raises ValueError, with the tables as they were, where the vector of such a class is not finite.
         """
@@ -93,7 +93,7 @@ class SampledSoftmax(nn.Module):
 
     @torch.no_grad()
     def rebuild(self) -> None:
-        """Makes all tables anew, fitted to the queries of the last training pass."""
+        """Builds all tables again, fitted to the queries of the last training pass."""
         self.sampler.rebuild(self.head.weight, self._bias)
 
     def drift(self) -> dict[str, float]:
@@ -137,9 +137,9 @@ class SampledSoftmax(nn.Module):
 
     def _exact(self, h: Tensor, t: Tensor) -> Tensor:
         step = max(1, LARGEST_BLOCK // self.sampler.classes)
-        found = [F.cross_entropy(F.linear(rows, self.head.weight, self._bias).float(), targets, reduction="none")
+        losses = [F.cross_entropy(F.linear(rows, self.head.weight, self._bias).float(), targets, reduction="none")
                  for rows, targets in zip(h.split(step), t.split(step))]
-        return torch.cat(found)
+        return torch.cat(losses)
 
     def _checked(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (B, d) and targets (B,)."""

@@ -18,7 +18,7 @@ class SumTree(nn.Module):
     """A table of V rows and the sums above it, all of them buffers. The sums take a fifteenth of the table's rows.
 
     dtype: of the sums. A change of r rows takes O(r M log V): their differences are added to the sums above, and with
-    rounding the sums drift from those of the rows; `resum` makes them anew.
+    rounding the sums drift from those of the rows; `resum` sums again.
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype = torch.float64):
@@ -61,18 +61,18 @@ class SumTree(nn.Module):
             level[rows] = (level.index_select(0, rows).double() + change).to(level.dtype)
 
     def resum(self) -> None:
-        """All sums anew from the table."""
+        """All sums, again, from the table."""
         for number in range(1, self.depth):
             self.level(number).copy_(self._sums(number))
 
     def drift(self) -> float:
         """The largest difference of a sum from that of its rows, as a share of the root mean square of its level."""
-        found = 0.0
+        largest = 0.0
         for number in range(1, self.depth):
             level = self.level(number).double()
             apart = (level - self._sums(number).double()).abs().max()
-            found = max(found, float(apart / level.square().mean().sqrt().clamp(min=1e-300)))
-        return found
+            largest = max(largest, float(apart / level.square().mean().sqrt().clamp(min=1e-300)))
+        return largest
 
     def _sums(self, number: int) -> Tensor:
         level, below = self.level(number), self.level(number - 1)
@@ -122,8 +122,8 @@ class SumTree(nn.Module):
             place = column * nodes + without[:, None] // FAN**self.start
             u = u * (1 - taken)
             u = torch.where(u + column >= ends[place] - taken, u + taken, u)
-        found = torch.searchsorted(ends, u + column, right=True) - column * nodes
-        return found.clamp_(0, self._last(self.start))
+        places = torch.searchsorted(ends, u + column, right=True) - column * nodes
+        return places.clamp_(0, self._last(self.start))
 
     def _last(self, number: int) -> int:
         """The last node of a level with rows: where little of a column is left, rounding can choose one behind it."""

@@ -150,5 +150,5 @@ class TreeFeatures(FeatureLaw):
             return (a @ level.mT).gather(1, children.flatten(1)).view_as(children)
         groups, step = level.view(-1, FAN * level.shape[1]), max(1, GATHERED // (FAN * k * level.shape[1]))
         parts = zip((children[..., 0] // FAN).split(step), a.split(step))
-        found = [F.embedding(node, groups).view(len(w), k * FAN, level.shape[1]) @ w[..., None] for node, w in parts]
-        return torch.cat(found).view_as(children)
+        scores = [F.embedding(node, groups).view(len(w), k * FAN, level.shape[1]) @ w[..., None] for node, w in parts]
+        return torch.cat(scores).view_as(children)
