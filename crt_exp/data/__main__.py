@@ -125,9 +125,9 @@ def verify_indexes(directory: Path) -> int:
     folders = sorted(directory.expanduser().glob("proteins-*"))
     if not folders:
         raise DataError(f"{directory} holds no index of proteins.")
-    found = [(str(folder), fasta.damaged(folder, whole=True)) for folder in folders]
-    print_table([(folder, "bad" if reason else "intact", reason or "") for folder, reason in found])
-    return int(any(reason for _, reason in found))
+    reasons = [(str(folder), fasta.damaged(folder, whole=True)) for folder in folders]
+    print_table([(folder, "bad" if reason else "intact", reason or "") for folder, reason in reasons])
+    return int(any(reason for _, reason in reasons))
 
 
 def run_verify(options: argparse.Namespace) -> int:

@@ -124,8 +124,8 @@ def read(source: Source, tokenizer, end: int, apart: bool, cache_dir: str | Path
 
 def tokenized(source: Source, tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
     tokens, words, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], []
-    for lines, found in source.documents(tokenizer.unk_token or UNKNOWN):
-        coded = list(zip(lines, token_spans(lines, tokenizer), found, strict=True))
+    for lines, of_lines in source.documents(tokenizer.unk_token or UNKNOWN):
+        coded = list(zip(lines, token_spans(lines, tokenizer), of_lines, strict=True))
         for group in ([line] for line in coded) if apart else [coded]:
             ids = [*chain.from_iterable(spans.ids for _, spans, _ in group), end]
             tokens.append(np.array(ids, np.int32))
@@ -139,7 +139,7 @@ def words_of(line: str, spans: Spans, count: int) -> np.ndarray:
     which is not those between its blanks where marks were undone."""
     if not len(spans.ids):
         return np.zeros(0, np.float32)
-    ends = np.array([*(found.end() for found in re.finditer(r"\S+", line)), len(line)])
+    ends = np.array([*(match.end() for match in re.finditer(r"\S+", line)), len(line)])
     last = np.array([stop for _, stop in spans.places])
     places = np.searchsorted(np.maximum.accumulate(last), ends).clip(max=len(last) - 1)
     return (np.bincount(places, minlength=len(last)) * (count / len(ends))).astype(np.float32)

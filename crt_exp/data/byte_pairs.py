@@ -40,18 +40,18 @@ def as_bytes(text: str) -> np.ndarray:
 def trained(files: list[Path], size: int, lowercase: bool):
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    found = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     if lowercase:
-        found.normalizer = normalizers.Lowercase()
-    found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    found.train_from_iterator(running(files, UNKNOWN), trainers.BpeTrainer(
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.train_from_iterator(running(files, UNKNOWN), trainers.BpeTrainer(
         vocab_size=size, special_tokens=[UNKNOWN, END], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    return found
+    return tokenizer
 
 
 def running(files: Sequence[Path], unknown: str):
-    """Lines that are not blank, with their ends: what follows a line is to be told too."""
+    """Lines that are not blank, with their ends: what follows a line matters too."""
     return (f"{line}\n" for line in lines_of(files, unknown))
 
 

@@ -1,4 +1,4 @@
-"""What is made of texts and tables once and kept: arrays in safetensors with a checksum, made anew where it differs."""
+"""What is made of texts and tables once and kept: arrays in safetensors, made again where their checksum differs."""
 
 import fcntl
 import functools
@@ -20,7 +20,7 @@ from crt_exp.ranks import rank
 
 def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """`make()`, kept as KEY.safetensors in `directory` (None: not kept) with a checksum. A file that is not as it was
-    written is made anew, and one line says so; so it is where the directory cannot be written, and then nothing is
+    written is made again, and one line says so; so it is where the directory cannot be written, and then nothing is
     kept.
 
     The key must hold all that the result depends on.
@@ -34,7 +34,7 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, 
             arrays = stored(path)
             if arrays is None:
                 if path.exists():
-                    warn("the token cache %s is not as it was written: the tokens are made anew", path)
+                    warn("the token cache %s is not as it was written: the tokens are made again", path)
                 arrays = make()
                 store(path, arrays)
     return arrays

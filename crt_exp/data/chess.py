@@ -78,9 +78,9 @@ def members(words: np.ndarray) -> np.ndarray:
 
 def around(words: np.ndarray) -> np.ndarray:
     """Squares from which a king steps into the set; a square of the set itself only if it has a neighbour in it."""
-    beside = ((words << np.uint64(1)) & ~RANK_1) | ((words >> np.uint64(1)) & ~RANK_8)
-    block = words | beside
-    return beside | (block << np.uint64(8)) | (block >> np.uint64(8))
+    sides = ((words << np.uint64(1)) & ~RANK_1) | ((words >> np.uint64(1)) & ~RANK_8)
+    block = words | sides
+    return sides | (block << np.uint64(8)) | (block >> np.uint64(8))
 
 
 def shifted(file_step: int, rank_step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -118,10 +118,10 @@ def rook_attacks() -> np.ndarray:
 
 def moves_into(lost: np.ndarray) -> np.ndarray:
     """Positions, White to move, from which one move of king or rook reaches a position of `lost`: (64, 64) words."""
-    found = np.zeros_like(lost)
+    result = np.zeros_like(lost)
     for step in KING_STEPS:
         target, inside = shifted(*step)
-        found |= np.where(inside[:, None], lost[target], np.uint64(0))
+        result |= np.where(inside[:, None], lost[target], np.uint64(0))
     for target, open_, path in rook_slides():
-        found |= np.where(open_, lost[:, target] & ~path, np.uint64(0))   # the black king blocks the way
-    return found
+        result |= np.where(open_, lost[:, target] & ~path, np.uint64(0))   # the black king blocks the way
+    return result

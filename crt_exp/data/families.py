@@ -75,14 +75,14 @@ class Families:
 
     def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """(n, T) uint8."""
-        found, rows = np.zeros((len(family), self.longest), np.uint8), np.arange(len(family))
+        result, rows = np.zeros((len(family), self.longest), np.uint8), np.arange(len(family))
         for t in range(self.longest):
-            chances = self.starts[family] if t == 0 else self.chains[family, found[:, t - 1]]
+            chances = self.starts[family] if t == 0 else self.chains[family, result[:, t - 1]]
             drawn = (chances.cumsum(1) < rng.random((len(rows), 1))).sum(1).clip(max=A - 1)
             lag = self.lags[family]
             copies = (rng.random(len(rows)) < self.copied) & (lag <= t)
-            found[:, t] = np.where(copies, found[rows, np.maximum(t - lag, 0)], drawn)
-        return found
+            result[:, t] = np.where(copies, result[rows, np.maximum(t - lag, 0)], drawn)
+        return result
 
     def log_chances(self, letters: np.ndarray, held_out: bool = False) -> np.ndarray:
         """log p of each letter given those before it, where the family is not known: (n, T) float64, nats.

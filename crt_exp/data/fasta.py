@@ -2,7 +2,7 @@
 
 The index holds letters as numbers, memory-mapped, and is built once for a list of files. It is stale where a file has
 another size than when it was built, or another time of change and another checksum, and where one of its own files is
-not as it was written, by its digest: then it is built anew, and said.
+not as it was written, by its digest: then it is built again, and said.
 """
 
 import gzip
@@ -62,19 +62,19 @@ def entries(path: Path, letters: str) -> Iterator[Entry]:
     table = bytes(letters.encode().find(bytes([i])) % 256 for i in range(256))
     for line, record in records(path):
         header, _, body = record.partition(b"\n")
-        found = HEADER.match(header)
-        if found is not None and len(found[1]) > LONGEST_NAME:
-            raise DataError(f"{path}, line {line}: the accession {shown(found[1])} has {len(found[1])} letters, and at "
+        match = HEADER.match(header)
+        if match is not None and len(match[1]) > LONGEST_NAME:
+            raise DataError(f"{path}, line {line}: the accession {shown(match[1])} has {len(match[1])} letters, and at "
                             f"most {LONGEST_NAME} are kept: shorten it.")
-        if found is None:
+        if match is None:
             raise DataError(f"{path}, line {line}: {shown(b'>' + header)} is no header of UniProt, which begins "
                             ">sp|P12345|NAME or >tr|A0A0B1|NAME.")
         tokens = body.translate(table, b"\r\n")
         if UNKNOWN in tokens:
-            raise unknown_letter(path, line, found[1], body, letters)
+            raise unknown_letter(path, line, match[1], body, letters)
         if not tokens:
-            raise DataError(f"{path}, line {line}: {found[1].decode()} has no sequence.")
-        yield Entry(found[1], tokens, line)
+            raise DataError(f"{path}, line {line}: {match[1].decode()} has no sequence.")
+        yield Entry(match[1], tokens, line)
 
 
 def records(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -191,7 +191,7 @@ def indexed(files: Sequence[Path], letters: str, cache_dir: str | Path | None = 
 def rebuilt(folder: Path, files: Sequence[Path], letters: str, reason: str) -> bool:
     """Builds the index of a folder; False, once said, where it cannot be written there."""
     if folder.exists():
-        warn("the index %s is stale, %s: it is built anew", folder, reason)
+        warn("the index %s is stale, %s: it is built again", folder, reason)
     part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)

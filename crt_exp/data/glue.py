@@ -1,7 +1,7 @@
 """The GLUE tasks: the official TSV files or the copy on the Hugging Face hub, and their sentences as token ids.
 
 `load("rte", "dev")` reads $CRT_DATA/glue/RTE/dev.tsv. The files are read without quoting: a field may hold an unpaired
-double quote. Columns are found by their names, which differ between parts of a task; CoLA's train and dev have none.
+double quote. Columns are read by their names, which differ between parts of a task; CoLA's train and dev have none.
 Legend: n examples of a split, B of a batch, L tokens of the longest example of a batch.
 """
 
@@ -302,7 +302,7 @@ def encode(examples: Examples, tokenizer, max_length: int, cache_dir: str | Path
     """
     special = tokenizer.num_special_tokens_to_add(pair=examples.sentence2 is not None)
     if max_length <= special:
-        raise DataError(f"max_length={max_length} leaves no room for text beside {special} special tokens; "
+        raise DataError(f"max_length={max_length} leaves no room for text besides {special} special tokens; "
                         "BERT takes up to 512.")
     texts = (examples.sentence1, *([examples.sentence2] if examples.sentence2 is not None else []))
     key = "" if cache_dir is None else key_of("glue 1", max_length, fingerprint(tokenizer),
@@ -316,9 +316,9 @@ def tokenized(texts: Sequence[list[str]], tokenizer, max_length: int) -> dict[st
     parts = []
     for start in range(0, len(texts[0]), GROUP):
         group = [part[start:start + GROUP] for part in texts]
-        found = tokenizer(*group, truncation=True, max_length=max_length, return_attention_mask=False)
-        parts.append({name: flat(rows, name) for name, rows in found.items() if name in ("input_ids", "token_type_ids")}
-                     | {"lengths": np.array([len(row) for row in found["input_ids"]], np.int64)})
+        coded = tokenizer(*group, truncation=True, max_length=max_length, return_attention_mask=False)
+        parts.append({name: flat(rows, name) for name, rows in coded.items() if name in ("input_ids", "token_type_ids")}
+                     | {"lengths": np.array([len(row) for row in coded["input_ids"]], np.int64)})
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return joined | {"offsets": np.concatenate([[0], np.cumsum(joined.pop("lengths"))])}
 

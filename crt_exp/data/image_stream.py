@@ -66,9 +66,9 @@ class Streamed:
 
     def class_names(self) -> tuple[str, ...]:
         """Those that the set tells, else numbers. Raises ConfigError where nobody says how many."""
-        told: list[Any] = []
-        self.examples(self.hub["split"], prepared=lambda stream: told.append(stream.features) or stream)
-        names = getattr((told[0] or {}).get(self.hub["label"]), "names", None)
+        streams: list[Any] = []
+        self.examples(self.hub["split"], prepared=lambda stream: streams.append(stream.features) or stream)
+        names = getattr((streams[0] or {}).get(self.hub["label"]), "names", None)
         if names is None and self.hub["classes"] is None:
             raise ConfigError(f"{self.hub['name']} does not say how many classes it has: set task.hub.classes")
         if names is not None and self.hub["classes"] not in (None, len(names)):

@@ -66,13 +66,13 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
     root = task_folder(f"images/{dataset}", data_dir)
     if root is None or not root.is_dir():
         raise missing(dataset, root)
-    found = {split: listed(root / split) for split in SPLITS}
-    train, val = (set(found[split]) for split in SPLITS)
+    files_of = {split: listed(root / split) for split in SPLITS}
+    train, val = (set(files_of[split]) for split in SPLITS)
     if train != val:
         only = [words for words in (differing(train - val, "train"), differing(val - train, "val")) if words]
         raise DataError(f"{root}: train/ and val/ hold different classes: {', '.join(only)}.\n"
                         "Put the same class folders into both.")
-    return {split: of_files(root, split, files) for split, files in found.items()}
+    return {split: of_files(root, split, files) for split, files in files_of.items()}
 
 
 def differing(names: set[str], split: str) -> str:
@@ -103,19 +103,19 @@ def listed(folder: Path) -> dict[str, list[str]]:
         raise DataError(f"{folder}: the name of the class folder {readable(odd[0])!r} is not UTF-8: rename it")
     if not classes:
         raise DataError(f"{folder} holds no class folders: images lie in {folder.name}/<class>/.")
-    found = {name: sorted(below(folder / name)) for name in classes}
-    empty = [name for name, files in found.items() if not files]
+    files_of = {name: sorted(below(folder / name)) for name in classes}
+    empty = [name for name, files in files_of.items() if not files]
     if empty:
         more = f", and {len(empty) - 1} more class folders hold none" if empty[1:] else ""
         raise DataError(f"{folder / empty[0]} holds no image ({' '.join(SUFFIXES)}){more}. Fill it, or remove it from "
                         "train/ and val/.")
-    return found
+    return files_of
 
 
 def below(folder: Path, prefix: str = "", above: frozenset = frozenset()) -> Iterator[str]:
     """Image files of a folder and those in it. Raises DataError for a link to a folder above it."""
-    found = os.stat(folder)
-    place = found.st_dev, found.st_ino
+    status = os.stat(folder)
+    place = status.st_dev, status.st_ino
     if place in above:
         raise DataError(f"{readable(str(folder))} is, or lies behind, a link to a folder above it: remove the link")
     for entry in os.scandir(folder):
@@ -182,14 +182,14 @@ def problems(root: Path) -> list[str]:
         splits = load("images", root)
     except DataError as error:
         return [str(error)]
-    found = []
+    result = []
     for images in splits.values():
         for source in images.sources:
             try:
                 images.read(source)
             except Unreadable as error:
-                found.append(str(error))
-    return found
+                result.append(str(error))
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------- digits
@@ -197,10 +197,11 @@ def digits() -> dict[str, Images]:
     """scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in a fixed split."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
-    pixels = (found.images * (255 / 16)).round().astype(np.uint8)
-    whole = Images(tuple(str(name) for name in found.target_names), found.target.astype(np.int64), pixels, from_pixels)
+    loaded = load_digits()
+    order = np.random.default_rng(0).permutation(len(loaded.target))
+    pixels = (loaded.images * (255 / 16)).round().astype(np.uint8)
+    names = tuple(str(name) for name in loaded.target_names)
+    whole = Images(names, loaded.target.astype(np.int64), pixels, from_pixels)
     return {"train": whole.take(order[DIGITS_VAL:]), "val": whole.take(order[:DIGITS_VAL])}
 
 

@@ -122,7 +122,7 @@ def flat(split: str, rows: Sequence[np.ndarray], labels: Sequence[int]) -> dict[
 
 def read_listops(folder: Path) -> dict[str, Labelled]:
     """The published files. Raises DataError."""
-    found = {}
+    result = {}
     for split, name in zip(SPLITS, ("train", "val", "test")):
         path = there(folder / f"basic_{name}.tsv", "task.dataset=listops", "https://github.com/google-research/"
                      "long-range-arena; without task.data_dir the lists are drawn from their rules")
@@ -130,8 +130,8 @@ def read_listops(folder: Path) -> dict[str, Labelled]:
         if not read:
             raise DataError(f"{path}: the file holds no text.")
         rows, labels = zip(*read)
-        found[split] = Labelled(rows, np.array(labels, np.int64))
-    return found
+        result[split] = Labelled(rows, np.array(labels, np.int64))
+    return result
 
 
 def there(path: Path, what: str, page: str) -> Path:
@@ -142,12 +142,12 @@ def there(path: Path, what: str, page: str) -> Path:
 
 def grey_images(data_dir: str | None, held_out: float) -> Arena:
     """Grey values of 32 x 32 pixels, row by row; the images of val/ are the test."""
-    found = images.load("cifar10", data_dir)
-    train, validation = found["train"].held_out(held_out)
-    splits = {"train": train, "validation": validation, "test": found["val"]}
+    loaded = images.load("cifar10", data_dir)
+    train, validation = loaded["train"].held_out(held_out)
+    splits = {"train": train, "validation": validation, "test": loaded["val"]}
     rows = {split: [squared(part, i, SIDE, 1).reshape(-1) for i in range(len(part))] for split, part in splits.items()}
     return Arena({split: Labelled(rows[split], part.labels) for split, part in splits.items()}, BYTES,
-                 len(found["train"].classes))
+                 len(loaded["train"].classes))
 
 
 def texts(data_dir: str | None, held_out: float) -> Arena:
@@ -155,16 +155,16 @@ def texts(data_dir: str | None, held_out: float) -> Arena:
     whose dev split is the test."""
     folder = Path(data_dir).expanduser() if data_dir else None
     if folder is not None and (folder / "train").is_dir():
-        found = {split: reviews(folder / split) for split in ("train", "test")}
+        read = {split: reviews(folder / split) for split in ("train", "test")}
     else:
-        found = {"train": sentences("train", data_dir), "test": sentences("dev", data_dir)}
-    chosen = np.random.default_rng(0).permutation(len(found["train"]))
+        read = {"train": sentences("train", data_dir), "test": sentences("dev", data_dir)}
+    chosen = np.random.default_rng(0).permutation(len(read["train"]))
     count = round(held_out * len(chosen))
     if not 0 < count < len(chosen):
         raise DataError(f"task.held_out = {held_out} of {len(chosen)} texts leaves none for validation or training")
     validation, train = (np.sort(part) for part in (chosen[:count], chosen[count:]))
-    return Arena({"train": found["train"].take(train), "validation": found["train"].take(validation),
-                  "test": found["test"]}, BYTES, 2)
+    return Arena({"train": read["train"].take(train), "validation": read["train"].take(validation),
+                  "test": read["test"]}, BYTES, 2)
 
 
 def reviews(folder: Path) -> Labelled:
@@ -180,9 +180,9 @@ def reviews(folder: Path) -> Labelled:
 
 
 def sentences(split: str, data_dir: str | None) -> Labelled:
-    found = glue.load("sst2", split, data_dir)
+    examples = glue.load("sst2", split, data_dir)
     return Labelled([bytes_of(text.encode(), f"SST-2, {split}, example {i}")
-                     for i, text in enumerate(found.sentence1, 1)], np.array(found.labels, np.int64))
+                     for i, text in enumerate(examples.sentence1, 1)], np.array(examples.labels, np.int64))
 
 
 def bytes_of(content: bytes, place: str) -> np.ndarray:
@@ -217,16 +217,16 @@ def articles(file: Path) -> list[list[np.ndarray]]:
             if len(text) >= 2 * PASSAGE]
 
 
-def drawn_passages(found: list[list[np.ndarray]], count: int, rng: np.random.Generator
+def drawn_passages(passages: list[list[np.ndarray]], count: int, rng: np.random.Generator
                    ) -> tuple[list[np.ndarray], np.ndarray]:
     """2 count passages, and the labels of the pairs."""
     labels, rows = np.arange(count) % 2, []
     for label in labels:
-        a, b = rng.choice(len(found), 2, replace=False)
+        a, b = rng.choice(len(passages), 2, replace=False)
         if label:
-            rows += [found[a][i] for i in rng.choice(len(found[a]), 2, replace=False)]
+            rows += [passages[a][i] for i in rng.choice(len(passages[a]), 2, replace=False)]
         else:
-            rows += [found[each][rng.integers(len(found[each]))] for each in (a, b)]
+            rows += [passages[each][rng.integers(len(passages[each]))] for each in (a, b)]
     return rows, labels
 
 

@@ -89,18 +89,18 @@ def result(operator: str, entries: Sequence[int]) -> int:
 
 def drawn(rules: Rules, seed: int) -> dict[str, list[list[str]]]:
     """The words of the sequences of each split, all different. Raises DataError where the rules make too few."""
-    rng, found, vain = random.Random(seed), {}, 0
+    rng, sequences, vain = random.Random(seed), {}, 0
     wanted = rules.train + rules.validation + rules.test
-    while len(found) < wanted:
+    while len(sequences) < wanted:
         words = tuple(tree(rng, rules, 1, rules.longest - 1))
-        new = len(words) > rules.shortest and words not in found
+        new = len(words) > rules.shortest and words not in sequences
         vain = 0 if new else vain + 1
         if new:
-            found[words] = None
+            sequences[words] = None
         if vain > TRIES:
-            raise DataError(f"these rules make {len(found)} different sequences, and {wanted} are wanted: choose a "
+            raise DataError(f"these rules make {len(sequences)} different sequences, and {wanted} are wanted: choose a "
                             "smaller task.rules.shortest, a larger longest or depth, or fewer sequences")
-    rows, first, last = [list(words) for words in found], rules.train, rules.train + rules.validation
+    rows, first, last = [list(words) for words in sequences], rules.train, rules.train + rules.validation
     return {"train": rows[:first], "validation": rows[first:last], "test": rows[last:]}
 
 
@@ -136,5 +136,5 @@ def read(path: Path) -> Iterator[tuple[np.ndarray, int]]:
             if cells[1].strip() != str(value):
                 raise ValueError(f"the file says that it is worth {cells[1].strip()!r}, and it is worth {value}")
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: this is no ListOps text: {error}.") from None
+            raise DataError(f"{path}, line {number}: not a ListOps expression: {error}.") from None
         yield symbols, value

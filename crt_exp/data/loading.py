@@ -71,7 +71,7 @@ class Micro(Dataset):
 
 @contextmanager
 def drawing(draw: Draw) -> Iterator[None]:
-    """Global generators seeded from `draw`, and put back at the end. Raises ConfigError in a thread beside training."""
+    """Global generators seeded from `draw`, put back at the end. Raises ConfigError in a thread next to training."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("task.workers=0 augments images in the process that trains, and then nothing may be read "
                           "ahead: set trainer.prefetch=0, or task.workers=1")
@@ -111,7 +111,7 @@ class Folders:
 class Loader:
     """Micro-batches of lists of Examples by `workers` processes (0: this one); names and counts what cannot be read.
 
-    skip: images that cannot be read are left out and told once each; without it the first one ends the run (DataError).
+    skip: images that cannot be read are left out, each named once; without it the first one ends the run (DataError).
     """
 
     def __init__(self, workers: int, skip: bool):

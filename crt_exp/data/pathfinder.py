@@ -69,25 +69,25 @@ def picture(rules: Rules, joined: bool, rng: np.random.Generator) -> np.ndarray:
 
 def painted(size: int, curves: list[np.ndarray], ends: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """Lines, and a dot on each of two ends."""
-    found = np.zeros((size, size), np.uint8)
+    image = np.zeros((size, size), np.uint8)
     for curve in curves:
-        found[tuple(curve.T)] = LINE
+        image[tuple(curve.T)] = LINE
     for end in ends:
-        found[tuple(end)] = DOT
-    return found
+        image[tuple(end)] = DOT
+    return image
 
 
 def laid(rules: Rules, rng: np.random.Generator) -> list[np.ndarray] | None:
     """The pixels (., 2) of each curve from end to end, the two long ones first; None where one has no room."""
-    taken, found = np.zeros((0, 2), np.int64), []
+    taken, curves = np.zeros((0, 2), np.int64), []
     for length in (rules.dashes, rules.dashes, *[rules.short] * rules.distractors):
         tries = (walked(rules, length, taken, rng) for _ in range(TRIES))
         curve = next((curve for curve in tries if curve is not None), None)
         if curve is None:
             return None
-        found.append(curve)
+        curves.append(curve)
         taken = np.concatenate([taken, curve])
-    return found
+    return curves
 
 
 def walked(rules: Rules, dashes: int, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:

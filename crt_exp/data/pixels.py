@@ -54,11 +54,11 @@ def grid(rows: list[list[np.ndarray]], gap: int = 2) -> np.ndarray:
     """Pictures (s, s, C) side by side in rows, white between them: (height, width, C) uint8."""
     side, channels = rows[0][0].shape[1:]
     step, most = side + gap, max(map(len, rows))
-    found = np.full((len(rows) * step - gap, most * step - gap, channels), VALUES - 1, np.uint8)
+    picture = np.full((len(rows) * step - gap, most * step - gap, channels), VALUES - 1, np.uint8)
     for i, row in enumerate(rows):
         for j, values in enumerate(row):
-            found[i * step:i * step + side, j * step:j * step + side] = values
-    return found
+            picture[i * step:i * step + side, j * step:j * step + side] = values
+    return picture
 
 
 def save(values: np.ndarray, path: Path) -> None:

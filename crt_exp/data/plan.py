@@ -27,7 +27,7 @@ class Plan:
         """Row numbers of each micro-batch of this process:
         shuffled for "train", every row once and in order for other splits.
 
-        repeats: a training row comes so many times in turn, as row, row + n, row + 2n, ...: `rng` draws anew for each.
+        repeats: a training row comes so many times in turn, as row, row + n, row + 2n, ...: `rng` draws again for each.
         The epoch keeps its length, so it sees n / repeats of the rows.
         """
         return self.shuffled(n, repeats) if split == "train" else self.ordered(n)
@@ -98,7 +98,7 @@ class Plan:
             first += size
 
     def rng(self, row: int) -> np.random.Generator:
-        """For what is drawn anew each epoch (masks, crops):
+        """For what is drawn again each epoch (masks, crops):
         the same for a row on any process, in any batch, after any resume."""
         return np.random.default_rng([self.seed, self.epoch, int(row), 1])
 

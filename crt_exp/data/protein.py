@@ -84,25 +84,25 @@ def held_out_by_family(index: Index, mapping: str | Path, families: Sequence[str
     Lines are `accession<tab>family;family` as UniProt exports Pfam; no family is a line too, and a title line may stand
     first. Raises DataError for lines that are none, and for sequences that the table misses.
     """
-    found, wanted = read_families(Path(mapping).expanduser()), set(families)
+    known, wanted = read_families(Path(mapping).expanduser()), set(families)
     names = [name.decode() for name in index.accessions.tolist()]
-    gone = [name for name in names if name not in found]
+    gone = [name for name in names if name not in known]
     if gone:
         raise DataError(f"{mapping} misses {len(gone)} of the {len(names)} sequences, the first is {gone[0]}. A "
                         "sequence without a family has a line with nothing behind the tab.")
-    return np.array([not wanted.isdisjoint(found[name]) for name in names])
+    return np.array([not wanted.isdisjoint(known[name]) for name in names])
 
 
 def read_families(path: Path) -> dict[str, set[str]]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
-            found: dict[str, set[str]] = {}
+            result: dict[str, set[str]] = {}
             for number, row in enumerate(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
                 if len(row) != 2 or not row[0]:
                     raise DataError(f"{path}, line {number}: a line is an accession, a tab and its families.")
                 if number > 1 or row[0] != "Entry":
-                    found.setdefault(row[0], set()).update(filter(None, (name.strip() for name in row[1].split(";"))))
-            return found
+                    result.setdefault(row[0], set()).update(filter(None, (name.strip() for name in row[1].split(";"))))
+            return result
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the table of families cannot be read ({error}).") from None
 
@@ -213,9 +213,9 @@ def masked_tokens(rows: Sequence[Row], generators: Iterable[np.random.Generator]
     """BERT's corruption of each row, by a generator of the row's own."""
     inputs, labels = [], []
     for row, rng in zip(rows, generators):
-        found = masking(row.tokens[None].astype(np.int64), rng.random((3, 1, len(row.tokens))))
-        inputs.append(found["input_ids"][0].numpy())
-        labels.append(found["labels"][0].numpy())
+        masked = masking(row.tokens[None].astype(np.int64), rng.random((3, 1, len(row.tokens))))
+        inputs.append(masked["input_ids"][0].numpy())
+        labels.append(masked["labels"][0].numpy())
     return batch_of(inputs, labels)
 
 

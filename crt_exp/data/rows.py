@@ -9,10 +9,10 @@ from torch import Tensor
 
 def padded(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     """(B, L) int64, L the longest: `pad` behind the shorter ones."""
-    found = torch.full((len(rows), max(map(len, rows))), pad)
+    result = torch.full((len(rows), max(map(len, rows))), pad)
     for i, row in enumerate(rows):
-        found[i, :len(row)] = torch.from_numpy(np.asarray(row, np.int64))
-    return found
+        result[i, :len(row)] = torch.from_numpy(np.asarray(row, np.int64))
+    return result
 
 
 def masked(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:

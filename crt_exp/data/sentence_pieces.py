@@ -45,19 +45,19 @@ def scored(files: Sequence[Path], size: int, lowercase: bool) -> list[tuple[str,
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise DataError(f"sentencepiece makes no {size} pieces of this text, {BYTES} of them the bytes: {reason}. "
                         "Choose another task.vocabulary_size, or task.vocabulary=byte_pairs.") from None
-    found = SentencePieceProcessor(model_proto=model.getvalue())
-    return [(found.id_to_piece(i), found.get_score(i)) for i in range(found.get_piece_size())]
+    processor = SentencePieceProcessor(model_proto=model.getvalue())
+    return [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
 
 
 def tokenizer_of(pieces: list[tuple[str, float]], lowercase: bool) -> str:
     """As JSON: words begin with their blank, and a line ends in a piece of its own."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    found = Tokenizer(models.Unigram([*pieces, (LINE_END, 0.0)], unk_id=0, byte_fallback=True))
+    tokenizer = Tokenizer(models.Unigram([*pieces, (LINE_END, 0.0)], unk_id=0, byte_fallback=True))
     if lowercase:
-        found.normalizer = normalizers.Lowercase()
-    found.pre_tokenizer = pre_tokenizers.Sequence([
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(LINE_END, "isolated"), pre_tokenizers.Metaspace(BLANK, prepend_scheme="never")])
-    found.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()])
-    found.add_special_tokens([UNKNOWN, END])
-    return found.to_str()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([UNKNOWN, END])
+    return tokenizer.to_str()

@@ -39,10 +39,10 @@ def local(data_files: Any, split: str) -> list[str] | None:
     patterns = [by_split[split]] if isinstance(by_split[split], str) else list(by_split[split])
     if any("://" in pattern or pattern.startswith("pipe:") for pattern in patterns):
         return None
-    found = [sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True)) for pattern in patterns]
-    if missing := [pattern for pattern, files in zip(patterns, found) if not files]:
+    matches = [sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True)) for pattern in patterns]
+    if missing := [pattern for pattern, files in zip(patterns, matches) if not files]:
         raise DataError(f"task.hub.data_files: no file fits {missing[0]!r}. A pattern is a path with * in it")
-    return [file for files in found for file in files]
+    return [file for files in matches for file in files]
 
 
 def intact(paths: list[str], skip: bool) -> list[Shard]:
@@ -53,7 +53,7 @@ def intact(paths: list[str], skip: bool) -> list[Shard]:
         return shards
     if not skip or len(damaged) == len(shards):
         more = f"; so are {len(damaged) - 1} more shards" if damaged[1:] else ""
-        raise DataError(f"{damaged[0]}{more}. Get it anew, or leave such shards out: task.unreadable=skip")
+        raise DataError(f"{damaged[0]}{more}. Get it again, or leave such shards out: task.unreadable=skip")
     warnings.warn(f"{len(damaged)} of {len(shards)} shards are damaged and left out: {'; '.join(damaged)}",
                   stacklevel=3)
     return [shard for shard in shards if not shard.problem]
@@ -68,13 +68,13 @@ def looked_through(path: str) -> Shard:
     try:
         with tarfile.open(path) as tar:
             for name in names(tar):
-                found = KEY.fullmatch(name)
-                if found is None:
+                match = KEY.fullmatch(name)
+                if match is None:
                     continue
-                if found[2].rsplit(".", 1)[-1].lower() in PICKLED:
+                if match[2].rsplit(".", 1)[-1].lower() in PICKLED:
                     raise DataError(f"{path}: {name} is pickled, and reading it may run what it holds: make the shards "
                                     "without it")
-                examples, key = examples + (found[1] != key), found[1]
+                examples, key = examples + (match[1] != key), match[1]
             problem = after(tar)
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         problem = f"damaged behind its {examples} examples ({error})" if examples else f"not a tar file ({error})"

@@ -179,11 +179,11 @@ SOURCES = {source.name: source for source in TABLE}
 def select(name: str) -> list[Source]:
     """The sources called `name`, or all below it ("uci" is every uci/...). DataError where there is none."""
     name = name.strip("/")
-    found = [source for source in TABLE if source.name == name or source.name.startswith(name + "/")]
-    if not found:
+    sources = [source for source in TABLE if source.name == name or source.name.startswith(name + "/")]
+    if not sources:
         raise DataError(f"There is no data set {name!r}. Known: {', '.join(groups())},\n"
                         "or one set of them such as uci/abalone; `python -m crt_exp.data list` shows all.")
-    return found
+    return sources
 
 
 def groups() -> list[str]:

@@ -1,6 +1,6 @@
 """Speech with transcripts: LibriSpeech's layout, strings of spoken digits, sets of the hub; audio at one rate.
 
-What cannot be used is found before training where a header tells it, named and counted, and an error unless the caller
+What cannot be used is known before training where a header says so, named and counted, and an error unless the caller
 leaves it out. Nothing here draws from a global generator.
 """
 
@@ -61,21 +61,21 @@ class BadAudio(ValueError):
 
 
 class Faults:
-    """What cannot be used, collected and told at once: as an error, or with `skip` left out and said."""
+    """What cannot be used, collected and reported at once: as an error, or with `skip` left out and said."""
 
     def __init__(self, bad: Literal["error", "skip"], what: str):
-        self.bad, self.what, self.found = bad, what, []
+        self.bad, self.what, self.noted = bad, what, []
 
     def add(self, place: str, reason: str) -> None:
-        self.found.append(f"{place}: {reason}")
+        self.noted.append(f"{place}: {reason}")
 
     def settle(self, left: int) -> None:
-        """Raises DataError where anything was found, or where nothing is left of it."""
-        if not self.found:
+        """Raises DataError where anything was noted, or where nothing is left of it."""
+        if not self.noted:
             return
-        more = [f"and {len(self.found) - 3} more"] if len(self.found) > 3 else []
-        shown = "\n".join(f"  {line}" for line in self.found[:3] + more)
-        said = f"{self.what}: {len(self.found)} cannot be used"
+        more = [f"and {len(self.noted) - 3} more"] if len(self.noted) > 3 else []
+        shown = "\n".join(f"  {line}" for line in self.noted[:3] + more)
+        said = f"{self.what}: {len(self.noted)} cannot be used"
         if self.bad == "error":
             raise DataError(f"{said}:\n{shown}\nMend or remove them, or leave them out with task.bad=skip.")
         if left == 0:
@@ -110,7 +110,7 @@ def of_subset(subset: str, data_dir: str | None, faults: Faults) -> Iterator[Utt
         faults.add(str(audio[name]), "no transcript")
     for name, (place, text) in sorted(texts.items()):
         if name not in audio:
-            faults.add(place, f"{name} has no audio beside it")
+            faults.add(place, f"{name} has no audio next to it")
         elif not text:
             faults.add(place, f"{name} has an empty transcript")
         elif part := header(audio[name], faults):
@@ -160,16 +160,16 @@ def recordings(data_dir: str | None, faults: Faults) -> list[Recording]:
     folder = task_folder(f"{DIGITS}/recordings", data_dir)
     if folder is None or not folder.is_dir():
         raise missing(DIGITS, folder)
-    found = []
+    result = []
     for path in sorted(folder.glob("*.wav")):
         named = re.fullmatch(r"(\d)_([a-z]+)_(\d+)", path.stem)
         if named is None:
             faults.add(str(path), "its name is not <digit>_<speaker>_<index>.wav")
         elif part := header(path, faults):
-            found.append(Recording(int(named[1]), named[2], int(named[3]), part))
-    if not found:
+            result.append(Recording(int(named[1]), named[2], int(named[3]), part))
+    if not result:
         raise DataError(f"{folder} holds no <digit>_<speaker>_<index>.wav")
-    return found
+    return result
 
 
 def digit_strings(every: list[Recording], split: str, count: int,
@@ -227,8 +227,8 @@ def hub_utterances(name: str, config: str | None, split: str, audio: str, text: 
 
     def utterances(epoch: int) -> Iterator[Utterance]:
         for i, row in enumerate(examples(epoch, 0)):
-            if found := of_row(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
-                yield found
+            if utterance := of_row(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
+                yield utterance
 
     return utterances
 

@@ -35,8 +35,8 @@ class Symbols:
             if len(made) < size:
                 warn("these transcripts give %s pieces, fewer than the %s that were asked for", len(made), size)
             return made
-        found = {part for text in texts for part in (text if kind == "characters" else text.split())}
-        return cls(kind, tuple(sorted(found)))
+        symbols = {part for text in texts for part in (text if kind == "characters" else text.split())}
+        return cls(kind, tuple(sorted(symbols)))
 
     @classmethod
     def of_pieces(cls, model: bytes) -> "Symbols":

@@ -263,7 +263,7 @@ def read(name: str, path: Path) -> Table:
                if field.name != layout.dropped}
     if len(reader.records) != published:
         extent = "truncated" if len(reader.records) < published else "not the published one"
-        reader.fail(f"the file is {extent}: {len(reader.records)} rows found, {published} expected")
+        reader.fail(f"the file is {extent}: {len(reader.records)} rows, expected {published}")
     target = columns.pop(layout.target)
     return Table(name, tuple(columns.values()), target.values, target.levels, f"{path} ({source_of(name).page})")
 

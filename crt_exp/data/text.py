@@ -34,7 +34,7 @@ LONGEST_WORD = 100_000                                       # characters
 def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
     """A BERT WordPiece tokenizer from a vocab.txt (or the folder that holds one), without any network.
 
-    Raises DataError where the file is missing or is no BERT vocabulary.
+    Raises DataError where the file is missing or is not a BERT vocabulary.
     """
     from transformers import BertTokenizerFast
 
@@ -48,7 +48,7 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
     ids = {word: i for i, word in enumerate(words)}
     for word in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"):
         if word not in ids:
-            raise DataError(f"{path}: {word} is not among its {len(words)} lines, so this is no BERT vocabulary.")
+            raise DataError(f"{path}: {word} is not among its {len(words)} lines, so this is not a BERT vocabulary.")
     if len(ids) != len(words):
         twice = Counter(words).most_common(1)[0][0]
         raise DataError(f"{path}: {twice!r} stands there twice; each line must be another token.")
@@ -100,7 +100,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     """The files meant by `paths`: files, and all .txt, .tokens and .raw files of folders, sorted. Raises DataError."""
-    found = []
+    files = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
         path = Path(path).expanduser()
         if not path.exists():
@@ -109,8 +109,8 @@ def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
         if not inside:
             raise DataError(f"{path}: no {' '.join(SUFFIXES)} file in this folder.")
-        found += inside
-    return found
+        files += inside
+    return files
 
 
 def lines_of(files: Iterable[Path], unknown: str = "[UNK]") -> Iterator[str]:
@@ -170,9 +170,9 @@ def token_spans(texts: Iterable[str], tokenizer) -> Iterator[Spans]:
     """As `token_lists`, by a fast tokenizer."""
     texts = iter(texts)
     while group := list(islice(texts, GROUP)):
-        found = tokenizer(group, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+        coded = tokenizer(group, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
                           return_offsets_mapping=True, verbose=False)
-        yield from map(Spans, found["input_ids"], found["offset_mapping"])
+        yield from map(Spans, coded["input_ids"], coded["offset_mapping"])
 
 
 def pack(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:
@@ -360,13 +360,13 @@ class Stream:
 
     def read(self, epoch: int, document: int, token: int) -> Iterator[Piece]:
         while True:
-            found = document + token > 0                     # the rest of a pass may be empty, not a whole one
+            some = document + token > 0                     # the rest of a pass may be empty, not a whole one
             for place, ids in enumerate(token_lists(self.documents(epoch, document), self.tokenizer), document):
                 if len(ids) > token:
-                    found = True
+                    some = True
                     yield Piece(epoch, place, token, np.array(ids[token:], np.int32))
                 token = 0
-            if not found:
+            if not some:
                 raise DataError("The stream of text has no document with text in it for this process.")
             epoch, document, token = epoch + 1, 0, 0
 

@@ -48,5 +48,5 @@ def trained(files: list[Path], size: int, lowercase: bool) -> list[str]:
                         f"task.vocabulary_size={2 * len(first)} has.")
     tokenizer.train_from_iterator(lines_of(files), vocab_size=size, show_progress=False, special_tokens=first,
                                   initial_alphabet=alphabet, limit_alphabet=ALPHABET)
-    found = tokenizer.get_vocab()
-    return sorted(found, key=found.get)
+    vocabulary = tokenizer.get_vocab()
+    return sorted(vocabulary, key=vocabulary.get)

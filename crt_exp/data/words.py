@@ -96,7 +96,7 @@ def parts_of(path: Path) -> list[Text]:
     lines = [(number, line.split()) for number, line in numbered_lines(path) if line.strip()]
     held = math.ceil(HELD_OUT * len(lines))
     if len(lines) <= 2 * held:
-        raise DataError(f"{path}: {len(lines)} lines with words leave none for training beside validation and test. "
+        raise DataError(f"{path}: {len(lines)} lines with words leave none for training besides validation and test. "
                         "Give a longer text, a sentence or paragraph a line.")
     cuts = (0, len(lines) - 2 * held, len(lines) - held, len(lines))
     return [Text([word for _, line in lines[a:b] for word in (*line, EOS)], path, lines[a][0])
@@ -106,10 +106,10 @@ def parts_of(path: Path) -> list[Text]:
 def word_ids(text: Text, ids: dict[str, int]) -> np.ndarray:
     """(n,) int32. Raises DataError, naming file, line and word, where a word is unknown and so is <unk>."""
     unknown = ids.get(UNKNOWN, -1)
-    found = np.fromiter((ids.get(word, unknown) for word in text.words), np.int32, len(text.words))
-    if found.min() < 0:
-        raise lacking(text, text.words[int(found.argmin())])
-    return found
+    result = np.fromiter((ids.get(word, unknown) for word in text.words), np.int32, len(text.words))
+    if result.min() < 0:
+        raise lacking(text, text.words[int(result.argmin())])
+    return result
 
 
 def lacking(text: Text, word: str) -> DataError:
@@ -160,9 +160,9 @@ class Chain:
         words = tuple(EOS if i == 0 else f"w{i}" for i in order)
         return Corpus(words, *(new[part] for part in parts))
 
-    def log_chances(self, found: Corpus, part: np.ndarray) -> np.ndarray:
+    def log_chances(self, corpus: Corpus, part: np.ndarray) -> np.ndarray:
         """log p of each word of a part given the one before it, (n,) nats: no model's loss is lower in the mean."""
-        old = np.array([0 if word == EOS else int(word[1:]) for word in found.words])
+        old = np.array([0 if word == EOS else int(word[1:]) for word in corpus.words])
         now = old[part]
         return np.log(np.maximum(self.chances[np.concatenate([[0], now[:-1]]), now], 1e-300))
 
@@ -176,11 +176,11 @@ class Chain:
 
 def drawn(cumulated: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """`count` words of the chain, the first after word 0."""
-    found, uniforms, last, V = np.empty(count, np.int32), rng.random(count), 0, len(cumulated)
+    result, uniforms, last, V = np.empty(count, np.int32), rng.random(count), 0, len(cumulated)
     for i in range(count):
         last = min(int(np.searchsorted(cumulated[last], uniforms[i], "right")), V - 1)
-        found[i] = last
-    return found
+        result[i] = last
+    return result
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------

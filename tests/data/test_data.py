@@ -154,12 +154,12 @@ def test_unseen_label(name, tmp_path):
 def test_truncated_file(name, tmp_path):
     rows = rows_of(name)
     write(tmp_path, name, rows[:-5])
-    assert f"truncated: {len(rows) - 5} rows found, {len(rows)} expected" in refusal(name, tmp_path)
+    assert f"truncated: {len(rows) - 5} rows, expected {len(rows)}" in refusal(name, tmp_path)
     write(tmp_path, name, rows[:20] + [rows[20][:2]], last="")        # cut in the middle of a row
     message = refusal(name, tmp_path)
     assert "line 21" in message and f"21 rows, {len(rows)} expected: the file looks truncated" in message
     write(tmp_path, name, rows + rows[:1])
-    assert f"{len(rows) + 1} rows found, {len(rows)} expected" in refusal(name, tmp_path)
+    assert f"{len(rows) + 1} rows, expected {len(rows)}" in refusal(name, tmp_path)
 
 
 @pytest.mark.parametrize("content, problem", [

@@ -304,7 +304,7 @@ def test_a_byte_that_changed_in_a_cache_is_noticed(tokenizer, tmp_path, caplog):
     assert not caplog.records
     encoded = encode(examples, tokenizer, 20, tmp_path / "cache")
     assert (encoded.input_ids == fresh.input_ids).all() and file.read_bytes() == content
-    assert len(caplog.records) == 1 and f"{file} is not as it was written: the tokens are made anew" in caplog.text
+    assert len(caplog.records) == 1 and f"{file} is not as it was written: the tokens are made again" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------- batches

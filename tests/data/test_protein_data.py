@@ -125,7 +125,7 @@ def test_a_stale_index_is_built_anew_and_said(tmp_path, caplog):
     assert not caplog.records
     write(path, ["ACDE", "FGK"])                                          # of the same size
     assert protein.decode(indexed([path], LETTERS, cache).sequence(1)) == "FGK"
-    assert "is stale" in caplog.text and "a.fasta has another checksum: it is built anew" in caplog.text
+    assert "is stale" in caplog.text and "a.fasta has another checksum: it is built again" in caplog.text
     write(path, ["ACDE", "FGKL"])
     assert protein.decode(indexed([path], LETTERS, cache).sequence(1)) == "FGKL"
     assert "bytes where it had" in caplog.text
@@ -145,7 +145,7 @@ def test_a_damaged_index_is_built_anew_and_said(name, large, tmp_path, caplog, m
     file.write_bytes(bytes(b ^ 1 for b in file.read_bytes()))
     assert main(["verify", "--index", str(cache)]) == 1 and f"its file {name} is not" in capsys.readouterr().out
     after = indexed([path], LETTERS, cache)
-    assert f"its file {name} is not as it was written: it is built anew" in caplog.text
+    assert f"its file {name} is not as it was written: it is built again" in caplog.text
     assert all(np.array_equal(values, getattr(after, part)) for part, values in before.items())
     assert protein.decode(after.sequence(0)) == "ACDE" * 500
     assert main(["verify", "--index", str(cache)]) == 0

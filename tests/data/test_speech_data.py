@@ -89,7 +89,7 @@ def empty_transcript(folder):
 
 def no_audio(folder):
     (folder / "7-9-0001.flac").unlink()
-    return ["7-9.trans.txt, line 2: 7-9-0001 has no audio beside it"]
+    return ["7-9.trans.txt, line 2: 7-9-0001 has no audio next to it"]
 
 
 def no_transcript(folder):
@@ -295,8 +295,8 @@ def test_names_that_are_there_twice_are_told(tmp_path):
         (folder / f"10-{chapter}.trans.txt").write_text(f"same {word}\n")
     faults = Faults("skip", "utterances")
     found = official(["own"], str(tmp_path), faults)
-    assert [each.text for each in found] == ["one"] and len(faults.found) == 2
-    assert "has the same name" in faults.found[0] and "same has another transcript already" in faults.found[1]
+    assert [each.text for each in found] == ["one"] and len(faults.noted) == 2
+    assert "has the same name" in faults.noted[0] and "same has another transcript already" in faults.noted[1]
 
 
 def test_another_rate_is_resampled_and_said_once(tmp_path, caplog):
@@ -414,5 +414,5 @@ def test_bad_rows_of_the_hub_are_named(tmp_path):
     found = faults()
     read = speech.hub_utterances("parquet", None, "train", "audio", "text", found, data_files=str(file))
     assert len(list(read(0))) == 4
-    assert "row 0 of process 0 (7-9-0000.flac): an empty transcript" in found.found[0]
-    assert "row 2 of process 0 (7-9-0002.flac): cannot be read" in found.found[1]
+    assert "row 0 of process 0 (7-9-0000.flac): an empty transcript" in found.noted[0]
+    assert "row 2 of process 0 (7-9-0002.flac): cannot be read" in found.noted[1]
