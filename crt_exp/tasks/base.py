@@ -83,7 +83,7 @@ class Task(Protocol):
         """
 
     def state_dict(self) -> dict[str, Tensor | float | int | bool | str | None]:
-        """What a resumed run needs beside weights and optimiser: an LSTM's hidden state carried over batches, a
+        """What a resumed run needs besides weights and optimiser: an LSTM's hidden state carried over batches, a
         sampler's tables. Each process has its own; all are saved with every checkpoint.
 
         It may change in `loss` and `updated`, and not in `batches`, which reads ahead of the step. `evaluate` may use
@@ -158,6 +158,6 @@ class Reader:
         processes = self.plan.world * self.parts
         if processes == 1:
             return [mine]
-        found = [None] * processes
-        torch.distributed.all_gather_object(found, mine)
-        return found
+        parts = [None] * processes
+        torch.distributed.all_gather_object(parts, mine)
+        return parts

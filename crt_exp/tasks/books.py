@@ -129,9 +129,9 @@ class Books(SymbolTask):
 
     def read(self, sources: dict[str, Source], tokenizer) -> dict[str, Text]:
         apart = self.rows == "apart"
-        found = {split: books.read(source, tokenizer, self.end, apart, self.cache_dir)
+        texts = {split: books.read(source, tokenizer, self.end, apart, self.cache_dir)
                  for split, source in sources.items()}
-        return found if len(found) > 1 else found["train"].held_out(self.held_out, apart)
+        return texts if len(texts) > 1 else texts["train"].held_out(self.held_out, apart)
 
     def in_rows(self, split: str, text: Text) -> Packed | Apart:
         """Of all tokens, but for the last ones of training."""
@@ -169,11 +169,11 @@ class Books(SymbolTask):
     # ---- metrics
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        found = self.metrics(model, split, reader)
+        metrics = self.metrics(model, split, reader)
         ratio = tokens_per_word(self.data[split], self.places[split])
-        found |= {"word_perplexity": exp(found["loss"] * ratio), "tokens_per_word": ratio,
-                  "unigram_word_perplexity": exp(math.log(found["unigram_perplexity"]) * ratio)}
-        return found | self.carried_on(model, reader) if split == "test" and self.carried["times"] else found
+        metrics |= {"word_perplexity": exp(metrics["loss"] * ratio), "tokens_per_word": ratio,
+                  "unigram_word_perplexity": exp(math.log(metrics["unigram_perplexity"]) * ratio)}
+        return metrics | self.carried_on(model, reader) if split == "test" and self.carried["times"] else metrics
 
     @cached_property
     def unigram(self) -> np.ndarray:
@@ -214,6 +214,6 @@ def of_saved(symbols: dict):
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    found = Tokenizer.from_str(symbols["tokenizer"])
-    end = found.id_to_token(symbols["end"])
-    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token=end, bos_token=end)
+    tokenizer = Tokenizer.from_str(symbols["tokenizer"])
+    end = tokenizer.id_to_token(symbols["end"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=end)

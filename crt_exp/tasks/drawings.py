@@ -1,4 +1,4 @@
-"""Pictures that a run of images or words leaves in its directory, beside the numbers they are drawn from."""
+"""Pictures that a run of images or words leaves in its directory, with the numbers they are drawn from."""
 
 import csv
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-LABELLED = 40                                                # classes whose names are legible beside a matrix
+LABELLED = 40                                                # classes whose names are legible next to a matrix
 
 
 def counts(labels: np.ndarray, predictions: np.ndarray, classes: int) -> np.ndarray:
@@ -15,20 +15,20 @@ def counts(labels: np.ndarray, predictions: np.ndarray, classes: int) -> np.ndar
     return np.bincount(labels * classes + predictions, minlength=classes**2).reshape(classes, classes)
 
 
-def confusion(found: np.ndarray, classes: Sequence[str], directory: Path) -> None:
+def confusion(counted: np.ndarray, classes: Sequence[str], directory: Path) -> None:
     """confusion.csv with the counts, confusion.png with the share of each true class."""
     with open(directory / "confusion.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["true \\ predicted", *classes])
-        writer.writerows([name, *row] for name, row in zip(classes, found.tolist()))
+        writer.writerows([name, *row] for name, row in zip(classes, counted.tolist()))
     figure, axes = new_figure(6, 5.5)
-    shares = found / np.maximum(found.sum(1, keepdims=True), 1)
+    shares = counted / np.maximum(counted.sum(1, keepdims=True), 1)
     drawn = axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
     figure.colorbar(drawn, label="share of the true class")
     if len(classes) <= LABELLED:
         axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize=7)
         axes.set_yticks(range(len(classes)), classes, fontsize=7)
-    title = f"{found.sum()} images, accuracy {np.trace(found) / found.sum():.3f}"
+    title = f"{counted.sum()} images, accuracy {np.trace(counted) / counted.sum():.3f}"
     axes.set(xlabel="predicted", ylabel="true", title=title)
     figure.savefig(directory / "confusion.png", dpi=120)
 
@@ -64,8 +64,8 @@ def reconstructions(shown: Sequence[tuple[Tensor, Tensor, Tensor]], patch: int, 
         for ax, picture in zip(line, row):
             ax.imshow(picture)
             ax.set_axis_off()
-    told = "reconstructed\n(mean and spread of each\npatch are the image's)" if normalised else "reconstructed"
-    for ax, title in zip(axes[0], ("seen", told, "image")):
+    rebuilt = "reconstructed\n(mean and spread of each\npatch are the image's)" if normalised else "reconstructed"
+    for ax, title in zip(axes[0], ("seen", rebuilt, "image")):
         ax.set_title(title, fontsize=9)
     figure.savefig(directory / "reconstructions.png", dpi=120)
 
@@ -102,13 +102,13 @@ def coloured(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.n
 def lengths(queries: np.ndarray, keys: np.ndarray, directory: Path) -> None:
     """lengths.csv and lengths.png: histograms of |h| of all words read and of |e| of all classes (HRF Figures 7, 9)."""
     edges = np.linspace(0.0, 1.001 * max(queries.max(), keys.max()), 61)
-    found = {"queries": np.histogram(queries, edges)[0], "keys": np.histogram(keys, edges)[0]}
+    counted = {"queries": np.histogram(queries, edges)[0], "keys": np.histogram(keys, edges)[0]}
     with open(directory / "lengths.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["from", "to", *found])
-        writer.writerows(zip(edges[:-1].tolist(), edges[1:].tolist(), *(part.tolist() for part in found.values())))
+        writer.writerow(["from", "to", *counted])
+        writer.writerows(zip(edges[:-1].tolist(), edges[1:].tolist(), *(part.tolist() for part in counted.values())))
     figure, axes = new_figure(7, 3, columns=2)
-    for ax, (name, part) in zip(axes[0], found.items()):
+    for ax, (name, part) in zip(axes[0], counted.items()):
         ax.stairs(part, edges, fill=True)
         ax.set(title=f"lengths of {name}", xlabel="length", ylabel="how many")
     figure.savefig(directory / "lengths.png", dpi=120)

@@ -90,8 +90,8 @@ class GLUE(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, classes), or scores (B,), in float32."""
-        found = model(**{name: part for name, part in batch.items() if name != "labels"}).logits.float()
-        return found if self.described.names else found.squeeze(-1)
+        logits = model(**{name: part for name, part in batch.items() if name != "labels"}).logits.float()
+        return logits if self.described.names else logits.squeeze(-1)
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """(B,): cross entropy in nats, or squared error of the score."""
@@ -100,11 +100,11 @@ class GLUE(Task):
         return F.mse_loss(outputs, labels, reduction="none")
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        found = self.evaluate_part(model, split, reader)
+        metrics = self.evaluate_part(model, split, reader)
         if self.described.two_devs:
             mismatched = self.evaluate_part(model, "dev_mm", reader)
-            found |= {f"{name}_mismatched": value for name, value in mismatched.items()}
-        return found | {"train_examples": len(self.texts["train"]), "train_examples_available": self.published}
+            metrics |= {f"{name}_mismatched": value for name, value in mismatched.items()}
+        return metrics | {"train_examples": len(self.texts["train"]), "train_examples_available": self.published}
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         rows = self.answered(model, split, reader)
@@ -123,9 +123,9 @@ class GLUE(Task):
 
     def answers(self, model: nn.Module, split: str) -> list[float]:
         """Classes, or scores, of every example of a split other than "train", in the order of its file; one process."""
-        found = [answer for answer, _, _ in self.answered(model, split, Reader(self))]
+        answers = [answer for answer, _, _ in self.answered(model, split, Reader(self))]
         order = np.argsort(self.encoded[split].lengths, kind="stable")
-        return [found[place] for place in np.argsort(order)]
+        return [answers[place] for place in np.argsort(order)]
 
     def finite(self, answers: tuple[float, ...]) -> Any:
         if not torch.tensor(answers, dtype=torch.float64).isfinite().all():
@@ -139,6 +139,6 @@ class GLUE(Task):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         names = [key for key in last if key.removesuffix("_mismatched") in self.described.metrics]
-        found = ", ".join(f"{key} {last[key]:.4f}" for key in names)
+        values = ", ".join(f"{key} {last[key]:.4f}" for key in names)
         parts = [f"{part}{texts.described}; " for part, texts in self.texts.items() if part != "train"]
-        return f"{self.described.folder}: {found} ({''.join(parts)}trained on {self.texts['train'].source})"
+        return f"{self.described.folder}: {values} ({''.join(parts)}trained on {self.texts['train'].source})"

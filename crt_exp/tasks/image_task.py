@@ -49,7 +49,7 @@ class ImageTask(Task):
         return self.dataset == data.DIGITS and self.data_dir is None and self.hub["name"] is None
 
     @property
-    def told(self) -> str:
+    def source_name(self) -> str:
         """What the images are called."""
         return self.hub["name"] or (Path(self.data_dir).name if self.data_dir else self.dataset)
 

@@ -92,29 +92,29 @@ class ImageNet(ImageTask):
         """Of task.model, of what task.init names, or of a new model of task.sizes."""
         sizes = {vision.SIZES[key]: value for key, value in self.sizes.items() if value is not None}
         checkpoint = vision.checkpoint_of(self.init)
-        found = checkpoint.description if checkpoint else None
+        description = checkpoint.description if checkpoint else None
         if self.model is not None:
             if sizes:
                 raise ConfigError("task.sizes is for a new model (task.model=null): task.model has sizes of its own")
-            found = vision.known(self.model)
+            description = vision.known(self.model)
         elif self.init == "pretrained":
             raise ConfigError("task.init=pretrained takes the weights of a model of timm: name it, task.model=...")
-        elif found is None:
-            found = self.new_model(sizes)
+        elif description is None:
+            description = self.new_model(sizes)
         else:
-            self.check_sizes(sizes, found)
-        options = found.options | ({"global_pool": self.pool} if self.pool else {})
-        return replace(found, classes=self.classes, size=self.size or found.size, options=options, crop=self.crop,
-                       interpolation=self.interpolation)
+            self.check_sizes(sizes, description)
+        options = description.options | ({"global_pool": self.pool} if self.pool else {})
+        return replace(description, classes=self.classes, size=self.size or description.size, options=options,
+                       crop=self.crop, interpolation=self.interpolation)
 
     def new_model(self, sizes: dict[str, int]) -> vision.Description:
         size, patch = (8, 2) if self.embedded else (224, 16)
         return vision.Description(vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes)
 
-    def check_sizes(self, sizes: dict[str, int], found: vision.Description) -> None:
-        """Sizes that are given beside a checkpoint must be its own."""
+    def check_sizes(self, sizes: dict[str, int], description: vision.Description) -> None:
+        """Sizes that are given with a checkpoint must be its own."""
         for name, key in vision.SIZES.items():
-            theirs = found.options.get(key, sizes.get(key))
+            theirs = description.options.get(key, sizes.get(key))
             if key in sizes and sizes[key] != theirs:
                 raise ConfigError(f"task.sizes.{name} = {sizes[key]}: the checkpoint task.init = {self.init} has "
                                   f"{theirs}. Leave it out, or choose another checkpoint")
@@ -188,13 +188,13 @@ class ImageNet(ImageTask):
                 loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
                 best = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices
                 rows += torch.cat([labels[:, None], best], 1).tolist()
-        found = np.array(reader.gather(rows))                # (n, 1 + 5): the label, then the likeliest classes
+        predicted = np.array(reader.gather(rows))                # (n, 1 + 5): the label, then the likeliest classes
         loss, left_out = reader.sum(loss, self.loader.left_out - before)
         if not np.isfinite(loss):
             raise NotFinite("the model predicts classes with a loss that is not finite; a lower trainer.lr may help")
-        self.confusion = drawings.counts(found[:, 0], found[:, 1], len(self.classes))
-        right = found[:, :1] == found[:, 1:]
-        metrics = {"accuracy": right[:, 0].mean(), "accuracy_top5": right.any(1).mean(), "loss": loss / len(found)}
+        self.confusion = drawings.counts(predicted[:, 0], predicted[:, 1], len(self.classes))
+        right = predicted[:, :1] == predicted[:, 1:]
+        metrics = {"accuracy": right[:, 0].mean(), "accuracy_top5": right.any(1).mean(), "loss": loss / len(predicted)}
         return metrics | ({"unreadable_images": left_out} if left_out else {})
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
@@ -207,8 +207,8 @@ class ImageNet(ImageTask):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         averaged = ", averaged weights" if self.average else ""
-        return (f"imagenet ({self.told}): accuracy {last['accuracy']:.4f}, top-5 {last['accuracy_top5']:.4f}, loss "
-                f"{last['loss']:.4f} ({last['split']}, step {last['step']}{averaged})")
+        return (f"imagenet ({self.source_name}): accuracy {last['accuracy']:.4f}, top-5 {last['accuracy_top5']:.4f}, "
+                f"loss {last['loss']:.4f} ({last['split']}, step {last['step']}{averaged})")
 
 
 def plain(images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:

@@ -146,13 +146,13 @@ class LibriSpeech(Task):
     # ---- data
 
     def read_splits(self) -> dict[str, Split]:
-        """Everything but streamed audio; what cannot be used is told split by split."""
-        found = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
+        """Everything but streamed audio; what cannot be used is reported split by split."""
+        usable = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
                  for split in SPLITS if not (self.streamed and split == "train")}
-        if found.get("train") == []:
+        if usable.get("train") == []:
             self.faults["train"].settle(0)
-        self.vocabulary = self.new_symbols(found)
-        splits = {split: self.coded(split, utterances) for split, utterances in found.items()}
+        self.vocabulary = self.new_symbols(usable)
+        splits = {split: self.coded(split, utterances) for split, utterances in usable.items()}
         for split, coded in splits.items():
             self.faults[split].settle(len(coded.utterances))
             self.check_budget(split, coded)
@@ -170,20 +170,20 @@ class LibriSpeech(Task):
     @cached_property
     def recordings(self) -> list[speech.Recording]:
         faults = speech.Faults(self.bad, "recordings of digits")
-        found = speech.recordings(self.data_dir, faults)
-        faults.settle(len(found))
-        return found
+        result = speech.recordings(self.data_dir, faults)
+        faults.settle(len(result))
+        return result
 
     def hub_pass(self, split: str, faults: speech.Faults, **options: Any):
         hub = self.hub
         return speech.hub_utterances(hub["name"], hub["config"], hub[split], hub["audio"], hub["text"], faults,
                                      data_files=hub["data_files"], **options)
 
-    def new_symbols(self, found: dict[str, list[speech.Utterance]]) -> Symbols:
+    def new_symbols(self, utterances: dict[str, list[speech.Utterance]]) -> Symbols:
         """Characters of LibriSpeech are known beforehand; the rest is made from the transcripts of training."""
         if self.symbols == "characters" and self.corpus == "librispeech":
             return Symbols("characters", tuple(ALPHABET))
-        texts = self.hub_texts() if self.streamed else [utterance.text for utterance in found["train"]]
+        texts = self.hub_texts() if self.streamed else [utterance.text for utterance in utterances["train"]]
         return Symbols.of(self.symbols, texts, self.pieces, self.cache_dir)
 
     def hub_texts(self) -> list[str]:
@@ -249,13 +249,13 @@ class LibriSpeech(Task):
     def collated(self, rows: Sequence[int], audio: Sequence[np.ndarray], targets: Sequence[np.ndarray],
                  rngs: Sequence[np.random.Generator | None]) -> Batch:
         lengths = [torch.tensor([len(each) for each in part]) for part in (audio, targets)]
-        found = {"rows": list(rows), "seconds": int(lengths[0].sum()) / self.rate,
+        batch = {"rows": list(rows), "seconds": int(lengths[0].sum()) / self.rate,
                  "audio": speech.padded(audio, np.int16), "samples": lengths[0],
                  "targets": speech.padded(targets, np.int32), "target_lengths": lengths[1].int()}
         if rngs[0] is not None and (self.augment["bands"] or self.augment["spans"]):
             drawn = [self.masks(rng, frames_of(len(each), self.rate)) for rng, each in zip(rngs, audio)]
-            found["bands"], found["spans"] = (torch.from_numpy(np.stack(part)) for part in zip(*drawn))
-        return found
+            batch["bands"], batch["spans"] = (torch.from_numpy(np.stack(part)) for part in zip(*drawn))
+        return batch
 
     def masks(self, rng: np.random.Generator, frames: int) -> tuple[np.ndarray, np.ndarray]:
         options = self.augment
@@ -295,9 +295,9 @@ class LibriSpeech(Task):
             for utterance in read(epoch):
                 good = speech.usable([utterance], longest, faults)
                 target = self.encoded(utterance, faults) if good else None
-                if faults.found:
+                if faults.noted:
                     faults.settle(1)
-                    faults.found.clear()
+                    faults.noted.clear()
                 if target is not None:
                     yield Example(plan.rank + plan.world * number, utterance, target)
                     number += 1
@@ -310,14 +310,14 @@ class LibriSpeech(Task):
     def load_origin(self) -> dict[str, Tensor]:
         """The weights of the run that task.init names, which must write the same symbols."""
         source = f"task.init = {self.init}"
-        found, tensors = recogniser.load(self.init, "task.init")
-        if found.symbols != self.vocabulary:
-            raise ConfigError(f"{source}: it writes {len(found.symbols)} {found.symbols.kind}, this run "
+        known, tensors = recogniser.load(self.init, "task.init")
+        if known.symbols != self.vocabulary:
+            raise ConfigError(f"{source}: it writes {len(known.symbols)} {known.symbols.kind}, this run "
                               f"{len(self.vocabulary)} {self.vocabulary.kind} that are not the same: choose "
                               "task.symbols, task.pieces and training data as they were there")
-        if found.rate != self.rate:
-            raise ConfigError(f"{source}: it hears {found.rate} Hz, this run {self.rate} Hz: choose "
-                              f"task.rate={found.rate}")
+        if known.rate != self.rate:
+            raise ConfigError(f"{source}: it hears {known.rate} Hz, this run {self.rate} Hz: choose "
+                              f"task.rate={known.rate}")
         return tensors
 
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -359,10 +359,10 @@ class LibriSpeech(Task):
         for name, search in searches.items():
             for batch in reader.batches(split):
                 self.pace.begin(name, batch["seconds"])
-                losses, found = model(**self.inputs(batch), search=search)
+                losses, hypotheses = model(**self.inputs(batch), search=search)
                 self.pace.end(name)
                 loss += float(losses.double().sum()) if name == "greedy" and batch["rows"] else 0.0
-                for row, hypothesis in zip(batch["rows"], found):
+                for row, hypothesis in zip(batch["rows"], hypotheses):
                     rows.setdefault(row, []).append(self.vocabulary.decode(hypothesis.symbols))
         loss, = reader.sum(loss)
         return self.scores(split, dict(sorted(reader.gather(list(rows.items())))), loss, list(searches))
@@ -373,13 +373,13 @@ class LibriSpeech(Task):
 
     def scores(self, split: str, rows: dict[int, list[str]], loss: float, searches: list[str]) -> dict[str, float]:
         said = [self.splits[split].utterances[row] for row in rows]
-        self.transcripts = [(split, each.name, each.text, *found) for each, found in zip(said, rows.values())]
+        self.transcripts = [(split, each.name, each.text, *texts) for each, texts in zip(said, rows.values())]
         texts = [each.text for each in said]
-        found = {"loss": loss / len(rows), "utterances": len(rows)}
+        scores = {"loss": loss / len(rows), "utterances": len(rows)}
         for i, name in enumerate(searches):
             rates = error_rates(texts, [hypotheses[i] for hypotheses in rows.values()])
-            found |= {key if name == "greedy" else f"{key}_{name}": value for key, value in rates.items()}
-        return found
+            scores |= {key if name == "greedy" else f"{key}_{name}": value for key, value in rates.items()}
+        return scores
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """<run>/model, and what was recognised of the split that was evaluated last as <run>/transcripts.tsv."""

@@ -41,7 +41,7 @@ class MAESizes(TypedDict):
 
 
 class MAEAugment(TypedDict):
-    """What is drawn of a training image beside its mask."""
+    """What is drawn of a training image besides its mask."""
 
     scale: tuple[Part, Part]
     flip: Share
@@ -143,11 +143,11 @@ class MAE(ImageTask):
         total, count, self.shown = 0.0, 0, []
         every = self.drawn_every(split, reader.plan)
         for i, batch in enumerate(reader.batches(split)):
-            found = model(**batch)
-            total += float(found.loss) * len(batch["noise"])
+            result = model(**batch)
+            total += float(result.loss) * len(batch["noise"])
             count += len(batch["noise"])
             if i % every == 0 and len(self.shown) < DRAWN:
-                self.shown += [tuple(t[j].float().cpu() for t in (batch["pixel_values"], found.logits, found.mask))
+                self.shown += [tuple(t[j].float().cpu() for t in (batch["pixel_values"], result.logits, result.mask))
                                for j in drawings.spread(len(batch["noise"]), 1 if every > 1 else DRAWN)]
         total, count = reader.sum(total, count)
         if not np.isfinite(total):
@@ -171,7 +171,7 @@ class MAE(ImageTask):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return f"mae ({self.told}): loss {last['loss']:.4f} ({last['split']}, step {last['step']})"
+        return f"mae ({self.source_name}): loss {last['loss']:.4f} ({last['split']}, step {last['step']})"
 
 
 def place(model: nn.Module, patches: int) -> None:

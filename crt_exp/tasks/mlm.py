@@ -1,7 +1,7 @@
 """Pretraining and uptraining of language models, with any attention, on any text: encoders that predict masked tokens,
 or (task.causal) decoders that predict the next one.
 
-Local text is packed into blocks once, and its masks are drawn anew each epoch; sets of the hub are streamed. Legend: B
+Local text is packed into blocks once, and its masks are drawn again each epoch; sets of the hub are streamed. Legend: B
 rows of a batch, L tokens of a block, n predicted tokens, V entries of the vocabulary.
 """
 
@@ -157,16 +157,16 @@ class MLM(Task):
     @cached_property
     def blocks(self) -> dict[str, np.ndarray]:
         """(blocks, block) int32 of each split that is not streamed."""
-        found = {split: self.packed(files) for split, files in self.files.items()}
+        blocks = {split: self.packed(files) for split, files in self.files.items()}
         if self.streamed:
-            found["validation"] = self.streamed_validation()
-        if "validation" not in found:
-            held_out = math.ceil(HELD_OUT * len(found["train"]))
-            if held_out == len(found["train"]):
+            blocks["validation"] = self.streamed_validation()
+        if "validation" not in blocks:
+            held_out = math.ceil(HELD_OUT * len(blocks["train"]))
+            if held_out == len(blocks["train"]):
                 raise DataError(f"The text fills one block of {self.block} tokens, and validation needs another. Give "
                                 "more text, a smaller task.block, or task.validation_text.")
-            found["train"], found["validation"] = found["train"][:-held_out], found["train"][-held_out:]
-        return found
+            blocks["train"], blocks["validation"] = blocks["train"][:-held_out], blocks["train"][-held_out:]
+        return blocks
 
     def packed(self, files: Any) -> np.ndarray:
         return self.objective.blocks(files, self.tokenizer, self.block, self.cache_dir)

@@ -51,19 +51,19 @@ class Pixels(SymbolTask):
         self.describe(VALUES + 1, self.row_length, {"pixels": VALUES, "begin": BEGIN, "size": self.size,
                                                     "channels": self.channels})
         self.splits = self.split()
-        squared(self.splits["train"], 0, self.size, self.channels)  # images that are too small are told at once
+        squared(self.splits["train"], 0, self.size, self.channels)  # images that are too small are refused at once
 
     # ---- data
 
     def split(self) -> dict[str, images.Images]:
-        found = images.load(self.dataset, self.data_dir)
-        train, validation = found["train"].held_out(self.held_out)
-        return {"train": train, "validation": self.some(validation), "test": self.some(found["val"])}
+        loaded = images.load(self.dataset, self.data_dir)
+        train, validation = loaded["train"].held_out(self.held_out)
+        return {"train": train, "validation": self.some(validation), "test": self.some(loaded["val"])}
 
-    def some(self, found: images.Images) -> images.Images:
-        if self.evaluated is None or self.evaluated >= len(found):
-            return found
-        return found.take(np.sort(np.random.default_rng(0).permutation(len(found))[:self.evaluated]))
+    def some(self, split: images.Images) -> images.Images:
+        if self.evaluated is None or self.evaluated >= len(split):
+            return split
+        return split.take(np.sort(np.random.default_rng(0).permutation(len(split))[:self.evaluated]))
 
     def length(self, split: str) -> int:
         return len(self.splits[split])
@@ -82,9 +82,9 @@ class Pixels(SymbolTask):
     # ---- metrics
 
     def metrics(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        found = super().metrics(model, split, reader)
-        return found | {"bits_per_dim": found["loss"] / math.log(2),
-                        "unigram_bits_per_dim": math.log2(found["unigram_perplexity"])}
+        metrics = super().metrics(model, split, reader)
+        return metrics | {"bits_per_dim": metrics["loss"] / math.log(2),
+                        "unigram_bits_per_dim": math.log2(metrics["unigram_perplexity"])}
 
     @cached_property
     def unigram(self) -> np.ndarray:

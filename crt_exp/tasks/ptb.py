@@ -1,8 +1,8 @@
 """Language models of words on the Penn Treebank, WikiText-2 or any text, with full or sampled softmax (HRF 4.2, I).
 
 An LSTM reads the text in columns and carries its state from batch to batch. What is reported is the perplexity of every
-word of a split by the full softmax, however the model was trained; beside it stand the unigram's and, for a generated
-chain, the floor that no model can get below.
+word of a split by the full softmax, however the model was trained, with that of the unigram and, for a generated chain,
+the floor that no model can get below.
 
 Legend: B columns of a step, T words of each, n words that are predicted, V words of the vocabulary.
 """
@@ -35,7 +35,7 @@ PARTS = {"train": "train", "validation": "valid", "test": "test"}
 
 class Sampling(TypedDict):
     """Of a sampled softmax: negatives of each word. Of random features: the kernel exp(cos(h, e) / temperature), steps
-    after which their tables are made anew, and whether draws go down a tree or through a number for each class."""
+    after which their tables are built again, and whether draws go down a tree or through a number for each class."""
 
     negatives: Count
     temperature: Positive
@@ -157,12 +157,12 @@ class PTB(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         place = str(batch["place"])
         before = None if batch["first"] else self.carried[place].to(batch["tokens"].device)
-        found = model(batch["tokens"], batch["labels"], before)
-        self.carried[place] = found.state.detach()
-        return found.loss
+        result = model(batch["tokens"], batch["labels"], before)
+        self.carried[place] = result.state.detach()
+        return result.loss
 
     def updated(self, model: nn.Module, step: int) -> None:
-        """Nearly every embedding moves in every step of Adam, so that tables are made anew, and not followed."""
+        """Nearly every embedding moves in every step of Adam, so that tables are built again, and not followed."""
         if self.softmax == "features" and step % self.sampling["rebuild_every"] == 0:
             model.head.update()
 
@@ -181,11 +181,11 @@ class PTB(Task):
         loss = right = count = base = 0
         state, lengths = None, []
         for batch in reader.batches(split):
-            found = model(batch["tokens"], batch["labels"], None if batch["first"] else state)
-            state, labels = found.state, batch["labels"][batch["labels"] != IGNORED].cpu()
-            loss, right, count = loss + float(found.loss), right + int(found.right.sum()), count + len(labels)
+            result = model(batch["tokens"], batch["labels"], None if batch["first"] else state)
+            state, labels = result.state, batch["labels"][batch["labels"] != IGNORED].cpu()
+            loss, right, count = loss + float(result.loss), right + int(result.right.sum()), count + len(labels)
             base -= float(unigram[labels].log().sum())
-            lengths += found.lengths.tolist()
+            lengths += result.lengths.tolist()
         loss, right, count, base = reader.sum(loss, right, count, base)
         self.queries = reader.gather(lengths)
         return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "words": count,

@@ -1,4 +1,4 @@
-"""Multi-query associative recall (Arora et al., 2023): values that were said once, beside their keys, are asked for.
+"""Multi-query associative recall (Arora et al., 2023): values that were said once, after their keys, are asked for.
 
 A row says P pairs of a key and its value, in any order, among noise, and asks Q times for one of them behind that: its
 key, whose value comes next. With one pair it is a needle in a haystack. Attention that forgets single keys fails

@@ -99,10 +99,10 @@ class SymbolTask(SequenceTask):
         wanted = {"direction": (self.causal, theirs.causal), "positions": (self.positions, theirs.positions),
                   "tied": (self.tied, theirs.tied), "preset": (self.preset and self.given_sizes(theirs), theirs.sizes),
                   "sizes": (self.sizes and self.given_sizes(theirs), theirs.sizes)}
-        for key, (given, found) in wanted.items():
-            if given not in (None, {}, found):
+        for key, (given, kept) in wanted.items():
+            if given not in (None, {}, kept):
                 raise ConfigError(f"task.{key} is not that of task.init = {self.init}"
-                                  + ("" if key == "direction" else f", which has {found}: leave it out"))
+                                  + ("" if key == "direction" else f", which has {kept}: leave it out"))
         if theirs.positions == "learned" and length > theirs.length:
             raise ConfigError(f"task.{self.length_option} = {getattr(self, self.length_option)}: task.init = "
                               f"{self.init} has positions for {theirs.length}")
@@ -132,8 +132,8 @@ class SymbolTask(SequenceTask):
     def predicted(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (n, V) in float32 and tokens (n,) of the places that are to be predicted."""
         chosen = batch["labels"] != IGNORED
-        found = model(**{key: part for key, part in batch.items() if key != "labels"}, chosen=chosen)
-        return found.float(), batch["labels"][chosen]
+        logits = model(**{key: part for key, part in batch.items() if key != "labels"}, chosen=chosen)
+        return logits.float(), batch["labels"][chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean over what is to be predicted; 0 where that is nothing."""

@@ -93,15 +93,15 @@ class TrEMBL(SymbolTask):
 
     def rows_of(self, rows: np.ndarray, split: str) -> Rows:
         if self.chains:
-            found = Chains(self.index, rows, self.max_length)
-            if not len(found):
+            result = Chains(self.index, rows, self.max_length)
+            if not len(result):
                 raise DataError(f"the {len(rows)} sequences of {split} fill no row of task.max_length = "
                                 f"{self.max_length}: give more sequences, another share, or shorter rows")
-            return found
-        found = Singles(self.index, rows, self.max_length)
+            return result
+        result = Singles(self.index, rows, self.max_length)
         if self.longer == "refuse":
-            found.check_whole()
-        return found
+            result.check_whole()
+        return result
 
     def length(self, split: str) -> int:
         return len(self.rows[split])
@@ -125,10 +125,10 @@ class TrEMBL(SymbolTask):
     # ---- metrics
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        found = self.metrics(model, split, reader)
+        metrics = self.metrics(model, split, reader)
         if split == "test" and "ood" in self.rows:
-            found |= {f"{key}_ood": value for key, value in self.metrics(model, "ood", reader).items()}
-        return found | self.statistics() if split == "test" else found
+            metrics |= {f"{key}_ood": value for key, value in self.metrics(model, "ood", reader).items()}
+        return metrics | self.statistics() if split == "test" else metrics
 
     def metrics(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """With the floor."""
@@ -143,8 +143,8 @@ class TrEMBL(SymbolTask):
         """Of the next letters of generated families: the cross-entropy of their true chances."""
         if self.made is None or not self.causal or self.chains:
             return {}
-        found = {split: self.floor(split) for split in self.rows if split != "train"}
-        return {split: {"floor_loss": loss, "floor_perplexity": exp(loss)} for split, loss in found.items()}
+        floors = {split: self.floor(split) for split in self.rows if split != "train"}
+        return {split: {"floor_loss": loss, "floor_perplexity": exp(loss)} for split, loss in floors.items()}
 
     def floor(self, split: str) -> float:
         rows = self.rows[split]
@@ -157,11 +157,11 @@ class TrEMBL(SymbolTask):
 
     def statistics(self) -> dict[str, float]:
         """Of each split: of whole sequences, or of the rows of chains (Performers Table 1)."""
-        found = {}
+        result = {}
         for split, rows in self.rows.items():
             lengths = rows.lengths if self.chains else self.index.lengths[rows.rows]
-            found |= {f"{split}_{key}": value for key, value in protein.statistics(lengths).items()}
-        return found
+            result |= {f"{split}_{key}": value for key, value in protein.statistics(lengths).items()}
+        return result
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
