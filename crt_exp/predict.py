@@ -1,8 +1,8 @@
 """python -m crt_exp.predict run=DIR input=IMAGE_OR_FOLDER [--maps out.png]: classes of images, by a run of imagenet.
 
 Prints the likeliest five classes of each image with their probabilities. --maps draws where the model looks, by
-attention rollout: exact attention beside the linear one that the run was trained with; for a run with exact attention
-beside FAVOR++, or what attention=... m=... name.
+attention rollout: exact attention next to the linear one that the run was trained with; for a run with exact attention
+next to FAVOR++, or what attention=... m=... name.
 """
 
 import argparse
@@ -29,7 +29,7 @@ KEYS = {"run": None, "input": None, "maps": None, "attention": None, "m": None, 
 NEEDED = ("run", "input")
 NAMED, BATCH, DRAWN = 5, 16, 6     # classes of an image; images at once; images in the picture
 MOST = {"m": 2**16, "size": 2**12}  # beyond, noise and positions fill the memory
-BESIDE = "favorpp"                 # what exact attention is drawn beside
+OTHER = "favorpp"                 # what exact attention is drawn next to
 TASK = "crt_exp.tasks.imagenet.ImageNet"
 
 
@@ -56,29 +56,29 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("options", nargs="+", metavar="KEY=VALUE",
                       help="run: its directory; input: an image, or a folder of images; maps: as --maps; size: "
                            "pixels of a side, where they are to be others than the run's; attention, m: what exact "
-                           f"attention is drawn beside, of a run that has no other (default {BESIDE})")
+                           f"attention is drawn next to, of a run that has no other (default {OTHER})")
     made.add_argument("--maps", metavar="FILE.png", help=f"draw the attention rollout of the first {DRAWN} images")
     return made
 
 
 def options_of(given: argparse.Namespace) -> dict[str, str | None]:
     """Raises ConfigError for a key that does not exist, comes twice or is missing."""
-    found = {} if given.maps is None else {"maps": given.maps}
+    options = {} if given.maps is None else {"maps": given.maps}
     for word in given.options:
         key, sign, value = word.partition("=")
         if key not in KEYS:
             raise unknown("key", key, list(KEYS))
-        if not sign or not value or key in found:
-            raise ConfigError(f"{word}: {f'{key} comes twice' if key in found else f'write {key}=VALUE'}")
-        found[key] = value
-    unused = [f"{key}=..." for key in ("attention", "m") if key in found and "maps" not in found]
+        if not sign or not value or key in options:
+            raise ConfigError(f"{word}: {f'{key} comes twice' if key in options else f'write {key}=VALUE'}")
+        options[key] = value
+    unused = [f"{key}=..." for key in ("attention", "m") if key in options and "maps" not in options]
     if unused:
-        raise ConfigError(f"{' and '.join(unused)}: what exact attention is drawn beside, and nothing is drawn; give "
+        raise ConfigError(f"{' and '.join(unused)}: what exact attention is drawn next to, and nothing is drawn; give "
                           "--maps out.png, or leave it out")
-    missing = [key for key in NEEDED if key not in found]
+    missing = [key for key in NEEDED if key not in options]
     if missing:
         raise ConfigError(f"{' and '.join(f'{key}=...' for key in missing)} is missing: run=DIR input=IMAGE_OR_FOLDER")
-    return KEYS | found
+    return KEYS | options
 
 
 def predict(options: dict[str, str | None]) -> None:
@@ -88,18 +88,18 @@ def predict(options: dict[str, str | None]) -> None:
     kept = vision.load(options["run"], number(options, "size"))
     beside = drawn_beside(kept.model, options) if options["maps"] else None  # before anything is computed
     files = files_of(Path(options["input"]).expanduser())
-    found, first = [], []
+    results, first = [], []
     for at in range(0, len(files), BATCH):
         read = list(readable(files[at:at + BATCH], kept, alone=len(files) == 1))
         first += read[:DRAWN - len(first)]
-        found += classified(kept, read)
-    if not found:
+        results += classified(kept, read)
+    if not results:
         raise DataError(f"none of the {len(files)} files of {options['input']} can be read as an image")
-    print(markdown(["image", *(f"{place}." for place in range(1, 1 + len(found[0][1])))],
-                   [[name, *(f"{label} {share:.3f}" for label, share in likely)] for name, likely in found]), end="")
+    print(markdown(["image", *(f"{place}." for place in range(1, 1 + len(results[0][1])))],
+                   [[name, *(f"{label} {share:.3f}" for label, share in likely)] for name, likely in results]), end="")
     if beside is not None:
         draw(kept, options["run"], beside, first, Path(options["maps"]))
-        print(f"attention rollout of {len(first)} of {len(found)} images: {options['maps']}")
+        print(f"attention rollout of {len(first)} of {len(results)} images: {options['maps']}")
 
 
 def number(options: dict[str, str | None], key: str) -> int | None:
@@ -125,14 +125,14 @@ def files_of(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise DataError(f"input={place}: there is no such file or folder")
-    found = sorted(place / name for name in data.below(place))
-    if not found:
+    files = sorted(place / name for name in data.below(place))
+    if not files:
         raise DataError(f"input={place}: this folder holds no image ({' '.join(data.SUFFIXES)})")
-    return found
+    return files
 
 
 def readable(files: Sequence[Path], kept: vision.Kept, alone: bool) -> Iterator[Read]:
-    """Those that are images; in a folder the others are told and left out."""
+    """Those that are images; in a folder the others are named and left out."""
     for file in files:
         try:
             yield Read(str(file), kept.transform(data.read(file)))
@@ -171,7 +171,7 @@ def drawn_beside(model: nn.Module, options: dict[str, str | None]) -> dict[str, 
     exact = Mechanism.of("exact").swap(copy.deepcopy(model))
     if own:
         return {"exact": exact, ", ".join(map(drawing.label, own)): model}
-    other = Mechanism.of(options["attention"] or BESIDE, m=number(options, "m"))
+    other = Mechanism.of(options["attention"] or OTHER, m=number(options, "m"))
     title = drawing.label(other.name) + (f", m = {other.m}" if other.m else "")
     return {"exact": exact, title: other.swap(copy.deepcopy(model))}
 
@@ -201,7 +201,7 @@ def draw(kept: vision.Kept, run: str, models: dict[str, nn.Module], read: Sequen
     for i, (each, row) in enumerate(zip(read, axes)):
         row[0].imshow(shown[i].numpy())
         row[0].set_title(Path(each.name).name, fontsize=8)
-        both = torch.stack([found[i] for found in maps.values()])
+        both = torch.stack([rolled[i] for rolled in maps.values()])
         for ax, title in zip(row[1:], maps):
             ax.imshow(shown[i].numpy())
             drawn = ax.imshow(maps[title][i].numpy(), extent=row[0].images[0].get_extent(), alpha=0.65, cmap="viridis",

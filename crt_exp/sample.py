@@ -39,7 +39,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> "Options":
-        """Raises ConfigError for what is no key=value, an unknown key, and values that do not fit."""
+        """Raises ConfigError for what is not key=value, an unknown key, and values that do not fit."""
         pairs = [parsed(argument) for argument in arguments]
         given = dict(pairs)
         if twice := [key for key in given if [name for name, _ in pairs].count(key) > 1]:
@@ -60,8 +60,8 @@ def parsed(argument: str) -> tuple[str, Any]:
     if key in ("run", "prompt", "output", "device"):
         return key, text if (key, text) != ("output", "null") else None
     try:
-        found = yaml.safe_load(text)
-        return key, float(found) if isinstance(found, str) else found  # YAML reads 1e-1 as a text
+        value = yaml.safe_load(text)
+        return key, float(value) if isinstance(value, str) else value  # YAML reads 1e-1 as a string
     except (yaml.YAMLError, ValueError):
         return key, text
 
@@ -106,10 +106,10 @@ def draw(options: Options) -> None:
     model = kept.build().to(options.device)
     choice = Choice(options.temperature, options.top_k, options.top_p)
     never = set(range(kept.description.symbols)) - set(range(kind.symbols)) - {kind.end}
-    found, seeds = [], range(options.seed, options.seed + options.n)
+    rows, seeds = [], range(options.seed, options.seed + options.n)
     for first in range(0, options.n, options.batch):
-        found += generate(model, prompt, count, choice, seeds[first:first + options.batch], never=never, end=kind.end)
-    kind.write([[*given, *row] for row in found], seeds, told(options), options.output)
+        rows += generate(model, prompt, count, choice, seeds[first:first + options.batch], never=never, end=kind.end)
+    kind.write([[*given, *row] for row in rows], seeds, settings(options), options.output)
 
 
 def check_device(name: str) -> None:
@@ -135,7 +135,7 @@ def longest(options: Options, description, kind, given: int) -> int:
     return length
 
 
-def told(options: Options) -> str:
+def settings(options: Options) -> str:
     """How it was drawn, for the head of an entry."""
     given = {key: value for key, value in asdict(options).items() if value is not None}
     return " ".join(f"{key}={given[key]}" for key in ("run", "temperature", "top_k", "top_p") if key in given)

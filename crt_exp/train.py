@@ -9,7 +9,7 @@ import sys
 from crt_exp.config import CONF, ConfigError
 from crt_exp.ranks import world_size
 from crt_exp.runner.command_line import check_command_line, with_file_names
-from crt_exp.runner.ending import Stopped, fail, mistakes_told
+from crt_exp.runner.ending import Stopped, fail, mistakes_said
 from crt_exp.runner.fit import build, fit, fit_on_processes, starts_processes
 from crt_exp.runner.processes import agree_on_start, leave
 from crt_exp.runner.sweep import show
@@ -37,7 +37,7 @@ def main() -> None:
 
 def run(cfg) -> float | None:
     """One run of the composed configuration; returns the task's metric for sweeps (None on processes but the first)."""
-    with mistakes_told():
+    with mistakes_said():
         task, mechanism = build(cfg)
         if starts_processes(cfg, task):
             del task, mechanism  # each process builds its own

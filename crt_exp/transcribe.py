@@ -67,16 +67,16 @@ def options(arguments: list[str]) -> dict[str, str]:
 def transcribe(given: dict[str, str]) -> int:
     """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
     longest, files = segment_length(given.get("segment", "20")), audio_files(given["input"])
-    found, tensors = recogniser.load(given["run"], "run")
-    model, bad = recogniser.load_whole(found, tensors, f"run = {given['run']}"), []
+    known, tensors = recogniser.load(given["run"], "run")
+    model, bad = recogniser.load_whole(known, tensors, f"run = {given['run']}"), []
     for file in files:
         try:
-            audio = heard(file, found.rate)
+            audio = heard(file, known.rate)
         except BadAudio as error:
             bad.append(f"{file}: {error}")
             continue
-        text, said = recognised(model, found, audio, longest)
-        print(f"{file} ({len(audio) / found.rate:.1f} s): {text}")
+        text, said = recognised(model, known, audio, longest)
+        print(f"{file} ({len(audio) / known.rate:.1f} s): {text}")
         print("  " + "  ".join(f"{each.at:.2f} {each.symbol}" for each in said))
     if bad:
         lines = "\n".join(f"  {line}" for line in bad)
@@ -101,10 +101,10 @@ def audio_files(name: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"input = {name}: there is no such file or folder")
-    found = sorted(file for file in path.rglob("*") if file.suffix.lower() in AUDIO)
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in AUDIO)
+    if not files:
         raise DataError(f"input = {name}: this folder holds no audio ({' '.join(AUDIO)})")
-    return found
+    return files
 
 
 def heard(file: Path, rate: int) -> np.ndarray:
@@ -115,17 +115,17 @@ def heard(file: Path, rate: int) -> np.ndarray:
     return as_int16(decoded(Part(str(file), seconds), rate))
 
 
-def recognised(model: nn.Module, found: Recogniser, audio: np.ndarray, longest: float) -> tuple[str, list[Said]]:
+def recognised(model: nn.Module, known: Recogniser, audio: np.ndarray, longest: float) -> tuple[str, list[Said]]:
     """The text, and its symbols with their times."""
     texts, said = [], []
-    cuts = list(segments(audio, found.rate, longest))
+    cuts = list(segments(audio, known.rate, longest))
     for first in range(0, len(cuts), TOGETHER):
         part = cuts[first:first + TOGETHER]
         samples = torch.tensor([end - start for start, end in part])
         _, hypotheses = model(padded([audio[start:end] for start, end in part], np.int16), samples, search=greedy)
         for (start, _), hypothesis in zip(part, hypotheses):
-            texts.append(found.symbols.decode(hypothesis.symbols))
-            said += [Said(shown(found.symbols.entries[symbol]), start / found.rate + frame * STEP)
+            texts.append(known.symbols.decode(hypothesis.symbols))
+            said += [Said(shown(known.symbols.entries[symbol]), start / known.rate + frame * STEP)
                      for symbol, frame in zip(hypothesis.symbols, hypothesis.frames)]
     return " ".join(filter(None, texts)), said
 

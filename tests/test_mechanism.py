@@ -79,7 +79,7 @@ def test_options_of_the_map():
                          ({"features": PosRF(), "features.n": 1}, "build the object with it")]:
         with pytest.raises(ConfigError, match=words):
             Mechanism.of("hrf_cluster", **given)
-    with pytest.raises(ConfigError, match="makes no use of features"):
+    with pytest.raises(ConfigError, match="does not use features"):
         Mechanism.of("exact", **{"features.n": 1})
 
 
@@ -114,7 +114,7 @@ def test_layers_that_are_no_numbers(layers):
 BAD = {
     "did you mean favorpp": lambda: maker("favorppp"),
     "did you mean redraw_every": lambda: maker("favorp", redraw_evry=3),
-    "makes no use of m: leave it out": lambda: maker("exact", m=64),
+    "does not use m: leave it out": lambda: maker("exact", m=64),
     "at least 1": lambda: maker("favorp", m=0),
     "m = True": lambda: maker("favorp", m=True),
     "m = 16.0": lambda: maker("favorp", m=16.0),

@@ -1,4 +1,4 @@
-"""A real task, small: three classes of points, a two-layer network with dropout, noise that is drawn anew each epoch.
+"""A real task, small: three classes of points, a two-layer network with dropout, noise that is drawn again each epoch.
 
 Reached from the command line by `--config-dir tests/toy_conf task=toy` with this folder on PYTHONPATH.
 """

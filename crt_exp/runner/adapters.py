@@ -1,7 +1,8 @@
 """Light training: low-rank adapters (LoRA, Hu et al., 2022) through the library peft, and weights that stay.
 
-With adapters only they, what a run makes anew and what `trainer.lora.also` names are trained. Checkpoints leave out the
-weights that stay, and hold a digest of them: a run that goes on must start from the same ones.
+With adapters only they, what a run starts from random weights and what `trainer.lora.also` names are trained.
+Checkpoints leave out the weights that stay, and hold a digest of them: a run that goes on must start from the same
+ones.
 """
 
 import hashlib
@@ -98,14 +99,14 @@ def chosen(model: nn.Module, lora: Lora) -> dict[str, nn.Module]:
 
 def projections(model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
     """The linear layers that stand directly in modules of attention."""
-    found = [f"{path}.{name}" if path else name for path, part in model.named_modules()
+    result = [f"{path}.{name}" if path else name for path, part in model.named_modules()
              if families.family(part) or any(isinstance(child, AttentionLayer) for child in part.children())
              for name, _ in part.named_children()]
-    found = [name for name in found if name in linear]
-    if not found:
+    result = [name for name in result if name in linear]
+    if not result:
         raise ConfigError("trainer.lora.targets = null: this model has no projections of attention; name linear layers "
                           f"of it: {', '.join(endings(linear))}")
-    return found
+    return result
 
 
 def targets(linear: dict[str, nn.Module], wanted: Sequence[str]) -> list[str]:
@@ -149,7 +150,7 @@ class Adapters:
         self.digest = digest_of(model.state_dict(), self.stay)
 
     def keep(self, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Writes `<directory>/adapter`, in peft's format, for the model that the task's module holds, and beside it
+        """Writes `<directory>/adapter`, in peft's format, for the model that the task's module holds, and next to it
         what else was trained."""
         from safetensors.torch import save_file
 

@@ -75,8 +75,8 @@ def sync_directory(path: Path) -> None:
 
 def steps(root: Path) -> list[int]:
     """The steps that have a checkpoint, oldest first."""
-    found = (path.name.removeprefix("step-") for path in root.glob("step-*"))
-    return sorted(int(name) for name in found if name.isdigit())
+    names = (path.name.removeprefix("step-") for path in root.glob("step-*"))
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def damage(path: Path, only: str | None = None) -> str | None:
@@ -84,17 +84,17 @@ def damage(path: Path, only: str | None = None) -> str | None:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         for name, entry in manifest["files"].items() if only is None else [(only, manifest["files"][only])]:
-            found = (path / name).stat().st_size
-            if found != entry["bytes"]:
-                return f"{name} has {found} bytes where {entry['bytes']} were written"
+            size = (path / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes where {entry['bytes']} were written"
             if checksum(path / name) != entry["sha256"]:
                 return f"{name} differs from its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    found = manifest.get("format")
-    return None if found == FORMAT else f"its format is {found}, this version reads {FORMAT}"
+    kind = manifest.get("format")
+    return None if kind == FORMAT else f"its format is {kind}, this version reads {FORMAT}"
 
 
 def checksum(path: Path) -> str:

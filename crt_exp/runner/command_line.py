@@ -1,4 +1,4 @@
-"""The command line, checked before Hydra acts on it: what does not exist is told with the nearest thing that does."""
+"""The command line, checked before Hydra acts on it: what does not exist is named with the nearest thing that does."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -192,7 +192,7 @@ def first_value(override) -> str:
 
 
 def compose(overrides: list[str], folders: list[str] = ()):
-    """The configuration, with files from `folders` (--config-dir) beside the product's own."""
+    """The configuration, with files from `folders` (--config-dir) besides the product's own."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException

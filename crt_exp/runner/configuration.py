@@ -27,7 +27,7 @@ def choice(group: str) -> str | None:
 
 
 def overrides() -> list[str]:
-    """What this run was told, also where a sweep or a torchrun told it and not the command line;
+    """What this run was asked for, also where a sweep or a torchrun asked and not the command line;
     nothing outside a run."""
     from hydra.core.hydra_config import HydraConfig
 

@@ -1,6 +1,6 @@
-"""How a run ends early: what is told, by which of its processes, and the exit code.
+"""How a run ends early: what is said, by which of its processes, and the exit code.
 
-Codes: 2 for what the user can set right, 3 for a run that diverged, 128 + the signal where one was told to stop and
+Codes: 2 for what the user can set right, 3 for a run that diverged, 128 + the signal where one was asked to stop and
 left a checkpoint. In a sweep only a signal ends the other runs too.
 """
 
@@ -29,22 +29,22 @@ PATIENCE = 10.0  # seconds: torchrun ends the other processes as soon as one has
 
 class Stopped(Exception):
     """A run that ended early with an exit code of its own:
-    on all its processes, so that only the first one tells it."""
+    on all its processes, so that only the first one says it."""
 
-    def __init__(self, message: str, code: int, told: bool = False):
+    def __init__(self, message: str, code: int, said: bool = False):
         super().__init__(message)
-        self.code, self.told = code, told or rank() > 0
+        self.code, self.said = code, said or rank() > 0
 
 
 class RunFailed(CompactHydraException):
-    """One run of a sweep failed; Hydra tells it in the end, without a traceback."""
+    """One run of a sweep failed; Hydra says it in the end, without a traceback."""
 
 
 # ---- from an error to its message ------------------------------------------------------------------------------------
 
 
 @contextmanager
-def mistakes_told() -> Iterator[None]:
+def mistakes_said() -> Iterator[None]:
     """Ends the run with one message and no traceback where the body stops it or a user's mistake does."""
     from crt_exp.data import DataError
 
@@ -58,11 +58,11 @@ def mistakes_told() -> Iterator[None]:
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
-        told = out_of_memory(error) if isinstance(error, (RuntimeError, MemoryError)) else error
-        if told is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        shown = out_of_memory(error) if isinstance(error, (RuntimeError, MemoryError)) else error
+        if shown is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         remove_empty(output_directory())
-        end_run(told, ERROR_CODE)
+        end_run(shown, ERROR_CODE)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def ending_together(world) -> Iterator[None]:
 
 
 def refuse_together(problem: str, world) -> None:
-    """Ends all processes with what the first one found wrong."""
+    """Ends all processes with what the first one could not do."""
     refused = Stopped(f"error: {problem}", ERROR_CODE)
     tell(refused)
     remove_empty(output_directory())
@@ -114,7 +114,7 @@ def out_of_memory(error: Exception) -> Exception | None:
 
 
 def interrupted(error: Preempted | KeyboardInterrupt) -> Stopped:
-    """What ends a run that was told to stop, with the words that continue it, as a shell takes them."""
+    """What ends a run that was asked to stop, with the words that continue it, as a shell takes them."""
     name, code = (str(error), error.code) if isinstance(error, Preempted) else ("SIGINT", 128 + signal.SIGINT)
     return Stopped(f"stopped by {name}; continue with resume=auto {shlex.quote(override(*place()))}", code)
 
@@ -128,33 +128,33 @@ def remove_empty(directory: Path) -> None:
 # ---- from a message to the end ---------------------------------------------------------------------------------------
 
 
-_told: set[str] = set()  # the errors of a sweep's runs
+_said: set[str] = set()  # the errors of a sweep's runs
 
 
 def end_run(error: Exception, code: int) -> None:
-    """Tells an error and exits; in a sweep only a signal ends the other runs too."""
+    """Says an error and exits; in a sweep only a signal ends the other runs too."""
     if not in_sweep() or code >= 128:
         fail(error, code)
     if "SUBMITIT_EXECUTOR" in os.environ:  # what a job prints goes to a file of its own
         raise RunFailed(story(error)) from None
-    if not getattr(error, "told", False):
-        say(f"crt_exp: the run in {output_directory()} failed: {'as one before it' if str(error) in _told else error}")
-    _told.add(str(error))
+    if not getattr(error, "said", False):
+        say(f"crt_exp: the run in {output_directory()} failed: {'as one before it' if str(error) in _said else error}")
+    _said.add(str(error))
     raise RunFailed("a run of this sweep failed; its error stands above") from None
 
 
 def fail(error: Exception, code: int = ERROR_CODE) -> None:
-    """Tells an error and exits."""
+    """Says an error and exits."""
     tell(error)
     sys.exit(code)
 
 
 def tell(error: Exception) -> None:
-    """One message. Most errors are found by every process: the others give the first one time to tell it."""
+    """One message. Most errors occur on every process: the others give the first one time to say it."""
     if isinstance(error, Stopped):
-        if not error.told:
+        if not error.said:
             say(f"crt_exp: {story(error)}")
-        error.told = True
+        error.said = True
         return
     if rank() > 0:
         time.sleep(PATIENCE)
@@ -165,7 +165,7 @@ def tell_alone(stopped: Stopped) -> None:
     """What other processes may not know of, or find for themselves: the first one's word comes first."""
     if rank() > 0:
         time.sleep(PATIENCE)
-        stopped.told = False
+        stopped.said = False
     tell(stopped)
 
 

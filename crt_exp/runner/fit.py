@@ -41,7 +41,7 @@ def is_study(task: Any) -> bool:
 
 
 def mechanism_of(cfg):
-    """The Mechanism that the configuration names; bad options of its parts are told before any data is read."""
+    """The Mechanism that the configuration names; bad options of its parts are refused before any data is read."""
     from crt_exp.mechanism import Mechanism
 
     mechanism = Mechanism.composed(cfg, choice)
@@ -61,7 +61,7 @@ def named(group: str) -> Iterator[None]:
 
 
 def check_attention(cfg) -> None:
-    """Choices that the attention makes no use of."""
+    """Choices that the attention does not use."""
     from crt_exp.mechanism import uses
 
     if cfg.get("attention") is None:
@@ -69,7 +69,7 @@ def check_attention(cfg) -> None:
     used = uses(cfg.attention)
     unused = [o for o in overrides() if _part_of(o) in {"features", "sampler", "m"} - used]
     if unused:
-        raise ConfigError(f"attention={choice('attention')} makes no use of it: leave out {' '.join(unused)}")
+        raise ConfigError(f"attention={choice('attention')} does not use {' '.join(unused)}: leave that out")
 
 
 def _part_of(override: str) -> str | None:
@@ -80,10 +80,10 @@ def _part_of(override: str) -> str | None:
 
 
 def check_used(task) -> None:
-    """Choices that the task, with its options, makes no use of."""
+    """Choices that the task, with its options, does not use."""
     unused = [o for o in overrides() if (part := _part_of(o)) and part not in task.uses]
     if unused:
-        raise ConfigError(f"task={choice('task')} with these options makes no use of it: leave out {' '.join(unused)}")
+        raise ConfigError(f"task={choice('task')} with these options does not use {' '.join(unused)}: leave that out")
 
 
 def check_sweeper(cfg) -> None:
@@ -148,7 +148,7 @@ def fit_on_processes(cfg) -> float:
         torchrun(cfg.trainer.processes, arguments)
     except ProcessesFailed as error:
         remove_empty(output_directory())
-        raise Stopped(str(error), error.code, told=error.code in (ERROR_CODE, DIVERGED_CODE)) from None
+        raise Stopped(str(error), error.code, said=error.code in (ERROR_CODE, DIVERGED_CODE)) from None
     last = read_records(output_directory() / "metrics.jsonl")[-1]
     return last[last["metric"]]
 

@@ -1,4 +1,4 @@
-"""The processes of a run, one or many: who takes part, what they agree on, how they are told to stop,
+"""The processes of a run, one or many: who takes part, what they agree on, how they are asked to stop,
 and with whom they end.
 
 Imports here are quick: __main__ uses this module before the libraries, whose imports take seconds.
@@ -95,9 +95,9 @@ class World:
             return [value]
         import torch.distributed as dist
 
-        found = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def sum(self, tensor):
         """Summed over all processes, in place."""
@@ -126,7 +126,7 @@ def lost_process(error: RuntimeError) -> bool:
 
 
 class Preempted(Exception):
-    """The run was told to stop, and left a checkpoint. `code` is 128 + the signal: 143 for SIGTERM, 130 for SIGINT."""
+    """The run was asked to stop, and left a checkpoint. `code` is 128 + the signal: 143 for SIGTERM, 130 for SIGINT."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -134,12 +134,12 @@ class Preempted(Exception):
 
 
 def stop_signals() -> list[int]:
-    """What tells a run to stop; what it was started to ignore (nohup, a shell's &) stays ignored.
+    """What asks a run to stop; what it was started to ignore (nohup, a shell's &) stays ignored.
 
-    A submitit job is told by SIGUSR2, and its SIGTERM is only a companion of that. SIGHUP: the terminal is gone.
+    A submitit job gets SIGUSR2, and its SIGTERM is only a companion of that. SIGHUP: the terminal is gone.
     """
-    told = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
-    return [s for s in (told, signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    asking = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
+    return [s for s in (asking, signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
 
 
 class StopSignals:
@@ -270,7 +270,7 @@ def torchrun(count: int, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "crt_exp.runner.processes", str(os.getpid()), "--standalone",
                f"--nproc_per_node={count}", "-m", "crt_exp", *overrides]
     env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}  # seconds that a checkpoint may take
-    env.pop("SUBMITIT_EXECUTOR", None)  # the processes are told by SIGTERM
+    env.pop("SUBMITIT_EXECUTOR", None)  # the processes get a SIGTERM
     child = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's ^C reaches it once, through us
     try:
         with StopSignals(child.terminate) as signals:
@@ -316,8 +316,8 @@ def agent(parent: int, args: list[str]) -> int:
 
 def says_more(record: logging.LogRecord) -> bool:
     """Whether torchrun's word on a process says more than the process did: one that was killed could say nothing."""
-    told = str(record.msg).startswith("failed (exitcode") and isinstance(record.args[0], int) and record.args[0] > 0
-    return not told
+    known = str(record.msg).startswith("failed (exitcode") and isinstance(record.args[0], int) and record.args[0] > 0
+    return not known
 
 
 if __name__ == "__main__":

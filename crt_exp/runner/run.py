@@ -77,7 +77,7 @@ class Run:
                               "another hydra.run.dir")
         old = self.directory / "config.yaml"
         if not old.is_file():
-            raise ConfigError(f"{self.directory} holds files but no config.yaml: it is no run of crt_exp; choose "
+            raise ConfigError(f"{self.directory} holds files but no config.yaml: not a run of crt_exp; choose "
                               "another hydra.run.dir")
         changed = {key: pair for key, pair in differences(read_yaml(old), cfg).items() if not free(key)}
         if changed:
@@ -200,10 +200,10 @@ class Lock:
     def _identity(self, handle: int | None = None) -> tuple[int, int] | None:
         """Device and inode of an open file, or of the one that has the name now."""
         try:
-            found = os.stat(self.path if handle is None else handle)
+            status = os.stat(self.path if handle is None else handle)
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def release(self) -> None:
         """Takes the file away, and then lets go of it. Nothing where that was done before."""
@@ -253,11 +253,11 @@ def read_records(path: Path) -> list[dict]:
         text = kept.decode()
     except UnicodeDecodeError as error:
         line = kept[:error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: it is no UTF-8 text") from None
-    found = [read_json(line, path, i) for i, line in enumerate(text.splitlines(), 1)]
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text") from None
+    records = [read_json(line, path, i) for i, line in enumerate(text.splitlines(), 1)]
     if kept != whole:
         write_atomic(path, kept)
-    return found
+    return records
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -293,14 +293,14 @@ def _leaves(node: Any, prefix: str = ""):
 def versions(seed: int) -> dict[str, Any]:
     names = ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate",
              "datasets", "timm")
-    found = {}
+    packages = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
+            packages[name] = None
     return {"command": command(), "overrides": overrides(), "seed": seed, "sweep": os.environ.get(SWEEP),
-            "commit": commit(), "python": platform.python_version(), "machine": machine(), "packages": found}
+            "commit": commit(), "python": platform.python_version(), "machine": machine(), "packages": packages}
 
 
 def command() -> str:

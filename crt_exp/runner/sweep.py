@@ -41,10 +41,10 @@ def check_plugin(group: str, value: str) -> None:
     if value not in PLUGINS:
         return
     try:
-        found = importlib.util.find_spec(f"hydra_plugins.{PLUGINS[value]}")
+        spec = importlib.util.find_spec(f"hydra_plugins.{PLUGINS[value]}")
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise ConfigError(f"{group}={value} needs {PLUGINS[value].replace('_', '-')}: pip install 'crt_exp[sweep]'")
 
 
@@ -107,16 +107,16 @@ def show() -> None:
     """Prints the table of the sweep that this process ran, if it ran one, and writes its sweep.csv."""
     while _started:
         directory = _started.pop()
-        found = finished_runs(directory, os.environ.pop(SWEEP))
-        if len(found) > 1:
-            write_csv(directory / "sweep.csv", found)
-            print(table(found) + f"\n[{directory}; one line a run in sweep.csv]")
+        runs = finished_runs(directory, os.environ.pop(SWEEP))
+        if len(runs) > 1:
+            write_csv(directory / "sweep.csv", runs)
+            print(table(runs) + f"\n[{directory}; one line a run in sweep.csv]")
 
 
 def finished_runs(directory: Path, sweep: str) -> list[Done]:
     """The finished runs of a sweep, in the order of their numbers;
     below its directory runs of earlier sweeps may lie too."""
-    found = []
+    runs = []
     for path in directory.glob("**/versions.json"):
         versions = read_json(path.read_text(), path)
         if versions.get("sweep") != sweep:
@@ -127,43 +127,43 @@ def finished_runs(directory: Path, sweep: str) -> list[Done]:
         if record.get("final"):
             overrides = (o.partition("=") for o in versions.get("overrides", []))
             settings = {key.lstrip("+~"): value for key, _, value in overrides}
-            found.append(Done(str(path.parent.relative_to(directory)), settings, record))
-    return sorted(found, key=lambda run: (len(run.name), run.name))
+            runs.append(Done(str(path.parent.relative_to(directory)), settings, record))
+    return sorted(runs, key=lambda run: (len(run.name), run.name))
 
 
-def varied(found: list[Done]) -> list[str]:
+def varied(finished: list[Done]) -> list[str]:
     """The keys that are not the same in all runs."""
-    keys = dict.fromkeys(key for run in found for key in run.settings)
-    return [key for key in keys if len({run.settings.get(key) for run in found}) > 1]
+    keys = dict.fromkeys(key for run in finished for key in run.settings)
+    return [key for key in keys if len({run.settings.get(key) for run in finished}) > 1]
 
 
-def write_csv(path: Path, found: list[Done]) -> None:
+def write_csv(path: Path, finished: list[Done]) -> None:
     from crt_exp.runner.run import write_atomic
 
-    keys, text = varied(found), io.StringIO()
+    keys, text = varied(finished), io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", *keys, "metric", "value", "step", "time_s"])
-    for run in found:
+    for run in finished:
         writer.writerow([run.name, *(run.settings.get(key, "") for key in keys), run.metric, run.value,
                          run.record.get("step"), run.record.get("time_s")])
     write_atomic(path, text.getvalue())
 
 
-def table(found: list[Done]) -> str:
+def table(finished: list[Done]) -> str:
     """One line a setting, the best first; runs that differ in their seed alone are one setting,
     with mean and interval."""
-    keys = [key for key in varied(found) if key != "seed"]
+    keys = [key for key in varied(finished) if key != "seed"]
     settings: dict[tuple, list[Done]] = {}
-    for run in found:
+    for run in finished:
         settings.setdefault((run.metric, *(run.settings.get(key, "") for key in keys)), []).append(run)
     rows = sorted(([runs, *pooled(runs)] for runs in settings.values()), key=lambda row: (row[0][0].metric, *row[1]))
-    several = len({run.metric for run in found}) > 1
+    several = len({run.metric for run in finished}) > 1
     lines = [[*(runs[0].settings.get(key, "") for key in keys), str(len(runs)), *[runs[0].metric] * several, text]
              for runs, _, text in rows]
-    header = [*keys, "seeds" if "seed" in varied(found) else "runs",
-              *(["metric", "value"] if several else [found[0].metric])]
-    record = found[0].record
-    parts = [f"sweep of {len(found)} runs"
+    header = [*keys, "seeds" if "seed" in varied(finished) else "runs",
+              *(["metric", "value"] if several else [finished[0].metric])]
+    record = finished[0].record
+    parts = [f"sweep of {len(finished)} runs"
              + ("" if several else f", {record['metric']} is to be {record['direction']}d")
              + (", mean over seeds with its 95% interval" if any(len(runs) > 1 for runs, *_ in rows) else "") + ":",
              *aligned([header, *lines[:SHOWN]])]
@@ -184,8 +184,8 @@ def pooled(runs: list[Done]) -> tuple[tuple[bool, float], str]:
         return runs[0].rank, f"{values[0]:.4f}"
     from crt_exp.metrics import interval
 
-    found = interval(values, "mean")
-    return (False, found["mean"] * sign(runs[0].record)), f"{found['mean']:.4f} +- {found['mean_ci95']:.4f}"
+    pool = interval(values, "mean")
+    return (False, pool["mean"] * sign(runs[0].record)), f"{pool['mean']:.4f} +- {pool['mean_ci95']:.4f}"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -1,7 +1,7 @@
 """The training loop, the only one: any `Task`, on one process or many, stopped anywhere and
 continued to the same numbers.
 
-A step is loss, backward, clip, optimiser. Between steps, in this order: checkpoint, stop if told to, evaluate. A
+A step is loss, backward, clip, optimiser. Between steps, in this order: checkpoint, stop if asked to, evaluate. A
 checkpoint is written before the evaluation of its step, so a continued run repeats that evaluation and nothing else.
 All that a step depends on is in the checkpoint (weights, optimiser, generators, position in the epoch) or a pure
 function of the step (learning rate, data order).
@@ -92,7 +92,7 @@ class Trainer:
             self.model = accelerator.prepare_model(self.module)
         self.trained = [p for p in self.module.parameters() if p.requires_grad]
         self.scored = self.module
-        if config.compile:  # beside the plain module, in which a diverged run looks for the layer
+        if config.compile:  # besides the plain module, in which a diverged run looks for the layer
             self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
         seed_everything(stream_seed(self.seed, self.world.rank))
 
@@ -268,7 +268,7 @@ class Trainer:
 
     def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
         """Loss over all processes and gradient norm as numbers, from the device in one go; notes if any process was
-        told to stop and if any finds the last checkpoint too old.
+        asked to stop and if any finds the last checkpoint too old.
 
         Raises Diverged, on all processes, where one of them is not finite; float16 may lower its scale first.
         """
@@ -285,23 +285,23 @@ class Trainer:
         return minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
 
     def _diverged(self, loss: float, norm: float, batches: list[Any], before: Any) -> Diverged:
-        """Computes the step anew to find the first layer whose numbers are not finite."""
+        """Computes the step again to find the first layer whose numbers are not finite."""
         set_generators(self.world.device, before)
-        found = self._gathered(first_nonfinite(self.module, batches, self._loss))
+        first = self._gathered(first_nonfinite(self.module, batches, self._loss))
         return self._verdict(f"loss {loss:.6g}, gradient norm {norm:.6g}",
-                             found or "not found again when the step was repeated")
+                             first or "not seen again when the step was repeated")
 
     def _met(self, error: NotFinite, batches: list[Any], before: Any) -> Diverged:
         """The same where a layer refused its numbers before there was a loss:
         on this process, and the others may wait for it."""
         set_generators(self.world.device, before)
-        found = None if self.sharded else first_nonfinite(self.module, batches, self._loss)
-        return self._verdict("no loss", found or layer_of(error, self.module), alone=self.world.size > 1)
+        first = None if self.sharded else first_nonfinite(self.module, batches, self._loss)
+        return self._verdict("no loss", first or layer_of(error, self.module), alone=self.world.size > 1)
 
-    def _gathered(self, found: str | None) -> str | None:
-        """What the first process that found anything found."""
+    def _gathered(self, place: str | None) -> str | None:
+        """The first place that any process names."""
         places = [f"{where}{f' on process {i}' if i and self.world.size > 1 else ''}"
-                  for i, where in enumerate(self.world.gather(found)) if where]
+                  for i, where in enumerate(self.world.gather(place)) if where]
         return places[0] if places else None
 
     def _verdict(self, what: str, where: str, alone: bool = False, step: int | None = None) -> Diverged:
@@ -353,24 +353,24 @@ class Trainer:
         try:
             with self._interruptible(), torch.no_grad(), self._autocast():
                 reader = Reader(self.task, batch, self.seed, world.device, *ranks, world.place, world.parts)
-                found = self.task.evaluate(self.scored, split, reader)
+                result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,
                                 self.progress.step) from None
         self.module.train()
         set_rng_state(kept)
-        if self.task.metric not in found:
-            raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(found)}, "
+        if self.task.metric not in result:
+            raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(result)}, "
                              f"not its metric {self.task.metric!r}")
-        numbers = {key: float(value) for key, value in found.items()}
+        numbers = {key: float(value) for key, value in result.items()}
         return self.world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
 
     def _check_parameters(self, split: str) -> None:
         """Raises Diverged where the last step left weights that are not finite:
         metrics of them can look like numbers."""
-        found = self._gathered(next(iter(nonfinite_parameters(self.module)), None))
-        if found:
-            raise self._verdict(f"evaluation on {split}", found, step=self.progress.step)
+        first = self._gathered(next(iter(nonfinite_parameters(self.module)), None))
+        if first:
+            raise self._verdict(f"evaluation on {split}", first, step=self.progress.step)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ class Progress:
 class TrainingState:
     """Weights, optimiser, generators, the task's own state, and where the run stands, of one process of `world`.
 
-    keep: checkpoints that are left beside the best. adapters: where there are some, checkpoints leave the weights out
+    keep: checkpoints that are kept besides the best. adapters: where there are some, checkpoints leave the weights out
     that stay as they are. Attributes: `progress`; `saved` and `saved_at`, the step of the
     last checkpoint and when it was written. All processes call each method together.
     """
@@ -78,7 +78,7 @@ class TrainingState:
         self.saved, self.saved_at = self.progress.step, time.monotonic()
 
     def restore(self) -> None:
-        """Loads the newest intact checkpoint and takes back later records; without one the run begins anew.
+        """Loads the newest intact checkpoint and takes back later records; without one the run starts over.
 
         Raises CheckpointError where fewer records are left than were written before that checkpoint.
         """
@@ -125,7 +125,7 @@ class TrainingState:
         """From the first step; the records of an earlier attempt are kept under another name."""
         kept = self.run.begin_anew()
         if kept:
-            self._say(f"no intact checkpoint in {self.root}: the run begins anew; its earlier records are kept in "
+            self._say(f"no intact checkpoint in {self.root}: the run starts over; its earlier records are kept in "
                       f"{kept.name}")
 
     def _check_records(self, path: Path, count: int) -> None:
@@ -133,7 +133,7 @@ class TrainingState:
         if left < count:
             raise checkpoint.CheckpointError(
                 f"{self.run.metrics} holds {left} records, and {path} was written after {count}: lines are missing. "
-                f"Put the whole file back, or move {self.root} away: then the run begins anew")
+                f"Put the whole file back, or move {self.root} away: then the run starts over")
 
     def load_best(self) -> None:
         """The weights of the best evaluation, and what the task kept with them; the last ones where that is damaged."""

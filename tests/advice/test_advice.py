@@ -197,7 +197,7 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
     (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "needs task.model"),
     (["task.samples=1", "task.length=64"], "at least 2 samples"), (["task.samples=900"], "give more text"),
     (["task.attentions=[favour]"], "unknown attention"), (["task.tolerance=0"], "tolerance"),
-    (["attention=favorpp"], "makes no use of it")])
+    (["attention=favorpp"], "does not use")])
 def test_bad_commands_are_refused(words, message, folder, typed, tmp_path):
     run = tmp_path / "run"
     check_refused(typed(*command(folder, "llama", *words), f"hydra.run.dir={run}"), [message], run)

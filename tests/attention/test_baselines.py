@@ -72,7 +72,7 @@ def test_controls_by_name():
     with pytest.raises(ValueError, match="one sequence"):
         Window(H, D)(q, torch.randn(B, H, 9, D), torch.randn(B, H, 9, D))
     for name in ("uniform", "window"):
-        with pytest.raises(ValueError, match=f"attention {name} makes no use of m"):
+        with pytest.raises(ValueError, match=f"attention {name} does not use m"):
             Mechanism.of(name, m=8)
 
 

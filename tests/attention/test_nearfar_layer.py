@@ -135,7 +135,7 @@ def test_names_and_sizes():
             sizes(**wrong)
     with pytest.raises(ValueError, match="exact_until = 8 with open = 0: the bounded memory of a causal layer"):
         Mechanism.of("nearfar", exact_until=8, open=0).layer(2, 4, causal=True)
-    with pytest.raises(ValueError, match="makes no use of m"):
+    with pytest.raises(ValueError, match="does not use m"):
         Mechanism.of("nearfar", m=8)
 
 

@@ -121,5 +121,5 @@ def test_what_is_refused():
     q, k, v = tensors(8)
     with pytest.raises(ValueError, match="its own sequence alone"):
         layer_of()(q[:, :, :5], k, v)
-    with pytest.raises(ValueError, match="makes no use of m"):
+    with pytest.raises(ValueError, match="does not use m"):
         Mechanism.of("reformer", m=8)

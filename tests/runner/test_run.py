@@ -136,11 +136,11 @@ BAD = [
     ("task.dataset=wein", "Did you mean wine?"),
     ("task.dataset=abalone", "archive.ics.uci.edu"),
     ("task.dataset=car task.data_dir=/nonexistent", "/nonexistent/car.data is not there"),
-    ("attention=exact features.m=64", "makes no use of it: leave out features.m=64"),
-    ("attention=exact sampler=iid", "makes no use of it: leave out sampler=iid"),
-    ("attention=linformer features.m=64 task=mlm", "makes no use of it: leave out features.m=64"),
-    ("attention=elu features.m=64 task=mlm", "makes no use of it: leave out features.m=64"),
-    ("attention=relu features=trig task=mlm", "makes no use of it: leave out features=trig"),
+    ("attention=exact features.m=64", "does not use features.m=64"),
+    ("attention=exact sampler=iid", "does not use sampler=iid"),
+    ("attention=linformer features.m=64 task=mlm", "does not use features.m=64"),
+    ("attention=elu features.m=64 task=mlm", "does not use features.m=64"),
+    ("attention=relu features=trig task=mlm", "does not use features=trig"),
     ("attention=relu", "measures feature maps of a kernel"),
     ("attention=linformer", "measures feature maps of a kernel"),
     ("hydra.run.dir=/proc/nowhere", "cannot write to /proc/nowhere"),
@@ -165,13 +165,13 @@ def test_no_reading_of_a_broken_run(typed, tmp_path):
     args = ["features=geom", "logger=none", "task.repeats=1", "task.sigmas=[0.2]", f"hydra.run.dir={tmp_path}/a"]
     assert typed(*args)[0] == 0
     whole = {name: (tmp_path / "a" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
-    broken = [("config.yaml", b"seed: 0\ntask: [1,\n", "config.yaml, line 3: it is no YAML"),
+    broken = [("config.yaml", b"seed: 0\ntask: [1,\n", "config.yaml, line 3: not valid YAML"),
               ("config.yaml", b"- 1\n", "config.yaml, line 1: it holds no keys"),
               ("config.yaml", b"seed: \xff\n", "config.yaml"),
               ("config.yaml", b"seed: ${nowhere}\n", "seed (it was ${nowhere}, now 0)"),
-              ("metrics.jsonl", whole["metrics.jsonl"] + b"{\"step\": 1,}\n", "metrics.jsonl, line 3: it is no JSON"),
-              ("metrics.jsonl", b"[]\n", "metrics.jsonl, line 1: it is no JSON object"),
-              ("metrics.jsonl", b"{}\n\xff\n{", "metrics.jsonl, line 2: it is no UTF-8 text")]
+              ("metrics.jsonl", whole["metrics.jsonl"] + b"{\"step\": 1,}\n", "metrics.jsonl, line 3: not valid JSON"),
+              ("metrics.jsonl", b"[]\n", "metrics.jsonl, line 1: not a JSON object"),
+              ("metrics.jsonl", b"{}\n\xff\n{", "metrics.jsonl, line 2: not UTF-8 text")]
     for name, content, message in broken:
         (tmp_path / "a" / name).write_bytes(content)
         code, _, err = typed(*args, "resume=auto")
@@ -320,7 +320,7 @@ def test_a_record_that_is_none_is_named(typed, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text("{broken\n" + metrics.read_text())
     code, _, err = typed(*args, "resume=auto")
-    assert code == 2 and "metrics.jsonl, line 1: it is no JSON" in err and len(err.splitlines()) == 1
+    assert code == 2 and "metrics.jsonl, line 1: not valid JSON" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason=MISSING)

@@ -85,7 +85,7 @@ def test_a_broken_file_in_a_sweep_is_named(typed, tmp_path):
     assert typed(*WINE, "features.m=4,8", f"hydra.sweep.dir={tmp_path}/s")[0] == 0
     path = tmp_path / "s" / "0" / "versions.json"
     path.write_text('{"command": "x",\n"overrides": [}\n')
-    with pytest.raises(ConfigError, match=f"{path}, line 2: it is no JSON"):
+    with pytest.raises(ConfigError, match=f"{path}, line 2: not valid JSON"):
         finished_runs(tmp_path / "s", "any")
 
 

@@ -288,7 +288,7 @@ def test_all_checkpoints_damaged(typed, whole, tmp_path, monkeypatch):
         (tmp_path / "run" / "checkpoints" / f"step-{step}" / "manifest.json").unlink()
     code, out, _ = typed(*ARGS, "resume=auto")
     assert code == 0 and out.count("is damaged (manifest.json is missing)") == 2
-    assert "the run begins anew; its earlier records are kept in metrics.1.jsonl" in out
+    assert "the run starts over; its earlier records are kept in metrics.1.jsonl" in out
     assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == before
     assert_same(tmp_path / "run", whole)
 
