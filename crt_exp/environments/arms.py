@@ -18,7 +18,7 @@ BASES = np.array([[-0.45, -0.75], [0.45, -0.75]])
 LINKS = 0.8                         # length of both links of an arm
 BOWL, RADIUS = np.array([0.0, -0.25]), 0.25
 ENDS = np.array([[-0.07, -0.25], [0.07, -0.25]])    # where strokes end
-BRUSH, DISC = 0.14, 0.02            # half the width of a brush; radius of a particle
+BRUSH, DISC = 0.09, 0.02            # half the width of a brush; radius of a particle
 HEAP = 0.08                         # spread of the heap of particles
 HEAPS = np.array([[-0.5, 0.5], [0.0, 0.55]])        # where it lies: least and most x, and y
 CENTRE, RANGE = np.array([[-0.1, 0.35], [0.1, 0.35]]), np.array([0.6, 0.5])     # of the places that strokes begin at
@@ -30,7 +30,7 @@ MOST = 4                            # particles that a pixel shows
 def where() -> np.ndarray:
     """The controller that learning begins with: strokes begin on both sides of where the head looks, (1, 3, 4)."""
     weights = np.zeros((3, 2, 2))
-    weights[1, :, 0], weights[0, :, 1] = TABLE / RANGE
+    weights[1, :, 0], weights[0, :, 1] = 2 * TABLE / RANGE
     weights[2] = (ENDS - ENDS.mean(0) - CENTRE) / RANGE
     return weights.reshape(1, 3, 4)
 
@@ -39,18 +39,17 @@ class Sweeping:
     """particles: in a heap on the table. strokes: of a rollout. size: of the image, pixels.
     The return is the share of particles within the bowl, the mean over the strokes.
 
-    Image (2, size, size), rows from near to far, columns from left to right: how many particles lie in a pixel, at most
-    MOST; the bowl. Action: where the strokes of the left and the right arm begin, x and y of each.
+    Image (1, size, size), rows from near to far, columns from left to right: how many particles lie in a pixel, at most
+    MOST. The bowl stays where it is. Action: where the strokes of the left and the right arm begin, x and y of each.
     """
 
-    channels, states, actions = 2, 2, 4
+    channels, states, actions = 1, 1, 4
     lead = where()
 
-    def __init__(self, particles: int = 12, strokes: int = 4, size: int = 16):
+    def __init__(self, particles: int = 12, strokes: int = 3, size: int = 16):
         need("sweep", "mujoco")
         self.particles, self.strokes, self.size = particles, strokes, size
         self.model, self.data = table(particles)
-        self.bowl = np.hypot(*(pixels(size) - BOWL[:, None, None])) <= RADIUS
 
     @property
     def places(self) -> np.ndarray:
@@ -105,14 +104,7 @@ class Sweeping:
         column, row = np.floor((self.places.T + TABLE) / pixel).astype(int)
         inside = (column >= 0) & (column < self.size) & (row >= 0) & (row < self.size)
         np.add.at(count, (row[inside], column[inside]), 1)
-        return Observation(np.stack([np.minimum(count, MOST), self.bowl]),
-                           np.array([self.within, self.stroke / self.strokes]))
-
-
-def pixels(size: int) -> np.ndarray:
-    """x and y of the centres of an image's pixels, (2, size, size)."""
-    centre = TABLE * ((2 * np.arange(size) + 1) / size - 1)
-    return np.stack(np.meshgrid(centre, centre))
+        return Observation(np.minimum(count, MOST)[None], np.array([self.within]))
 
 
 def bent(reach: np.ndarray, outward: int) -> tuple[float, float]:

@@ -30,11 +30,11 @@ def column_sums(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
 
 
 def tokens(images: Tensor, patch: int) -> Tensor:
-    """Of each patch of images (P, C, size, size) the mean of each channel, its place and a one, (P, L, T); rows as in
-    the image."""
+    """Of each patch of images (P, C, size, size) the sum of each channel, its place, from -1/2 to 1/2, and a one,
+    (P, L, T); rows as in the image."""
     side = images.shape[-1] // patch
-    content = F.avg_pool2d(images, patch).flatten(2).mT
-    place = (2 * torch.arange(side) + 1) / side - 1
+    content = F.avg_pool2d(images, patch, divisor_override=1).flatten(2).mT
+    place = (torch.arange(side) + 0.5) / side - 0.5
     x, y = torch.meshgrid(place, place, indexing="ij")
     rest = torch.stack([x, y, torch.ones_like(x)], -1).flatten(0, 1)
     return torch.cat([content, rest.expand(len(images), -1, -1)], -1)
@@ -93,15 +93,16 @@ class ImplicitPolicy:
         return sum(map(prod, self.shapes.values()))
 
     def initial(self, generator: torch.Generator, lead: Tensor) -> Tensor:
-        """(N,): random queries and keys, and a controller that goes where each head looks. lead: (heads, 3, A), of each
-        head the weights of the row and the column of the mean place, and what is added."""
+        """(N,): random queries and keys of opposite sign, so that patches unlike the others get most attention, and a
+        controller that goes by where each head looks. lead: (heads, 3, A), of each head the weights of the row and the
+        column of the mean place, and what is added."""
         controller = torch.zeros(self.read, self.actions)
         for head, weights in enumerate(lead):
             first = head * (self.channels + 2) + self.channels
             controller[first:first + 2] = weights[:2]
             controller[-1] += weights[2]
-        made = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
-        return torch.cat([part.flatten() for part in (made | {"controller": controller}).values()])
+        query = torch.randn(self.shapes.get("query", (0,)), generator=generator)
+        return torch.cat([query.flatten(), -query.flatten(), controller.flatten()])
 
     def parts(self, theta: Tensor) -> Iterator[Tensor]:
         """Parameters (P, N) as matrices, in the order of `shapes`."""
@@ -139,6 +140,7 @@ class ImplicitPolicy:
         *_, controller = self.parts(theta)
         kept = self.kept(layer, theta, images)
         seen = tokens(images, self.patch)[..., :-1]                                    # (P, L, C + 2)
+        seen[..., :self.channels] /= self.patch**2                                     # a mean, of the size of places
         mean = kept @ seen / kept.sum(-1, keepdim=True)                                # (P, H, C + 2)
         read = torch.cat([mean.flatten(1), states, torch.ones(len(states), 1)], 1)
         return torch.tanh(torch.einsum("pr,pra->pa", read, controller))

@@ -34,7 +34,7 @@ class Field:
     """A world for tests: a bright pixel in a corner, and the reward is how near the action comes to it."""
 
     channels, size, states, actions = 1, 4, 1, 2
-    lead = np.array([[[3.0, 0], [0, 3], [0, 0]]])
+    lead = np.array([[[6.0, 0], [0, 6], [0, 0]]])
 
     def __init__(self, spoiled: int | None = None, dies: bool = False):
         self.spoiled, self.dies = spoiled, dies
@@ -46,7 +46,7 @@ class Field:
 
     def seen(self):
         image = np.zeros((1, 4, 4))
-        image[0, (3 * (self.goal[0] > 0)), 3 * (self.goal[1] > 0)] = 16
+        image[0, (3 * (self.goal[0] > 0)), 3 * (self.goal[1] > 0)] = 4
         if self.spoiled is not None and self.seed % 2 == self.spoiled:
             image[0, 0, 0] = np.nan
         return base.Observation(image, np.zeros(1))
@@ -85,6 +85,7 @@ def test_the_policy_reads_only_what_it_attends_to():
         kept = policy.kept(layer, theta, images)
         assert (kept.sum(-1) == 3).all()
         seen = torch.stack([tokens(images, 2)[i, kept[i, 0] > 0, :-1].mean(0) for i in range(5)])
+        seen[:, 0] /= 4                                              # a mean, where tokens hold the sum
         controller = theta[:, -8:].unflatten(1, (4, 2))
         expected = torch.tanh(torch.cat([seen, torch.ones(5, 1)], 1).unsqueeze(1) @ controller).squeeze(1)
         torch.testing.assert_close(policy.act(layer, theta, images, torch.zeros(5, 0)), expected)
@@ -246,7 +247,7 @@ def test_arms_sweep_a_heap_into_the_bowl():
     begin = world.places.mean(0) + 0.15 * way / np.linalg.norm(way) + [[-0.07, 0], [0.07, 0]]
     from crt_exp.environments.arms import CENTRE, RANGE
     _, reward, _ = world.step(((begin - CENTRE) / RANGE).flatten())
-    assert world.within > 0.4 and reward == pytest.approx(world.within / 4)
+    assert world.within > 0.3 and reward == pytest.approx(world.within / 3)
     assert (np.linalg.norm(world.places - BOWL, axis=1) <= RADIUS).mean() == world.within
 
 
