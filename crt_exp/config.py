@@ -7,6 +7,7 @@ for the library as for the command line.
 import difflib
 import json
 import pkgutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,26 @@ def located(path: str, name: Any) -> Any:
     except Exception as error:  # whatever the import of somebody's module raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{path}._target_ = {name} cannot be imported: {reason}") from None
+
+
+def read_conf(path: Path) -> dict[str, Any]:
+    """A file of conf/ that the library reads, with or without OmegaConf. Raises ConfigError naming the line."""
+    from crt_exp.plain_yaml import read
+
+    try:
+        return read(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def construct(node: dict[str, Any], **options: Any) -> Any:
+    """What the plain values of a file stand for, as Hydra has it: the `_target_` with its keys, or with `_partial_` one
+    that waits for the rest. Nodes are checked by `schema.check_node` before; the constructor's own errors are raised.
+    """
+    values = {key: construct(value) if isinstance(value, dict) and "_target_" in value else value
+              for key, value in node.items() if key not in ("_target_", "_partial_")} | options
+    target = located("", node["_target_"])
+    return partial(target, **values) if node.get("_partial_") else target(**values)
 
 
 def instantiate(node: Any, **options: Any) -> Any:

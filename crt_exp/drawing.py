@@ -134,8 +134,10 @@ def save_figure(figure, path: Path) -> None:
 
 def new_figure(*args, **kwargs):
     """matplotlib subplots without a display, in the reports' style."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("pictures need matplotlib: pip install matplotlib, or crt_exp[run]") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -12,10 +12,9 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from crt_exp.config import CONF, ConfigError, canonical, choices, instantiate, located, plain_number, unknown
+from crt_exp.config import CONF, ConfigError, canonical, choices, construct, located, plain_number, read_conf, unknown
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
 from crt_exp.samplers.draws import whole
@@ -68,7 +67,7 @@ class Mechanism:
         node, named = read_preset(BASE if name is None else name)
         of_map = {key.removeprefix(OF_MAP): options.pop(key) for key in list(options) if key.startswith(OF_MAP)}
         _check_options(f"attention {name}", options, node)
-        node = _resolved(OmegaConf.merge(node, {key: plain_number(value) for key, value in options.items()}))
+        node = _resolved(node | {key: plain_number(value) for key, value in options.items()})
         check_node("attention", node, ATTENTION)
         if name is None and features is None:
             raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
@@ -79,11 +78,13 @@ class Mechanism:
         return cls._made(name, node, parts["features"], parts["sampler"], default_m() if m is None else m, seed)
 
     @classmethod
-    def composed(cls, cfg: DictConfig, chosen: Callable[[str], str | None]) -> "Mechanism":
-        """Of the composed groups of a run; `chosen` gives the name of a group's choice. Without a choice of attention
-        the features and the sampler say it all."""
+    def composed(cls, cfg: Any, chosen: Callable[[str], str | None]) -> "Mechanism":
+        """Of the composed groups of a run, a DictConfig; `chosen` gives the name of a group's choice. Without a choice
+        of attention the features and the sampler say it all."""
+        from omegaconf import OmegaConf
+
         name = chosen("attention")
-        node = read_preset(BASE)[0] if cfg.get("attention") is None else cfg.attention
+        node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
         features = OmegaConf.to_container(cfg.features, resolve=True)
         m = features.pop("m")
         rows = OmegaConf.to_container(cfg.sampler, resolve=True)
@@ -114,21 +115,21 @@ class Mechanism:
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
         if "phi" in self.options:
-            return instantiate(self.options["phi"])
+            return construct(self.options["phi"])
         if self.features is None:
             raise ConfigError(f"attention {self.name} has no feature map: choose features=..., or a preset such as "
                               "favorpp")
         content = self.features.content
         if not isinstance(content, dict):
             return content if content.kernel == kernel else type(content)(**vars(content) | {"kernel": kernel})
-        return instantiate(content, kernel=kernel)
+        return construct(content, kernel=kernel)
 
     @cached_property
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that draws its noise; None where it has none."""
         if self.rows is None:
             return None
-        return self.rows.content if callable(self.rows.content) else instantiate(self.rows.content)
+        return self.rows.content if callable(self.rows.content) else construct(self.rows.content)
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
@@ -144,7 +145,7 @@ class Mechanism:
         layer: its number, from which and the seed its noise is drawn.
         """
         options = {key: value for key, value in self.options.items() if key not in ("phi", "kernel")}
-        make = instantiate(options)
+        make = construct(options)
         if self.m is None and "phi" not in self.options:
             return make(heads, d, seed=self.seed, layer=layer, **sizes)
         if "far" in self.options:
@@ -248,30 +249,30 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
 
 # ---- files and what they use
 
-def read_preset(name: str) -> tuple[DictConfig, dict[str, str]]:
+def read_preset(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other
     groups that it makes."""
-    node, named = OmegaConf.load(CONF / "attention" / f"{name}.yaml"), {}
-    below = OmegaConf.create()
+    node, named, below = read_conf(CONF / "attention" / f"{name}.yaml"), {}, {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
-            below = OmegaConf.merge(below, read_preset(entry.split("@")[0])[0])
+            below = below | read_preset(entry.split("@")[0])[0]
         else:
             named |= {key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()}
-    return OmegaConf.merge(below, node), named
+    return below | node, named
 
 
 def default_choice(group: str) -> str:
     """The choice of a group where none is made: that of the command line."""
-    return next(entry[group] for entry in OmegaConf.load(CONF / "config.yaml").defaults if group in entry)
+    return next(entry[group] for entry in read_conf(CONF / "config.yaml")["defaults"]
+                if isinstance(entry, dict) and group in entry)
 
 
 def default_m() -> int:
     """The number of projections where none is given: that of the command line."""
-    return OmegaConf.load(CONF / "config.yaml").features.m
+    return read_conf(CONF / "config.yaml")["features"]["m"]
 
 
-def uses(options: dict[str, Any] | DictConfig) -> frozenset[str]:
+def uses(options: Any) -> frozenset[str]:
     """Which of features, sampler and m the attention of a file makes use of."""
     from crt_exp.attention.baselines import Baseline
 
@@ -316,12 +317,18 @@ def _check_options(what: str, given: Iterable[str], content: Iterable[str]) -> N
 
 
 def _content(group: str, name: str) -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
+    return read_conf(CONF / group / f"{name}.yaml")
 
 
-def _resolved(node: DictConfig) -> dict[str, Any]:
-    node = OmegaConf.create(OmegaConf.to_container(node))  # a root of its own, for interpolations relative to it
-    return OmegaConf.to_container(node, resolve=True)
+def _resolved(node: dict[str, Any], above: dict[str, Any] | None = None) -> dict[str, Any]:
+    """With the values that `${..key}` names, of the mapping above."""
+    def value_of(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _resolved(value, node)
+        named = above is not None and isinstance(value, str) and value.startswith("${..") and value.endswith("}")
+        return above[value[4:-1]] if named else value
+
+    return {key: value_of(value) for key, value in node.items()}
 
 
 def _whole(value: Any, name: str, least: int | None) -> int:

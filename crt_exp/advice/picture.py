@@ -1,13 +1,12 @@
 """The picture of an advice: what each attention costs in nats, and in time against the length."""
 
 from crt_exp.advice.arms import EXACT, FLOOR
-from crt_exp.advice.verdict import Advice, Row
 from crt_exp.drawing import CONTROL, EXACT as BLACK, colour, label_ends, new_figure, plain_ticks
 
 SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66", "bounded": "#009E73"}
 
 
-def figure(advice: Advice):
+def figure(advice):
     drawn, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
     others = [row for row in advice.rows if row.arm.name != EXACT][::-1]
     for place, row in enumerate(others):
@@ -27,7 +26,7 @@ def figure(advice: Advice):
     return drawn
 
 
-def shade(row: Row) -> str:
+def shade(row) -> str:
     if row.arm.name in (EXACT, FLOOR):
         return BLACK if row.arm.name == EXACT else CONTROL
     return SHADES.get(str(row.arm.options.get("preset"))) or colour(row.arm.name)

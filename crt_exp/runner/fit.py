@@ -16,6 +16,7 @@ from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, output_directory, override,
                                           overrides)
+from crt_exp.runner.curves import draw as draw_curves
 from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together, remove_empty
 from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, torchrun
 from crt_exp.runner.run import Run, read_records
@@ -189,6 +190,8 @@ def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
     with ending_together(world), open_run(cfg, world) as current:
         if not world.broadcast(finished(current.records)):
             Trainer(config, task, mechanism, current, world, cfg.seed).fit()
+            if world.main:
+                draw_curves(current.records, task.metric, current.directory)
     return current.records, current.directory
 
 

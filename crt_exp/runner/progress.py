@@ -1,8 +1,9 @@
 """What a run shows while it trains: the progress line, and where its time goes."""
 
 import resource
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from queue import Empty, Full, Queue
 from threading import Event, Thread
@@ -12,15 +13,21 @@ import torch
 from tqdm import tqdm
 
 IDLE = nullcontext()
+EVERY = 10.0             # seconds between plain lines
 READER_PATIENCE = 5.0  # seconds that reading one item ahead may take when nobody wants it any more
 WORK = ("forward", "backward", "clip", "optimiser")
 
 
 class ProgressLine:
-    """Loss, metric, samples/s, time left and memory on one line; nothing where standard error is no terminal."""
+    """Loss, metric, samples/s, time left and memory on one line; where standard error is no terminal, and in the run's
+    log, a plain line every EVERY seconds."""
 
-    def __init__(self, total: int, start: int, batch: float, device: torch.device, shown: bool):
-        self.batch, self.device, self.values = batch, device, {}
+    def __init__(self, total: int, start: int, batch: float, device: torch.device, shown: bool,
+                 note: Callable[[str], None]):
+        self.batch, self.device, self.values, self.shown, self.note = batch, device, {}, shown, note
+        self.total, self.first, self.at = total, start, start
+        self.named: set[str] = set()  # values that are metrics
+        self.began = self.said = time.monotonic()
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None if shown else True,
                         leave=False)
 
@@ -31,6 +38,11 @@ class ProgressLine:
         self.bar.close()
 
     def step(self, loss: float) -> None:
+        self.at += 1
+        now = time.monotonic()
+        if self.shown and now - self.said >= EVERY:
+            self.said = now
+            self._say(loss, (now - self.began) / (self.at - self.first))
         if self.bar.disable:
             return
         self.values["loss"] = f"{loss:.4g}"
@@ -39,7 +51,18 @@ class ProgressLine:
         self.bar.set_postfix(self.values, refresh=False)
         self.bar.update()
 
+    def _say(self, loss: float, seconds: float) -> None:
+        """seconds: of a step, evaluations and checkpoints among them."""
+        left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
+        metrics = "".join(f", {name} {value}" for name, value in self.values.items() if name in self.named)
+        line = (f"step {self.at} of {self.total}, loss {loss:.4g}{metrics}, {self.batch / seconds:.3g} samples/s, "
+                f"{left} left")
+        self.note(line)
+        if self.bar.disable:
+            print(line, file=sys.stderr, flush=True)
+
     def metric(self, name: str, value: float | None) -> None:
+        self.named.add(name)
         self.values[name] = "nan" if value is None else f"{value:.4f}"
 
 

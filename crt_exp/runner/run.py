@@ -30,6 +30,7 @@ from crt_exp.runner.processes import SWEEP
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep",
              "trainer.cpu", "trainer.save_minutes", "task.cache_dir", "task.workers")
+LOG = "run.log"
 LOCK = ".lock"  # within the run directory
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _held: set[tuple[int, int]] = set()  # files by device and inode: a record lock does not keep its own process out
@@ -70,7 +71,7 @@ class Run:
 
     def _refuse_used(self, cfg: DictConfig) -> bool:
         """True if an earlier run lies there and may be continued."""
-        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
+        if all(path.suffix == ".tmp" or path.name in (LOCK, LOG) for path in self.directory.iterdir()):
             return False  # a run killed in its first moments leaves a .tmp
         if cfg.resume != "auto":
             raise ConfigError(f"{self.directory} is not empty: add resume=auto to continue what lies there, or choose "
@@ -102,8 +103,16 @@ class Run:
             return
         record["time_s"] = round(time.monotonic() - self.started, 3)
         append_line(self.metrics, json.dumps(record))
+        plain = {key: value for key, value in record.items() if not isinstance(value, (list, dict))}
+        self.note(", ".join(f"{key} {shown(value)}" for key, value in plain.items()))
         self.records.append(record)
         self.mirror.log(record)
+
+    def note(self, line: str) -> None:
+        """Appends a line with the time of day to run.log, which is for reading alone."""
+        if self.main:
+            with (self.directory / LOG).open("a", encoding="utf-8") as file:
+                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
     def rewind(self, count: int) -> None:
         """Takes back all but the first `count` records: what an interrupted run wrote after the
@@ -124,7 +133,10 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
+            if kind is not None and self.directory.is_dir():
+                self.note(f"ended by {kind.__name__}: {error}")
             if self.mirror is not None:
+                self.mirror.pictures(sorted(self.directory.glob("*.png")))
                 self.mirror.finish(failed=kind is not None)
             used = self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
             if kind is not None and not used:
@@ -215,6 +227,10 @@ class Lock:
         _held.discard(identity)
         os.close(self.handle)
         self.handle = None
+
+
+def shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -331,6 +347,8 @@ class NoMirror:
 
     def log(self, record: dict) -> None: ...
 
+    def pictures(self, files: list[Path]) -> None: ...
+
     def finish(self, failed: bool) -> None: ...
 
 
@@ -345,7 +363,7 @@ class WandbMirror:
         import wandb
 
         mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-        known = directory / "wandb_id"
+        known, self.offline = directory / "wandb_id", mode == "offline"
         try:
             self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
                                   id=known.read_text().strip() if known.is_file() else None,
@@ -359,5 +377,16 @@ class WandbMirror:
         self.run.log({f"{split}/{key}" if key not in ("step", "epoch") else key: value
                       for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
 
+    def pictures(self, files: list[Path]) -> None:
+        """Those that the run leaves."""
+        import wandb
+
+        if files:
+            self.run.log({file.stem: wandb.Image(str(file)) for file in files})
+
     def finish(self, failed: bool) -> None:
+        """Says how an offline run gets to the server."""
+        folder = Path(self.run.dir).parent
         self.run.finish(exit_code=int(failed))
+        if self.offline:
+            print(f"W&B keeps this run offline: `wandb sync {folder}` sends it", file=sys.stderr)

@@ -110,7 +110,8 @@ def show() -> None:
         runs = finished_runs(directory, os.environ.pop(SWEEP))
         if len(runs) > 1:
             write_csv(directory / "sweep.csv", runs)
-            print(table(runs) + f"\n[{directory}; one line a run in sweep.csv]")
+            draw(runs, directory / "sweep.png")
+            print(table(runs) + f"\n[{directory}; one line a run in sweep.csv, a picture in sweep.png]")
 
 
 def finished_runs(directory: Path, sweep: str) -> list[Done]:
@@ -150,13 +151,10 @@ def write_csv(path: Path, finished: list[Done]) -> None:
 
 
 def table(finished: list[Done]) -> str:
-    """One line a setting, the best first; runs that differ in their seed alone are one setting,
-    with mean and interval."""
+    """One line a setting, the best first, with mean and interval over its seeds."""
     keys = [key for key in varied(finished) if key != "seed"]
-    settings: dict[tuple, list[Done]] = {}
-    for run in finished:
-        settings.setdefault((run.metric, *(run.settings.get(key, "") for key in keys)), []).append(run)
-    rows = sorted(([runs, *pooled(runs)] for runs in settings.values()), key=lambda row: (row[0][0].metric, *row[1]))
+    rows = sorted(([runs, *pooled(runs)] for runs in by_setting(finished).values()),
+                  key=lambda row: (row[0][0].metric, *row[1]))
     several = len({run.metric for run in finished}) > 1
     lines = [[*(runs[0].settings.get(key, "") for key in keys), str(len(runs)), *[runs[0].metric] * several, text]
              for runs, _, text in rows]
@@ -173,6 +171,37 @@ def table(finished: list[Done]) -> str:
         chosen = " ".join(f"{key}={value}" for key, value in zip(keys, lines[0]))
         parts.append(f"best: {chosen}, {record['metric']} {lines[0][-1]}")
     return "\n".join(parts)
+
+
+def draw(finished: list[Done], path: Path) -> None:
+    """Each setting's metric, a point a run and the mean over seeds; the SHOWN best, where all have one metric."""
+    from crt_exp.drawing import new_figure, save_figure
+
+    settings = by_setting(finished)
+    rows = sorted((runs for runs in settings.values() if all(run.value is not None for run in runs)),
+                  key=lambda runs: pooled(runs)[0])[:SHOWN]
+    if not rows or len({run.metric for run in finished}) > 1:
+        return
+    keys = [key for key in varied(finished) if key != "seed"]
+    drawn, axes = new_figure(figsize=(7, 0.8 + 0.3 * len(rows)))
+    for place, runs in enumerate(rows):
+        values = [run.value for run in runs]
+        axes.plot(values, [place] * len(values), "o", ms=4, color="#999999")
+        axes.plot(sum(values) / len(values), place, "|", ms=14, mew=2, color="#0072B2")
+    names = [" ".join(f"{key.rpartition('.')[2]}={runs[0].settings.get(key, '')}" for key in keys) for runs in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set(title=f"{finished[0].metric}, to be {finished[0].record['direction']}d; grey: runs, blue: mean over seeds")
+    save_figure(drawn, path)
+
+
+def by_setting(finished: list[Done]) -> dict[tuple, list[Done]]:
+    """Runs that differ in their seed alone are one setting."""
+    keys = [key for key in varied(finished) if key != "seed"]
+    settings: dict[tuple, list[Done]] = {}
+    for run in finished:
+        settings.setdefault((run.metric, *(run.settings.get(key, "") for key in keys)), []).append(run)
+    return settings
 
 
 def pooled(runs: list[Done]) -> tuple[tuple[bool, float], str]:

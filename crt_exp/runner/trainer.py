@@ -105,7 +105,8 @@ class Trainer:
     def fit(self) -> list[dict[str, Any]]:
         """Goes on from where the run directory stands, to the end; returns the records, the last of them final."""
         self.state.restore()
-        line = ProgressLine(self.total, self.progress.step, self._rows(), self.world.device, self.world.main)
+        line = ProgressLine(self.total, self.progress.step, self._rows(), self.world.device, self.world.main,
+                            self.run.note)
         with self.signals, line as self.line, self._reading():
             self.module.train()
             while True:

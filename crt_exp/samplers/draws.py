@@ -69,13 +69,18 @@ def whole(value, name: str, least: int | None = 1, what: str = "it") -> int:
     raise ValueError(f"{name} = {value!r}: {what} must be a whole number{at_least}")
 
 
+def available() -> float:
+    """Bytes of the machine's memory that can still be had; infinity where the system does not say."""
+    told = Path("/proc/meminfo")
+    lines = dict(line.split(":", 1) for line in told.read_text().splitlines()) if told.is_file() else {}
+    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else math.inf
+
+
 def free_memory(device: torch.device) -> float:
     """Bytes that can still be had: of the GPU, or of the machine or the container around this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    free = psutil.virtual_memory().available
+    free = available()
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.is_file() and limit.read_text().strip().isdigit():
         free = min(free, int(limit.read_text()) - int(used.read_text()))

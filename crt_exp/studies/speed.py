@@ -4,11 +4,13 @@ Every method takes its turn in every round, so that load from outside hits all a
 two halves of a training step are timed apart.
 """
 
+import csv
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ from crt_exp.attention import (
     identity_attention,
     uniform_attention,
 )
+from crt_exp.config import choices
+from crt_exp.drawing import colour, colour_by_rule, label, label_ends, new_figure, plain_ticks, save_figure
 from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
@@ -73,9 +77,37 @@ class Speed:
                            self.rounds)
 
     def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        times = ", ".join(f"{k.removesuffix('_ms')} {v:.1f}" for k, v in last.items() if k.endswith("_ms"))
-        return f"ms at length {last['length']}: {times}"
+        """A table: a row a length, milliseconds of each method."""
+        names = list(dict.fromkeys(key for record in records for key in record if key.endswith("_ms")))
+        cells = [["tokens", *(name.removesuffix("_ms") for name in names)]]
+        cells += [[str(record["length"]), *(f"{record[name]:.1f}" if name in record else "" for name in names)]
+                  for record in records]
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells]
+        return "\n".join([f"milliseconds, {self.what}, {'a training step' if self.backward else 'a pass'}:", *lines])
+
+    def keep(self, records: list[dict], directory: Path) -> None:
+        """speed.csv, a row a length and method, and speed.png."""
+        rows = [(record["length"], key.removesuffix("_ms"), value) for record in records
+                for key, value in record.items() if key.endswith("_ms")]
+        with open(directory / "speed.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("length", "method", "ms"), *rows])
+        save_figure(figure(rows), directory / "speed.png")
+
+
+def figure(rows: list[tuple[int, str, float]]):
+    """Milliseconds against the length, a line a method."""
+    drawn, axes = new_figure(figsize=(7, 4.2))
+    ends = []
+    for name in dict.fromkeys(method for _, method, _ in rows):
+        line = [(length, ms) for length, method, ms in rows if method == name]
+        ink = colour(name) if name in choices("attention") else colour_by_rule(name)
+        axes.plot(*zip(*line), marker="o", ms=3, color=ink)
+        ends.append((label(name), *line[-1], ink))
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
+    plain_ticks(axes.xaxis), plain_ticks(axes.yaxis)
+    label_ends(axes, ends)
+    return drawn
 
 
 def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:

@@ -50,6 +50,7 @@ def test_a_sweep_ends_with_its_table(typed, tmp_path):
     best = max(means, key=means.get)
     assert f"best: features={best}, accuracy {means[best]:.4f} +-" in out
     rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
+    assert (tmp_path / "s" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert [(r["run"], r["features"], r["seed"], float(r["value"])) for r in rows] == [
         (str(2 * i + seed), feature, str(seed), values[feature][seed])
         for i, feature in enumerate(values) for seed in (0, 1)]

@@ -18,7 +18,8 @@ from crt_exp.tasks.base import Plan, Reader
 
 def test_trains_and_records(typed, tmp_path):
     code, out, err = typed("trainer.epochs=4", "trainer.keep=1", "trainer.profile=true")
-    assert code == 0 and err == "" and "toy: accuracy 0." in out and "profile: 47 steps of" in out
+    assert code == 0 and "toy: accuracy 0." in out and "profile: 47 steps of" in out
+    assert all(line.startswith("step ") for line in err.splitlines())  # of a run of more than ten seconds
     lines = records(tmp_path / "run")
     evaluated = [(r["step"], r["epoch"]) for r in lines if r["split"] == "validation"]
     assert evaluated == [(12, 1), (24, 2), (36, 3), (48, 4)]

@@ -1,6 +1,7 @@
 """What a run is made of: the rows of its steps, rates, reading ahead, the line of progress, the stopwatch."""
 
 import io
+import re
 import sys
 import time
 
@@ -123,7 +124,7 @@ def test_progress_line_of_a_terminal(monkeypatch):
         def isatty(self):
             return True
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with ProgressLine(10, 4, 8, torch.device("cpu"), True) as line:
+    with ProgressLine(10, 4, 8, torch.device("cpu"), True, [].append) as line:
         line.metric("accuracy", 0.5)
         for _ in range(3):
             time.sleep(0.11)
@@ -133,9 +134,21 @@ def test_progress_line_of_a_terminal(monkeypatch):
     for part in ("loss=1.25", "accuracy=0.5000", "samples/s=", "memory=", "GiB", "<"):  # "<": time left
         assert part in shown
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with ProgressLine(10, 0, 8, torch.device("cpu"), True) as line:
+    with ProgressLine(10, 0, 8, torch.device("cpu"), True, [].append) as line:
         line.step(1.0)
     assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_plain_lines_where_there_is_no_terminal(shown, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.0)
+    noted = []
+    with ProgressLine(10, 4, 8, torch.device("cpu"), shown, noted.append) as line:
+        line.metric("accuracy", 0.5)
+        line.step(1.25)
+    assert sys.stderr.getvalue() == "".join(f"{each}\n" for each in noted) and len(noted) == shown
+    assert not shown or re.fullmatch(r"step 5 of 10, loss 1.25, accuracy 0.5000, \S+ samples/s, 0\S+ left", noted[0])
 
 
 def test_stopwatch_shares():
