@@ -1,7 +1,8 @@
 """Images by class: folders in the official layout, and scikit-learn's digits where no folder is named.
 
 A folder holds train/<class>/ and val/<class>/ with the images anywhere below each class, as ImageNet, Imagenette and
-the original tiny-imagenet (train/<class>/images/) have them. Files are listed at once and read when a row is asked for.
+the original tiny-imagenet (train/<class>/images/) have them; or <class>/ alone, which is divided here. Files are listed
+at once and read when a row is asked for.
 """
 
 import os
@@ -16,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from crt_exp.data import DataError, check_regular
+from crt_exp.data.cache import warn
 from crt_exp.data.sources import SOURCES, task_folder
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 SPLITS = ("train", "val")
 DIGITS = "digits"
+SHARE = 0.2                                                  # of a folder without splits is held out
 DIGITS_VAL = 360                                             # of 1797
 
 
@@ -66,6 +69,8 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
     root = task_folder(f"images/{dataset}", data_dir)
     if root is None or not root.is_dir():
         raise missing(dataset, root)
+    if not any((root / split).is_dir() for split in SPLITS):
+        return divided(root)
     files_of = {split: listed(root / split) for split in SPLITS}
     train, val = (set(files_of[split]) for split in SPLITS)
     if train != val:
@@ -73,6 +78,13 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
         raise DataError(f"{root}: train/ and val/ hold different classes: {', '.join(only)}.\n"
                         "Put the same class folders into both.")
     return {split: of_files(root, split, files) for split, files in files_of.items()}
+
+
+def divided(root: Path) -> dict[str, Images]:
+    """Of <class>/ alone: SHARE of each class, drawn once and for all, is val."""
+    every = of_files(root, ".", listed(root))
+    warn("%s has no train/ and val/: a fifth of the images of each class is held out as val", root)
+    return dict(zip(SPLITS, every.held_out(SHARE)))
 
 
 def differing(names: set[str], split: str) -> str:

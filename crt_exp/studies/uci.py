@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from crt_exp.data import own_table
 from crt_exp.data.tabular import load
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
@@ -42,11 +43,17 @@ class UCI:
 
     def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"],
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
-                 repeats: Count, sigmas: Several[Sigma], draws: Count = 1, data_dir: str | None = None):
+                 repeats: Count, sigmas: Several[Sigma], draws: Count = 1, data_dir: str | None = None,
+                 csv: str | None = None, target: str | None = None,
+                 kind: Literal["classification", "regression"] | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
-        self.table = load(dataset, data_dir)
+        self.table, self.told = self.read(dataset, data_dir, csv, target, kind)
+        dataset = self.table.name
         self.features = self.table.encode(coding).astype(np.float32)
+        if scaling == "none" and np.isnan(self.features).any():
+            raise ValueError(f"task.scaling = none: values are missing ({self.told}), and become the mean only where "
+                             "columns are scaled")
         self.scaling, self.split, self.repeats, self.draws = scaling, tuple(split), repeats, draws
         self.sigmas = list(sigmas)
         self.metric = "accuracy" if self.table.classes is not None else "r2"
@@ -54,6 +61,17 @@ class UCI:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
             raise ValueError(f"task.split = {list(split)}: a part of the {len(self.table)} rows of {dataset} is empty")
+
+    @staticmethod
+    def read(dataset: str, data_dir: str | None, csv: str | None, target: str | None, kind: str | None):
+        """The table, and what is to be said of it."""
+        if csv is None:
+            if target is not None or kind is not None:
+                raise ValueError("task.target and task.kind are of a table of your own: give task.csv=FILE")
+            return load(dataset, data_dir), ""
+        if data_dir is not None:
+            raise ValueError("task.data_dir is the folder of official files; task.csv is read by itself")
+        return own_table.read(csv, target, kind)
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a split and draw, then the mean with its 95% interval over splits."""
@@ -84,7 +102,7 @@ class UCI:
         width = last[f"{self.metric}_ci95"]
         spread = "" if width is None else f" +- {width:.4f}"
         return (f"{self.table.name}: {self.metric} {last[self.metric]:.4f}{spread} (mean of {self.repeats} splits, "
-                "95% interval)" + bias_sentence(last))
+                "95% interval)" + bias_sentence(last) + (f"\n{self.told}" if self.told else ""))
 
     def divide(self, seed: int, repeat: int) -> Split:
         """Random split number `repeat`: the same for every mechanism."""
@@ -112,12 +130,16 @@ class UCI:
 
 
 def scaler(train: np.ndarray, kind: str):
-    """A function that scales columns by their training statistics; a constant column becomes 0."""
+    """A function that scales columns by their training statistics; a constant column becomes 0, and a missing value the
+    mean of the training part."""
     if kind == "none":
         return lambda x: x
+    means = np.ma.masked_invalid(train).mean(0, dtype=np.float64).filled(0) if np.isnan(train).any() else None
+    full = lambda x: x if means is None else np.where(np.isnan(x), means, x)
+    train = full(train)
     if kind == "standard":
         centre, width = train.mean(0, dtype=np.float64), train.std(0, dtype=np.float64)
     else:
         centre, width = train.min(0), np.ptp(train, axis=0)
     width = np.where(width > 0, width, 1)
-    return lambda x: ((x - centre) / width).astype(np.float32)
+    return lambda x: np.nan_to_num((full(x) - centre) / width).astype(np.float32)

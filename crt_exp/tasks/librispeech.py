@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, speech
+from crt_exp.data import DataError, speech, speech_table
 from crt_exp.data.sources import no_folder
 from crt_exp.data.plan import packed
 from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
@@ -98,7 +98,7 @@ class LibriSpeech(Task):
     options that do not go together.
     """
 
-    corpus: Literal["librispeech", "fsdd"]
+    corpus: Literal["librispeech", "fsdd", "table"]
     source: Literal["files", "hub"]
     data_dir: str | None
     subsets: Subsets
@@ -138,8 +138,11 @@ class LibriSpeech(Task):
         self.sizes = PRESETS[self.preset] | self.sizes
         check_keys("task.sizes.", self.sizes, parameters(Sizes))
         check_sizes(self.sizes)
-        if digits and self.source == "hub":
-            raise ConfigError("task.corpus=fsdd reads files: leave task.source=hub out")
+        if self.corpus != "librispeech" and self.source == "hub":
+            raise ConfigError(f"task.corpus={self.corpus} reads files: leave task.source=hub out")
+        if self.corpus == "table" and not self.data_dir:
+            raise ConfigError("task.corpus=table needs task.data_dir=FILE.csv or FILE.jsonl, which names audio files "
+                              "and their transcripts")
         if self.held_out_speaker and not digits:
             raise ConfigError("task.held_out_speaker is for task.corpus=fsdd")
 
@@ -165,6 +168,8 @@ class LibriSpeech(Task):
             return islice(self.hub_pass(split, faults)(0), self.hub["held_out"])
         if self.corpus == "fsdd":
             return speech.digit_strings(self.recordings, split, self.strings[split], self.held_out_speaker)
+        if self.corpus == "table":
+            return speech_table.utterances(self.data_dir, split, faults)
         return speech.official(self.subsets[split], self.data_dir, faults)
 
     @cached_property
