@@ -2,6 +2,8 @@
 
 import sys
 
+RUNNER = ("hydra", "omegaconf", "yaml")  # of the extra `run`
+
 
 def main() -> None:
     try:
@@ -15,8 +17,13 @@ def main() -> None:
     if "--version" in sys.argv[1:]:
         print(version())
         return
-    from crt_exp.train import main
-
+    try:
+        from crt_exp.train import main
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in RUNNER:
+            raise
+        sys.stderr.write(f"crt_exp: error: the command line needs {error.name}: pip install 'crt_exp[run]'\n")
+        sys.exit(2)
     main()
 
 

@@ -70,6 +70,12 @@ def test_the_library_needs_the_light_install_alone():
     assert done.stdout == "works\n", done.stderr
 
 
+def test_the_command_line_says_what_it_needs():
+    code = "sys.argv[1:] = ['task=uci']\nfrom crt_exp.__main__ import main\nmain()"
+    done = run(BLOCKED.format(names=set(NAMES)) + code)
+    assert done.returncode == 2 and done.stderr.endswith("pip install 'crt_exp[run]'\n"), done.stderr
+
+
 def test_the_import_costs_nothing_beyond_torch():
     code = ("import time, torch\nstart = time.perf_counter()\nimport crt_exp\nprint(time.perf_counter() - start)")
     assert min(float(run(code).stdout) for _ in range(2)) < 0.1

@@ -10,10 +10,12 @@ def figure(advice):
     drawn, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
     others = [row for row in advice.rows if row.arm.name != EXACT][::-1]
     for place, row in enumerate(others):
-        costs.errorbar(max(row.above, 1e-4), place, xerr=row.above_ci95, fmt="o", ms=5, color=shade(row))
+        costs.errorbar(row.above, place, xerr=row.above_ci95, fmt="o", ms=5, color=shade(row))
     costs.set_yticks(range(len(others)), [row.arm.label for row in others])
-    costs.axvspan(costs.get_xlim()[0], advice.tolerance, color="#000000", alpha=0.06, lw=0)
+    least = min(-advice.tolerance, *(row.above - row.above_ci95 for row in others))
     costs.set_xscale("symlog", linthresh=advice.tolerance)
+    costs.set_xlim(left=1.2 * least)
+    costs.axvspan(1.2 * least, advice.tolerance, color="#000000", alpha=0.06, lw=0)
     costs.set(title="nats above the model's own attention", xlabel=f"{advice.texts} texts of {advice.length} tokens; "
                                                                    "grey: allowed")
     for row in advice.rows:
