@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "crt_exp"
 # From the bottom to the top: a module imports from lines above its own, or from its own line.
 # The longest name that fits counts.
 ROOMS = [
-    ["ranks", "nonfinite", "nested", "config", "plain_yaml", "schema", "kernels", "compiling"],
+    ["ranks", "nonfinite", "nested", "precision", "config", "plain_yaml", "schema", "kernels", "compiling"],
     ["samplers"],
     ["features"],
     ["bounds"],

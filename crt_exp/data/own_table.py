@@ -97,7 +97,7 @@ def target_of(path: Path, name: str, labels: list[str], kind: Kind | None) -> tu
 
 
 def column_of(path: Path, name: str, texts: list[str | None], told: list[str]) -> Column | None:
-    """None, and told, for a column that says nothing about other rows."""
+    """None, and reported, for a column that says nothing about other rows."""
     present = [text for text in texts if text is not None]
     if missing := len(texts) - len(present):
         told.append(f"{name}: {missing} of {len(texts)} values are missing")
