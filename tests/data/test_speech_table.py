@@ -26,7 +26,7 @@ def test_csv_and_jsonl_say_the_same(folder):
     for name in ("t.jsonl", "t.csv"):
         faults = Faults("error", "utterances")
         found = list(utterances(folder / name, "test", faults))
-        assert [each.text for each in found] == ["say 4", "say 5"] and found[0].seconds == 0.5 and not faults.found
+        assert [each.text for each in found] == ["say 4", "say 5"] and found[0].seconds == 0.5 and not faults.noted
 
 
 def test_splits_by_hash_do_not_depend_on_the_others(folder):
@@ -43,7 +43,7 @@ def test_bad_audio_and_empty_transcripts_are_noted(folder):
     (folder / "t.csv").write_text("audio,text,split\nbad.wav,x,train\nnone.wav,x,train\n0.wav,,train\n")
     faults = Faults("skip", "utterances")
     assert list(utterances(folder / "t.csv", "train", faults)) == []
-    assert len(faults.found) == 3 and "an empty transcript" in faults.found[2]
+    assert len(faults.noted) == 3 and "an empty transcript" in faults.noted[2]
 
 
 @pytest.mark.parametrize("name, text, message", [
