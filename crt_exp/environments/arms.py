@@ -44,7 +44,7 @@ class Sweeping:
     """
 
     channels, states, actions = 1, 1, 4
-    lead = where()
+    lead, watch = where(), None
 
     def __init__(self, particles: int = 12, strokes: int = 3, size: int = 16):
         need("sweep", "mujoco")
@@ -90,6 +90,8 @@ class Sweeping:
         for k in range(ticks):
             self.order(start + (tips - start) * (k + 1) / ticks, height)
             mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
+            if self.watch:
+                self.watch(self)
         self.tips = tips
 
     def order(self, tips: np.ndarray, height: float) -> None:
@@ -97,6 +99,13 @@ class Sweeping:
         for arm, (tip, base, outward) in enumerate(zip(tips, BASES, (1, -1))):
             shoulder, elbow = bent(tip - base, outward)
             self.data.ctrl[3 * arm:3 * arm + 3] = shoulder, elbow, height
+
+    def view(self):
+        return (-1.0, 1.0), (-1.0, 1.0)
+
+    def circles(self) -> list[tuple]:
+        """Centre and radius of what is no body."""
+        return [(BOWL, RADIUS)]
 
     def seen(self) -> Observation:
         count = np.zeros((self.size, self.size))

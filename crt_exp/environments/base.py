@@ -1,7 +1,8 @@
 """What an environment gives a policy, and what it gets from it."""
 
 import importlib.util
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,12 +26,17 @@ class Environment(Protocol):
     states: int
     actions: int
     lead: np.ndarray  # (heads, 3, A), the controller that learning begins with: see ImplicitPolicy.initial
+    watch: Callable[[Any], None] | None  # called after each order to the servos, for films
 
     def reset(self, seed: int) -> Observation:
         """Begins a rollout."""
 
     def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
         """One decision, (A,) within -1 to 1: what is seen next, the reward, and whether the rollout has ended."""
+
+
+    def view(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """What a film shows, from above: least and most x, and y."""
 
 
 def need(task: str, *packages: str) -> None:

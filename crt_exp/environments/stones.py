@@ -43,7 +43,7 @@ class SteppingStones:
     """
 
     channels, states, actions = 1, 4, 2
-    lead = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]])
+    lead, watch = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]]), None
 
     def __init__(self, environment: str = "Ant-v5", size: int = 16, seconds: float = 12.0):
         need("locomotion", "gymnasium", "mujoco")
@@ -78,7 +78,9 @@ class SteppingStones:
         before, strides = self.data.qpos[0], SHORT + (STRIDE - SHORT) * (np.asarray(action, float) + 1) / 2
         for k in range(ticks := round(PERIOD / 2 / SERVO)):
             self.order(strides, (k + 1) / ticks)
-            mujoco.mj_step(self.model, self.data, nstep=round(SERVO / self.model.opt.timestep))
+            mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
+            if self.watch:
+                self.watch(self)
         self.time += 1
         fallen = not self.data.qpos[2] > FALLEN
         return self.seen(), float(self.data.qpos[0] - before), fallen or self.time == self.decisions
@@ -90,6 +92,10 @@ class SteppingStones:
         swing = (FORWARD * strides[[0, 1, 0, 1]] + turn) * (2 * phase - 1)
         self.data.ctrl[self.servos[:, 0]] = np.where(pushes, swing, -swing)
         self.data.ctrl[self.servos[:, 1]] = LEGS * np.where(pushes, STAND, STAND - LIFT * np.sin(np.pi * phase))
+
+    def view(self):
+        x, y = self.data.qpos[:2]
+        return (x - 1.5, x + 2.5), (y - 2, y + 2)
 
     @property
     def yaw(self) -> float:

@@ -9,7 +9,8 @@ from crt_exp.environments.stones import SteppingStones
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.schema import Bound, Count, Positive, Whole, at_least, checked
-from crt_exp.studies.evolution import Plan, evolve
+from crt_exp.studies.evolution import Plan, evolve, restored
+from crt_exp.studies.film import film
 from crt_exp.studies.rollouts import Player
 
 Looks = Literal["attention", "average", "random"]
@@ -51,7 +52,8 @@ class Robotics:
     name: str
 
     def __init__(self, world: type, options: Mapping[str, Any], looks: str, policy: Policy, strategy: Strategy,
-                 workers: int):
+                 workers: int, film: bool):
+        self.filmed = film
         self.world, self.options, self.looks = world, tuple(options.items()), looks
         self.plan = Plan(**strategy, workers=workers)
         made = world(**options)  # whatever is wrong with it is said before anything is written
@@ -65,8 +67,15 @@ class Robotics:
     def player(self, mechanism: Mechanism) -> Player:
         return Player(self.world, self.options, None if self.looks == "random" else self.policy, mechanism)
 
+    def keep(self, records: list[dict], directory: Path) -> None:
+        """With `film` leaves film.gif in the run directory: the first rollout of the test."""
+        if self.filmed and self.looks != "random":
+            theta = restored(directory, len(records)).theta
+            film(self.played, theta, records[-1]["seeds"][0], directory / "film.gif")
+
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        return evolve(self.plan, self.player(mechanism), seed, len(done), self.directory)
+        self.played = self.player(mechanism)
+        return evolve(self.plan, self.played, seed, len(done), self.directory)
 
     def summary(self, records: list[dict]) -> str:
         last, dropped = records[-1], sum(r["dropped"] for r in records if r["split"] != "train")
@@ -83,9 +92,9 @@ class Locomotion(Robotics):
     name = "locomotion"
 
     def __init__(self, environment: str, size: Count, seconds: Positive, looks: Looks, policy: Policy,
-                 strategy: Strategy, workers: Count):
+                 strategy: Strategy, workers: Count, film: bool = False):
         options = {"environment": environment, "size": size, "seconds": seconds}
-        super().__init__(SteppingStones, options, looks, policy, strategy, workers)
+        super().__init__(SteppingStones, options, looks, policy, strategy, workers, film)
 
 
 @checked("task")
@@ -95,6 +104,6 @@ class Sweep(Robotics):
     name = "sweep"
 
     def __init__(self, particles: Annotated[int, at_least(2)], strokes: Count, size: Count, looks: Looks,
-                 policy: Policy, strategy: Strategy, workers: Count):
+                 policy: Policy, strategy: Strategy, workers: Count, film: bool = False):
         options = {"particles": particles, "strokes": strokes, "size": size}
-        super().__init__(Sweeping, options, looks, policy, strategy, workers)
+        super().__init__(Sweeping, options, looks, policy, strategy, workers, film)

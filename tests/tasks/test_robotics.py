@@ -139,7 +139,7 @@ def test_seeds_are_recorded_and_never_shared_by_splits(tmp_path):
     assert play(player(), torch.zeros(1, POLICY.parameters), records[-1]["seeds"][:1]) != [0]
 
 
-@pytest.mark.parametrize("stop", range(1, 5))
+@pytest.mark.parametrize("stop", [1, 2, 4])
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     whole = list(evolve(PLAN, player(), 0, 0, tmp_path / "whole"))
     run = evolve(PLAN, player(), 0, 0, tmp_path / "cut")
@@ -260,9 +260,11 @@ LITTLE = {"locomotion": [*SMALL, "task.seconds=1.5"], "sweep": [*SMALL, "task.pa
 
 @pytest.mark.parametrize("task", LITTLE)
 def test_a_run_and_its_continuation(typed, tmp_path, task):
-    run = [f"task={task}", "attention=hrf_angular", "features.m=8", *LITTLE[task], f"hydra.run.dir={tmp_path / 'run'}"]
+    run = [f"task={task}", "attention=hrf_angular", "features.m=8", *LITTLE[task], "+task.film=true",
+           f"hydra.run.dir={tmp_path / 'run'}"]
     code, out, err = typed(*run)
     assert code == 0 and f"{task}: return" in out, err
+    assert (tmp_path / "run/film.gif").read_bytes()[:3] == b"GIF"
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert [r["split"] for r in records] == ["train", "train", "validation", "test"] and records[-1]["final"]
