@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from crt_exp.drawing import save_figure
 from crt_exp.report import figures, tables
@@ -66,10 +67,22 @@ def commands(page: Page) -> str:
     if not {"common", "settings", "arms"} <= {*size}:
         return ""
     settings = "\n".join(f"- {name}: `{' '.join(options)}`" for name, options in size["settings"].items())
-    arms = "\n".join(f"- {page.label(arm)}: `{' '.join(options)}`"
-                     for arm, options in (size["arms"] | size.get("moved", {})).items())
-    return (f"## Commands\n\nA run is `python -m crt_exp {' '.join(size['common'])} seed=0` with the options of a "
-            f"setting and of an arm.\n\n{settings}\n\n{arms}")
+    first = (f"## Commands\n\nA run is `python -m crt_exp {' '.join(size['common'])} seed=0` with the options of a "
+             f"setting and of an arm.")
+    start = page.label(size.get("start", "exact"))
+    later = [f"Runs that go on take `task.init=DIRECTORY`, that of a run of {start} in this setting, no `+task.sizes`, "
+             f"and{then(size)} the options of one of these.", arms_of(page, size["moved"])] if size.get("moved") else []
+    return "\n\n".join([first, settings, arms_of(page, size["arms"]), *later])
+
+
+def then(size: dict[str, Any]) -> str:
+    """What the setting gives to runs that go on."""
+    listed = "; ".join(f"in {setting} `{' '.join(options)}`" for setting, options in size.get("then", {}).items())
+    return f", {listed}," if listed else ""
+
+
+def arms_of(page: Page, arms: dict[str, list[str]]) -> str:
+    return "\n".join(f"- {page.label(arm)}: `{' '.join(options)}`" for arm, options in arms.items())
 
 
 def caption(page: Page) -> str:

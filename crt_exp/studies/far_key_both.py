@@ -76,8 +76,9 @@ def improved_clustered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def monarch(q: Tensor, k: Tensor, v: Tensor, turns: int = TURNS) -> Tensor:
-    """MonarchAttention (Yaras et al., 2025): the weight of query (l, j) for key (m, i) is a product A[j, l, m] B[m, j, i]
-    of two softmaxes, each in turn the best for the other in the variational form of softmax, <W, q.k> + entropy."""
+    """MonarchAttention (Yaras et al., 2025): the weight of query (l, j) for key (m, i) is a product A[j, l, m]
+    B[m, j, i] of two softmaxes, each in turn the best for the other in the variational form of softmax, <W, q.k> +
+    entropy."""
     width = next(w for w in range(math.isqrt(k.shape[2]), 0, -1) if k.shape[2] % w == 0)
     q, k, v = (t.unflatten(2, (-1, width)) for t in (q, k, v))                               # (1, H, M, b, .)
     M = k.shape[2]
