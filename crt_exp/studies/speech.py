@@ -19,23 +19,27 @@ from crt_exp.config import instantiate, read_yaml
 from crt_exp.features import SDERF
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
-from crt_exp.studies import runs, training
+from crt_exp.studies import encoder_steps, runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.memory import in_new_process
 from crt_exp.studies.predicted import predicted_errors
 from crt_exp.studies.training import HOME, Grid
 from crt_exp.swap.swap import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 
+ENCODER = "encoder"
 BATCHES = 4  # to which clusters are fitted, and on which attention is compared layer by layer
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """The draws of the grids, of the arms that `fitted` names, and of `looked` the errors by layer."""
+    """The draws of the grids, of the arms that `fitted` names, and of `looked` the errors by layer; in setting ENCODER
+    seconds (units: rounds) and mib of an encoder on `encoder` seconds of audio (x)."""
     yield from training.measure(name, sources, size, keep)
     cells, home = Cells(name, sources, keep), runs.Home(HOME, tuple(sources))
     grids = {setting: grid for grid in (Grid(**each) for each in size["grids"]) for setting in grid.settings}
     begun = {setting: {"start": grid.beginning(home)["overrides"], "sources": list(sources)}
              for setting, grid in grids.items() if grid.begin}
+    yield from encoder(cells, name, size.get("encoder", []))
     for setting, arms in size.get("fitted", {}).items():
         yield from fitted(cells, name, setting, arms, begun[setting], grids[setting].seeds)
     for setting, arms in size.get("looked", {}).items():
@@ -68,6 +72,27 @@ def looked(cells: Cells, name: str, setting: str, arms: Mapping[str, Sequence[st
             yield cells.draw(key, setting, arm, "output", each["output"], x=layer, table="layers")
             if arm == next(iter(arms)):
                 yield cells.draw(key, setting, "uniform", "output", each["uniform"], x=layer, table="layers")
+
+
+def encoder(cells: Cells, name: str, lengths: Sequence[int]) -> Iterator[Draw]:
+    times = {n: {"seconds": n, "rounds": max(3, 150 // n)} for n in lengths}  # more for short audio, which varies more
+    peaks = {(n, method): {"seconds": n, "method": method} for n in lengths for method in encoder_steps.METHODS}
+    cells.fill([*times.values()], encoder_times, f"{name}: encoder", 1)
+    cells.fill([*peaks.values()], encoder_memory, f"{name}: memory of the encoder", 1)
+    for n, key in times.items():
+        for method, rounds in cells[key].items():
+            for turn, ms in enumerate(rounds):
+                yield cells.draw(key, ENCODER, method, "seconds", ms / 1e3, turn, n)
+    for (n, method), key in peaks.items():
+        yield cells.draw(key, ENCODER, method, "mib", cells[key], 0, n)
+
+
+def encoder_times(seconds: int, rounds: int) -> dict[str, list[float]]:
+    return in_new_process(encoder_steps.times, seconds=seconds, rounds=rounds)
+
+
+def encoder_memory(seconds: int, method: str) -> float:
+    return in_new_process(encoder_steps.memory, seconds=seconds, method=method)
 
 
 @torch.no_grad()

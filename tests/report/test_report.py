@@ -33,9 +33,8 @@ PEER = Mechanism("RBFSampler", {}, m=64)
 NO_LIST = {  # reports over other things than maps and samplers, and what these are
     "bench_nearfar": "near-far attention and its peers",
     "families": "models",
-    "fig3": "arms of speech recognition", "fig4_left": "attention in a ViT",
+    "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "attention in language models",
-    "hrf_speech": "arms of speech recognition",
     "lra": "attention in a classifier", "pixels": "attention in a model of images",
     "books": "attention in a language model",
     "recall": "near-far attention and its peers", "copying": "attention in a language model",

@@ -1,8 +1,5 @@
 """Studies of hybrids: measured errors are those of the closed forms, FLOPs are counted, reports say what they found."""
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -10,11 +7,9 @@ import torch
 from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
 from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import draws, fig3, hrf_speech, page, render, speech_runs, writing
-from crt_exp.report.evidence import GateFailed, judged
+from crt_exp.report import draws, page, render
 from crt_exp.report.page import Page
-from crt_exp.runner.command_line import check_command_line
-from crt_exp.studies import flops, kernel_errors
+from crt_exp.studies import flops, kernel_errors, speech
 from crt_exp.studies.clusters import Clusters
 from crt_exp.studies.flops import Flops
 from crt_exp.studies.pairs import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
@@ -142,7 +137,6 @@ def test_columns_are_the_features():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(writing, "REPORT", tmp_path / "report")
     return tmp_path / "report"
 
 
@@ -158,7 +152,7 @@ def test_a_page_of_tiny_sizes(name, folder, monkeypatch):
     draws.write(name, kernel_errors.measure(name, spec["sources"], {"parts": parts}), folder)
     made = Page(name, folder)
     assert {*made.draws["arm"]} >= {arm for part in parts for arm in part["arms"]}
-    assert len(made.verdicts) == len(spec["claims"]) * len(made.settings)
+    assert len(made.families["claims"]) == len(spec["claims"]) * len(made.settings)
     assert all(arm in render.text(made, False) for arm in map(made.label, spec["controls"]))
 
 
@@ -168,81 +162,10 @@ TINY = {"draws": 3, "pairs": 6, "angles": 5, "points": 10, "repeats": 2, "groups
 def test_arms_of_as_many_columns():
     columns = {name: kernel_errors.mechanism(name, columns=288) for name in ("angular", "gaussian", "trig", "pos")}
     assert [arm.map().rank(arm.m) for arm in columns.values()] == [288, 272, 288, 288]
-    large = [arm for name, arm in hrf_speech.ARMS.items() if name.endswith(("432", "3)", "(3,2)", "6,8)"))]
-    assert len(large) == 6 and {hrf_speech.columns(arm) for arm in large} == {432}
-    assert [hrf_speech.columns(hrf_speech.ARMS[name]) for name in ("HRF-C(2,2)", "HRF-A(8,8)", "Trig 256")] == [
-        256, 216, 256]
-
-
-# ---- speech
-
-
-@pytest.mark.slow
-def test_arms_of_speech_are_command_lines(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", "/data")
-    for arm in (hrf_speech.CONTROLS | hrf_speech.ARMS).values():
-        key = speech_runs.uptraining(hrf_speech.SIZES["small"], arm, 1)
-        check_command_line([*key["overrides"], "logger=none", "hydra.run.dir=run"])
-
-
-def test_the_cells_of_fig3_stay_theirs():
-    keys = hrf_speech.keys_of(hrf_speech.SIZES["small"])
-    assert keys["exact"]["exact"] == speech_runs.checkpoint(fig3.SETTINGS["small"])
-    assert speech_runs.Arm("favorp", 8).key == {"attention": "favorp", "m": 8}
-    every = [json.dumps(key) for each in keys.values() for key in each.values()]
-    assert len(every) == len(set(every)) == 1 + 2 + 11 + 11 * 8 + 6 * 3
-
-
-def speech_found(distance):
-    """All values, the better of each pair by `distance` in nats and points."""
-    setting, rng = hrf_speech.SIZES["small"], np.random.default_rng(0)
-    keys = hrf_speech.keys_of(setting)
-    level = {"HRF-C(3,3)": 0, "HRF-C(2,2)": 0, "HRF-A(16,8)": 1, "HRF-A(8,8)": 1, "exact": -2, "uniform": 4}
-    value = lambda name: 20 + distance * level.get(name, 2) + 0.1 * rng.normal()
-    metrics = lambda name: {"loss": value(name), "wer": value(name) / 100, "cer": 0.1, "steps": 3}
-    after = {place: {split: metrics(place[0]) for split in ("validation", "test")}
-             for part in ("controls", "after") for place in keys[part]}
-    looked = {name: {"S": [[4.0]], "predicted": [None], "measured": [0.5 + 0.1 * level.get(name, 2)], "uniform": [0.9]}
-              for name in keys["looked"]}
-    trained = {place: metrics(place[0]) for place in keys["trained"]}
-    return hrf_speech.Found(setting, metrics("exact"), looked, after, trained)
-
-
-@pytest.mark.parametrize("distance, word", [(2.0, "holds"), (-2.0, "fails")])
-def test_verdicts_on_speech_follow_the_records(distance, word):
-    found = speech_found(distance)
-    assert {v.word for v in judged(hrf_speech.claims(found))} == {word}
-    passed = hrf_speech.gates(found.after, found.looked)
-    assert passed[0].passed == (distance > 0) and passed[1].passed
-    beaten = "None of 15 arms is worse than u" if distance > 0 else "**U"
-    assert hrf_speech.controls_that_win(found).startswith(f"{beaten}niform attention")
-
-
-@pytest.mark.slow
-def test_page_of_speech(folder, capsys):
-    hrf_speech.write("small", speech_found(2.0), [], 3.0)
-    text = (folder / "hrf-speech.md").read_text()
-    assert "| HRF-C(2,3) | 72 | 432 |" in text and (folder / "hrf-speech.png").stat().st_size > 20_000
-    assert "written:" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ClusteredHybrid attention has no clusters yet")   # in so few steps
-def test_hrf_speech_at_tiny_sizes(monkeypatch, folder, tmp_path, one_thread):
-    """The real thing, a few steps of each run."""
-    from tests.small_speech import write_digits
-
-    write_digits(tmp_path / "speech/free-spoken-digit-dataset/recordings")
-    monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    sizes = {"layers": 1, "dim": 8, "ffn": 8, "channels": 2, "predictor": 8, "joiner": 8, "kernel": 3}
-    data = ("task.corpus=fsdd", *(f"+task.sizes.{key}={value}" for key, value in sizes.items()),
-            "task.strings.train=12", "task.strings.validation=3", "task.strings.test=3", "trainer.select=last")
-    steps = ("trainer.steps=2", "trainer.eval_every=1")
-    setting = replace(hrf_speech.SIZES["small"], data=data, exact=steps, uptrained=steps, swaps=2, seeds=2, workers=1)
-    with pytest.raises(GateFailed, match="this setting cannot answer"):
-        hrf_speech.report(setting, "tiny")
-    monkeypatch.setattr(hrf_speech, "check_gates", list)
-    hrf_speech.report(setting, "tiny")
-    text = (folder / "hrf-speech.md").read_text()
-    assert "**failed**" in text and "HRF-C(3,3)" in text
+    size = page.load("hrf-speech")["sizes"]["small"]
+    options = size["grids"][0]["moved"] | size["fitted"]["directly after the swap"]
+    columns = {arm: made.map().rank(made.m) for arm, each in options.items()
+               for made in [speech.mechanism(each, 0)] if made.estimates}
+    assert {columns[arm] for arm in columns if arm.endswith(("432", "3)", "(3,2)", "6,8)"))} == {432}
+    assert [columns[arm] for arm in ("HRF-C(2,2)", "HRF-C(2,2) complex", "HRF-A(8,8)", "Trig 256")] == [256, 256, 216,
+                                                                                                      256]
