@@ -1,20 +1,56 @@
-"""Training steps of timm's ViT-Ti/16 on images of any size: their time, all methods in turn, and the memory of one.
+"""What `make fig4-right` measures: training steps of timm's ViT-Ti/16 on images of any size, their time and memory.
 
 Legend: L patches of an image of 16 sqrt(L) pixels a side; the model reads them and a class token.
 """
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
-from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.cells import Cells, Draw
+from crt_exp.studies.memory import in_new_process, peak, reset_peak
 from crt_exp.studies.timing import timed
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
 LONGEST_MATRIX = 3136                  # 3 heads, 12 layers: 2.8 GB of matrices
 METHODS = ("exact", "favorp", "favorpp", "uniform", FORMED)
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """Metrics by tokens (x): ms of every round, units are processes, in which all methods take their turn; mib, the
+    peak of a step in a process of its own."""
+    cells = Cells(name, sources, keep)
+    keys = {place: {"tokens": place[0], "rounds": rounds(place[0]), "process": place[1]}
+            for place in product(size["tokens"], range(size["processes"]))}
+    cells.fill([*keys.values()], of_process, f"{name}: training steps", workers=1)
+    peaks = {(n, arm): {"tokens": n, "name": arm} for n in size["memory"] for arm in methods(n)}
+    cells.fill([*peaks.values()], memory_of, f"{name}: memory", workers=1)
+    for (n, process), key in keys.items():
+        for arm, times in cells[key].items():
+            yield from (cells.draw(key, MODEL, arm, "ms", ms, process, n) for ms in times)
+    for (n, arm), key in peaks.items():
+        yield cells.draw(key, MODEL, arm, "mib", cells[key], x=n)
+
+
+def rounds(tokens: int) -> int:
+    """Of each process: more of the short ones, whose times vary more."""
+    return math.ceil(6 * min(1, 512 / tokens))
+
+
+def of_process(tokens: int, rounds: int, process: int) -> dict[str, list[float]]:
+    """process: its number; it has nothing else of its own."""
+    return in_new_process(times, tokens=tokens, rounds=rounds)
+
+
+def memory_of(tokens: int, name: str) -> float:
+    return in_new_process(memory, tokens=tokens, name=name)
 
 
 def methods(tokens: int) -> list[str]:

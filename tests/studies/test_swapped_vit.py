@@ -1,0 +1,99 @@
+"""ViTs with other attention: runs, training steps and their page, and a checkpoint of digits at a tiny size."""
+
+import numpy as np
+import pytest
+import torch
+
+from crt_exp.report import page
+from crt_exp.report.evidence import independent
+from crt_exp.report.pages import fig4_right
+from crt_exp.runner.command_line import check_command_line
+from crt_exp.studies import runs, swapped_vit, training, vit_steps
+from crt_exp.studies.cells import Draw
+from crt_exp.studies.training import Grid
+
+HOME = runs.Home(training.HOME, ("tasks/imagenet.py",))
+
+
+@pytest.mark.parametrize("size", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("gpu", "full"))])
+def test_every_run_of_fig4_left_is_a_command_line(size, monkeypatch):
+    monkeypatch.setenv("CRT_DATA", "/data")
+    for given in page.load("fig4-left")["sizes"][size]["grids"]:
+        grid = Grid(**given)
+        lines = [*grid.stages("exact", 0, HOME), *(grid.options(setting, arm, 0, HOME) for setting in grid.settings
+                                                   for arm in ("favorp m=256", "nearfar") if arm in grid.arms)]
+        for line in lines:
+            assert len({option.split("=")[0] for option in line}) == len(line)
+            check_command_line([*line, "logger=none", "hydra.run.dir=run"])
+
+
+def test_every_method_of_fig4_right_steps(one_thread):
+    """Each has its own attention in every layer and none is left behind; exact and the formed matrix agree."""
+    for name in vit_steps.METHODS:
+        step = vit_steps.Step(name, 16)
+        swapped = [block.attn for block in step.model.blocks if hasattr(block.attn, "swapped")]
+        assert len(swapped) == (0 if name.startswith("exact") else 12)
+        step(vit_steps.image(16))
+    outputs = [vit_steps.vit(name, 16).eval()(vit_steps.image(16)) for name in ("exact", vit_steps.FORMED)]
+    assert torch.allclose(*outputs, atol=1e-5)
+    with pytest.raises(ValueError, match="15 patches make no square"):
+        vit_steps.vit("exact", 15)
+
+
+@pytest.mark.parametrize("favorpp, word", [(1.0, "holds"), (3.0, "fails")])
+def test_verdicts_on_steps_follow_the_times_of_processes(favorpp, word, tmp_path):
+    """Two rounds of each of three processes; exact attention takes a multiple of the tokens."""
+    base = {"exact": lambda n: 3 * n * n / 3136, "favorp": float, "favorpp": lambda n: favorpp * n, "uniform": float}
+    rows = [Draw("vit", arm, "ms", of(n) * (1 + 0.01 * np.sin(3 * i + len(arm))), i // 2, n)
+            for arm, of in base.items() for n in (784, 3136, 12544) for i in range(6)]
+    rows += [Draw("vit", arm, "mib", 2.0 * n * (n / 784 if arm == vit_steps.FORMED else 1), x=n)
+             for arm in (*base, vit_steps.FORMED) for n in (784, 3136)]
+    page.draws.write("fig4-right", rows, tmp_path)
+    made = page.Page("fig4-right", tmp_path)
+    words = [verdict.word for verdict in made.verdicts]
+    assert words == [word, "not comparable", *[word] * 2]
+    assert "L^1.00 with exact" in str(made.verdicts[1]) and "L^2.00 where one is formed" in str(made.verdicts[1])
+    times = [made.values("ms", arm=arm, x=3136.0, log=True) for arm in ("exact", "favorpp")]
+    assert fig4_right.ratio(made, 3136.0, "exact", "favorpp") == independent((times[0] / times[1]).to_numpy())
+
+
+@pytest.mark.slow
+def test_fig4_right_at_small_sizes(tmp_path, monkeypatch, one_thread):
+    """The real measurement; memory comes from processes of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vit_steps, "rounds", lambda tokens: 2)
+    size = {"tokens": [64], "processes": 2, "memory": [64]}
+    made = [*vit_steps.measure("fig4-right", ["studies/vit_steps.py"], size)]
+    assert len(made) == 5 * (2 * 2 + 1) and {draw.unit for draw in made if draw.metric == "ms"} == {0, 1}
+    assert all(draw.value > 0 for draw in made)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_digits_swapped_uptrained_and_from_scratch(tmp_path, monkeypatch, one_thread):
+    monkeypatch.chdir(tmp_path)
+    model = ["task.sizes.patch=2", "task.sizes.width=32", "task.sizes.depth=2", "task.sizes.heads=2"]
+    images = ["task.dataset=digits", "task.size=8"]
+    before = {"by": "task.init", "common": images, "stages": [
+        ["task=mae", "attention=exact", *model, "trainer.steps=3"],
+        ["task=imagenet", "attention=exact", "trainer.steps=3"]]}
+    arms = {"exact": ["attention=exact"], "uniform": ["attention=uniform"],
+            "favorpp m=8": ["attention=favorpp", "features.m=8"]}
+    grid = {"metrics": ["loss", "accuracy"], "tested": ["accuracy"], "higher": False, "cost": False, "seeds": 1,
+            "workers": 1, "arms": arms, "common": ["task=imagenet", *images]}
+    size = {"dataset": "digits", "m": 8, "captures": 2, "costs": -1.0, "heads": -1.0, "error": -1.0,
+            "long": {"setting": "long", "pixels": 16, "images": 20, "arms": {"exact": {}, "favorpp m=8": {"m": 8}}},
+            "grids": [{**grid, "before": before, "settings": {"uptrained": ["trainer.steps=0"]}},
+                      {**grid, "before": before,
+                       "settings": {"uptrained": ["trainer.steps=2", "trainer.eval_every=1"]}},
+                      {**grid, "settings": {"from scratch": [*model, "trainer.steps=2", "trainer.eval_every=2"]}}]}
+    made = [*swapped_vit.measure("fig4-left", ["studies/swapped_vit.py"], {**size, "costs": 9.0})]
+    assert {draw.setting for draw in made} == {"uptrained"}
+    assert {draw.x for draw in made if draw.metric == "loss"} == {0}
+    ratio = next(draw.value for draw in made if draw.metric == "measured_ratio")
+    errors = {arm: [draw.value for draw in made if draw.metric == "measured" and draw.arm == f"{arm} m=8"]
+              for arm in swapped_vit.COMPARED}
+    assert ratio == pytest.approx(np.exp(np.mean(np.log(errors["favorp"])) - np.mean(np.log(errors["favorpp"]))))
+    made = [*swapped_vit.measure("fig4-left", ["studies/swapped_vit.py"], size)]
+    assert {draw.setting for draw in made} == {"uptrained", "from scratch", "long"}
+    assert {draw.x for draw in made if draw.metric == "loss" and draw.setting == "uptrained"} == {0, 1, 2}
+    assert {draw.metric for draw in made if draw.setting == "long"} >= {"accuracy", "loss", "ms_image", "mib"}
