@@ -23,7 +23,7 @@ from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import check_kernel
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers.draws import whole
+from crt_exp.schema import whole_number
 
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
@@ -175,7 +175,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         return out
 
     def _projections(self) -> int:
-        phi, n = self._map(), whole(self.n_components, "n_components")
+        phi, n = self._map(), whole_number(self.n_components, "n_components")
         each = phi.width(1)
         if n % each and not (each == 2 and isinstance(phi, (TrigRF, PositiveExponential, GERF))):
             raise ValueError(f"n_components = {n}: {self.mechanism} makes {each} columns of a projection, so it must "
@@ -256,7 +256,7 @@ class _KernelRegression(_RandomFeatureEstimator):
         if self._exact:
             self.x_, self.targets_ = X[:0], None
             return
-        self._fit_map(X, whole(self.n_projections, "n_projections"))
+        self._fit_map(X, whole_number(self.n_projections, "n_projections"))
         self.state_, self.log_scale_ = None, None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:

@@ -17,8 +17,7 @@ from torch import nn
 from crt_exp.config import CONF, ConfigError, canonical, choices, construct, located, plain_number, read_conf, unknown
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
-from crt_exp.samplers.draws import whole
-from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node
+from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node, whole_number
 
 OF_MAP = "features."            # before an option of the map
 Layers = Iterable[int] | int | Literal["supported"] | None
@@ -47,7 +46,7 @@ class Mechanism:
     name: str
     options: dict[str, Any]
     features: Part | None = None
-    rows: Part | None = None
+    sampler_part: Part | None = None
     m: int | None = None
     seed: int = 0
 
@@ -87,18 +86,18 @@ class Mechanism:
         node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
         features = OmegaConf.to_container(cfg.features, resolve=True)
         m = features.pop("m")
-        rows = OmegaConf.to_container(cfg.sampler, resolve=True)
-        features, rows = Part(chosen("features"), features), Part(chosen("sampler"), rows)
-        return cls._made(name, _resolved(node), features, rows, m, cfg.seed)
+        sampler_part = OmegaConf.to_container(cfg.sampler, resolve=True)
+        features, sampler_part = Part(chosen("features"), features), Part(chosen("sampler"), sampler_part)
+        return cls._made(name, _resolved(node), features, sampler_part, m, cfg.seed)
 
     @classmethod
-    def _made(cls, name: str | None, options: dict[str, Any], features: Part | None, rows: Part | None, m: Any,
-              seed: Any) -> "Mechanism":
+    def _made(cls, name: str | None, options: dict[str, Any], features: Part | None, sampler_part: Part | None,
+              m: Any, seed: Any) -> "Mechanism":
         """Without the parts that the attention does not use."""
         used = uses(options)
         features = features if "features" in used else None
-        rows, m = (rows, _whole(m, "m", 1)) if "m" in used else (None, None)
-        return cls(name or features.name, options, features, rows, m, _whole(seed, "seed", None))
+        sampler_part, m = (sampler_part, _whole(m, "m", 1)) if "m" in used else (None, None)
+        return cls(name or features.name, options, features, sampler_part, m, _whole(seed, "seed", None))
 
     # ---- what it is made of
 
@@ -127,9 +126,10 @@ class Mechanism:
     @cached_property
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that draws its noise; None where it has none."""
-        if self.rows is None:
+        if self.sampler_part is None:
             return None
-        return self.rows.content if callable(self.rows.content) else construct(self.rows.content)
+        content = self.sampler_part.content
+        return content if callable(content) else construct(content)
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
@@ -148,10 +148,9 @@ class Mechanism:
         make = construct(options)
         if self.m is None and "phi" not in self.options:
             return make(heads, d, seed=self.seed, layer=layer, **sizes)
-        if "far" in self.options:
-            return make(heads, d, phi=self.map("softmax"), sampler=self.sampler, m=self.m, seed=self.seed, layer=layer,
-                        **sizes)
-        return make(self.map("softmax"), self.sampler, self.m or 1, heads, d, seed=self.seed, layer=layer, **sizes)
+        m = 1 if self.m is None else self.m  # a map of its own that takes no projections
+        return make(phi=self.map("softmax"), sampler=self.sampler, m=m, heads=heads, d=d, seed=self.seed, layer=layer,
+                    **sizes)
 
     def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
              saved: bool = True) -> nn.Module:
@@ -164,7 +163,7 @@ class Mechanism:
         """Everything that decides its values but the seed, in plain numbers and strings:
         to compare with a saved model."""
         options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_")}
-        parts = {"features": self.features, "sampler": self.rows}
+        parts = {"features": self.features, "sampler": self.sampler_part}
         return {"attention": options or self.name, "m": self.m} | {
             group: None if part is None else part.described() for group, part in parts.items()}
 
@@ -172,9 +171,10 @@ class Mechanism:
         """As JSON: the names that `Mechanism.of_saved` takes, and what they stand for."""
         options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_", "phi")}
         options |= self._changes()
-        objects = [part for part in (self.features, self.rows) if part and not isinstance(part.content, dict)]
+        objects = [part for part in (self.features, self.sampler_part) if part and not isinstance(part.content, dict)]
         return {"name": self.name if self.name in choices("attention") else None, "m": self.m, "seed": self.seed,
-                "features": self.features and self.features.name, "sampler": self.rows and self.rows.name,
+                "features": self.features and self.features.name,
+                "sampler": self.sampler_part and self.sampler_part.name,
                 "rebuilds": not objects,
                 "options": options, "described": json.loads(json.dumps(self.describe()))}
 
@@ -203,7 +203,7 @@ class Mechanism:
         return mechanism
 
     def __str__(self) -> str:
-        parts = (self.features or Part(self.name, None), self.rows)
+        parts = (self.features or Part(self.name, None), self.sampler_part)
         names = " x ".join(part.name for part in parts if part is not None)
         return f"{names}, m = {self.m}" if self.m else f"{self.name} kernel"
 
@@ -333,6 +333,6 @@ def _resolved(node: dict[str, Any], above: dict[str, Any] | None = None) -> dict
 
 def _whole(value: Any, name: str, least: int | None) -> int:
     try:
-        return whole(value, name, least)
+        return whole_number(value, name, least)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -90,7 +90,7 @@ def draw(options: Options) -> None:
     """Draws and writes the sequences. Raises ConfigError and DataError."""
     import torch
 
-    from crt_exp.drawn import kind_of
+    from crt_exp.symbol_kinds import kind_of
     from crt_exp.models import language
     from crt_exp.models.generation import Choice, generate
 

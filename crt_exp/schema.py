@@ -157,6 +157,14 @@ def entry_hints(hint: Any, count: int) -> list[Any]:
     return list(arguments) if fixed else [arguments[0]] * count
 
 
+def whole_number(value, name: str, least: int | None = 1, what: str = "it") -> int:
+    """A whole number, NumPy's too, as an int. Raises ValueError for bools, floats and what is less than `least`."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and (least is None or value >= least):
+        return int(value)
+    at_least = "" if least is None else f" of at least {least}"
+    raise ValueError(f"{name} = {value!r}: {what} must be a whole number{at_least}")
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 NAMES = {int: "a whole number", float: "a number", complex: "a number, complex ones written as 0.1+0.2j",

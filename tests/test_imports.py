@@ -32,7 +32,7 @@ ROOMS = [
     ["estimators"],
     ["tasks"],
     ["runner"],
-    ["drawn", "train", "transcribe", "sample"],
+    ["symbol_kinds", "train", "transcribe", "sample"],
     ["studies"],
     ["report"],
     ["predict"],

@@ -6,7 +6,7 @@ Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_shared
-from crt_exp.samplers.draws import whole
+from crt_exp.schema import whole_number
 
 
 class AttentionLayer(nn.Module):
@@ -19,8 +19,8 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None):
         super().__init__()
-        self.heads, self.d = whole(heads, "heads"), whole(d, "d")
-        self.kv_heads = self.heads if kv_heads is None else whole(kv_heads, "kv_heads")
+        self.heads, self.d = whole_number(heads, "heads"), whole_number(d, "d")
+        self.kv_heads = self.heads if kv_heads is None else whole_number(kv_heads, "kv_heads")
         check_shared(self.heads, self.kv_heads)
         self.causal, self.scaling = causal, self.d**-0.5 if scaling is None else scaling
 

@@ -121,7 +121,7 @@ class RandomFeatureAttention(LinearAttention):
         return self._attend(self.normalized(q), self.normalized(k), v, key_mask, DenominatorCount())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
-        return attention(q, k, v, self.phi, self.noise, self._params(q, k, key_mask), causal=self.causal,
+        return attention(q, k, v, self.phi, self.noise, self.fitted_params(q, k, key_mask), causal=self.causal,
                          key_mask=key_mask, denominator=self.denominator, normalize=self.normalize, counter=counter,
                          scale=self.scale, group=self.group)
 
@@ -199,7 +199,7 @@ class RandomFeatureAttention(LinearAttention):
             drawn[_buffer_of(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
 
-    def _params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
+    def fitted_params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
         if not self.phi.fitted:
             return self.phi.fit(None)
         if self.causal or self.clusters is not None:

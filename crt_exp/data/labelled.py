@@ -19,7 +19,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, glue, images, listops, pathfinder
 from crt_exp.data.sources import no_folder
 from crt_exp.data.cache import cached, key_of
-from crt_exp.data.pixels import squared
+from crt_exp.data.image_values import squared
 from crt_exp.data.text import content, numbered_lines, official_file
 from crt_exp.schema import Parameter, check_keys
 

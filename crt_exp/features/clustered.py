@@ -21,7 +21,7 @@ from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2, sq
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.precision import as_given
-from crt_exp.samplers.draws import whole
+from crt_exp.schema import whole_number
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 
 SEED = 0    # of k-means++
@@ -56,7 +56,7 @@ class ClusteredMap(InBlocks):
     def __post_init__(self):
         super().__post_init__()
         for name in ("queries", "keys"):
-            object.__setattr__(self, name, whole(getattr(self, name), name, what="the number of clusters"))
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, what="the number of clusters"))
         if self.field not in ("real", "complex"):
             raise ValueError(f"field = {self.field!r}: choose real or complex")
         if self.by not in ("moments", "centres"):

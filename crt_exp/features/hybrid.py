@@ -21,7 +21,7 @@ from crt_exp.features.coefficients import (AngularCoefficient, BipolarCoefficien
 from crt_exp.features.exponential import SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.nested import Nested, mapped, shared
-from crt_exp.samplers.draws import whole
+from crt_exp.schema import whole_number
 from crt_exp.samplers.noise import DenseNoise, at_least_float32
 
 
@@ -40,7 +40,7 @@ class HybridMap(InBlocks):
     def __post_init__(self):
         super().__post_init__()
         if self.n is not None:
-            object.__setattr__(self, "n", whole(self.n, "n", what="the number of coefficient projections"))
+            object.__setattr__(self, "n", whole_number(self.n, "n", what="the number of coefficient projections"))
 
     @abstractmethod
     def made_of(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.samplers.draws import whole
+from crt_exp.schema import whole_number
 from crt_exp.samplers.noise import Noise
 
 
@@ -30,7 +30,7 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
     relative variance is large (positive features at large |x + y|) the error itself is underestimated.
     """
     d = x.shape[-1]
-    m, draws = d if m is None else whole(m, "m"), whole(draws, "draws", 2)
+    m, draws = d if m is None else whole_number(m, "m"), whole_number(draws, "draws", 2)
     x, y = x.double(), y.double()
     chunk = max(1, 2**22 // (m * d))  # 32 MiB of rows at a time
     sizes = [chunk] * (draws // chunk) + [draws % chunk] * (draws % chunk > 0)

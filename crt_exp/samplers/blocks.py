@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform, whole
+from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform
+from crt_exp.schema import whole_number
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 from crt_exp.samplers.points import iid
 from crt_exp.schema import Count, Whole
@@ -56,7 +57,7 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
     have in n dimensions; "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG
     noise).
     """
-    blocks = whole(blocks, "blocks", what="the number of products of Hadamard matrix and signs")
+    blocks = whole_number(blocks, "blocks", what="the number of products of Hadamard matrix and signs")
     m, d = check(m, d, batch, generator, row=blocks + 1)
     n = 2 ** (d - 1).bit_length()
     flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5
@@ -75,7 +76,7 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     every d measured (python -m crt_exp.studies.bench_samplers).
     """
     m, d = check(m, d, batch, generator)
-    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole(rotations, "rotations", 0)
+    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole_number(rotations, "rotations", 0)
     start = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
     directions = kac_walk(start.flatten(0, -3), steps, generator).view_as(start)
     return _rows_of(directions, m, "chi", generator, dtype, gaussian=False)

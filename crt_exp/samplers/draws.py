@@ -1,11 +1,12 @@
 """Seeded float64 numbers, the raw material of every sampler; `generator=None` is torch's default generator."""
 
 import math
-from numbers import Integral
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from crt_exp.schema import whole_number
 
 ALWAYS = 2**28   # bytes below which the free memory is not looked up
 U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4
@@ -52,7 +53,8 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
 
     row: numbers drawn for each of m, else d.
     """
-    m, d = whole(m, "m", what="the number of projections (features.m)"), whole(d, "d", what="the dimension")
+    m = whole_number(m, "m", what="the number of projections (features.m)")
+    d = whole_number(d, "d", what="the dimension")
     size = 8 * math.prod(batch) * m * (row or d)
     if size > ALWAYS and size > (free := free_memory(device_of(generator))):
         heads = f" for {math.prod(batch)} heads" if batch else ""
@@ -61,18 +63,10 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
     return m, d
 
 
-def whole(value, name: str, least: int | None = 1, what: str = "it") -> int:
-    """A whole number, NumPy's too, as an int. Raises ValueError for bools, floats and what is less than `least`."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and (least is None or value >= least):
-        return int(value)
-    at_least = "" if least is None else f" of at least {least}"
-    raise ValueError(f"{name} = {value!r}: {what} must be a whole number{at_least}")
-
-
 def available() -> float:
     """Bytes of the machine's memory that can still be had; infinity where the system does not say."""
-    told = Path("/proc/meminfo")
-    lines = dict(line.split(":", 1) for line in told.read_text().splitlines()) if told.is_file() else {}
+    table = Path("/proc/meminfo")
+    lines = dict(line.split(":", 1) for line in table.read_text().splitlines()) if table.is_file() else {}
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else math.inf
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.nonfinite import NotFinite
-from crt_exp.samplers.draws import whole
+from crt_exp.schema import whole_number
 
 
 class Drawn(NamedTuple):
@@ -31,7 +31,7 @@ class ClassSampler(nn.Module, ABC):
 
     def __init__(self, classes: int):
         super().__init__()
-        self.classes = whole(classes, "classes", 2, "the number of classes of a sampled softmax")
+        self.classes = whole_number(classes, "classes", 2, "the number of classes of a sampled softmax")
 
     @abstractmethod
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:

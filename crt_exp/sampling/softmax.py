@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers.draws import whole
+from crt_exp.schema import whole_number
 from crt_exp.sampling.base import ClassSampler, check_queries
 from crt_exp.sampling.tree_features import TreeFeatures
 
@@ -43,7 +43,7 @@ class SampledSoftmax(nn.Module):
         super().__init__()
         self.head = head
         classes, d = head.weight.shape
-        self.negatives = whole(negatives, "negatives", 1, "the number of sampled classes")
+        self.negatives = whole_number(negatives, "negatives", 1, "the number of sampled classes")
         if self.negatives > classes - 1:
             raise ValueError(f"negatives = {negatives}: there are {classes - 1} classes besides the target; take "
                              "fewer, or the full softmax")
@@ -51,7 +51,7 @@ class SampledSoftmax(nn.Module):
             proposal, classes, d, m=m, temperature=temperature, seed=seed)
         if self.sampler.classes != classes:
             raise ValueError(f"the sampler has {self.sampler.classes} classes and the head {classes}")
-        self.sparse, self.rebuild_every = sparse, whole(rebuild_every, "rebuild_every", 0)
+        self.sparse, self.rebuild_every = sparse, whole_number(rebuild_every, "rebuild_every", 0)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
         self._touched: list[Tensor] = []  # of the passes since the last update
 

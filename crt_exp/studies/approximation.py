@@ -149,7 +149,7 @@ class Approximation:
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
         found = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
-            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.rows.name) - squared
+            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_part.name) - squared
         found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, generator(seed, i, m)) - squared
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in found.items()}
         middle = {k: _number(v.median()) for k, v in medians.items()}
@@ -244,7 +244,7 @@ def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tenso
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
-    return mechanism.rows.name in ("orthogonal", "simplex") and exact and couples(phi)
+    return mechanism.sampler_part.name in ("orthogonal", "simplex") and exact and couples(phi)
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float | None]:

@@ -123,7 +123,7 @@ class Fidelity:
 
     def draws_of(self, arm: Arm) -> int:
         """One where nothing is drawn."""
-        return self.draws if arm.mechanism().rows is not None else 1
+        return self.draws if arm.mechanism().sampler_part is not None else 1
 
     def lengths_of(self, subject: Subject) -> list[int]:
         """By default 128, 256, ... as far as the model has positions, and no further than 2048."""

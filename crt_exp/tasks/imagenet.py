@@ -20,7 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
 from crt_exp.schema import Count, NotNegative, above, at_least, at_most, below, checked
-from crt_exp.tasks import drawings
+from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 
@@ -192,7 +192,7 @@ class ImageNet(ImageTask):
         loss, left_out = reader.sum(loss, self.loader.left_out - before)
         if not np.isfinite(loss):
             raise NotFinite("the model predicts classes with a loss that is not finite; a lower trainer.lr may help")
-        self.confusion = drawings.counts(predicted[:, 0], predicted[:, 1], len(self.classes))
+        self.confusion = pictures.counts(predicted[:, 0], predicted[:, 1], len(self.classes))
         right = predicted[:, :1] == predicted[:, 1:]
         metrics = {"accuracy": right[:, 0].mean(), "accuracy_top5": right.any(1).mean(), "loss": loss / len(predicted)}
         return metrics | ({"unreadable_images": left_out} if left_out else {})
@@ -202,7 +202,7 @@ class ImageNet(ImageTask):
         if self.average:
             tensors = tensors | {name: tensor for name, tensor in self.average.values.items() if name in tensors}
         vision.keep(self.description, self.mechanism, tensors, directory)
-        drawings.confusion(self.confusion, self.classes, directory)
+        pictures.confusion(self.confusion, self.classes, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

@@ -19,7 +19,7 @@ from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, Description
 from crt_exp.nonfinite import NotFinite
 from crt_exp.schema import Count, above, at_most, below, checked
-from crt_exp.tasks import drawings
+from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 from crt_exp.tasks.imagenet import Share
@@ -148,7 +148,7 @@ class MAE(ImageTask):
             count += len(batch["noise"])
             if i % every == 0 and len(self.shown) < DRAWN:
                 self.shown += [tuple(t[j].float().cpu() for t in (batch["pixel_values"], result.logits, result.mask))
-                               for j in drawings.spread(len(batch["noise"]), 1 if every > 1 else DRAWN)]
+                               for j in pictures.spread(len(batch["noise"]), 1 if every > 1 else DRAWN)]
         total, count = reader.sum(total, count)
         if not np.isfinite(total):
             raise NotFinite("the model predicts pixels that are not finite; a lower trainer.lr may help")
@@ -167,7 +167,7 @@ class MAE(ImageTask):
         sizes = {"height": size, "width": size}
         processor = ViTImageProcessorPil(size=sizes, image_mean=list(MEAN), image_std=list(STD))
         encoders.keep(model, tensors, processor, directory)
-        drawings.reconstructions(self.shown[:DRAWN], self.config.patch_size, self.normalised, MEAN, STD, directory)
+        pictures.reconstructions(self.shown[:DRAWN], self.config.patch_size, self.normalised, MEAN, STD, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

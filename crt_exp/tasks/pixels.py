@@ -15,7 +15,7 @@ from torch import nn
 
 from crt_exp.data import images
 from crt_exp.data.images import DIGITS
-from crt_exp.data.pixels import VALUES, squared
+from crt_exp.data.image_values import VALUES, squared
 from crt_exp.schema import Count, above, at_least, at_most, below, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SymbolTask

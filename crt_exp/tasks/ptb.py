@@ -27,7 +27,7 @@ from crt_exp.models import lstm
 from crt_exp.sampling import DenseFeatures, ExactSoftmax, LogUniform, SampledSoftmax, TreeFeatures, Uniform, Unigram
 from crt_exp.ranks import whole
 from crt_exp.schema import Count, NotNegative, Positive, at_least, below, checked
-from crt_exp.tasks import drawings
+from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 PARTS = {"train": "train", "validation": "valid", "test": "test"}
@@ -215,7 +215,7 @@ class PTB(Task):
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
         lstm.keep(model.body, self.text.words, self.temperature, body, directory)
-        drawings.lengths(np.array(self.queries), body["embedding.weight"].norm(dim=-1).cpu().numpy(), directory)
+        pictures.lengths(np.array(self.queries), body["embedding.weight"].norm(dim=-1).cpu().numpy(), directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

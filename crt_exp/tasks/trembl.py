@@ -16,7 +16,7 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.sources import no_folder
-from crt_exp.data.families import Families, Options
+from crt_exp.data.protein_families import Families, Options
 from crt_exp.data.glue import bucketed
 from crt_exp.data.protein import LETTERS, Chains, Rows, Singles
 from crt_exp.schema import Count, above, below, checked

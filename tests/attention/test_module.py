@@ -189,7 +189,7 @@ def test_grouped_heads_share_their_parameters():
     q, k, v = qkv(kv_heads=2)
     q[:, 0] *= 3
     x, y = q * D**-0.25, k * D**-0.25
-    A = module._params(q, k, None).A
+    A = module.fitted_params(q, k, None).A
     assert A.shape == (B, H, 1, 1) and torch.equal(A[:, 0], A[:, 1]) and not torch.equal(A[:, 1], A[:, 2])
     expected = OPRF().fit(Statistics.of(x[:, :2].flatten(1, 2), y[:, 0])).A
     torch.testing.assert_close(A[:, 0], expected, rtol=1e-5, atol=0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, families, fasta, protein
+from crt_exp.data import DataError, fasta, protein, protein_families
 from crt_exp.data.__main__ import main
 from crt_exp.data.fasta import entries, fasta_files, indexed
 from crt_exp.data.plan import Plan
@@ -310,7 +310,7 @@ def padded(index, longest):
 
 def test_chances_of_generated_letters_sum_to_one():
     """With the end of the sequence: over all letters that may come next."""
-    made = families.Families.of(OPTIONS | {"shortest": 1, "longest": 6, "nearest": 2, "farthest": 3})
+    made = protein_families.Families.of(OPTIONS | {"shortest": 1, "longest": 6, "nearest": 2, "farthest": 3})
     prefix = np.uint8([[3, 5, 3, 7]])
     every = np.concatenate([prefix.repeat(20, 0), np.arange(20, dtype=np.uint8)[:, None]], 1)
     total = np.exp(made.log_chances(every)[:, 4]).sum()
@@ -321,7 +321,7 @@ def test_chances_of_generated_letters_sum_to_one():
 def test_the_true_chances_beat_every_other():
     """On what the family generated: its own cross-entropy is below that of families of another seed, of the unigram,
     and without the lag; and equal to that of fresh sequences."""
-    made = families.Families.of(OPTIONS)
+    made = protein_families.Families.of(OPTIONS)
     losses = []
     for sequence_seed in (0, 1):
         index = made.drawn(OPTIONS | {"seed": sequence_seed, "sequences": 1000})
@@ -329,14 +329,14 @@ def test_the_true_chances_beat_every_other():
         letters, inside = (part[own] for part in padded(index, 30))
         losses.append(-made.log_chances(letters)[inside].mean())
     assert losses[0] == pytest.approx(losses[1], rel=0.03)
-    others = [families.Families.of(OPTIONS | {"seed": 5}), families.Families.of(OPTIONS | {"copied": 0.0})]
+    others = [protein_families.Families.of(OPTIONS | change) for change in ({"seed": 5}, {"copied": 0.0})]
     assert all(-other.log_chances(letters)[inside].mean() > losses[1] + 0.3 for other in others)
     shares = np.bincount(letters[inside], minlength=20) / inside.sum()
     assert -np.log(shares[letters[inside]]).mean() > losses[1] + 0.5
 
 
 def test_held_out_families_are_others():
-    made = families.Families.of(OPTIONS)
+    made = protein_families.Families.of(OPTIONS)
     index = made.drawn(OPTIONS)
     assert (index.files == 3).sum() == 30 and len(index) == 330
     assert index.lengths.min() >= 8 and index.lengths.max() <= 30 and index.tokens.max() < 20
@@ -349,4 +349,4 @@ def test_held_out_families_are_others():
 
 def test_bad_bounds_of_generated_families():
     with pytest.raises(ConfigError, match="shortest = 40 is more than longest = 30"):
-        families.Families.of(OPTIONS | {"shortest": 40})
+        protein_families.Families.of(OPTIONS | {"shortest": 40})

@@ -238,7 +238,7 @@ def test_autocast_leaves_the_precision_of_features(causal):
 def test_favorsharp_is_dense_centred_balanced_and_antithetic():
     mechanism = Mechanism.of("favorsharp", m=8)
     assert mechanism.map() == SDERF(antithetic=True) and mechanism.map().balanced and mechanism.map().centred
-    assert mechanism.rows.name == "orthogonal" and mechanism.map().width(8) == 16
+    assert mechanism.sampler_part.name == "orthogonal" and mechanism.map().width(8) == 16
     out = mechanism.layer(H, D).eval()(*qkv())
     assert out.shape == (B, H, L, D) and out.isfinite().all()
 

@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_materialised_twin(phi, learn):
     q, k, v = (t.double().requires_grad_() for t in qkv(1))
     wanted = [q, k, v, *layer.parameters()]
     assert len(wanted) > 3
-    twin = attention_reference(layer.scaled(q), layer.scaled(k), v, phi, layer.noise, layer._params(q, k, None))
+    twin = attention_reference(layer.scaled(q), layer.scaled(k), v, phi, layer.noise, layer.fitted_params(q, k, None))
     assert_close(layer(q, k, v), twin)
     for ours, theirs in zip(torch.autograd.grad(layer(q, k, v).sin().sum(), wanted),
                             torch.autograd.grad(twin.sin().sum(), wanted)):

@@ -13,7 +13,7 @@ from transformers import AutoModelForPreTraining, ViTMAEForPreTraining, ViTMAEMo
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.runner import checkpoint
-from crt_exp.tasks import drawings
+from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.mae import MAE
 
@@ -156,17 +156,17 @@ def test_a_run_goes_on_with_its_noise(typed, tmp_path):
 
 def test_pictures_show_what_is_seen_in_its_place():
     image = torch.arange(3 * 64.).reshape(3, 8, 8)
-    patches = drawings.patchify(image, 4)
-    assert torch.equal(drawings.unpatchify(patches, 4, 8), image)
+    patches = pictures.patchify(image, 4)
+    assert torch.equal(pictures.unpatchify(patches, 4, 8), image)
     config = ViTMAEForPreTraining.config_class(
         image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, decoder_hidden_size=8,
         decoder_num_hidden_layers=1, decoder_num_attention_heads=1)
     assert torch.equal(ViTMAEForPreTraining(config).patchify(image[None])[0], patches)
     own = (patches - patches.mean(1, keepdim=True)) / (patches.var(1, keepdim=True) + 1e-6).sqrt()
-    seen, made, whole = drawings.panels(image, own, torch.tensor([1.0, 0.0, 0.0, 1.0]), 4, True)
+    seen, made, whole = pictures.panels(image, own, torch.tensor([1.0, 0.0, 0.0, 1.0]), 4, True)
     torch.testing.assert_close(made, image)                  # a perfect prediction
     assert torch.equal(whole, image) and torch.equal(seen[:, :4, 4:], image[:, :4, 4:]) and not seen[:, :4, :4].any()
-    assert drawings.spread(7, 3) == [0, 2, 4] and drawings.spread(2, 6) == [0, 1]
+    assert pictures.spread(7, 3) == [0, 2, 4] and pictures.spread(2, 6) == [0, 1]
 
 
 @pytest.mark.parametrize("args, words", [

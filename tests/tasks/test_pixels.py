@@ -9,7 +9,7 @@ from PIL import Image
 from refusals import check_refused
 
 from crt_exp import sample
-from crt_exp.data.pixels import grid, in_square
+from crt_exp.data.image_values import grid, in_square
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.memory import in_new_process
 from crt_exp.tasks.base import Plan, Reader

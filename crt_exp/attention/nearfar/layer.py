@@ -138,7 +138,7 @@ class NearFar(LinearAttention):
 
     def _far(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> FarFeatures:
         features = self.features
-        return FarFeatures(features.phi, features.noise, features._params(x, y, key_mask), self.kv_heads)
+        return FarFeatures(features.phi, features.noise, features.fitted_params(x, y, key_mask), self.kv_heads)
 
     # ---- the codebook
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from crt_exp.config import ConfigError
-from crt_exp.data import pixels
+from crt_exp.data import image_values
 from crt_exp.data.images import read
 
 
@@ -119,7 +119,7 @@ class Pixels:
     def prompt(self, given: str) -> list[int]:
         if not given:
             return []
-        self.truth = pixels.in_square(read(given), self.size, self.channels, given)
+        self.truth = image_values.in_square(read(given), self.size, self.channels, given)
         return self.truth[:round(self.known * self.size)].reshape(-1).tolist()
 
     def write(self, rows, seeds, settings, output) -> None:
@@ -127,7 +127,7 @@ class Pixels:
         images = [np.array(row, np.uint8).reshape(shape) for row in rows]
         images = images if self.truth is None else [self.truth, *images]
         lines = [images[i:i + self.across] for i in range(0, len(images), self.across)]
-        pixels.save(pixels.grid(lines), Path(output))
+        image_values.save(image_values.grid(lines), Path(output))
 
 
 def write_text(text: str, output: str) -> None:
