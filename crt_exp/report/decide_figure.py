@@ -1,14 +1,13 @@
 """The picture of decide.md: quality against time, setting by setting, and FAVOR++ against FAVOR+."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crt_exp import drawing
 from crt_exp.drawing import label_ends, new_figure
 from crt_exp.report.evidence import Interval
 
-if TYPE_CHECKING:
-    from crt_exp.report.decide import Decision
+Decision = Any  # that of report/decide.py, which stands above
 
 UNIFORM = "uniform"
 MOST = 1.3  # of uniform's cost; what loses more is drawn there
