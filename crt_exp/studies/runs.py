@@ -44,6 +44,9 @@ class Home:
 
     def kept(self, overrides: Sequence[str]) -> list[dict[str, Any]]:
         """The records of a run that stays at `place(overrides)` and is continued where it was interrupted."""
+        records = read_records(self.place(overrides) / "metrics.jsonl")
+        if records and records[-1].get("final"):
+            return records
         return run([*overrides, "resume=auto", "trainer.keep=1"], self.place(overrides))
 
     def passing(self, overrides: Sequence[str]) -> list[dict[str, Any]]:

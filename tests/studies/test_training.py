@@ -92,3 +92,15 @@ def test_arms_of_a_setting_and_options_of_those_that_go_on(tmp_path, monkeypatch
         *(("B", arm, "loss") for arm in ("exact", "elu", "unigram"))}
     moved = Grid(**size).options("U", "later", 0, HOME)
     assert moved[:4] == ["gap=1", "steps=2", "attention=favorp", "seed=100"] and moved[4].startswith("task.init=")
+
+
+def test_a_run_that_has_ended_is_not_started_again(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(runs, "run", lambda overrides, directory: started.append(directory) or [])
+    home = runs.Home(tmp_path, ("tasks/lra.py",))
+    home.kept(["task=lra"])
+    place = home.place(["task=lra"])
+    place.mkdir()
+    (place / "metrics.jsonl").write_text('{"step": 1, "split": "test", "final": true}\n')
+    assert home.kept(["task=lra"])[-1]["step"] == 1 and started == [place]
+    assert home.place(["task=lra"]) != runs.Home(tmp_path, ("tasks/mlm.py",)).place(["task=lra"])
