@@ -27,10 +27,10 @@ STAND, LIFT, STRIDE, SHORT = 1.0, 0.35, 0.45, 0.0
 TURN, HEADING = 0.15, 1.0           # most that hips turn to keep the heading, and for how much of a wrong one
 LEGS = np.array([1, -1, -1, 1])     # sign of the ankle's bend of legs 1 to 4, at 45, 135, 225 and 315 degrees
 FORWARD = np.array([1, 1, -1, -1])  # sign by which a hip takes the foot back
-AIM, AHEAD = 8.0, 1.5               # of the controller that learning begins with: to the side that is looked at
+AIM, AHEAD = -4.0, 1.5              # of the controller that learning begins with: away from what is looked at
 FALLEN = 0.27                       # height of the torso above the stones; standing it is 0.55
 UNIT = 0.15                         # of heights in the picture
-NEAR, FAR, SIDE = 0.2, 1.8, 1.6     # of the picture: ahead from where to where, and how far to each side
+NEAR, FAR, SIDE = 0.2, 1.8, 1.0     # of the picture: ahead from where to where, and how far to each side
 
 
 class SteppingStones:
