@@ -313,7 +313,8 @@ def runs():
     for words in COMMANDS:
         task = task_of(words)
         no_run = {"-m", "--cfg", "--help", "--version", "--config-dir=conf"} & set(words[3:])
-        given = ("task.model=", "trainer.processes=", "experiment=", "task.init=outputs/")
+        given = ("task.model=", "task.csv=", "task.data_dir=",
+                  "trainer.processes=", "experiment=", "task.init=outputs/")
         needs = any(word.startswith(given) for word in words)
         needs |= task == "mlm" and "task.text=README.md" not in words
         needs |= bool({"task.corpus=ptb", "task.dataset=cifar10", "task.scale=full"} & set(words))

@@ -1,4 +1,4 @@
-"""Official UniProt FASTA files (plain or gz, reviewed `sp|` and unreviewed `tr|`), and an index of their sequences.
+"""FASTA files of proteins (plain or gz), UniProt's with its headers or any others, and an index of their sequences.
 
 The index holds letters as numbers, memory-mapped, and is built once for a list of files. It is stale where a file has
 another size than when it was built, or another time of change and another checksum, and where one of its own files is
@@ -62,19 +62,31 @@ def entries(path: Path, letters: str) -> Iterator[Entry]:
     table = bytes(letters.encode().find(bytes([i])) % 256 for i in range(256))
     for line, record in records(path):
         header, _, body = record.partition(b"\n")
-        match = HEADER.match(header)
-        if match is not None and len(match[1]) > LONGEST_NAME:
-            raise DataError(f"{path}, line {line}: the accession {shown(match[1])} has {len(match[1])} letters, and at "
-                            f"most {LONGEST_NAME} are kept: shorten it.")
-        if match is None:
-            raise DataError(f"{path}, line {line}: {shown(b'>' + header)} is no header of UniProt, which begins "
-                            ">sp|P12345|NAME or >tr|A0A0B1|NAME.")
+        accession = name_of(path, line, header)
         tokens = body.translate(table, b"\r\n")
         if UNKNOWN in tokens:
-            raise unknown_letter(path, line, match[1], body, letters)
+            raise unknown_letter(path, line, accession, body, letters)
         if not tokens:
-            raise DataError(f"{path}, line {line}: {match[1].decode()} has no sequence.")
-        yield Entry(match[1], tokens, line)
+            raise DataError(f"{path}, line {line}: {accession.decode(errors='replace')} has no sequence.")
+        yield Entry(accession, tokens, line)
+
+
+def name_of(path: Path, line: int, header: bytes) -> bytes:
+    """UniProt's accession; of another header its first word, or where that is longer than what is kept a digest of it.
+    Raises DataError, naming the line."""
+    if not header.startswith((b"sp|", b"tr|")):
+        word = (header.split() or [b""])[0]
+        if not word:
+            raise DataError(f"{path}, line {line}: the header names no sequence: write >NAME.")
+        return word if len(word) <= LONGEST_NAME else hashlib.sha256(word).hexdigest()[:LONGEST_NAME].encode()
+    match = HEADER.match(header)
+    if match is None:
+        raise DataError(f"{path}, line {line}: {shown(b'>' + header)} is no header of UniProt, which begins "
+                        ">sp|P12345|NAME or >tr|A0A0B1|NAME.")
+    if len(match[1]) > LONGEST_NAME:
+        raise DataError(f"{path}, line {line}: the accession {shown(match[1])} has {len(match[1])} letters, and at "
+                        f"most {LONGEST_NAME} are kept: shorten it.")
+    return match[1]
 
 
 def records(path: Path) -> Iterator[tuple[int, bytes]]:

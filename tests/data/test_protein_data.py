@@ -66,13 +66,20 @@ def test_the_proteomes_are_read_whole():
     assert sum(len(entry.tokens) for entry in found) == sum(len("".join(part.split("\n")[1:])) for part in text)
 
 
+def test_headers_of_other_sources_are_names(tmp_path):
+    (tmp_path / "a.fasta").write_text(">NP_000537.3 tumor antigen\nACD\n>ENSP00000269305.4\nDC\n>tr|A00001|X_Y\nA\n")
+    names = [entry.accession.decode() for entry in entries(tmp_path / "a.fasta", LETTERS)]
+    assert names[::2] == ["NP_000537.3", "A00001"] and len(names[1]) == 16  # a digest of a longer name
+
+
 GOOD = ">tr|A00000|X_Y\nACD\n"
 
 
 @pytest.mark.parametrize("content, words", [
     ("", ["the file is empty"]),
     ("ACD\n>tr|A1|X_Y\nACD\n", ["line 1", "'ACD' is no header"]),
-    (GOOD + ">A00001 some protein\nACD\n", ["line 3", "'>A00001 some protein' is no header of UniProt"]),
+    (GOOD + "> some protein\n", ["line 3", "some has no sequence"]),
+    (GOOD + ">\nACD\n", ["line 3", "the header names no sequence"]),
     (GOOD + ">tr|A00001|\nACD\n", ["line 3", "is no header of UniProt"]),
     (GOOD + ">tr|A0000123456789012|X_Y\nACD\n", ["line 3", "'A0000123456789012' has 17 letters"]),
     (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["line 3", "A00001 has no sequence"]),
