@@ -87,13 +87,13 @@ def arms_of(attentions: Sequence[str | tuple[str, dict]] | None, causal: bool) -
 def measured(panel: Panel, arms: list[Arm], rounds: int, say: Callable[[str], None]) -> tuple[list[dict], dict]:
     """Losses of each arm, and costs by length; the first that a model cannot have is an error that names the layer."""
     start, losses, costs = time.perf_counter(), [], {}
-    told = lambda text: say(f"advise: {text} ({time.perf_counter() - start:.0f} s)")
+    progress = lambda text: say(f"advise: {text} ({time.perf_counter() - start:.0f} s)")
     for arm in arms:
         losses.append(panel.losses(arm))
-        told(f"{arm.label}: {sum(losses[-1]['loss']) / len(panel.rows):.3f} nats")
+        progress(f"{arm.label}: {sum(losses[-1]['loss']) / len(panel.rows):.3f} nats")
     for length in panel.lengths():
         costs[length] = panel.cost(arms, length, rounds, length == panel.rows.shape[1])
-        told(f"timed at {length} tokens")
+        progress(f"timed at {length} tokens")
     return losses, costs
 
 

@@ -84,11 +84,11 @@ class Panel:
     def losses(self, arm: Arm) -> dict[str, list[float]]:
         """Of each row: `loss`, nats a predicted token, and where rows can be repeated `again`, of the second half."""
         with self.swapped(arm), torch.no_grad():
-            found = {"loss": [self._loss(i) for i in range(len(self.rows))]}
+            result = {"loss": [self._loss(i) for i in range(len(self.rows))]}
             if self.recalls:
                 half = self.twice.shape[1] // 2
-                found["again"] = [self._next(row[None], half + UNSURE - 1) for row in self.twice]
-        return found
+                result["again"] = [self._next(row[None], half + UNSURE - 1) for row in self.twice]
+        return result
 
     def _loss(self, i: int) -> float:
         return self._next(self.rows[i:i + 1], 0) if self.causal else self._masked(i)
@@ -141,20 +141,20 @@ class Panel:
         whole: also `step`, of a pass and its gradient, and `mib` at the peak of a pass without the logits, beyond what
         the process held before; that is left out where the system does not say it.
         """
-        found: dict[str, dict[str, list[float]]] = {key: {arm.label: [] for arm in arms} for key in ("ms", "step")}
+        spent: dict[str, dict[str, list[float]]] = {key: {arm.label: [] for arm in arms} for key in ("ms", "step")}
         ids, memory = self.rows[:1, :length], {}
         for turn in range(rounds):
             for arm in arms:
                 with self.swapped(arm):
                     if not turn:
                         self._pass(ids)  # buffers and libraries
-                    found["ms"][arm.label].append(self._timed(self._pass, ids))
+                    spent["ms"][arm.label].append(self._timed(self._pass, ids))
                     if whole:
-                        found["step"][arm.label].append(self._timed(self._step, ids))
+                        spent["step"][arm.label].append(self._timed(self._step, ids))
                         if not turn:
                             memory[arm.label] = self._memory(ids)
         medians = {key: {label: statistics.median(each) for label, each in times.items()}
-                   for key, times in found.items() if whole or key == "ms"}
+                   for key, times in spent.items() if whole or key == "ms"}
         return medians | ({"mib": memory} if whole and None not in memory.values() else {})
 
     @torch.no_grad()
@@ -196,12 +196,12 @@ class Panel:
 
 def predicts(model: nn.Module) -> str:
     """Which tokens a model predicts, by the name of its class."""
-    found = holders(model)
-    if not found or not hasattr(found[0].config, "vocab_size"):
+    parts = holders(model)
+    if not parts or not hasattr(parts[0].config, "vocab_size"):
         raise ValueError(f"{type(model).__name__}: advise takes a language model of transformers that predicts masked "
                          "or next tokens; for models of images and speech compare runs of task=imagenet and "
                          "task=librispeech")
-    name = type(found[0]).__name__
+    name = type(parts[0]).__name__
     kinds = [kind for end, kind in HEADS.items() if name.endswith(end)]
     if not kinds:
         raise ValueError(f"{name} predicts no tokens, so it has no loss to compare: load it by AutoModelForCausalLM or "
@@ -214,12 +214,12 @@ def predicts(model: nn.Module) -> str:
 @contextmanager
 def peak_of(device: torch.device) -> Iterator[dict[str, float]]:
     """`mib`: the most memory within it beyond what was held before; nothing where the system does not say."""
-    found: dict[str, float] = {}
+    peak: dict[str, float] = {}
     gc.collect()
     before = _reset(device)
-    yield found
+    yield peak
     if before is not None:
-        found["mib"] = (_peak(device) - before) / 2**20
+        peak["mib"] = (_peak(device) - before) / 2**20
 
 
 def _reset(device: torch.device) -> int | None:

@@ -111,10 +111,10 @@ def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
     """losses: of each arm, the first being exact; costs: length -> what `Panel.cost` gives."""
     own, last = losses[0], costs[max(costs)]
     rows = []
-    for arm, found in zip(arms, losses):
-        row = Row(arm, *mean(found["loss"], own["loss"]))
-        if "again" in found:
-            row.again, row.again_ci95 = mean(found["again"], own["again"])
+    for arm, losses_of in zip(arms, losses):
+        row = Row(arm, *mean(losses_of["loss"], own["loss"]))
+        if "again" in losses_of:
+            row.again, row.again_ci95 = mean(losses_of["again"], own["again"])
         row.ms = {L: cost["ms"][arm.label] for L, cost in sorted(costs.items())}
         row.step, row.mib = last["step"][arm.label], last.get("mib", {}).get(arm.label)
         rows.append(row)
@@ -124,9 +124,9 @@ def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
     return rows
 
 
-def mean(found: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
+def mean(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
     """Of the differences, with the half-width of its 95% Student interval."""
-    of_rows = interval(np.subtract(found, own), "above")
+    of_rows = interval(np.subtract(losses, own), "above")
     return of_rows["above"], of_rows["above_ci95"]
 
 

@@ -50,7 +50,7 @@ class RecurrentLayer(DynamicLayer):
 
     It decides at its first call, which sees all keys, whether the state can stand for them; else it keeps them
     (`whole`). `crop` goes back to any token since `activate_past_recording` or the last `crop`, which is what assisted
-    generation does: until then the keys are kept beside the state.
+    generation does: until then the keys are kept with the state.
     """
 
     def __init__(self):
@@ -348,9 +348,9 @@ def uninstall(model: nn.Module) -> None:
 
 def _recurrent_layers(model: nn.Module) -> set[int]:
     """Indices in the cache of the layers that are causal and have a recurrent state."""
-    found = [part for part in model.modules() if isinstance(part._modules.get("swapped"), LinearAttention)
+    parts = [part for part in model.modules() if isinstance(part._modules.get("swapped"), LinearAttention)
              and getattr(part, "is_causal", True) and not getattr(part, "is_cross_attention", False)]
-    return {part.layer_idx for part in found if isinstance(getattr(part, "layer_idx", None), int)
+    return {part.layer_idx for part in parts if isinstance(getattr(part, "layer_idx", None), int)
             and "cross" not in type(part).__name__.lower()}
 
 

@@ -70,12 +70,12 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
     allowed = _allowed(mask, path)
     while allowed.ndim < 4:
         allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
-    found = _pattern(allowed)
-    if found is None:
+    pattern = _pattern(allowed)
+    if pattern is None:
         raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal "
                          "nor both (a sliding window, packed sequences, a mask of one's own?), which linear attention "
                          "cannot represent: leave this layer out with layers=[...], or change the mask")
-    seen, is_causal, used = found
+    seen, is_causal, used = pattern
     return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
 
 

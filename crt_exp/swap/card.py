@@ -68,8 +68,8 @@ def _rows(saved: dict[str, Any]) -> list[str]:
     for number, mechanism in enumerate(saved["mechanisms"]):
         given = {"m": mechanism.get("m"), "sampler": mechanism.get("sampler"), "seed": mechanism.get("seed"),
                  **mechanism.get("options", {})}
-        told = ", ".join(f"{key} = {value}" for key, value in given.items() if value is not None)
-        rows.append(f"| {mechanism['name']} | {layers.count(number)} of {len(layers)} | {told} |")
+        settings = ", ".join(f"{key} = {value}" for key, value in given.items() if value is not None)
+        rows.append(f"| {mechanism['name']} | {layers.count(number)} of {len(layers)} | {settings} |")
     return rows
 
 

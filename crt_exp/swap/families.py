@@ -175,7 +175,7 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
         return False
     if mask.dtype != torch.bool:
         raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: "
-                         "whether it is causal cannot be told; leave this layer out with layers=[...]")
+                         "it does not say whether it is causal; leave this layer out with layers=[...]")
     return True
 
 
@@ -313,9 +313,9 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
     its name and place in the model; else by the arguments of its forward pass. Some serve encoders and decoders alike:
     a decoder's may.
     """
-    told = getattr(module, "is_cross_attention", None)
-    if told is not None:
-        return bool(told)
+    known = getattr(module, "is_cross_attention", None)
+    if known is not None:
+        return bool(known)
     if CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__])) or getattr(module, "is_decoder", False):
         return True
     if hasattr(module, "is_decoder") or "SelfAttention" in type(module).__name__:

@@ -56,11 +56,11 @@ def _loading(function):
         _refuse_parts(asked)
         named = asked in NAMES
         with record.by_hand(), record.ignoring_buffers(cls, named):
-            found = function(cls, source, *args, **options)
-        model = found[0] if isinstance(found, tuple) else found
+            loaded = function(cls, source, *args, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         if not _applied(model, source):
             record.warn_of_loss(model, source)
-        return found
+        return loaded
     return from_pretrained
 
 

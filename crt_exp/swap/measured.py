@@ -74,9 +74,9 @@ class Priced:
         q, k, v, key_mask = _given(*args, **kwargs)
         own = state.sizes
         try:
-            for open, found in state.prices.items():
+            for open, price in state.prices.items():
                 state.sizes = own._replace(open=open)
-                measure(state, q, k, v[..., :state.columns], key_mask, found)
+                measure(state, q, k, v[..., :state.columns], key_mask, price)
         finally:
             state.sizes = own
 
@@ -113,12 +113,12 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
     if key_mask is not None and (state.causal or (L == S and not state.cross)):
         real = key_mask[:, None, S - L:, None][:, :, rows]
     exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
-    found = state.estimate(q, k, v, key_mask)[:, :, rows]
+    estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
     uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
     size = lambda t: float(torch.where(real, t.double(), 0.0).square().sum())
     into = state.measured if into is None else into
     into.exact += size(exact)
-    into.error += size(found.double() - exact)
+    into.error += size(estimate.double() - exact)
     into.uniform += size(uniform.double() - exact)
 
 

@@ -133,12 +133,12 @@ def warn_of_loss(model: nn.Module, source: Any) -> None:
     record = taken(model)
     if record is None and not _holds_buffers(source):
         return
-    told = "a model with swapped attention"
+    content = "a model with swapped attention"
     if record and names(record):
         swapped = sum(number is not None for number in record.get("layers", {}).values())
-        told += f", {' and '.join(names(record))} in {swapped} of {len(record.get('layers', {}))} layers"
+        content += f", {' and '.join(names(record))} in {swapped} of {len(record.get('layers', {}))} layers"
     kind = type(model).__name__
-    warnings.warn(f"{source} holds {told}, and this {kind} has exact attention with its weights: "
+    warnings.warn(f"{source} holds {content}, and this {kind} has exact attention with its weights: "
                   f"crt_exp.from_pretrained({kind}, {str(source)!r}) gives it back as it was saved",
                   stacklevel=_caller())
 

@@ -1,4 +1,4 @@
-"""What linear attention cannot stand for in a Hugging Face module, found before the first call:
+"""What linear attention cannot stand for in a Hugging Face module, known before the first call:
 by its attributes and its code.
 
 A linear attention keeps or removes keys, and knows causal order. Terms that a module adds to its logits for each pair,

@@ -21,7 +21,7 @@ def attention_matrices(model: nn.Module, *inputs: Tensor,
     Layers are those that were swapped, and of models that were made with a `Mechanism` their own. Raises ValueError
     where there are none: `swap_attention(model, "exact")` makes exact attention visible too.
     """
-    found, states = [], [part.swapped for part in model.modules() if "swapped" in part._modules]
+    matrices, states = [], [part.swapped for part in model.modules() if "swapped" in part._modules]
     states = states or [part for part in model.modules() if isinstance(part, (LinearAttention, Baseline))]
     if not states:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped: swap_attention(model, 'exact') "
@@ -30,13 +30,13 @@ def attention_matrices(model: nn.Module, *inputs: Tensor,
     def note(state: nn.Module, args: tuple, out: Tensor) -> None:
         q, k, _, *mask = args
         unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
-        found.append(keep(state.forward(q, k, unit, *mask)))  # not called as a module, which would come here again
+        matrices.append(keep(state.forward(q, k, unit, *mask)))  # not called as a module, which would come here again
 
     with ExitStack() as stack:
         for state in states:
             stack.callback(state.register_forward_hook(note).remove)
         model(*inputs)
-    return found
+    return matrices
 
 
 def rollout(model: nn.Module, *inputs: Tensor) -> Tensor:

@@ -34,14 +34,14 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
 
     record: what the model's configuration keeps of the mechanism; without one it is not rebuilt from a saved folder.
     """
-    found = _found(model)
-    reasons = _reasons(model, found)
-    chosen = _choose(found, reasons, layers)
+    modules = _modules(model)
+    reasons = _reasons(model, modules)
+    chosen = _choose(modules, reasons, layers)
     if layers is None:
         _warn_of_others(model)
-        _warn_of_windows(model, [found[i] for i in reasons if i not in chosen])
-    _refuse(found, reasons, chosen)
-    states = {i: _state(maker, name, i, *found[i], causal) for i in chosen}  # all before the first change
+        _warn_of_windows(model, [modules[i] for i in reasons if i not in chosen])
+    _refuse(modules, reasons, chosen)
+    states = {i: _state(maker, name, i, *modules[i], causal) for i in chosen}  # all before the first change
     if saved:
         source = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
         folder = Path(source if isinstance(source, str) else "")
@@ -49,7 +49,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
         restore(model, list(states.values()), files, folder)
     for i, state in states.items():
         state.record = {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
-        _attach(found[i][1], state)
+        _attach(modules[i][1], state)
     _tell_libraries(model)
     configured.write(model)
     return model
@@ -57,7 +57,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
 
 def unswap_attention(model: nn.Module) -> nn.Module:
     """Gives the model its own attention back, bit for bit, in place. Raises ValueError where nothing is swapped."""
-    swapped = [module for _, module in _found(model) if "swapped" in module._modules]
+    swapped = [module for _, module in _modules(model) if "swapped" in module._modules]
     if not swapped:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped")
     if any(families.family(module) == "hf" for module in swapped):
@@ -120,15 +120,15 @@ def _sharing(model: nn.Module, budget: int | None) -> list[NearFar]:
     """The layers that share a budget of keys to open."""
     if budget is None:
         return []
-    found = [state for state in _states(model).values() if isinstance(state, NearFar) and state.causal
+    sharing = [state for state in _states(model).values() if isinstance(state, NearFar) and state.causal
              and state.sizes.open]
-    if not found:
+    if not sharing:
         raise ValueError(f"budget = {budget}: no layer of this {type(model).__name__} is causal near-far attention "
                          "that reads keys")
-    if not isinstance(budget, Integral) or budget < OPENS[0] * len(found):
-        raise ValueError(f"budget = {budget}: it takes a whole number of at least {OPENS[0] * len(found)}, {OPENS[0]} "
-                         f"keys for each of {len(found)} layers")
-    return found
+    if not isinstance(budget, Integral) or budget < OPENS[0] * len(sharing):
+        raise ValueError(f"budget = {budget}: it takes a whole number of at least {OPENS[0] * len(sharing)}, "
+                         f"{OPENS[0]} keys for each of {len(sharing)} layers")
+    return sharing
 
 
 @torch.no_grad()
@@ -149,19 +149,19 @@ def describe_attention(model: nn.Module):
     """Prints, and returns as a DataFrame, one row for each attention module: see `swap_table.COLUMNS`."""
     from crt_exp.swap.table import table
 
-    rows = table(_found(model), families.others(model))
+    rows = table(_modules(model), families.others(model))
     print(rows.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3g}"))
     return rows
 
 
 # ---- finding and choosing
 
-def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths, in the order of the model's modules."""
-    found = [(path or type(module).__name__, module) for path, module in model.named_modules()
+    modules = [(path or type(module).__name__, module) for path, module in model.named_modules()
              if families.family(module)]
-    if found:
-        return found
+    if modules:
+        return modules
     others = families.others(model)
     hint = f"; what it has is of other kinds: {_names(others)}" if others else ""
     raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on "
@@ -187,7 +187,7 @@ def _names(parts: list[tuple[str, nn.Module]]) -> str:
     return shown + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def _choose(found: list, reasons: dict[int, str | None], layers: Iterable[int] | int | str | None) -> list[int]:
+def _choose(modules: list, reasons: dict[int, str | None], layers: Iterable[int] | int | str | None) -> list[int]:
     """Without a choice all layers, or where some see a window and nothing is against the others, these."""
     supported = [i for i, reason in reasons.items() if reason is None]
     if layers is None:
@@ -199,28 +199,29 @@ def _choose(found: list, reasons: dict[int, str | None], layers: Iterable[int] |
         return supported or list(reasons)
     layers = [layers] if isinstance(layers, Integral) else list(layers)
     for i in layers:
-        if not isinstance(i, Integral) or isinstance(i, bool) or not -len(found) <= i < len(found):
-            raise ValueError(f"layers holds {i!r}: this model has {len(found)} attention layers, 0 to {len(found) - 1}")
+        if not isinstance(i, Integral) or isinstance(i, bool) or not -len(modules) <= i < len(modules):
+            raise ValueError(f"layers holds {i!r}: this model has {len(modules)} attention layers, "
+                             f"0 to {len(modules) - 1}")
     if not layers:
         raise ValueError("layers is empty: nothing to swap")
-    return sorted({int(i) % len(found) for i in layers})
+    return sorted({int(i) % len(modules) for i in layers})
 
 
 # ---- refusing before anything changes
 
-def _reasons(model: nn.Module, found: list[tuple[str, nn.Module]]) -> dict[int, str | None]:
+def _reasons(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> dict[int, str | None]:
     """Why linear attention cannot stand for each layer; None where it can."""
     held = places(model)
-    return {i: _reason(module, *held.get(id(module), (None, ""))) for i, (_, module) in enumerate(found)}
+    return {i: _reason(module, *held.get(id(module), (None, ""))) for i, (_, module) in enumerate(modules)}
 
 
-def _refuse(found: list[tuple[str, nn.Module]], reasons: dict[int, str | None], chosen: list[int]) -> None:
+def _refuse(modules: list[tuple[str, nn.Module]], reasons: dict[int, str | None], chosen: list[int]) -> None:
     """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
     refused = [i for i in chosen if reasons[i]]
     if not refused:
         return
     first = next((i for i in refused if not reasons[i].startswith(SEES)), refused[0])  # windows alone would stay
-    path, module = found[first]
+    path, module = modules[first]
     rest = f", and {len(refused) - 1} more of {len(chosen)} layers" if len(refused) > 1 else ""
     fit = [i for i, reason in reasons.items() if not reason]
     way = f"layers='supported' swaps those that can be, {fit}" if fit else "no layer of this model can be swapped"
@@ -269,7 +270,7 @@ def _attach(module: nn.Module, state: nn.Module) -> None:
 
 
 def _tell_libraries(model: nn.Module) -> None:
-    swapped = [module for _, module in _found(model) if "swapped" in module._modules]
+    swapped = [module for _, module in _modules(model) if "swapped" in module._modules]
     inside = {id(module) for module in swapped}
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoder) and any(id(inner) in inside for inner in part.modules()):
@@ -354,10 +355,10 @@ def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder
     strict: raises ValueError where a layer's buffers are not there."""
     dtype = next((p.dtype for p in model.parameters()), None)
     saved = _saved_buffers(files)
-    found = {state.path: _same_path(state.path, saved) for state in states}
-    left = {path: buffers for path, buffers in saved.items() if path not in found.values()}
+    own_paths = {state.path: _same_path(state.path, saved) for state in states}
+    left = {path: buffers for path, buffers in saved.items() if path not in own_paths.values()}
     for state in states:
-        own = saved[found[state.path]] if found[state.path] else _same_numbers(state.path, left)
+        own = saved[own_paths[state.path]] if own_paths[state.path] else _same_numbers(state.path, left)
         fits = own is not None and own.keys() == state.state_dict().keys()
         if strict and not fits and state.state_dict():
             raise ValueError(f"{state.path}: its noise and statistics are not in the weights of {folder}: load the "
@@ -397,7 +398,7 @@ def _same_path(path: str, saved: Iterable[str]) -> str | None:
 
 def _same_numbers(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor] | None:
     """The buffers of this layer where save_pretrained gave the model the names of an older version: of the layers that
-    no path told, the one with the same numbers in its path; of several the one whose path begins alike, as those of an
+    no path given, the one with the same numbers in its path; of several the one whose path begins alike, as those of an
     encoder and a decoder do not. None where no saved layer has these numbers. ValueError: several may be its own."""
     numbers = lambda name: tuple(part for part in name.split(".") if part.isdigit())
     alike = [other for other in saved if numbers(other) == numbers(path)]
@@ -444,9 +445,9 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
               if isinstance(part, LinearAttention)}
     if not states:
         names = dict.fromkeys(part.swapped.mechanism for part in model.modules() if "swapped" in part._modules)
-        told = f"{', '.join(names)} attention keeps no statistics" if names else "call swap_attention first"
+        reason = f"{', '.join(names)} attention keeps no statistics" if names else "call swap_attention first"
         raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate, nor near-far "
-                         f"attention: {told}")
+                         f"attention: {reason}")
     return states
 
 

@@ -21,13 +21,13 @@ COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A
            "parameters", *ERRORS)
 
 
-def table(found: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = ()):
+def table(modules: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = ()):
     """A DataFrame with COLUMNS, a row for each attention module; last those of other kinds, without a number."""
     try:
         import pandas as pd
     except ImportError:
         raise ImportError("describe_attention returns a DataFrame: pip install pandas, or crt_exp[run]") from None
-    rows = [_row(i, path, module) for i, (path, module) in enumerate(found)]
+    rows = [_row(i, path, module) for i, (path, module) in enumerate(modules)]
     rows += [_row(None, path, module) for path, module in others]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})
 
@@ -86,5 +86,5 @@ def _chosen(state: RandomFeatureAttention, params) -> str | None:
 
 def _errors(state: nn.Module | None) -> tuple[float | None, ...]:
     measured, predicted = getattr(state, "measured", None), getattr(state, "predicted", None)
-    found = (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)
-    return *found, predicted
+    own = (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)
+    return *own, predicted

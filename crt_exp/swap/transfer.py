@@ -68,10 +68,10 @@ class Transferring(nn.Module):
         for teacher in self.teachers:
             teacher.squares = None
         out = self.model(*args, **kwargs)
-        found = [t.squares.error / t.squares.exact.clamp(min=1e-30) for t in self.teachers if t.squares is not None]
-        if not found:
+        errors = [t.squares.error / t.squares.exact.clamp(min=1e-30) for t in self.teachers if t.squares is not None]
+        if not errors:
             raise ValueError("this call reached no swapped layer: there is nothing to transfer to")
-        return torch.stack(found), out
+        return torch.stack(errors), out
 
     def train(self, mode: bool = True) -> "Transferring":
         super().train(mode)
