@@ -74,12 +74,12 @@ def measure(dtype: str, process: int) -> Seconds:
     models = {arm: model_of(arm) for arm in arms()}
     for model in models.values():
         model.fit(X[:1000]).transform(X[:1000])
-    found: Seconds = {(dtype, arm, step): [] for arm in models for step in STEPS}
+    seconds: Seconds = {(dtype, arm, step): [] for arm in models for step in STEPS}
     for turn in range(process * ROUNDS, (process + 1) * ROUNDS):
         for arm, model in rotated(list(models.items()), turn):
             for step in STEPS:
-                found[dtype, arm, step].append(timed(getattr(model, step), X))
-    return found
+                seconds[dtype, arm, step].append(timed(getattr(model, step), X))
+    return seconds
 
 
 def model_of(arm: Arm) -> RBFSampler | GaussianRandomProjection | RandomFeatures:

@@ -44,44 +44,45 @@ def mechanism(name: str, m: int = M, sampler: str = "orthogonal") -> Mechanism:
 
 
 def write(results: dict[tuple[str, str], list[float]], seconds: float) -> None:
-    found = {place: overlapping(100 * np.array(values), SPLIT[2] / SPLIT[0]) for place, values in results.items()}
+    accuracies = {place: overlapping(100 * np.array(values), SPLIT[2] / SPLIT[0]) for place, values in results.items()}
     rows = [{"mechanism": name, "dataset": data, "accuracy": each.mean, "ci95": each.half}
-            for (data, name), each in found.items()]
-    said = f"{controls_that_win(found)}\n\n{table(found)}"
+            for (data, name), each in accuracies.items()]
+    said = f"{controls_that_win(accuracies)}\n\n{table(accuracies)}"
     path = write_report("demo", "Every mechanism on embedded data: test accuracy of kernel regression", said, rows,
-                        figure(found), facts(), seconds)
+                        figure(accuracies), facts(), seconds)
     print(f"{said}\nwritten: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
 
 
-def controls_that_win(found: dict[tuple[str, str], Interval]) -> str:
-    beaten = {data: [name for name in MAPS if found[data, name].mean < found[data, MAJORITY].mean] for data in DATASETS}
+def controls_that_win(accuracies: dict[tuple[str, str], Interval]) -> str:
+    beaten = {data: [name for name in MAPS if accuracies[data, name].mean < accuracies[data, MAJORITY].mean]
+              for data in DATASETS}
     return won_by("the majority class", beaten, len(DATASETS) * len(MAPS))
 
 
-def ends(found: Interval) -> tuple[float, float]:
+def ends(interval: Interval) -> tuple[float, float]:
     """Of an interval of percents, which ends at 0 and 100."""
-    return max(found.low, 0.0), min(found.high, 100.0)
+    return max(interval.low, 0.0), min(interval.high, 100.0)
 
 
-def table(found: dict[tuple[str, str], Interval]) -> str:
+def table(accuracies: dict[tuple[str, str], Interval]) -> str:
     """Accuracy in percent, mean and 95% interval over splits; the last column averages the sets."""
     rows = []
     for name in NAMES:
-        cells = ["{:.1f} ({:.1f} to {:.1f})".format(found[data, name].mean, *ends(found[data, name]))
+        cells = ["{:.1f} ({:.1f} to {:.1f})".format(accuracies[data, name].mean, *ends(accuracies[data, name]))
                  for data in DATASETS]
-        rows.append([name, *cells, f"{np.mean([found[data, name].mean for data in DATASETS]):.1f}"])
+        rows.append([name, *cells, f"{np.mean([accuracies[data, name].mean for data in DATASETS]):.1f}"])
     return markdown(["mechanism", *DATASETS, "average"], rows)
 
 
-def figure(found: dict[tuple[str, str], Interval]):
+def figure(accuracies: dict[tuple[str, str], Interval]):
     fig, axes = new_figure(1, len(DATASETS), figsize=(11, 3.4), sharey=True)
     for ax, data in zip(axes, DATASETS):
         for i, name in enumerate(NAMES):
-            each, (low, high) = found[data, name], ends(found[data, name])
+            each, (low, high) = accuracies[data, name], ends(accuracies[data, name])
             colour = palette.CONTROL if name == MAJORITY else palette.colour(name)
             ax.errorbar(each.mean, i, xerr=[[each.mean - low], [high - each.mean]], fmt="o", ms=5, color=colour, lw=1.2)
-        ax.axvline(found[data, "exact"].mean, color=palette.EXACT, lw=0.8, ls=":")
-        ax.axvline(found[data, MAJORITY].mean, color=palette.CONTROL, lw=1.2)
+        ax.axvline(accuracies[data, "exact"].mean, color=palette.EXACT, lw=0.8, ls=":")
+        ax.axvline(accuracies[data, MAJORITY].mean, color=palette.CONTROL, lw=1.2)
         ax.set(title=data, xlabel="test accuracy, %", xlim=(0, 103))
     axes[0].set_yticks(range(len(NAMES)), NAMES)
     axes[0].invert_yaxis()

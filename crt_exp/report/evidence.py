@@ -1,6 +1,6 @@
 """What a report may conclude: intervals, paired differences, gates before time is spent, verdicts on claims.
 
-Legend: n independent draws (seeds, data sets drawn anew); all intervals are two-sided, 95% unless said otherwise.
+Legend: n independent draws (seeds, data sets drawn again); all intervals are two-sided, 95% unless said otherwise.
 """
 
 import math
@@ -41,7 +41,7 @@ class Interval:
         """Which side of 0 the draws are on."""
         return self.mean > 0
 
-    def told(self, unit: str, p: float | None = None) -> str:
+    def shown(self, unit: str, p: float | None = None) -> str:
         """In a verdict's line, p as corrected there; a closed form has neither width nor draws."""
         unit = f" {unit}" if unit else ""
         if not self.n:
@@ -66,7 +66,7 @@ class Signs(Interval):
     def positive(self) -> bool:
         return self.above > self.below
 
-    def told(self, unit: str, p: float | None = None) -> str:
+    def shown(self, unit: str, p: float | None = None) -> str:
         chance = "" if p is None else f", p = {p:.2g}"
         median = f"{self.mean:+.3g} {unit}".rstrip()
         equal = self.n - self.above - self.below
@@ -168,11 +168,11 @@ def detectable(differences: Sequence[float], n: int | None = None, power: float 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected for their number: any wrong rejection among them has at most the level's probability."""
-    order, found, largest = np.argsort(p_values), [0.0] * len(p_values), 0.0
+    order, adjusted, largest = np.argsort(p_values), [0.0] * len(p_values), 0.0
     for place, index in enumerate(order):
         largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
-        found[index] = largest
-    return found
+        adjusted[index] = largest
+    return adjusted
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Verdict:
         """A line of a list in Markdown."""
         closed = "" if self.claim.closed is None else f"; by the closed form {self.claim.closed:+.3g}"
         power = f"; {self.power}" if self.power else ""
-        return (f"- **{self.word}**: {self.claim.text}: {self.claim.difference.told(self.claim.unit, self.p)}"
+        return (f"- **{self.word}**: {self.claim.text}: {self.claim.difference.shown(self.claim.unit, self.p)}"
                 f"{closed}{power}{self.claim.remarks()}")
 
 
@@ -270,9 +270,9 @@ def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
     count = sum(map(len, beaten.values()))
     if not count:
         return f"None of {of} arms is worse than {control}, a control."
-    told = "; ".join(f"{where + ': ' if where else ''}{', '.join(arms) if len(arms) <= NAMED else len(arms)}"
+    shown = "; ".join(f"{where + ': ' if where else ''}{', '.join(arms) if len(arms) <= NAMED else len(arms)}"
                      for where, arms in beaten.items() if arms)
-    return f"**{control[0].upper()}{control[1:]}, a control, beats {count} of {of} arms.** {told}."
+    return f"**{control[0].upper()}{control[1:]}, a control, beats {count} of {of} arms.** {shown}."
 
 
 def judged(claims: Sequence[Claim]) -> list[Verdict]:
@@ -294,7 +294,7 @@ class Unjudged:
         return {**self.claim.row(self.word), "not_judged": f"{self.gate.text}: {self.gate.value:.3g}"}
 
     def __str__(self) -> str:
-        return (f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.difference.told(self.claim.unit)}; "
+        return (f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.difference.shown(self.claim.unit)}; "
                 f"{self.gate.text} is {self.gate.value:.3g}{self.claim.remarks()}")
 
 

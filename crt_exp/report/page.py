@@ -295,7 +295,7 @@ class Page:
         return lines
 
     def _compared(self) -> int:
-        """How many arms stand beside the controls, over all settings."""
+        """How many arms are compared with the controls, over all settings."""
         frame = self.select(self.main, table=self.spec.get("table"), x=self.spec.get("at"))
         return len(frame[~frame["arm"].isin(self.controls)].groupby(["setting", "arm"]))
 

@@ -1,4 +1,4 @@
-"""From draws to outputs/report/<name>.md and .png; the csv beside them holds the draws."""
+"""From draws to outputs/report/<name>.md and .png; the csv next to them holds the draws."""
 
 import shutil
 import subprocess

@@ -50,9 +50,9 @@ class Advise:
         arms, rows = self.arms(panel), list(done)
         plan = [("arm", panel.losses, (arm,), arm.label) for arm in arms]
         plan += [("cost", self.cost, (panel, arms, length), f"{length} tokens timed") for length in panel.lengths()]
-        for step, (kind, compute, given, told) in list(enumerate(plan))[len(rows):]:
+        for step, (kind, compute, given, what) in list(enumerate(plan))[len(rows):]:
             rows.append({"step": step, "epoch": 0, "split": kind, **compute(*given)})
-            print(f"advise: {told}, {step + 1} of {len(plan)} ({time.perf_counter() - start:.0f} s)", file=sys.stderr,
+            print(f"advise: {what}, {step + 1} of {len(plan)} ({time.perf_counter() - start:.0f} s)", file=sys.stderr,
                   flush=True)
             yield rows[-1]
         if len(rows) == len(plan):

@@ -1,4 +1,4 @@
-"""Which amino acids attention takes for alike, beside BLOSUM62: Vig et al., BERTology meets biology, 2020, section 4.
+"""Which amino acids attention takes for alike, and BLOSUM62: Vig et al., BERTology meets biology, 2020, section 4.
 
 Each amino acid has, of every head, the share of attention that goes to it; two are alike as far as these shares go
 together over heads. How frequent letters are cancels: a head that looks at all alike gives each its frequency.
@@ -16,7 +16,7 @@ from crt_exp.data.protein import BEGIN, STANDARD
 from crt_exp.swap.rollout import attention_matrices
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # 190
-NAMED = (("D", "E"), ("F", "Y"))           # that Performers C.4 found alike
+NAMED = (("D", "E"), ("F", "Y"))           # that are alike in Performers C.4
 
 
 def read_by(model: nn.Module, letters: Sequence[int]) -> Tensor:
@@ -35,8 +35,8 @@ def shares(model: nn.Module, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         tokens = read_by(model, letters)
         of_letter = torch.nn.functional.one_hot(tokens[0], 1 + int(tokens.max())).double()
         received = attention_matrices(model, tokens, keep=lambda A: A[0].double().sum(1))      # layers of (heads, L)
-        found = (torch.cat(received) @ of_letter)[:, :len(STANDARD)]
-        sums = sums + torch.nn.functional.pad(found, (0, len(STANDARD) - found.shape[1]))
+        of_letters = (torch.cat(received) @ of_letter)[:, :len(STANDARD)]
+        sums = sums + torch.nn.functional.pad(of_letters, (0, len(STANDARD) - of_letters.shape[1]))
     return (sums / sums.sum(1, keepdim=True)).numpy()
 
 
@@ -54,7 +54,7 @@ def alike(values: np.ndarray) -> np.ndarray:
     same = np.flatnonzero(values.std(0) <= 1e-6 * values.mean(0))
     if len(values) < 3 or len(same):
         which = f"of {''.join(STANDARD[i] for i in same)} are the same in all" if len(same) else "are too few"
-        raise ValueError(f"which amino acids are alike cannot be told: the shares of {len(values)} heads or sequences "
+        raise ValueError(f"which amino acids are alike cannot be said: the shares of {len(values)} heads or sequences "
                          f"{which}; give more sequences, or a run with more heads and other attention")
     return np.corrcoef(values.T)
 
@@ -68,8 +68,8 @@ def alike_by_frequency(shares: np.ndarray) -> np.ndarray:
 def blosum62() -> np.ndarray:
     from Bio.Align import substitution_matrices
 
-    found = substitution_matrices.load("BLOSUM62")
-    return np.array([[found[a, b] for b in STANDARD] for a in STANDARD])
+    matrix = substitution_matrices.load("BLOSUM62")
+    return np.array([[matrix[a, b] for b in STANDARD] for a in STANDARD])
 
 
 class Correlation(NamedTuple):

@@ -97,13 +97,13 @@ class Approximation:
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
         every = {name: Mechanism.of(features=name).map() for name in choices("features")}
-        found = {name: predicted_log_mse(phi, layer, max(self.ms), seed) for name, phi in every.items()
+        of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed) for name, phi in every.items()
                  if phi.estimates}
-        unbiased = [name for name in found if estimates_softmax(Mechanism.of(features=name).map())]
-        best = lambda names: [min(names, key=lambda name: found[name][h]) for h in range(layer.heads)]
+        unbiased = [name for name in of_maps if estimates_softmax(Mechanism.of(features=name).map())]
+        best = lambda names: [min(names, key=lambda name: of_maps[name][h]) for h in range(layer.heads)]
         return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(),
-                "best": best(found), "best_unbiased": best(unbiased),
-                "log_relative_mse": {name: [_number(v) for v in values] for name, values in found.items()}}
+                "best": best(of_maps), "best_unbiased": best(unbiased),
+                "log_relative_mse": {name: [_number(v) for v in values] for name, values in of_maps.items()}}
 
     # ---- what is measured
 
@@ -111,10 +111,10 @@ class Approximation:
         """Errors of output and matrix, over samples; `_heads`: each head's mean."""
         errors, negative = self.measure(phi, mechanism, m, i, seed)
         layer = self.source.layers(0, seed)[i]
-        found = {"layer": i, "path": layer.path, "m": m, "negative_denominators": negative}
+        record = {"layer": i, "path": layer.path, "m": m, "negative_denominators": negative}
         for name, values in errors.items():
-            found |= _spread(name, values.mean(-1)) | {f"{name}_heads": _numbers(values.mean(0))}
-        return found | (self.variances(phi, mechanism, m, layer, i, seed) if self.pairs else {})
+            record |= _spread(name, values.mean(-1)) | {f"{name}_heads": _numbers(values.mean(0))}
+        return record | (self.variances(phi, mechanism, m, layer, i, seed) if self.pairs else {})
 
     def measure(self, phi: FeatureMap, mechanism: Mechanism, m: int, i: int,
                 seed: int) -> tuple[dict[str, Tensor], float]:
@@ -134,11 +134,11 @@ class Approximation:
         rows = torch.randperm(layer.x.shape[2], generator=generator(seed))[:self.rows].sort().values
         output = attention(*tensors, layer.v, phi, noise, params, causal=layer.causal, counter=count)
         matrix = attention_matrix(*tensors, phi, noise, params, causal=layer.causal, rows=rows)
-        found = {"uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
+        errors = {"uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
         for name, estimate, exact in (("output", output, layer.output), ("matrix", matrix, layer.matrix(rows))):
-            found[f"{name}_error"] = relative_error(estimate, exact, (-2, -1))[0]
-            found[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
-        return found
+            errors[f"{name}_error"] = relative_error(estimate, exact, (-2, -1))[0]
+            errors[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
+        return errors
 
     def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: Layer, i: int,
                   seed: int) -> dict[str, Any]:
@@ -147,11 +147,11 @@ class Approximation:
         the noise."""
         x, y = random_pairs(layer, self.pairs, generator(seed, i))
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
-        found = {"": phi.log_mse(x, y, params, m) - squared}
+        of_kinds = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
-            found["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_part.name) - squared
-        found["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, generator(seed, i, m)) - squared
-        medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in found.items()}
+            of_kinds["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_part.name) - squared
+        of_kinds["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, generator(seed, i, m)) - squared
+        medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in of_kinds.items()}
         middle = {k: _number(v.median()) for k, v in medians.items()}
         return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
@@ -164,15 +164,15 @@ class Approximation:
     def of_all(self, phi: FeatureMap, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
         """Means over layers at the largest m, and for how many heads each mechanism is predicted to be best."""
         top = [r for r in rows if r["split"] == "layer" and r["m"] == max(self.ms)]
-        found = {name: _mean([r[name] for r in top]) for name in top[0] if name in MEANS}
+        means = {name: _mean([r[name] for r in top]) for name in top[0] if name in MEANS}
         depth = (r for r in rows if r["split"] == "depth" and r["m"] == max(self.ms))
-        found |= next(({"hidden_error": r["hidden_error"]} for r in depth), {})
+        means |= next(({"hidden_error": r["hidden_error"]} for r in depth), {})
         for key in ("best", "best_unbiased"):
-            found[key] = dict(Counter(name for r in rows if r["split"] == "heads" for name in r[key]).most_common())
+            means[key] = dict(Counter(name for r in rows if r["split"] == "heads" for name in r[key]).most_common())
         layer = self.source.layers(0, seed)[0]
         x, y = layer.x[0, 0], layer.y[0, 0]
         bias = bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))
-        return {"m": max(self.ms), **found, **bias, "final": True}
+        return {"m": max(self.ms), **means, **bias, "final": True}
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -189,26 +189,26 @@ class Approximation:
 
     def warning(self, records: list[dict]) -> str:
         """Names the layers and m whose output is no nearer to exact attention than the control is."""
-        found = [r for r in records if r["split"] == "layer"]
-        lost = [r for r in found if r["output_error"] is None or r["output_error"] > r["uniform_error"]]
-        layers, counts = len(found) // len(self.ms), Counter(r["m"] for r in lost)
+        layer_rows = [r for r in records if r["split"] == "layer"]
+        lost = [r for r in layer_rows if r["output_error"] is None or r["output_error"] > r["uniform_error"]]
+        layers, counts = len(layer_rows) // len(self.ms), Counter(r["m"] for r in lost)
         shown = ", ".join(f"in {n} of {layers} layers with m = {m}" for m, n in counts.items())
-        told = ("\nWARNING: the output is further from exact attention than uniform attention is, "
+        warning = ("\nWARNING: the output is further from exact attention than uniform attention is, "
                 "the mean of the values, ")
-        return told + shown if lost else ""
+        return warning + shown if lost else ""
 
     def table(self, records: list[dict]) -> str:
         """A line for each layer, at the largest m."""
         import pandas as pd
 
         heads = [r for r in records if r["split"] == "heads"]
-        found = [r for r in records if r["split"] == "layer" and r["m"] == max(self.ms)]
+        layer_rows = [r for r in records if r["split"] == "layer" and r["m"] == max(self.ms)]
         lines = [{"layer": h["layer"], "path": h["path"], "|x + y|^2": sum(h["mean_sq_sum"]) / h["heads"],
                   "least": min(h["mean_sq_sum"]), "most": max(h["mean_sq_sum"]), "output": r["output_error"],
                   "uniform": r["uniform_error"], "matrix": r["matrix_error"], "log variance": r.get("log_variance"),
                   "sampled": r.get("log_variance_sampled"),
                   "predicted best": Counter(h["best"]).most_common(1)[0][0],
-                  "unbiased": Counter(h["best_unbiased"]).most_common(1)[0][0]} for h, r in zip(heads, found)]
+                  "unbiased": Counter(h["best_unbiased"]).most_common(1)[0][0]} for h, r in zip(heads, layer_rows)]
         return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)
 
 
@@ -237,8 +237,8 @@ def random_pairs(layer: Layer, pairs: int, g: torch.Generator) -> tuple[Tensor, 
 def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params,
                          g: torch.Generator) -> Tensor:
     """log of the sample variance of the kernel estimates of pairs (1, H, pairs, d) over DRAWS draws: (1, H, pairs)."""
-    found = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, g)
-    return found.var(0, keepdim=True).log() + 2 * (x * y).sum(-1)
+    ratios = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, g)
+    return ratios.var(0, keepdim=True).log() + 2 * (x * y).sum(-1)
 
 
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:

@@ -42,14 +42,14 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     """
     projections, count = number("m", m, size["m"]), number("first", first, None)
     files, place, accession = chosen(input, entry, size)
-    found = entry_of(place, accession)
+    protein = entry_of(place, accession)
     cells, home = Cells(name, sources, keep), runs.Home(training.HOME, tuple(sources))
     models = [run] if run else [trained(home, size, seed) for seed in range(size["seeds"])]
     kept = of_proteins(models[0])
     if m is not None and kept.mechanism.name != "exact":
-        raise ConfigError(f"m={m}: this run was trained with {kept.mechanism.name}, which is drawn beside exact "
+        raise ConfigError(f"m={m}: this run was trained with {kept.mechanism.name}, which is drawn next to exact "
                           "attention: leave it out")
-    setting = found.accession.decode()
+    setting = protein.accession.decode()
     yield from of_maps(cells, setting, {"run": models[0], "weights": weights_of(models[0]), "file": str(place),
                                         "entry": setting, "m": projections, "noises": size["noises"], "first": count})
     yield from of_alike(cells, setting, models, files, size["sequences"])
@@ -97,8 +97,8 @@ def of_alike(cells: Cells, setting: str, models: Sequence[str], files: Sequence[
     for (learned, i), key in keys.items():
         arms = {"trained": matrices[True, i], **same} if learned else {"random weights": matrices[False, i]}
         for arm, matrix in arms.items():
-            found = amino_acids.correlation(matrix, score)
-            for metric, value in (("r", found.r), ("p", found.p)):
+            correlated = amino_acids.correlation(matrix, score)
+            for metric, value in (("r", correlated.r), ("p", correlated.p)):
                 yield cells.draw(key, setting, arm, metric, value, i, table=table)
     mean = np.mean([matrix for (learned, _), matrix in matrices.items() if learned], 0)
     for a, b in zip(*PAIRS):
@@ -146,9 +146,9 @@ def chosen(input: str | None, entry: str | None, size: Mapping[str, Any]) -> tup
 
 def entry_of(path: Path, accession: str | None) -> fasta.Entry:
     """Raises DataError where the file has no such entry."""
-    for found in fasta.entries(path, LETTERS):
-        if accession in (None, found.accession.decode()):
-            return found
+    for entry in fasta.entries(path, LETTERS):
+        if accession in (None, entry.accession.decode()):
+            return entry
     raise DataError(f"{path} has no entry {accession}: give one of its accessions, such as "
                     f"{next(fasta.entries(path, LETTERS)).accession.decode()}")
 
@@ -180,7 +180,7 @@ def drawn(run: str, file: str, entry: str, m: int, noises: int, first: int | Non
     exact = matrices(kept.build(Mechanism.of("exact")), letters)
     others = {name: [matrices(swapped(kept, name, m, seed, letters), letters)
                      for seed in range(noises if name.startswith("favor") and name != own else 1)] for name in names}
-    errors = {name: [errors_of(found, exact) for found in draws] for name, draws in others.items()}
+    errors = {name: [errors_of(each, exact) for each in draws] for name, draws in others.items()}
     errors["uniform"] = errors["uniform"] * len(errors[names[0]])  # the same whatever the noise
     shown = {"exact": exact, names[0]: others[names[0]][0]}
     return {"letters": decode(letters)[:exact[0].shape[-1]], "file": Path(file).name, "errors": errors,
@@ -213,9 +213,9 @@ def matrices(model: LanguageModel, letters: list[int]) -> list[Tensor]:
     return [A[0] for A in attention_matrices(model, amino_acids.read_by(model, letters))]
 
 
-def errors_of(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+def errors_of(estimates: list[Tensor], exact: list[Tensor]) -> list[float]:
     """|A' - A| / |A| of each layer, in the Frobenius norm over all heads; each model reads its own hidden states."""
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact)]
+    return [float((a - b).norm() / b.norm()) for a, b in zip(estimates, exact)]
 
 
 def shares(run: str, files: list[str], sequences: int, trained: bool, **_: Any) -> list[list[float]]:

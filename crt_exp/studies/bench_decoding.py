@@ -101,16 +101,16 @@ def main(size: str = "small", positions: tuple[int, ...] = POSITIONS, turns: int
 
 def judged(position: int, prompt: dict[str, float], token: dict[str, float]) -> list[str]:
     """The bars, of medians."""
-    found = []
+    ratios = []
     if position in PROMPT_BARS:
-        found.append((f"prompt, at most {PROMPT_BARS[position]:g} of the own time",
+        ratios.append((f"prompt, at most {PROMPT_BARS[position]:g} of the own time",
                       prompt[NEAR_FAR] / prompt[OWN], PROMPT_BARS[position]))
     if position < EXACT_UNTIL:
-        found.append((f"token, at most {TOKEN_BAR:g} of the own time", token[NEAR_FAR] / token[OWN], TOKEN_BAR))
+        ratios.append((f"token, at most {TOKEN_BAR:g} of the own time", token[NEAR_FAR] / token[OWN], TOKEN_BAR))
     else:
-        found.append((f"token, at most {FAVOR_BAR:g} of favorpp's time", token[NEAR_FAR] / token[STATE], FAVOR_BAR))
+        ratios.append((f"token, at most {FAVOR_BAR:g} of favorpp's time", token[NEAR_FAR] / token[STATE], FAVOR_BAR))
     return [f"- {position}: {bar}: {ratio:.2f}, {'reached' if ratio <= most else 'not reached'}"
-            for bar, ratio, most in found]
+            for bar, ratio, most in ratios]
 
 
 def command_line() -> None:

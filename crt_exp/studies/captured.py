@@ -70,7 +70,7 @@ class Layer:
 
 
 class Synthetic:
-    """q, k ~ N(0, scale^2) and v ~ N(0, 1), anew for each sample;
+    """q, k ~ N(0, scale^2) and v ~ N(0, 1), drawn for each sample;
     hidden states of a plain Transformer of random weights.
 
     turn: radians by which a query is turned away from the key at its position, in a random plane (q = cos(turn) k +
@@ -133,21 +133,21 @@ def branch_errors(exact: Branches, every: Branches, first: Branches) -> dict[str
     """As `Synthetic.branch_errors`; `every` and `first`: all attention approximated, and that of the first layer."""
     pairs = {"output": (every.states, exact.states), "accumulated": (every.added, exact.added),
              "propagated": (first.added, exact.added)}
-    return {kind: [relative_error(found, expected).item() for found, expected in zip(*pair)]
+    return {kind: [relative_error(estimate, expected).item() for estimate, expected in zip(*pair)]
             for kind, pair in pairs.items()}
 
 
 def branches(model: Transformer, h: Tensor, given: Mapping[int, nn.Module]) -> Branches:
     """With the attention of some blocks replaced by the modules given."""
-    found = Branches([], [])
+    result = Branches([], [])
     for i, block in enumerate(model.blocks):
         own, block.attention = block.attention, given.get(i, block.attention)
-        hook = block.proj.register_forward_hook(lambda module, inputs, output: found.added.append(output))
+        hook = block.proj.register_forward_hook(lambda module, inputs, output: result.added.append(output))
         h = block(h)
         hook.remove()
         block.attention = own
-        found.states.append(h)
-    return found
+        result.states.append(h)
+    return result
 
 
 @lru_cache(maxsize=64)
@@ -186,10 +186,10 @@ def _exact_branches(heads: int, d: int, scale: float, depth: int, seed: int,
     return tokens, branches(_random_transformer(heads, d, scale, depth, seed), tokens, {})
 
 
-def relative_error(found: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    """|found - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
+def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """|estimate - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
     norm = lambda t: t.double().square().sum(dims).sqrt()
-    return norm(found.double() - expected) / norm(expected)
+    return norm(estimate.double() - expected) / norm(expected)
 
 
 # ---- a pretrained model that reads a text
@@ -233,15 +233,15 @@ class Pretrained:
     @torch.no_grad()
     def _capture(self) -> tuple[list[Layer], list[Tensor]]:
         """Each call of each chosen layer, in the order of calls, and the hidden states of the exact model."""
-        found = []
+        layers = []
         Mechanism.of("exact").swap(self.model, self.chosen)
-        hooks = [state.register_forward_pre_hook(lambda state, given: found.append(_layer_of(state, given)))
+        hooks = [state.register_forward_pre_hook(lambda state, given: layers.append(_layer_of(state, given)))
                  for state in swapped_states(self.model)]
         states = self._run()
         for hook in hooks:
             hook.remove()
         unswap_attention(self.model)
-        return found, states
+        return layers, states
 
     @torch.no_grad()
     def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:

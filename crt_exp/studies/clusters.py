@@ -28,7 +28,7 @@ class Clusters:
     agreeing: the share of the coordinates in which centres of queries and keys have the same sign; 0 lets a real
     diagonal M have no loss (HRF (21)) at any pair of centres. spread: standard deviation of the points around a centre
     of length 1, times sqrt(d). length: of all points, in the end. points: of each cluster. The data are those of one
-    seed; each repetition draws the noise anew.
+    seed; each repetition draws the noise again.
     """
 
     metric, lower_is_better = "mse", True
@@ -83,5 +83,5 @@ class Clusters:
         return (4 * (queries[:, None] * keys).clamp(min=0)).sum(-1).flatten().tolist()
 
     def summary(self, records: list[dict]) -> str:
-        told = (f"{r['mse']:.3g} (m = {r['m']}, closed form {r['closed_form']:.3g})" for r in records)
-        return f"MSE {', '.join(told)}; of zero {records[-1]['zero']:.3g}, of the mean {records[-1]['mean']:.3g}"
+        shown = (f"{r['mse']:.3g} (m = {r['m']}, closed form {r['closed_form']:.3g})" for r in records)
+        return f"MSE {', '.join(shown)}; of zero {records[-1]['zero']:.3g}, of the mean {records[-1]['mean']:.3g}"

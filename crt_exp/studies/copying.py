@@ -40,8 +40,8 @@ def model_of(start: str) -> tuple[nn.Module, Any]:
 
 @lru_cache(maxsize=8)
 def blocks(start: str, split: str, length: int) -> Tensor:
-    found = running_blocks(official_file("wikitext2", split), model_of(start)[1], length, f"{start}/../tokens")
-    return torch.from_numpy(found.astype(np.int64))
+    rows = running_blocks(official_file("wikitext2", split), model_of(start)[1], length, f"{start}/../tokens")
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 def passages(start: str, split: str, length: int, seed: int) -> Tensor:
@@ -57,29 +57,29 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
 @torch.no_grad()
 def losses(start: str, length: int, seed: int, attention: str, m: int | None = None) -> dict[str, list[float]]:
     """Nats a token of each row: of its first half, `new`, and of the second but for its beginning, `copied`."""
-    model, found = model_of(start)[0], {"new": [], "copied": []}
+    model, result = model_of(start)[0], {"new": [], "copied": []}
     with Swapped(start, attention, m, length):
         for row in passages(start, "test", length, seed):
             nats = F.cross_entropy(model(input_ids=row[None], use_cache=False).logits[0, :-1], row[1:],
                                    reduction="none")
-            found["new"].append(float(nats[:length // 2 - 1].mean()))
-            found["copied"].append(float(nats[length // 2 + UNSURE:].mean()))
-    return found
+            result["new"].append(float(nats[:length // 2 - 1].mean()))
+            result["copied"].append(float(nats[length // 2 + UNSURE:].mean()))
+    return result
 
 
 @torch.no_grad()
 def times(start: str, length: int, attentions: Sequence[tuple[str, int | None]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the layers of the model for one row, all in turn in each round."""
     body, row = model_of(start)[0].model, passages(start, "test", length, 0)[:1]
-    found: dict[str, list[float]] = {attention: [] for attention, _ in attentions}
+    result: dict[str, list[float]] = {attention: [] for attention, _ in attentions}
     for _ in range(rounds):
         for attention, m in attentions:
             with Swapped(start, attention, m, length):
                 body(input_ids=row, use_cache=False)
                 begin = time.perf_counter()
                 body(input_ids=row, use_cache=False)
-                found[attention].append(1e3 * (time.perf_counter() - begin))
-    return found
+                result[attention].append(1e3 * (time.perf_counter() - begin))
+    return result
 
 
 class Swapped:
@@ -131,8 +131,8 @@ def softmax_over(logits: Tensor, seen: Tensor, v: Tensor) -> Tensor:
 def best(rank: Tensor, far: Tensor, count: int) -> Tensor:
     """The `count` far keys of the largest rank of each query."""
     rank = rank.masked_fill(~far, -torch.inf)
-    found = rank.topk(min(count, rank.shape[-1])).indices
-    return torch.zeros_like(rank, dtype=torch.bool).scatter(-1, found, True) & far
+    places = rank.topk(min(count, rank.shape[-1])).indices
+    return torch.zeros_like(rank, dtype=torch.bool).scatter(-1, places, True) & far
 
 
 def largest(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:

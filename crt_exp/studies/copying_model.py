@@ -2,7 +2,7 @@
 
 It is trained in stages of task=mlm with task.repeat=1, and swapped without training.
 
-Its rows say a passage, and then say it again from a random place on. Words drawn at random, beside WikiText-2, teach
+Its rows say a passage, and then say it again from a random place on. Words drawn at random, with WikiText-2, teach
 the copying itself first, for nothing else tells what they are.
 """
 

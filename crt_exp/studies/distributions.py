@@ -56,9 +56,9 @@ class Estimate:
         blocks = blocks_of(self.bound.phi_q(queries))
         logs = [base.log_scale + top for (_, base), top in zip(blocks, self.largest)]
         row = torch.stack([log.amax(-1, keepdim=True) for log in logs]).amax(0)
-        found = [product(weight, scaled(base, log - row), *keys)
+        parts = [product(weight, scaled(base, log - row), *keys)
                  for (weight, base), log, keys in zip(blocks, logs, self.keys)]
-        return sum(found[1:], start=found[0])
+        return sum(parts[1:], start=parts[0])
 
 
 def largest(log: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ def scaled(features: Features, log_scale: Tensor) -> Tensor:
 
 def product(weight: Tensor | None, base: Tensor, key_weight: Tensor | None, key_base: Tensor) -> Tensor:
     """(B, V): inner products of rows of weight (B, R) times base (B, D) with those of the keys."""
-    found = base @ key_base.mT
-    return found if weight is None else found * (weight @ key_weight.mT)
+    dots = base @ key_base.mT
+    return dots if weight is None else dots * (weight @ key_weight.mT)
 
 
 def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK) -> Distances:
@@ -92,8 +92,8 @@ def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor
     """
     sums, kept = np.zeros(6), 0
     for part in queries.split(block):
-        found, defined = of_block(torch.softmax(part @ keys.T, -1), estimate(part))
-        sums, kept = sums + found, kept + defined
+        of_part, defined = of_block(torch.softmax(part @ keys.T, -1), estimate(part))
+        sums, kept = sums + of_part, kept + defined
     n, V = len(queries), len(keys)
     if not kept:
         raise ValueError(f"none of the {n} queries has an estimate above 0, so there is no law to compare")

@@ -195,5 +195,5 @@ def restored(directory: Path | None, done: int) -> State | None:
     if done < counts["records"]:
         raise checkpoint.CheckpointError(
             f"{directory / 'metrics.jsonl'} holds {done} records, and {path} was written after {counts['records']}: "
-            f"lines are missing. Put the whole file back, or move {path.parent} away: then the run begins anew")
+            f"lines are missing. Put the whole file back, or move {path.parent} away: then the run starts over")
     return State(**checkpoint.load_tensors(path / "evolution.safetensors"), **counts)

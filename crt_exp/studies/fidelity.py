@@ -23,7 +23,7 @@ from crt_exp.studies.subject import Subject, load
 from crt_exp.metrics import interval
 from crt_exp.swap.swap import fill_statistics, learns
 
-CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is told
+CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named
 WARM = 128                                   # tokens of the call before memory is measured
 
 
@@ -66,11 +66,11 @@ def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
     same."""
     if empty := [text for text in attentions if not text.split()]:
         raise ConfigError(f"task.attentions holds {empty[0]!r}: it takes names of conf/attention")
-    found = [Arm(" ".join(text.split()), m) for text in attentions
+    arms = [Arm(" ".join(text.split()), m) for text in attentions
              for m in (ms if parsed(text).m is not None else [None])]
-    if len(set(found)) < len(found):
-        raise ConfigError(f"task.attentions or task.ms names something twice: {[arm.label for arm in found]}")
-    return found
+    if len(set(arms)) < len(arms):
+        raise ConfigError(f"task.attentions or task.ms names something twice: {[arm.label for arm in arms]}")
+    return arms
 
 
 @checked("task")
@@ -138,14 +138,14 @@ class Fidelity:
                         for arm in self.arms}}
 
     def of_all(self, subject: Subject, rows: list[dict]) -> dict[str, Any]:
-        found = [mean_of(arm, [r for r in rows if r["split"] == "swap" and (r["attention"], r["m"]) == arm])
+        means = [mean_of(arm, [r for r in rows if r["split"] == "swap" and (r["attention"], r["m"]) == arm])
                  for arm in self.arms]
-        others = [each for each, arm in zip(found, self.arms) if arm.name not in CONTROLS] or found
+        others = [each for each, arm in zip(means, self.arms) if arm.name not in CONTROLS] or means
         best = min(others, key=lambda each: each["hidden_error"])
         return {"predicts": subject.predicts, "texts": len(subject.texts), "length": subject.length,
-                "hidden_error": best["hidden_error"], "best": best["label"], "attentions": found, "final": True}
+                "hidden_error": best["hidden_error"], "best": best["label"], "attentions": means, "final": True}
 
-    # ---- what is told
+    # ---- what is said
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -170,24 +170,24 @@ def of_heads(subject: Subject, i: int) -> dict[str, Any]:
 
 def of_swap(subject: Subject, arm: Arm, draw: int, seed: int) -> dict[str, Any]:
     """Means over texts for each layer; `_texts`: of the last layer, for each text."""
-    found = subject.measured(arm.mechanism(1000 * seed + draw))
+    measured = subject.measured(arm.mechanism(1000 * seed + draw))
     record = {"attention": arm.text, "m": arm.m, "draw": draw,
-              "attention_error_layers": found["attention"].mean(0).tolist(),
-              "hidden_error_layers": found["hidden"].mean(0).tolist(),
-              "attention_error_texts": found["attention"].mean(1).tolist(),
-              "hidden_error_texts": found["hidden"][:, -1].tolist(), "cosine_texts": found["cosine"].tolist()}
-    return record | ({"above_texts": found["above"].tolist()} if "above" in found else {})
+              "attention_error_layers": measured["attention"].mean(0).tolist(),
+              "hidden_error_layers": measured["hidden"].mean(0).tolist(),
+              "attention_error_texts": measured["attention"].mean(1).tolist(),
+              "hidden_error_texts": measured["hidden"][:, -1].tolist(), "cosine_texts": measured["cosine"].tolist()}
+    return record | ({"above_texts": measured["above"].tolist()} if "above" in measured else {})
 
 
 def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
     """Over texts, each text's mean over draws; `_ci95`: half-widths over texts."""
-    found = {"label": arm.label, "attention": arm.text, "m": arm.m, "draws": len(rows)}
+    record = {"label": arm.label, "attention": arm.text, "m": arm.m, "draws": len(rows)}
     for key, name in (("attention_error_texts", "attention_error"), ("hidden_error_texts", "hidden_error"),
                       ("cosine_texts", "cosine"), ("above_texts", "above")):
         if key in rows[0]:
             of_texts = interval(np.mean([row[key] for row in rows], 0), name)
-            found |= {name: of_texts[name], f"{name}_ci95": of_texts[f"{name}_ci95"]}
-    return found
+            record |= {name: of_texts[name], f"{name}_ci95": of_texts[f"{name}_ci95"]}
+    return record
 
 
 # ---- cost
@@ -196,15 +196,15 @@ def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
 @torch.no_grad()
 def times(subject: Subject, arms: Sequence[Arm], length: int, rounds: int) -> dict[str, float]:
     """Medians over rounds, in which every attention takes its turn."""
-    ids, found = ids_of(subject.model, length), {arm.label: [] for arm in arms}
+    ids, spent = ids_of(subject.model, length), {arm.label: [] for arm in arms}
     for _ in range(rounds):
         for arm in arms:
             with subject.swapped(arm.mechanism()):
                 subject.run(ids)  # buffers and libraries
                 start = time.perf_counter()
                 subject.run(ids)
-                found[arm.label].append(1e3 * (time.perf_counter() - start))
-    return {label: statistics.median(each) for label, each in found.items()}
+                spent[arm.label].append(1e3 * (time.perf_counter() - start))
+    return {label: statistics.median(each) for label, each in spent.items()}
 
 
 @torch.no_grad()

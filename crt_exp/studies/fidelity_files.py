@@ -25,8 +25,8 @@ def costs(record: dict[str, Any], label: str) -> dict[str, str]:
             for key, unit in (("ms", "ms"), ("mib", "MiB"))}
 
 
-def shown(found: dict[str, Any], key: str) -> str:
-    return f"{found[key]:.4g} ± {found[f'{key}_ci95']:.2g}"
+def shown(record: dict[str, Any], key: str) -> str:
+    return f"{record[key]:.4g} ± {record[f'{key}_ci95']:.2g}"
 
 
 def write(records: list[dict], directory: Path) -> None:

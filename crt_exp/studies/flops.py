@@ -1,7 +1,7 @@
 """What features cost and what they are worth: columns for a FLOP, and the error at equal FLOPs (HRF Appendix L).
 
 FLOPs of one token are counted by torch.utils.flop_counter while the features are made, and here also those that it
-leaves out: one for each number of an elementwise operation (multiply, add, exp, cos, ...) or sum, beside the two of
+leaves out: one for each number of an elementwise operation (multiply, add, exp, cos, ...) or sum, besides the two of
 each multiply-add of a product. Of "attention" the two products with values of width d are counted too, that of a query
 and that of a key.
 """
@@ -70,10 +70,10 @@ class Flops:
                 "error": squared.mean().sqrt().item(), "closed_form": closed.item(), "squared_error": squared.tolist()}
 
     def summary(self, records: list[dict]) -> str:
-        told = ("none" if not r["m"] else f"{r['error']:.3g} (m = {r['m']}, {r['columns_per_flop']:.2g} columns a "
+        shown = ("none" if not r["m"] else f"{r['error']:.3g} (m = {r['m']}, {r['columns_per_flop']:.2g} columns a "
                 f"FLOP)" for r in records)
-        told = (f"{each} within {r['budget']:g}" for each, r in zip(told, records))
-        return f"relative error by FLOPs of a token's {self.counted}: {', '.join(told)}"
+        shown = (f"{each} within {r['budget']:g}" for each, r in zip(shown, records))
+        return f"relative error by FLOPs of a token's {self.counted}: {', '.join(shown)}"
 
 
 def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:

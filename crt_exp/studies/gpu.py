@@ -58,12 +58,12 @@ def of_cell(what: str, length: int, causal: bool, process: int, device: str) -> 
     torch.manual_seed(process)
     direction = "causal" if causal else "both directions"
     if what == "attention":
-        found = attention(length, causal, device)
+        values = attention(length, causal, device)
     elif what == "token":
-        found, direction = tokens(length, device), "a decoded token"
+        values, direction = tokens(length, device), "a decoded token"
     else:
-        found, direction = steps(what, device), what
-    return [(f"{direction}, {each}" if each else direction, arm, metric, value) for each, arm, metric, value in found]
+        values, direction = steps(what, device), what
+    return [(f"{direction}, {each}" if each else direction, arm, metric, value) for each, arm, metric, value in values]
 
 
 # ---- attention alone
@@ -91,11 +91,11 @@ def attention(length: int, causal: bool, device: str) -> Iterator[tuple[str, str
 
 def methods(causal: bool, device: str) -> dict[str, Callable[..., Tensor]]:
     """Attention of (1, HEADS, L, D) by each arm; peers that are not installed, or need a GPU, are left out."""
-    found = {arm: layer(arm, causal, device) for arm in ARMS}
+    result = {arm: layer(arm, causal, device) for arm in ARMS}
     if device == "cuda":
-        found |= {FLEX: flex(causal)}
-        found |= {LINEAR: linear(causal)} if find_spec("fla") else {}
-    return found
+        result |= {FLEX: flex(causal)}
+        result |= {LINEAR: linear(causal)} if find_spec("fla") else {}
+    return result
 
 
 def layer(arm: str, causal: bool, device: str) -> nn.Module:

@@ -163,7 +163,7 @@ def vectors_of(overrides: Sequence[str], sources: Sequence[str]) -> tuple[np.nda
 
 
 def queries_of(run: Path, kept: Any) -> np.ndarray:
-    """x at all words of the test split in their order, kept beside the model."""
+    """x at all words of the test split in their order, kept with the model."""
     path = run / f"queries-{SPLIT}.npy"
     if not path.exists():
         temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")

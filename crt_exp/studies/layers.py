@@ -37,10 +37,10 @@ def records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, 
 
 def of_layer(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, i: int, seed: int) -> dict[str, Any]:
     errors = [of_head(source.layers(sample, seed)[i], mechanism) for sample in range(samples)]
-    found = {name: torch.stack([e[name] for e in errors]) for name in errors[0]}
-    means = {name: float(values.mean()) for name, values in found.items()}
+    stacked = {name: torch.stack([e[name] for e in errors]) for name in errors[0]}
+    means = {name: float(values.mean()) for name, values in stacked.items()}
     return {"layer": i, "path": source.layers(0, seed)[i].path, **means,
-            **{f"{name}_heads": values.mean(0).tolist() for name, values in found.items()}}
+            **{f"{name}_heads": values.mean(0).tolist() for name, values in stacked.items()}}
 
 
 @torch.no_grad()
@@ -50,10 +50,10 @@ def of_head(layer: Layer, mechanism: Mechanism) -> dict[str, Tensor]:
     with state.calibration():
         state(layer.x, layer.y, layer.v)
     output = state(layer.x, layer.y, layer.v)
-    found = {"output_error": relative_error(output, layer.output, (-2, -1))[0],
+    errors = {"output_error": relative_error(output, layer.output, (-2, -1))[0],
              "uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
     known = state.predicted is not None  # not of random features
-    return found | ({"predicted_error": torch.full((layer.heads,), state.predicted)} if known else {})
+    return errors | ({"predicted_error": torch.full((layer.heads,), state.predicted)} if known else {})
 
 
 def of_depth(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, seed: int) -> dict[str, Any]:
@@ -64,16 +64,17 @@ def of_depth(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int,
 def of_all(rows: list[dict]) -> dict[str, Any]:
     layers = [row for row in rows if row["split"] == "layer"]
     mean = lambda name: sum(row[name] for row in layers) / len(layers)
-    found = {name: mean(name) for name in ERRORS if name in layers[0]}
+    means = {name: mean(name) for name in ERRORS if name in layers[0]}
     depth = next(({"hidden_error": row["hidden_error"]} for row in rows if row["split"] == "depth"), {})
-    return found | depth | {"final": True}
+    return means | depth | {"final": True}
 
 
 def summary(source: Synthetic | Pretrained, rows: list[dict]) -> str:
     import pandas as pd
 
-    found = [row for row in rows if row["split"] == "layer"]
-    table = pd.DataFrame([{name: row[name] for name in ("layer", "path", *ERRORS) if name in row} for row in found])
+    layer_rows = [row for row in rows if row["split"] == "layer"]
+    table = pd.DataFrame([{name: row[name] for name in ("layer", "path", *ERRORS) if name in row}
+                          for row in layer_rows])
     last = rows[-1]
     hidden = f", of the last hidden states {last['hidden_error']:.3g}" if "hidden_error" in last else ""
     shown = table.to_string(index=False, float_format=lambda value: f"{value:.3g}")

@@ -1,4 +1,4 @@
-"""Errors of kernel estimates, pair by pair: the one place where studies measure them, and the closed form beside it.
+"""Errors of kernel estimates, pair by pair: the one place where studies measure them, and their closed form.
 
 Legend: n pairs x, y (n, d) float64; D draws of the noise; SM(x, y) = exp(x.y). Errors are relative to SM, so that
 nothing overflows: that of an estimate is estimate / SM - 1.
@@ -32,12 +32,12 @@ def drawn_ratios(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Te
                  g: torch.Generator) -> Tensor:
     """Estimates over SM of so many draws of the noise: (draws, n); of x and y (1, *heads, n, d): (draws, *heads, n)."""
     bias = torch.exp(phi.log_kernel(x, y) - (x * y).sum(-1))  # 1 but for SMREG
-    block, found = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m))), []
+    block, ratios = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m))), []
     for start in range(0, draws, block):
         batch = (min(block, draws - start), *[1] * max(0, x.ndim - 3))
         noise = drawn(phi, mechanism, m, x.shape[-1], g, batch)
-        found.append(bias * estimate_ratios(phi, x, y, noise, params))
-    return torch.cat(found)
+        ratios.append(bias * estimate_ratios(phi, x, y, noise, params))
+    return torch.cat(ratios)
 
 
 def squared_errors(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, params: Params, groups: int,
@@ -46,8 +46,8 @@ def squared_errors(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, 
 
     Groups are independent; one seed gives the same rows to all maps that take as many of them.
     """
-    found = drawn_ratios(phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed))
-    return (found - 1).square().unflatten(0, (groups, draws)).mean(1)
+    ratios = drawn_ratios(phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed))
+    return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
 
 
 def log_relative_mse(phi: FeatureMap, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:

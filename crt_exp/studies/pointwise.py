@@ -47,9 +47,9 @@ class Pointwise:
                 "largest_of_groups": squared.amax(1).sqrt().tolist(), "mean": largest_of_mean(theta, r)}
 
     def summary(self, records: list[dict]) -> str:
-        told = (f"{r['largest_error']:.3g} (closed form {r['largest_closed_form']:.3g}) at length {r['length']}"
+        shown = (f"{r['largest_error']:.3g} (closed form {r['largest_closed_form']:.3g}) at length {r['length']}"
                 for r in records)
-        return f"largest relative error over angles: {', '.join(told)}"
+        return f"largest relative error over angles: {', '.join(shown)}"
 
 
 def largest_of_mean(theta: Tensor, r: float) -> float:

@@ -31,11 +31,11 @@ class Projections:
             raise ValueError("attention=exact has no error: choose features=...")
         phi = mechanism.map("softmax")
         for step, m in list(enumerate(self.ms))[len(done):]:
-            found = torch.tensor(self.errors(phi, mechanism.sampler, m, seed), dtype=torch.float64)
+            errors = torch.tensor(self.errors(phi, mechanism.sampler, m, seed), dtype=torch.float64)
             last = {"split": "test", "final": True} if step == len(self.ms) - 1 else {"split": "m"}
-            yield {"step": step, "epoch": 0, "m": m, "mse": found.mean().item(),
-                   "log_mse_mean": found.log().mean().item(),
-                   "log_mse_std": found.log().std().item() if self.samples > 1 else None, **last}
+            yield {"step": step, "epoch": 0, "m": m, "mse": errors.mean().item(),
+                   "log_mse_mean": errors.log().mean().item(),
+                   "log_mse_std": errors.log().std().item() if self.samples > 1 else None, **last}
 
     def errors(self, phi: FeatureMap, sampler, m: int, seed: int) -> list[float]:
         """The MSE of each sample: a draw of q, k, v, the same for every mechanism and m, and of the noise."""

@@ -89,12 +89,12 @@ def subject(start: str, length: int, texts: int) -> Subject:
 def trained_errors(start: str, length: int, texts: int, arm: str, sample: int) -> dict[str, list[float]]:
     """As `random_errors`, of one of the texts, with noise of its own."""
     read = subject(start, length, texts)
-    ids, found = read.texts[sample:sample + 1], [layers_of(read, read.texts[sample:sample + 1])]
+    ids, states = read.texts[sample:sample + 1], [layers_of(read, read.texts[sample:sample + 1])]
     for layers in (None, 0):
         mechanism(arm, 1000 * SEED + sample).swap(read.model, layers, saved=False)
-        found.append(layers_of(read, ids))
+        states.append(layers_of(read, ids))
         unswap_attention(read.model)
-    return branch_errors(*found)
+    return branch_errors(*states)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ SIZES: dict[str, Sizes] = {MODEL: {"heads": 8, "layers": 1, "d_ff": 256, "d": 25
 M = {LAYER: 128, MODEL: 64, WIDE: 128}  # twice the width of a head
 A_STEP = 32768                          # letters that a step reads, whatever L: so L alone differs
 TIMED = ("exact", "favorpp", "uniform")
-FLAT, DRAWING = "model, all lengths in turn", "drawing letters"  # settings, beside the parts
+FLAT, DRAWING = "model, all lengths in turn", "drawing letters"  # settings, besides the parts
 OWN = ("lengths", "long", "processes", "positions", "letters", "drawn", "m")
 
 
@@ -177,8 +177,8 @@ def times(part: Part, cases: Sequence[Sequence], rounds: int) -> list[list[float
     """Milliseconds of a step in each round, in the order of cases (name, length, rows), which all take their turn in
     every round."""
     steps = {str(case): Case(*case).step(part) for case in cases}
-    found = timed(lambda step, _: step(), steps, None, rounds)
-    return [found[str(case)] for case in cases]
+    spent = timed(lambda step, _: step(), steps, None, rounds)
+    return [spent[str(case)] for case in cases]
 
 
 def memory(name: str, length: int) -> float:
@@ -210,11 +210,11 @@ def generation(names: Sequence[str], positions: Sequence[int], rounds: int, size
         for position in positions:
             begun[name, position] = model, model.begin()
             model(drawn(1, position), pasts=begun[name, position][1])
-    found = {case: [] for case in begun}
+    spent = {case: [] for case in begun}
     for turn in range(WARM + rounds):
         for case, (model, pasts) in begun.items():
             start = time.perf_counter()
             model(token, pasts=pasts)
             if turn >= WARM:
-                found[case].append(1e3 * (time.perf_counter() - start))
-    return [found[name, position] for name in names for position in positions]
+                spent[case].append(1e3 * (time.perf_counter() - start))
+    return [spent[name, position] for name in names for position in positions]

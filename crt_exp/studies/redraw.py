@@ -120,7 +120,7 @@ def after_swap(start: str, attention: str, seed: int) -> dict[str, dict[str, flo
 
 def look(start: str, m: int, batches: int) -> list[dict[str, Any]]:
     """Of each layer, on validation rows: mean |x + y|^2 of its heads; the error of an entry of the kernel matrix that
-    is predicted for FAVOR+ and FAVOR++, and the relative error of their outputs, beside uniform attention's."""
+    is predicted for FAVOR+ and FAVOR++, and the relative error of their outputs, compared with uniform attention's."""
     task, measured, seen = task_of(start), {}, None
     rows = [{key: batch[key] for key in batch if key != "labels"}
             for _, batch in zip(range(batches), task.batches("validation", Plan(ROWS)))]

@@ -18,7 +18,7 @@ Even = Annotated[int, at_least(2), Bound("that is even", lambda value: value % 2
 
 
 class Policy(TypedDict):
-    """What `ImplicitPolicy` has beside the sizes of its environment."""
+    """What `ImplicitPolicy` has besides the sizes of its environment."""
 
     patch: Count
     d: Annotated[int, at_least(2)]

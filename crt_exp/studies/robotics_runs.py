@@ -50,13 +50,13 @@ def shares(draws: Sequence[Draw]) -> Iterator[Draw]:
 def costs(d: int, lengths: list[int], arms: list) -> list[tuple]:
     """(arm, metric, patches, turn, value): flops of each, and ms of every turn."""
     made = [(arm, Mechanism.of(**options)) for arm, options in arms]
-    found = [(arm, "flops", length, "", flops(mechanism, d, length))
+    rows = [(arm, "flops", length, "", flops(mechanism, d, length))
              for (arm, mechanism), length in product(made, lengths)]
     layers = [(arm, mechanism.layer(1, d, scaling=1.0).eval()) for arm, mechanism in made]
     with one_thread():
         for length, turn, (arm, layer) in product(lengths, range(ROUNDS), layers):
-            found.append((arm, "ms", length, turn, milliseconds(layer, d, length)))
-    return found
+            rows.append((arm, "ms", length, turn, milliseconds(layer, d, length)))
+    return rows
 
 
 def on_sphere(rows: int, d: int) -> Tensor:

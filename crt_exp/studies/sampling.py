@@ -207,14 +207,14 @@ def gradient_errors(seed: int, spread: float, classes: int, ms: list[int], queri
     head = head_of(classes, seed=seed)
     hidden, targets = batch_of(head, spread, queries)
     exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
-    found = {}
+    errors = {}
     for name, proposal in proposals(head, spread, tuple(ms), seed).items():
         softmax = SampledSoftmax(proposal, head, NEGATIVES)
         drawn = repeated(softmax, hidden, targets, repeats)
         first, second = (half.mean(0) - exact for half in drawn.chunk(2))
-        found[name] = {"bias_sq": float((first * second).sum() / exact.square().sum()),
+        errors[name] = {"bias_sq": float((first * second).sum() / exact.square().sum()),
                        "variance": float(drawn.var(0).sum() / exact.square().sum())}
-    return found
+    return errors
 
 
 def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What `make fig3` and `make hrf-speech` measure: recognisers whose attention is swapped, and what is lost.
 
-A grid of runs of task=librispeech gives rates and losses; beside them stand how far each layer's output is from exact
+A grid of runs of task=librispeech gives rates and losses; with them go how far each layer's output is from exact
 attention's, and what its closed form predicts.
 """
 
@@ -106,7 +106,7 @@ def after_fit(attention: list[str], start: list[str], sources: list[str], seed: 
 
 def errors(attention: list[str], start: list[str], sources: list[str]) -> list[dict[str, Any]]:
     """Of each layer, on validation utterances: mean |x + y|^2 of each head, the error of an entry of its kernel matrix
-    as predicted (None: there is no closed form), and the relative error of the output beside uniform's."""
+    as predicted (None: there is no closed form), and the relative error of the output compared with uniform's."""
     task, model = swapped(attention, start, sources, 0)
     every = list(task.batches("validation", Plan(1)))  # from short utterances to long ones
     calibrate(task, model, every[::max(1, len(every) // BATCHES)])

@@ -66,10 +66,10 @@ class Speed:
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a length: <method>_ms, and `ratio`, FAVOR++ over the floor (attention) or over exact (models)."""
         for step, length in list(enumerate(self.lengths))[len(done):]:
-            found = self.measure(length)
+            measured = self.measure(length)
             last = {"split": "test", "final": True} if step == len(self.lengths) - 1 else {"split": "length"}
-            yield {"step": step, "epoch": 0, "length": length, **{f"{n}_ms": ms for n, (ms, _) in found.items()},
-                   "ratio": found["favorpp"][1], **last}
+            yield {"step": step, "epoch": 0, "length": length, **{f"{n}_ms": ms for n, (ms, _) in measured.items()},
+                   "ratio": measured["favorpp"][1], **last}
 
     def measure(self, length: int) -> dict[str, tuple[float, float]]:
         made = works(self.what, length)
@@ -128,22 +128,22 @@ def sample(cases: Sequence[tuple[str, int, int]], turn: int, threads: int,
     has more. turn: the number of the process, by which the order of the methods is rotated. threads: of torch.
     """
     torch.set_num_threads(threads)
-    found, warm = [], set()
+    spent, warm = [], set()
     for what, length, rounds in cases:
         if what not in warm:
             times_of(works(what, min(length, WARMED), chosen), 1)
         warm.add(what)
-        found.append(times_of(rotated(works(what, length, chosen), turn), rounds))
-    return {"ms": found, "processor": processor()}
+        spent.append(times_of(rotated(works(what, length, chosen), turn), rounds))
+    return {"ms": spent, "processor": processor()}
 
 
 def times_of(made: dict[str, "Work"], rounds: int) -> Times:
-    found: Times = {name: {each: [] for each in PASSES} for name in made}
+    times: Times = {name: {each: [] for each in PASSES} for name in made}
     for _ in range(rounds):
         for name, work in made.items():
             for each, spent in work.times().items():
-                found[name][each].append(spent)
-    return found
+                times[name][each].append(spent)
+    return times
 
 
 def rotated(made: dict[str, "Work"], by: int) -> dict[str, "Work"]:
@@ -153,7 +153,7 @@ def rotated(made: dict[str, "Work"], by: int) -> dict[str, "Work"]:
 
 
 def processor() -> str:
-    """Its name, of the machine that this process runs on (Linux); empty where that is not told."""
+    """Its name, of the machine that this process runs on (Linux); empty where the system does not say."""
     try:
         with open("/proc/cpuinfo") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
@@ -257,22 +257,22 @@ def makers(length: int) -> dict[str, Callable[[], Method]]:
     What is quadratic in time, or needs the memory of a matrix, is there while that is not too long."""
     noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
     half = {"m": M // 2}
-    found: dict[str, Callable[[], Method]] = {"floor": lambda: floor(noise.rows())}
+    made: dict[str, Callable[[], Method]] = {"floor": lambda: floor(noise.rows())}
     for causal, end in ((False, ""), (True, CAUSAL)):
-        found |= {f"favorp{end}": partial(ours, PosRF(), noise, causal),
+        made |= {f"favorp{end}": partial(ours, PosRF(), noise, causal),
                   f"favorpp{end}": partial(ours, OPRF(), noise, causal),
                   f"favorsharp{end}": partial(mapped, "favorsharp", M, causal),
                   f"nearfar{end}": partial(near_far, causal),
                   f"nearfar bounded{end}": partial(near_far, causal, preset="bounded")}
-    found |= {f"favorsharp m={M // 2}": partial(mapped, "favorsharp", **half)}
-    found |= {name: partial(mapped, name, m) for name, m in HYBRIDS.items()}
+    made |= {f"favorsharp m={M // 2}": partial(mapped, "favorsharp", **half)}
+    made |= {name: partial(mapped, name, m) for name, m in HYBRIDS.items()}
     if length == TWINS_AT:
-        found |= {f"trig m={m}": partial(fitted, TrigRF(), m) for m in TWINS.values()}
-    found |= {"identity": lambda: identity_attention, "uniform": lambda: uniform_attention,
+        made |= {f"trig m={m}": partial(fitted, TrigRF(), m) for m in TWINS.values()}
+    made |= {"identity": lambda: identity_attention, "uniform": lambda: uniform_attention,
               f"uniform{CAUSAL}": lambda: partial(uniform_attention, causal=True)}
     if length <= LONGEST_EXACT:
-        found |= {"exact": lambda: exact_attention, f"exact{CAUSAL}": lambda: partial(exact_attention, causal=True)}
-    return found | {f"chunked{CAUSAL}": lambda: chunked(noise.rows())} | peers(length)
+        made |= {"exact": lambda: exact_attention, f"exact{CAUSAL}": lambda: partial(exact_attention, causal=True)}
+    return made | {f"chunked{CAUSAL}": lambda: chunked(noise.rows())} | peers(length)
 
 
 def ours(phi: FeatureMap, noise: samplers.Noise, causal: bool) -> Method:
@@ -314,10 +314,10 @@ def peers(length: int) -> dict[str, Callable[[], Method]]:
     """performer-pytorch, where it is installed."""
     if find_spec("performer_pytorch") is None:
         return {}
-    found = {"performer-pytorch": partial(performer_pytorch, D, M)} if length <= PEER_LONGEST else {}
+    made = {"performer-pytorch": partial(performer_pytorch, D, M)} if length <= PEER_LONGEST else {}
     if length <= PEER_CAUSAL:
-        found[f"performer-pytorch{CAUSAL}"] = partial(performer_pytorch, D, M, causal=True)
-    return found
+        made[f"performer-pytorch{CAUSAL}"] = partial(performer_pytorch, D, M, causal=True)
+    return made
 
 
 def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -48,13 +48,13 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     cells, samples = Cells(name, sources, keep), size["samples"]
     keys = {place: {"scale": place[1], "features": place[0], "kind": place[2], "samples": samples}
             for place in product(MAPS, SCALES, KINDS)}
-    beside = {scale: {"scale": scale, "samples": samples} for scale in SCALES}
-    cells.fill([*keys.values()], errors, f"{name}: MSE").fill([*beside.values()], controls, f"{name}: controls")
+    scaled = {scale: {"scale": scale, "samples": samples} for scale in SCALES}
+    cells.fill([*keys.values()], errors, f"{name}: MSE").fill([*scaled.values()], controls, f"{name}: controls")
     for (features, scale, kind), key in keys.items():
         for m, sample in product(range(len(MS)), range(samples)):
             value = cells[key][m][sample]
             yield cells.draw(key, f"{features}, scale {scale:g}", kind, "mse", value, sample, MS[m])
-    for (scale, key), features, m in product(beside.items(), MAPS, MS):
+    for (scale, key), features, m in product(scaled.items(), MAPS, MS):
         for arm, values in cells[key].items():
             for sample, mse in enumerate(values):
                 yield cells.draw(key, f"{features}, scale {scale:g}", arm, "mse", mse, sample, m)
@@ -96,8 +96,9 @@ def bias(kind: str, d: int) -> list[float]:
     of the same length."""
     x = torch.zeros(2, d, dtype=torch.float64)
     x[0, 0], x[1] = 1, d**-0.5
-    found = samplers.measured_bias(PosRF(), KINDS[kind], x, x, draws=20_000, generator=torch.Generator().manual_seed(0))
-    return [found.ratio[0].item(), found.error[0].item(), found.ratio[1].item(), found.error[1].item()]
+    generator = torch.Generator().manual_seed(0)
+    measured = samplers.measured_bias(PosRF(), KINDS[kind], x, x, draws=20_000, generator=generator)
+    return [measured.ratio[0].item(), measured.error[0].item(), measured.ratio[1].item(), measured.error[1].item()]
 
 
 def times_of(length: int, rounds: int, process: int) -> dict[str, list[float]]:

@@ -155,17 +155,17 @@ class Subject:
         every layer, all layers swapped; `cosine` (texts,) of the mean-pooled embeddings; `above` (texts,), the loss
         above that of the exact model in nats, where it predicts something."""
         with self.swapped(mechanism) as states:
-            found = [self.of_text(i, states) for i in range(len(self.texts))]
-        return {key: np.array([each[key] for each in found]) for key in found[0]}
+            of_texts = [self.of_text(i, states) for i in range(len(self.texts))]
+        return {key: np.array([each[key] for each in of_texts]) for key in of_texts[0]}
 
     def of_text(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
         exact, now = self.exact[i], self.read(i)
         errors = [float(relative_error(states[call.path].forward(call.q, call.k, call.v), call.output))
                   for call in self.calls[i]]
         hidden = [float(relative_error(a, b)) for a, b in zip(now.states, exact.states)]
-        found = {"attention": errors, "hidden": hidden,
+        record = {"attention": errors, "hidden": hidden,
                  "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
-        return found if exact.loss is None else found | {"above": now.loss - exact.loss}
+        return record if exact.loss is None else record | {"above": now.loss - exact.loss}
 
     def swapped(self, mechanism: Mechanism) -> "Swapped":
         return Swapped(self, mechanism)

@@ -41,20 +41,20 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
             for arm in COMPARED for seed in range(size["captures"])}
     cells.fill([*keys.values()], layers, f"{name}: errors of layers")
     setting = next(iter(first.settings))
-    told = list(of_layers(cells, keys, setting, size["m"]))
-    yield from told
+    measured = list(of_layers(cells, keys, setting, size["m"]))
+    yield from measured
     made = list(training.measured(first, home, cells, name))
     yield from made
-    if not can_tell(told, made, size):
+    if not can_tell(measured, made, size):
         return
     for grid in grids:
         yield from training.measured(grid, home, cells, name)
     yield from of_long(cells, run, size, name)
 
 
-def can_tell(told: Sequence[Draw], made: Sequence[Draw], size: Mapping[str, Any]) -> bool:
+def can_tell(layers: Sequence[Draw], made: Sequence[Draw], size: Mapping[str, Any]) -> bool:
     loss = {draw.arm: draw.value for draw in made if draw.metric == "loss" and draw.unit == 0}
-    value = {draw.metric: draw.value for draw in told}
+    value = {draw.metric: draw.value for draw in layers}
     return (loss["uniform"] - loss["exact"] >= size["costs"] and value["share"] >= size["heads"]
             and value["predicted_ratio"] >= size["error"])
 
@@ -135,8 +135,8 @@ def long_here(run: str, dataset: str, size: int, count: int, name: str, m: int |
             start = time.perf_counter()
             logits.append(model(batch).float())
             times.append(1e3 * (time.perf_counter() - start) / len(batch))
-    found, labels = torch.cat(logits), torch.from_numpy(held_out.labels[rows])
-    return {"accuracy": (found.argmax(-1) == labels).double().mean().item(),
-            "loss": nn.functional.cross_entropy(found, labels).item(), "images": len(rows),
+    scores, labels = torch.cat(logits), torch.from_numpy(held_out.labels[rows])
+    return {"accuracy": (scores.argmax(-1) == labels).double().mean().item(),
+            "loss": nn.functional.cross_entropy(scores, labels).item(), "images": len(rows),
             "ms_image": float(np.median(times[1:] or times)), "mib": (peak() - before) / 2**20,
             "tokens": model.patch_embed.num_patches}

@@ -182,30 +182,30 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
     size, channels = (_first(vision, names, default) for names, default in (
         (("image_size", "img_size", "input_size"), IMAGE), (("num_channels", "in_channels", "in_chans"), 3)))
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    found = []
+    result = []
     if "pixel_values" in names:
         images = {"pixel_values": randn(BATCH, channels, height, width)}
-        found += [text | images, images] if text else [images]
-        found.append({"pixel_values": randn(BATCH, _first(config, ("num_frames",), 4), channels, height, width)})
-        found.append({"pixel_values": randn(BATCH, channels, 64, 64)})
+        result += [text | images, images] if text else [images]
+        result.append({"pixel_values": randn(BATCH, _first(config, ("num_frames",), 4), channels, height, width)})
+        result.append({"pixel_values": randn(BATCH, channels, 64, 64)})
     if text:
-        found.append(text)
-        found.append(text | {"bbox": torch.ones(BATCH, LENGTH, 4, dtype=torch.long)})
+        result.append(text)
+        result.append(text | {"bbox": torch.ones(BATCH, LENGTH, 4, dtype=torch.long)})
     if "input_values" in names:
-        found += [{"input_values": randn(BATCH, 2000)}, {"input_values": randn(BATCH, 1, 2000)}]
+        result += [{"input_values": randn(BATCH, 2000)}, {"input_values": randn(BATCH, 1, 2000)}]
         shape = _first(config, ("max_length",), 64), _first(config, ("num_mel_bins",), 80)
-        found.append({"input_values": randn(BATCH, *shape)})
+        result.append({"input_values": randn(BATCH, *shape)})
     if "input_features" in names:
         mels = _first(config, ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim",
                                "input_feat_per_channel"), 80)
         frames = 2 * _first(config, ("max_source_positions",), POSITIONS)
         for shape in ((BATCH, mels, frames), (BATCH, frames, mels), (BATCH, 1, 64, 64)):
             decoded = {"decoder_input_ids": tokens(seed=3)} if "decoder_input_ids" in names else {}
-            found.append({"input_features": randn(*shape)} | decoded)
+            result.append({"input_features": randn(*shape)} | decoded)
     if "past_values" in names:
         shape = _first(config, ("context_length",), 32), _first(config, ("num_input_channels",), 1)
-        found.append({"past_values": randn(BATCH, *shape)})
-    return found
+        result.append({"past_values": randn(BATCH, *shape)})
+    return result
 
 
 def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:

@@ -48,11 +48,11 @@ class UCI:
                  kind: Literal["classification", "regression"] | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
-        self.table, self.told = self.read(dataset, data_dir, csv, target, kind)
+        self.table, self.note = self.read(dataset, data_dir, csv, target, kind)
         dataset = self.table.name
         self.features = self.table.encode(coding).astype(np.float32)
         if scaling == "none" and np.isnan(self.features).any():
-            raise ValueError(f"task.scaling = none: values are missing ({self.told}), and become the mean only where "
+            raise ValueError(f"task.scaling = none: values are missing ({self.note}), and become the mean only where "
                              "columns are scaled")
         self.scaling, self.split, self.repeats, self.draws = scaling, tuple(split), repeats, draws
         self.sigmas = list(sigmas)
@@ -81,8 +81,8 @@ class UCI:
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)
             noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
-            found = self.evaluate(mechanism, self.divide(seed, repeat), noise_seed)
-            tests.append({"step": step, "epoch": 0, "split": "split", "repeat": repeat, "draw": draw, **found})
+            scores = self.evaluate(mechanism, self.divide(seed, repeat), noise_seed)
+            tests.append({"step": step, "epoch": 0, "split": "split", "repeat": repeat, "draw": draw, **scores})
             yield tests[-1]
         by_split = np.reshape([r[self.metric] for r in tests], (self.repeats, draws)).mean(1)
         yield {"step": len(tests), "epoch": 0, "split": "test", **interval(by_split, self.metric), "draws": draws,
@@ -102,7 +102,7 @@ class UCI:
         width = last[f"{self.metric}_ci95"]
         spread = "" if width is None else f" +- {width:.4f}"
         return (f"{self.table.name}: {self.metric} {last[self.metric]:.4f}{spread} (mean of {self.repeats} splits, "
-                "95% interval)" + bias_sentence(last) + (f"\n{self.told}" if self.told else ""))
+                "95% interval)" + bias_sentence(last) + (f"\n{self.note}" if self.note else ""))
 
     def divide(self, seed: int, repeat: int) -> Split:
         """Random split number `repeat`: the same for every mechanism."""

@@ -84,10 +84,10 @@ class Variance:
         x, y = REGIMES[self.regime](self.pairs, 64, torch.Generator().manual_seed(seed))
         phi = mechanism.map(self.kernel)
         for step, sigma in list(enumerate(self.sigmas))[len(done):]:
-            found = log_variances(phi, sigma * x, sigma * y)
+            values = log_variances(phi, sigma * x, sigma * y)
             last = {"split": "test", "final": True} if step == len(self.sigmas) - 1 else {"split": "sigma"}
-            yield {"step": step, "epoch": 0, "sigma": sigma, "log_variance": found.mean().item(),
-                   "log_variance_std": found.std().item(), **last}
+            yield {"step": step, "epoch": 0, "sigma": sigma, "log_variance": values.mean().item(),
+                   "log_variance_std": values.std().item(), **last}
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

@@ -91,9 +91,9 @@ def draw_row(figure, axes, row: list[np.ndarray], title: str, largest: float, le
 def draw_alike(figure, page: Page) -> None:
     """BLOSUM62, the similarity by attention, and one against the other."""
     axes = figure.subplots(1, 3, gridspec_kw={"wspace": 0.45, "bottom": 0.14, "top": 0.92})
-    score, found = (page.values("similarity", arm=arm) for arm in ("BLOSUM62", "trained"))
+    score, shares = (page.values("similarity", arm=arm) for arm in ("BLOSUM62", "trained"))
     names = sorted({letter for pair in score.index for letter in pair})
-    for ax, values, title in zip(axes, (score, found), ("BLOSUM62", "similarity by attention")):
+    for ax, values, title in zip(axes, (score, shares), ("BLOSUM62", "similarity by attention")):
         square = np.full((len(names), len(names)), np.nan)
         for pair, value in values.items():
             a, b = map(names.index, pair)
@@ -104,8 +104,8 @@ def draw_alike(figure, page: Page) -> None:
         ax.grid(False)
         ax.set_xticks(range(len(names)), names, fontsize=5)
         ax.set_yticks(range(len(names)), names, fontsize=5)
-    axes[2].plot(score, found[score.index], "o", ms=2.5, color=EXACT)
+    axes[2].plot(score, shares[score.index], "o", ms=2.5, color=EXACT)
     for pair in NAMED:
-        axes[2].annotate(pair, (score[pair], found[pair]), color="#D55E00", fontsize=8)
+        axes[2].annotate(pair, (score[pair], shares[pair]), color="#D55E00", fontsize=8)
     axes[2].set(xlabel="BLOSUM62", ylabel="similarity by attention", title="190 pairs", box_aspect=1)
     axes[2].title.set_fontsize(8)
