@@ -33,7 +33,6 @@ from crt_exp.report.evidence import (
     Unmeasured,
     equivalent,
     exactly,
-    independent,
     inside,
     signs,
 )
@@ -100,7 +99,7 @@ def interval(page: "Page", entry: dict[str, Any], setting: str, values: np.ndarr
         return equivalent(values, bound) if len(values) > 1 else exactly(float(inside(values, bound)[0]))
     if len(values) == 1:
         return exactly(float(values[0]))
-    return signs(values) if "test" in entry else independent(values)
+    return signs(values) if "test" in entry else page.interval(values)
 
 
 def unit(page: "Page", entry: dict[str, Any]) -> str:

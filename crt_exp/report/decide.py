@@ -47,8 +47,12 @@ class Decision:
 
     @cached_property
     def settings(self) -> list[tuple[dict[str, Any], dict[str, float]]]:
-        """(entry, method -> share of uniform attention's cost that it loses) of those that pass their gate."""
-        entries = [(entry, self.costs(entry)) for entry in self.spec["settings"] if entry["page"] in self.pages]
+        """Directly after the swap: (entry, method -> share of uniform attention's cost that it loses)."""
+        return self.passing("settings")
+
+    def passing(self, key: str) -> list[tuple[dict[str, Any], dict[str, float]]]:
+        """Of the entries that pass their gate."""
+        entries = [(entry, self.costs(entry)) for entry in self.spec.get(key, []) if entry["page"] in self.pages]
         return [(entry, {method: cost / costs[UNIFORM] for method, cost in costs.items() if method != UNIFORM})
                 for entry, costs in entries if costs.get(UNIFORM, 0.0) >= entry["least"]]
 
@@ -115,44 +119,46 @@ class Decision:
             yield Row(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.difference.shown(claim.unit)}",
                       verdict.word, units, page.name, why or getattr(verdict, "power", ""))
 
-    # ---- what is said
-
     def sentences(self) -> list[str]:
-        return [sentence for sentence in (self.without_training(), self.cost_sentence(), self.against()) if sentence]
+        return [*filter(None, (self.without_training(), self.cost_sentence(), self.with_training()))]
 
     def without_training(self) -> str:
-        shares = {method: [each[method] for _, each in self.settings if method in each]
-                  for method in self.spec["methods"]}
+        best, listed = self.ordered(self.settings)
+        return best and (f"**Without training take {best}**: directly after a swap it loses the least of what uniform "
+                         f"attention costs, median over the settings that pass their gate: {listed}.")
+
+    def ordered(self, settings: list[tuple[dict[str, Any], dict[str, float]]]) -> tuple[str, str]:
+        """The method that loses least, by medians, and all of them; two empty strings without settings."""
+        shares = {method: [each[method] for _, each in settings if method in each] for method in self.spec["methods"]}
         ordered = sorted((median(each), method, each) for method, each in shares.items() if each)
-        if not ordered:
-            return ""
         listed = "; ".join(f"{method} {middle:.0%} ({min(each):.0%} to {max(each):.0%} of {len(each)})"
                            for middle, method, each in ordered)
-        return (f"**Without training take {ordered[0][1]}**: directly after a swap it loses the least of what uniform "
-                f"attention costs, median over the settings that pass their gate: {listed}.")
+        return (ordered[0][1] if ordered else "", listed)
 
     def cost_sentence(self) -> str:
-        parts = []
-        for direction, methods in self.times.items():
-            listed = "; ".join(f"{method} {', '.join(f'{ratio:.2g}' for ratio in ratios.values())}"
-                               for method, ratios in methods.items() if method != UNIFORM)
-            faster = {method: [x for x, ratio in ratios.items() if ratio < 1] for method, ratios in methods.items()}
-            first = min((min(each) for method, each in faster.items() if each and method != UNIFORM), default=None)
-            start = f"from L = {first:.0f} on" if first else "at no length"
-            parts.append(f"{'causal' if direction == 'causal' else 'in both directions'} the first is faster {start} "
-                         f"({listed})")
+        parts = [f"{'causal' if direction == 'causal' else 'in both directions'} {'; '.join(map(faster, *zip(*rest)))}"
+                 for direction, methods in self.times.items()
+                 if (rest := [(method, ratios) for method, ratios in methods.items() if method != UNIFORM])]
         lengths = ", ".join(f"{x:.0f}" for x in self.spec["speed"]["lengths"])
-        return (f"**Below that exact attention is as fast**: a training step over exact attention's time at L = "
-                f"{lengths}, {'; '.join(parts)}.") if parts else ""
+        return ("**Below the lengths named here take exact attention**: a training step over exact attention's time at "
+                f"L = {lengths}, {'; '.join(parts)}.") if parts else ""
 
-    def against(self) -> str:
-        parts = []
+    def with_training(self) -> str:
+        best, listed = self.ordered(self.passing("trained"))
+        parts = [f"after a little training on the median is {listed}"] if best else []
         for when, text in WHEN.items():
             group = [interval for entry, interval in self.forest if entry["when"] == when]
             if group:
                 above, below = sum(each.low > 0 for each in group), sum(each.high < 0 for each in group)
-                parts.append(f"{text} nearer in {above} of {len(group)} settings, farther in {below}")
-        return f"**With training the difference shrinks**: FAVOR++ against FAVOR+, {'; '.join(parts)}." if parts else ""
+                parts.append(f"{text} FAVOR++ is nearer than FAVOR+ in {above} of {len(group)} settings, farther in "
+                             f"{below}")
+        return f"**With training take {best or 'either'}**: {'; '.join(parts)}." if parts else ""
+
+
+def faster(method: str, ratios: dict[float, float]) -> str:
+    first = min((x for x, ratio in ratios.items() if ratio < 1), default=None)
+    times = ", ".join(f"{ratio:.2g}" for ratio in ratios.values())
+    return f"{method} {times} (faster {f'from {first:.0f} on' if first else 'at none of these'})"
 
 
 def places(entry: dict[str, Any]) -> dict[str, Any]:

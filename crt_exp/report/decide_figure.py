@@ -39,6 +39,8 @@ def panel(ax, decision: "Decision", entry: dict[str, Any], shares: dict[str, flo
         ratios = [*times.get(method, {}).values()]
         given = decision.spec["methods"].get(method, {})
         shade = drawing.colour(given["colour"]) if "colour" in given else drawing.CONTROL
+        if "colour" in given and shade == drawing.CONTROL:
+            shade = drawing.colour_by_rule(given["colour"])
         if ratios:
             ax.plot(ratios, [min(share, MOST)] * len(ratios), color=shade, lw=1)
             ax.scatter(ratios, [min(share, MOST)] * len(ratios), s=[14, 34, 64][:len(ratios)], color=shade)

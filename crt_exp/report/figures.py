@@ -22,7 +22,6 @@ import pandas as pd
 
 from crt_exp import drawing
 from crt_exp.drawing import label_ends, new_figure, plain_ticks
-from crt_exp.report.evidence import independent
 from crt_exp.report.page import Page
 
 WIDTH, HEIGHT = 5.2, 3.9  # of a panel, inches
@@ -79,7 +78,7 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
         style = "--" if arm in page.controls else ":" if arm.endswith(" x iid") else "-"
         ax.plot(places, means, color=shade, lw=1.5, marker="o", ms=2.5, ls=style)
         if all(len(values) > 1 for _, values in groups) and not log:
-            halves = np.array([independent(values).half for _, values in groups])
+            halves = np.array([page.interval(values).half for _, values in groups])
             ax.fill_between(places, np.subtract(means, halves), np.add(means, halves), color=shade, alpha=0.12, lw=0)
         ends.append((page.label(arm), places[-1], means[-1], shade))
     name_axes(ax, page, panel, setting, "step", metric.heading)
@@ -102,7 +101,7 @@ def points(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
         x, y = x / over_x, y / over_y
         if len(x) and len(y):
             shade = colour(page, arm)
-            half = independent(y).half if len(y) > 1 else 0.0
+            half = page.interval(y).half if len(y) > 1 else 0.0
             ax.errorbar(x.mean(), y.mean(), yerr=half, color=shade, marker="o", ms=5, capsize=2, lw=1)
             named.append((page.label(arm), x.mean(), y.mean(), shade))
     name_axes(ax, page, panel, setting, across.heading, up.heading)
@@ -129,7 +128,7 @@ def dots(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
         if len(values) and arm != panel.get("less"):
             rows.append((arm, values))
     for place, (arm, values) in enumerate(reversed(rows)):
-        low, middle, high = ends_of(values, "x" in panel.get("log", []))
+        low, middle, high = ends_of(page, values, "x" in panel.get("log", []))
         ax.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour(page, arm), marker="o", ms=5,
                     capsize=2, lw=1)
     ax.set_yticks(range(len(rows)), [page.label(arm) for arm, _ in reversed(rows)])
@@ -155,11 +154,11 @@ def units(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
         plain_ticks(ax.xaxis)
 
 
-def ends_of(values: pd.Series, log: bool) -> tuple[float, float, float]:
+def ends_of(page: Page, values: pd.Series, log: bool) -> tuple[float, float, float]:
     """Low end of the 95% interval, mean, high end; of a geometric mean with `log`."""
     if len(values) < 2:
         return (float(values.mean()),) * 3
-    interval = independent(np.log(values) if log else values)
+    interval = page.interval(np.log(values) if log else values)
     ends = (interval.low, interval.mean, interval.high)
     return tuple(math.exp(end) for end in ends) if log else ends
 

@@ -14,6 +14,8 @@ come after those of the file.
     claims:     the paper's own sentences, at most five; bars: own bars and questions. Entries of both: see `claims`;
                 Holm's correction over each family apart
     independence: what the unit is (a model, data set, process, seed, text)
+    overlap:    rows of the test part over rows of the training part, where units are random splits of one data set: all
+                intervals are then Nadeau and Bengio's
     looks:      at the draws before the verdicts were final (default 1); 2 lowers the level from 0.05 to 0.029
     choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
     tables, panels: see `tables` and `figures`
@@ -22,7 +24,7 @@ come after those of the file.
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -46,12 +48,13 @@ from crt_exp.report.evidence import (
     Verdict,
     independent,
     judged,
+    overlapping,
     won_by,
 )
 
 FOLDER = CONF / "report"
 KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims",
-        "bars", "independence", "looks", "choices", "tables", "panels", "measure", "sizes", "sources")
+        "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "measure", "sizes", "sources")
 NO_ROWS = np.empty(0, int)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 
@@ -227,6 +230,11 @@ class Page:
                   for arm in (better, worse)]
         return where | {"x": sorted(places[0] & places[1], key=str)} if all(places) else where
 
+    def interval(self, values: Sequence[float]) -> Interval:
+        """Of a mean over units: Student's, or that of overlapping splits."""
+        share = self.spec.get("overlap")
+        return independent(values) if share is None else overlapping(values, share)
+
     # ---- gates and claims
 
     @cached_property
@@ -312,12 +320,11 @@ def spread(values: pd.Series, other: pd.Series) -> pd.Series:
     return pd.Series(values.iloc[0], other.index) if [*values.index] == [""] and len(other) else values
 
 
-def shown(values: Sequence[float], spec: str = ".3g") -> str:
+def shown(values: Sequence[float], spec: str = ".3g", interval: Callable[..., Interval] = independent) -> str:
     """A mean with its 95% interval, a single value as it is, nothing where there is none."""
     values = np.asarray(values, float)
     if len(values) == 0:
         return ""
     if len(values) == 1:
         return f"{values[0]:{spec}}"
-    interval: Interval = independent(values)
-    return f"{interval:{spec}}"
+    return f"{interval(values):{spec}}"

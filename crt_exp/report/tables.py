@@ -91,9 +91,9 @@ def cell(page: Page, column: dict[str, Any], arm: str) -> str:
         return "" if arm == column["over"] or not len(ratio) else geometric(pd.Series(ratio), spec)
     if "against" in column:
         gain = page.gain(metric, arm, column["against"], log=column.get("scale") == "log", **where)
-        return "" if arm == column["against"] else shown(gain, f"+{spec}")
+        return "" if arm == column["against"] else shown(gain, f"+{spec}", page.interval)
     values = page.values(metric, arm=arm, log=column.get("scale") == "log", **where)
-    return shown(values, spec) if column.get("scale") != "log" else geometric(values, spec)
+    return shown(values, spec, page.interval) if column.get("scale") != "log" else geometric(values, spec)
 
 
 def geometric(values: pd.Series, spec: str) -> str:

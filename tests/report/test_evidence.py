@@ -27,6 +27,7 @@ from crt_exp.report.evidence import (
     overlapping,
     paired,
     signs,
+    won_by,
 )
 
 
@@ -163,3 +164,9 @@ def test_what_cannot_be_judged_is_refused():
     with pytest.raises(ValueError, match="draw 1 is not a finite number"):
         independent([1.0, math.nan, 2.0])
     assert independent([0.0, 0.0]).p == 1 and independent([1.0, 1.0]).p == 0
+
+
+def test_the_first_line_says_what_a_control_beats():
+    assert won_by("the mean of V", {"scale 1": ["a", "b"], "scale 2": []}, 4) == (
+        "**The mean of V, a control, beats 2 of 4 arms.** scale 1: a, b.")
+    assert won_by("the mean of V", {"scale 1": []}, 4) == "None of 4 arms is worse than the mean of V, a control."

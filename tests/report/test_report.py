@@ -22,17 +22,15 @@ from crt_exp.data import DataError, mnist
 from crt_exp.features import GERF, OPRF, PosRF, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import __main__ as command_line
-from crt_exp.report import palette, table1, writing
+from crt_exp.report import palette, writing
 from crt_exp.runner.run import commit
 from crt_exp.studies.projections import Projections
 from crt_exp.metrics import interval
 from crt_exp.studies.uci import UCI
 from crt_exp.studies.variance import REGIMES, Variance, log_variances
 
-PEER = Mechanism("RBFSampler", {}, m=64)
 NO_LIST = {  # reports over other things than maps and samplers, and what these are
     "bench_nearfar": "near-far attention and its peers",
-    "families": "models",
     "fig4_left": "attention in a ViT",
     "fig4_right": "attention in a ViT", "table2": "attention in language models",
     "lra": "attention in a classifier", "pixels": "attention in a model of images",
@@ -103,18 +101,6 @@ def test_write_report(tmp_path, monkeypatch):
     assert not list(path.parent.glob("*.tmp"))
 
 
-def test_caption_says_which_code_and_which_command(tmp_path, monkeypatch):
-    """Typed again, the command gives the same report."""
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", command_line.__spec__)
-    monkeypatch.setattr(sys, "argv", ["__main__.py", "performers-fig2", "--out", str(tmp_path / "a b")])
-    monkeypatch.setattr(writing, "REPORT", tmp_path)
-    monkeypatch.setenv("SIZE", "small")
-    command_line.main()
-    caption = (tmp_path / "a b/performers-fig2.md").read_text().splitlines()[-1]
-    assert caption.endswith(f"Command: `SIZE=small python -m crt_exp.report performers-fig2 --out '{tmp_path}/a b'`.")
-    assert f"; {writing.source()}. Machine:" in caption
-
-
 @pytest.mark.skipif(not (config.CONF.parent / ".git").exists(), reason="not a checkout")
 def test_commit_is_that_of_the_checkout():
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=config.CONF)
@@ -159,7 +145,7 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
     assert palette.maps() == (*palette.MAPS, "aaa") and palette.samplers() == (*palette.SAMPLERS, "bbb")
     assert palette.maps({"aaa": "so"}) == tuple(palette.MAPS)
     assert palette.colour("aaa") == "#A63285" and palette.colour("aaa") not in palette.MAPS.values()
-    assert palette.sampler_colour("bbb") not in palette.SAMPLERS.values()
+    assert palette.colour("bbb") not in palette.SAMPLERS.values()
     assert palette.go_together("aaa", "bbb") and not palette.go_together("pois", "bbb")
 
 
@@ -179,7 +165,8 @@ def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
 
 def test_order_and_colours_are_of_files_that_exist():
     assert palette.maps() == tuple(palette.MAPS) and palette.samplers() == tuple(palette.SAMPLERS)
-    assert len(set(palette.MAPS.values())) == len(palette.MAPS)
+    shades = [*palette.MAPS.values(), *palette.SAMPLERS.values(), palette.EXACT, palette.CONTROL]
+    assert len({*shades}) == len(shades)
     assert set(palette.LABELS) <= set(choices("attention"))
     assert palette.colour("favorpp") == palette.colour("oprf") and palette.colour("uniform") == palette.CONTROL
     with pytest.raises(ConfigError, match="did you mean oprf"):
@@ -226,10 +213,10 @@ def test_misspelt_report_names_the_nearest(name, near, capsys, monkeypatch):
 
 
 def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch):
-    def stopped(size):
+    def stopped(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(table1, "main", stopped)
+    monkeypatch.setattr(command_line, "make", stopped)
     monkeypatch.setattr(sys, "argv", ["report", "table1"])
     with pytest.raises(SystemExit) as stop:
         command_line.main()
@@ -287,15 +274,6 @@ def test_variance_task_resumes():
 def test_projections_error_falls_with_m():
     records = list(Projections(64, 8, [16, 256], 6, scale=0.5).records(OPRF_64, 0))
     assert records[1]["mse"] < records[0]["mse"] / 4 and records[1]["final"]
-
-
-def test_table1_keys_and_peers():
-    """Every cell that the tables print is among those computed; scikit-learn's peer classifies."""
-    computed = set(table1.columns_of(128))
-    for basis in ("projections", "columns"):
-        assert set(table1.line(basis).items()) <= computed
-    task = table1.PeerUCI("wine", "ordinal", "standard", (0.8, 0.1, 0.1), 2, [0.2], 1)
-    assert list(task.records(PEER, 0))[-1]["accuracy"] > 0.7
 
 
 def test_splits_do_not_depend_on_the_mechanism():

@@ -4,7 +4,7 @@ none is wrong."""
 import pytest
 import torch
 
-from crt_exp.report.families import judge, judge_model
+from crt_exp.studies.model_types import judge, judge_model
 from crt_exp.studies.tiny_models import spread
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,5 +1,5 @@
-"""make families: every model type that builds small, with its attention swapped:
-exact, refused at the swap with the reason, or wrong.
+"""What `make families` measures: every model type that builds small, with its attention swapped: exact, refused at the
+swap with the reason, or wrong.
 
 A model is judged in float64 by laws that hold whatever its attention: `exact` in place of its own changes nothing, with
 and without padding, and unswapping gives every bit back; random features change it, let no token see the future where
@@ -9,7 +9,7 @@ the model's own attention does not, and keep padding out.
 import copy
 import signal
 import warnings
-from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.mechanism import swap_attention
-from crt_exp.report.writing import Cells, markdown, new_figure, write_report
 from crt_exp.studies import tiny_models
+from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.tiny_models import BATCH, NotBuilt, outputs
 from crt_exp.swap.families import family
 from crt_exp.swap.swap import unswap_attention
@@ -27,8 +27,6 @@ LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transforme
              "timm": (tiny_models.timm_names, tiny_models.of_timm),
              "torch": (lambda: list(tiny_models.TORCH), tiny_models.of_torch),
              "torchaudio": (lambda: list(tiny_models.TORCHAUDIO), tiny_models.of_torchaudio)}
-OUTCOMES = {"exact": "#0072B2", "refused": "#E69F00", "wrong": "#D55E00", "no attention": "#888888",
-            "not tried": "#CCCCCC"}
 EXACT = 1e-6       # relative difference in float64 that counts as none: some models go through float32 in places
 LEAK = 1e-12       # of the future, in float64: rounding, since sums are scaled by what a chunk holds
 AS_EAGER = "equals its eager attention; its fused one drops the causal order where there is no padding"
@@ -36,27 +34,16 @@ FEATURES = {"m": 16}
 SECONDS = 120      # for one model
 
 
-def main(size: str) -> None:
-    keys = [{"library": library, "name": name, "version": metadata.version(library)}
-            for library, (names, _) in LIBRARIES.items() for name in names()]
-    sources = ("attention", "features", "samplers", "report/families.py", "studies/tiny_models.py")
-    cells = Cells("families", sources).fill(keys, verdict, "families")
-    rows = [{**key, **Verdict(*cells[key])._asdict()} for key in keys]
-    body = "\n".join([summary(rows), "## Wrong\n", table(rows, "wrong"),
-                      "## Refused at the swap\n", table(rows, "refused"), "## Exact\n", listed(rows, "exact"),
-                      "\n## No attention\n", listed(rows, "no attention", False),
-                      "\n## Not tried\n", table(rows, "not tried")])
-    facts = ("Every model type of transformers that has a base model, its configuration shrunk "
-             f"(width {tiny_models.HIDDEN}, {tiny_models.HEADS} heads, {tiny_models.LAYERS} layers, of two kinds where "
-             f"it has some, windows of {tiny_models.WINDOW} tokens where they cut its sequences); the smallest of a "
-             "few models of each file of timm; attention of torch and torchaudio. Random weights, float64, batches of "
-             f"{BATCH}. Exact: within {EXACT:g} of the model's own output, with padding too where the model honours "
-             f"it, every bit back after unswapping, and with favorpp (m = {FEATURES['m']}) a changed and finite "
-             f"output, a future leak below {LEAK:g} where the model is causal, and no trace of padding. Refused: "
-             "ValueError from swap_attention; counted as wrong where it comes later.")
-    path = write_report("families", "Swapped attention in every model type", body, rows, figure(rows), facts,
-                        cells.seconds())
-    print(f"{summary(rows)}written: {path}, {path.with_suffix('.csv')}, {path.with_suffix('.png')}")
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """A library is a setting, a model an arm; metrics: outcome, why (both text) and worst."""
+    keys = [{"library": library, "name": model, "version": metadata.version(library)}
+            for library, (names, _) in LIBRARIES.items() for model in names()]
+    cells = Cells(name, sources, keep).fill(keys, verdict, name, size.get("workers"))
+    for key in keys:
+        outcome, why, worst = cells[key]
+        for metric, value in (("outcome", outcome), ("why", why), ("worst", worst)):
+            if value != "":
+                yield cells.draw(key, key["library"], key["name"], metric, value, key["version"])
 
 
 def verdict(library: str, name: str, version: str) -> list:
@@ -75,51 +62,9 @@ def verdict(library: str, name: str, version: str) -> list:
         signal.alarm(0)
 
 
-def counts(rows: list[dict[str, Any]]) -> dict[str, Counter]:
-    return {library: Counter(row["outcome"] for row in rows if row["library"] == library) for library in LIBRARIES}
-
-
-def summary(rows: list[dict[str, Any]]) -> str:
-    lines = [(library, *(count[outcome] for outcome in OUTCOMES)) for library, count in counts(rows).items()]
-    total = [sum(line[i] for line in lines) for i in range(1, len(OUTCOMES) + 1)]
-    return markdown(("library", *OUTCOMES), [*lines, ("all", *total)])
-
-
-def table(rows: list[dict[str, Any]], outcome: str) -> str:
-    found = [(f"{row['library']} {row['name']}", row["why"].replace("|", "/")[:300])
-             for row in rows if row["outcome"] == outcome]
-    return markdown(("model", "reason"), found) if found else "None.\n"
-
-
-def listed(rows: list[dict[str, Any]], outcome: str, grouped: bool = True) -> str:
-    """Names, grouped by what is said of them."""
-    if not grouped:
-        return ", ".join(row["name"] for row in rows if row["outcome"] == outcome) + ".\n"
-    notes = dict.fromkeys(row["why"] for row in rows if row["outcome"] == outcome)
-    names = lambda note: ", ".join(f"{r['name']}" for r in rows if r["outcome"] == outcome and r["why"] == note)
-    title = lambda note: (note or "bidirectional, or not a sequence of tokens").capitalize()
-    return "\n\n".join(f"{title(note)}: {names(note)}." for note in notes) + "\n"
-
-
-def figure(rows: list[dict[str, Any]]):
-    found, (fig, ax) = counts(rows), new_figure(figsize=(7, 1.9))
-    left = [0.0] * len(found)
-    for outcome, colour in OUTCOMES.items():
-        share = [count[outcome] / max(count.total(), 1) for count in found.values()]
-        ax.barh(list(found), share, left=left, color=colour, label=outcome)
-        for y, (count, start, width) in enumerate(zip(found.values(), left, share)):
-            if width > 0.03:
-                ax.text(start + width / 2, y, count[outcome], ha="center", va="center", color="white", fontsize=8)
-        left = [a + b for a, b in zip(left, share)]
-    ax.invert_yaxis()
-    ax.set_xlabel("share of the models of a library; the numbers count them")
-    ax.grid(False)
-    ax.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
-    return fig
-
-
 class Verdict(NamedTuple):
-    """outcome: one of OUTCOMES; why: in words; worst: the largest relative difference that was seen."""
+    """outcome: exact, refused, wrong, no attention or not tried; why: in words; worst: the largest relative difference
+    that was seen."""
 
     outcome: str
     why: str = ""
