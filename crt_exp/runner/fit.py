@@ -127,6 +127,8 @@ def check_training(cfg, task, mechanism) -> None:
         check_splits(mechanism.layer(2, 8))
     if config.strategy == "fsdp" and processes > 1:
         task.check_shards()
+    if config.adapt:
+        task.check_adapters()
     planned_steps(config, task, processes)
     check_used(task)
     if choice("attention"):

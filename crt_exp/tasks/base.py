@@ -63,6 +63,9 @@ class Task(Protocol):
     def check_shards(self) -> None:
         """Raises ConfigError where a step needs whole weights and cannot have them split (trainer=fsdp)."""
 
+    def check_adapters(self) -> None:
+        """Raises ConfigError where the task does not go with weights that stay as they are (trainer.adapt)."""
+
     def split_model(self, model: nn.Module, group: Any) -> None:
         """Tells the model that each process of a group holds a part of every sequence."""
 

@@ -166,6 +166,10 @@ class ImageNet(ImageTask):
         if self.average:
             raise ConfigError("task.ema averages whole weights, and trainer=fsdp splits them: leave one out")
 
+    def check_adapters(self) -> None:
+        if self.average:
+            raise ConfigError("task.ema averages all weights, of which trainer.adapt=lora trains none: leave one out")
+
     def updated(self, model: nn.Module, step: int) -> None:
         if self.average:
             self.average.update(model)

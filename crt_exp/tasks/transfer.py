@@ -49,6 +49,10 @@ class Transfer(MLM):
     def check_shards(self) -> None:
         raise ConfigError("task=transfer trains a few parameters of each layer: it does not go with trainer=fsdp")
 
+    def check_adapters(self) -> None:
+        raise ConfigError("task=transfer trains what the layers learn and nothing else: trainer.adapt comes after it, "
+                          "task=mlm task.init=<this run>")
+
     # ---- model
 
     def build(self, mechanism: Mechanism) -> nn.Module:

@@ -154,6 +154,7 @@ def test_bad_input_is_told_and_leaves_nothing(exact, typed, tmp_path):
              (["attention=exact"], "attention=exact is what task=transfer learns from"),
              (["attention=window"], "attention=window has nothing to learn"),
              (["attention=favorpp", "features.m=8"], "trainer.steps=0 evaluates it as it is"),
+             ([*arm, "trainer.adapt=lora"], "trainer.adapt comes after it"),
              ([*arm, "task.budget=64"], "is causal near-far attention that reads keys")]
     for i, (args, words) in enumerate(cases):
         code, _, err = typed(*args, directory=f"bad-{i}")
