@@ -137,6 +137,9 @@ def dots(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     if "x" not in panel.get("log", []):
         ax.locator_params(axis="x", nbins=6)
     name_axes(ax, page, panel, setting, metric.heading, "")
+    low, high = ax.get_xlim()
+    if "x" in panel.get("log", []) and high < 1e3 * low:
+        plain_ticks(ax.xaxis)
 
 
 def units(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
