@@ -3,7 +3,8 @@
 A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for each of `settings` (default: all).
 
     kind: lines     mean of `metric` over x, one line an arm, with a band of its 95% interval; log: [x, y]; scale: log,
-                    the geometric mean, without the band; dotted: arms with another line than their colour's
+                    the geometric mean, without the band; dotted: arms with another line than their colour's;
+                    less: an arm whose value is subtracted, paired by unit
     kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]; relative: an
                     arm by whose means both are divided
     kind: dots      one row an arm: its mean with the 95% interval; log: [x]; less: an arm whose value is subtracted,
@@ -15,6 +16,7 @@ A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for ea
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -67,9 +69,7 @@ def name_axes(ax, page: Page, panel: dict[str, Any], setting: str | None, x: str
 def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     metric, ends = page.metric(panel["metric"]), []
     for arm in arms_of(page, panel):
-        frame = page.select(panel["metric"], setting, arm, panel.get("table"))
-        frame = frame.assign(value=metric.scale * frame["value"].astype(float))
-        groups = [(x, group.groupby("unit", sort=False)["value"].mean().to_numpy()) for x, group in frame.groupby("x")]
+        groups = [(x, values) for x, values in groups_of(page, panel, setting, arm) if len(values)]
         if not groups:
             continue
         log = panel.get("scale") == "log"
@@ -81,10 +81,24 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
             halves = np.array([page.interval(values).half for _, values in groups])
             ax.fill_between(places, np.subtract(means, halves), np.add(means, halves), color=shade, alpha=0.12, lw=0)
         ends.append((page.label(arm), places[-1], means[-1], shade))
+    if "less" in panel:
+        ax.axhline(0, color=drawing.EXACT, lw=1)
     name_axes(ax, page, panel, setting, "step", metric.heading)
     if "x" in panel.get("log", []):
         plain_ticks(ax.xaxis)
     label_ends(ax, ends)
+
+
+def groups_of(page: Page, panel: dict[str, Any], setting: str | None, arm: str) -> Iterator[tuple[Any, np.ndarray]]:
+    """(x, the value of each unit), less that of the arm `less` at the same x."""
+    metric, less = page.metric(panel["metric"]), panel.get("less")
+    by_unit = [frame.assign(value=metric.scale * frame["value"].astype(float)).groupby(["x", "unit"])["value"].mean()
+               for frame in (page.select(panel["metric"], setting, each, panel.get("table"))
+                             for each in ((arm, less) if less else (arm,)))]
+    if arm != less:
+        values = (by_unit[0] - by_unit[1]).dropna() if less else by_unit[0]
+        for x, group in values.groupby(level="x"):
+            yield x, group.to_numpy()
 
 
 def mean_of(values: np.ndarray, log: bool) -> float:
