@@ -121,6 +121,8 @@ def evolve(plan: Plan, player: Player, seed: int, done: int, directory: Path | N
     """
     state = restored(directory, done) or begun(player, seed)
     if player.policy is not None:
+        if state.generation == 0:
+            keep(directory, state)
         for number in range(state.generation, plan.generations):
             for record in (trained(plan, player, state, seed, number), *checked(plan, player, state, seed, number)):
                 state.records += 1

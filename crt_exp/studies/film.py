@@ -56,7 +56,7 @@ def draw_image(axes: Any, image: np.ndarray, kept: Tensor, player: Player, total
     for place in kept.view(side, side).nonzero().tolist():
         corner = [patch * place[1] - 0.5, patch * place[0] - 0.5]
         axes.add_patch(rectangle(corner, patch, patch))
-    axes.set(xticks=[], yticks=[], title=f"what it sees and attends to; return {total:.2f}")
+    axes.set(xticks=[], yticks=[], title=f"what it attends to; return {total:.2f}")
 
 
 def rectangle(corner: list[float], width: float, height: float) -> Any:

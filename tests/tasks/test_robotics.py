@@ -277,6 +277,12 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
     assert code == 0 and again["returns"] == records[-1]["returns"], err
 
 
+def test_a_film_of_the_first_parameters(typed, tmp_path):
+    code, out, err = typed("task=sweep", "attention=uniform", *LITTLE["sweep"], "task.strategy.generations=0",
+                           "+task.film=true", f"hydra.run.dir={tmp_path / 'run'}")
+    assert code == 0 and (tmp_path / "run/film.gif").read_bytes()[:3] == b"GIF", err
+
+
 def test_random_actions_need_no_training(typed, tmp_path):
     code, out, err = typed("task=sweep", "task.looks=random", *LITTLE["sweep"], f"hydra.run.dir={tmp_path / 'run'}")
     assert code == 0 and "0 rollouts of training" in out, err
