@@ -15,7 +15,7 @@ DOCS   := $(VENV)/.docs
 # Every report: a page of conf/report, or a module of crt_exp/report whose first line says `make NAME: ...`
 PAGES   := $(basename $(notdir $(wildcard conf/report/*.yaml)))
 MODULES := $(shell sed -n 's/^"""make \([a-z0-9-]*\):.*/\1/p' crt_exp/report/*.py)
-REPORTS := $(sort $(PAGES) $(filter-out demo report,$(MODULES)))
+REPORTS := $(sort $(filter-out demo report,$(PAGES) $(MODULES)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all gpu lint docs sweep-example report $(REPORTS)

@@ -23,7 +23,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import palette
+from crt_exp import drawing as palette
 
 KERNELS = ("softmax", "gaussian")
 HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered", "auto"), "noise or parameters of several parts")

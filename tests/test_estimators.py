@@ -20,7 +20,7 @@ from crt_exp import samplers
 from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor, RandomFeatures
 from crt_exp.features import OPRF, GeomRFPlus, HypRF, PoisRFPlus, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import palette
+from crt_exp import drawing as palette
 
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
 TWO_SIDES = {"gerf": "its maps for the two sides of the kernel differ"} | HYBRIDS

@@ -9,7 +9,7 @@ from crt_exp import swap_attention
 from crt_exp.data import images
 from crt_exp.models import vision
 from crt_exp.predict import looked_at, main
-from crt_exp.report import runs
+from crt_exp.studies import runs
 from crt_exp.swap.rollout import attention_matrices, rollout
 
 

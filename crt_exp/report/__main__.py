@@ -17,20 +17,20 @@ from pathlib import Path
 
 from crt_exp.config import ConfigError, unknown
 from crt_exp.data import DataError
-from crt_exp.report import decide, draws, index, page, render, writing
+from crt_exp.report import decide, draws, index, page, render
 from crt_exp.studies import cells
 
 SIZES = ("small", "gpu", "full")
 
 
 def targets() -> dict[str, str]:
-    """Name -> title, of the pages and of the modules that define `main(size)`."""
+    """Name -> title, of the pages and of the modules that define `main(size, folder)`."""
     declared = {name: page.load(name)["title"] for name in page.names()}
     return dict(sorted({**modules(), **declared}.items()))
 
 
 def modules() -> dict[str, str]:
-    """The modules of this room that define `main(size)`, with the first line of each; none is imported."""
+    """The modules of this room that define `main(size, folder)`, with the first line of each; none is imported."""
     result = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def make(args: argparse.Namespace) -> None:
         print(f"written: {render.write(page.Page(args.name, args.out))}")
     else:
         report = importlib.import_module(f"crt_exp.report.{target(args.name)}")
-        report.main(args.size, **options_of(args.name, report.main, args.options))
+        report.main(args.size, args.out, **options_of(args.name, report.main, args.options))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", metavar="NAME", nargs="?", help="one of those below; without it, all are rendered")
     made.add_argument("options", metavar="KEY=VALUE", nargs="*", help="of reports that take some: attention-maps")
     made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
-    made.add_argument("--out", type=Path, default=writing.REPORT, help="folder to write to (default %(default)s)")
+    made.add_argument("--out", type=Path, default=draws.FOLDER, help="folder to write to (default %(default)s)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
     made.add_argument("--again", action="store_true", help="measure everything again")
     made.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; repeat to go on")
@@ -122,7 +122,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    writing.REPORT = args.out
     cells.limit(args.minutes)
     try:
         make(args)

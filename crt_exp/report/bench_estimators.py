@@ -5,6 +5,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +15,12 @@ from sklearn.kernel_approximation import RBFSampler
 from sklearn.random_projection import GaussianRandomProjection
 
 from crt_exp.estimators import RandomFeatures
-from crt_exp.report import palette
+from crt_exp import drawing as palette
+from crt_exp.drawing import markdown
+from crt_exp.report.draws import csv_text
 from crt_exp.report.evidence import Claim, Interval, judged, of_processes, paired, won_by
-from crt_exp.report.writing import markdown, write_report
+from crt_exp.runner.run import write_atomic
+from crt_exp.studies.cells import short_commit, versions
 from crt_exp.studies.memory import in_new_process
 
 ROWS, COLUMNS, WIDTH = 100_000, 64, 256
@@ -38,7 +43,7 @@ class Arm(NamedTuple):
 Seconds = dict[tuple[str, Arm, str], list[float]]  # dtype, arm, step -> of each round, process by process
 
 
-def main(size: str) -> None:
+def main(size: str, folder: Path) -> None:
     start = time.perf_counter()
     seconds: Seconds = {}
     for process in range(PROCESSES):
@@ -57,8 +62,11 @@ def main(size: str) -> None:
              "geometric mean with its 95% interval over processes; p by Holm. "
              f"{CONTROL}, also of scikit-learn, is the product alone, which every map computes as well: the control."
              f"{palette.left_out(WITHOUT)}")
-    path = write_report("bench-estimators", f"Speed of RandomFeatures beside {PEER}", said,
-                        [*rows, *(v.row() for v in verdicts)], None, facts, time.perf_counter() - start)
+    facts += (f" {versions()}; commit {short_commit()}. Written: {date.today()}, {time.perf_counter() - start:.0f} s "
+              "of computing. Command: `make bench-estimators`.")
+    path = folder / "bench-estimators.md"
+    write_atomic(path, f"# Speed of RandomFeatures compared with {PEER}\n\n{said.rstrip()}\n\n{facts}\n")
+    write_atomic(path.with_suffix(".csv"), csv_text([*rows, *(v.row() for v in verdicts)]))
     print(f"{said}\nwritten: {path}")
 
 

@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from crt_exp.drawing import markdown
+from crt_exp.report.draws import csv_text
 from crt_exp.report.evidence import WORDS
 from crt_exp.report.page import FAMILIES, Page, names
-from crt_exp.report.writing import csv_text, markdown
 from crt_exp.runner.run import write_atomic
 
 NAME = "index"

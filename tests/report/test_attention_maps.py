@@ -15,7 +15,7 @@ from crt_exp.data import DataError
 from crt_exp.data.fasta import entries
 from crt_exp.data.protein import LETTERS, STANDARD
 from crt_exp.report import __main__ as command_line
-from crt_exp.report import page, writing
+from crt_exp.report import draws, page
 from crt_exp.studies import amino_acids, attention_maps
 from crt_exp.studies.amino_acids import PAIRS, alike, alike_by_frequency, blosum62, correlation
 from crt_exp.swap.rollout import attention_matrices
@@ -136,7 +136,7 @@ def called(monkeypatch, capsys, *words):
 def place(tmp_path, monkeypatch):
     """The working directory, and three draws of the noise."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(writing, "REPORT", tmp_path)
+    monkeypatch.setattr(draws, "FOLDER", tmp_path)
     resized(monkeypatch, {"noises": 3, "sequences": 30})
     return tmp_path
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from crt_exp.report import index, writing
+from crt_exp.report import draws, index
 from crt_exp.report.evidence import Claim, Gate, Unjudged, exactly, independent, judged
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
@@ -12,18 +12,17 @@ COMMITTED = Path(__file__).parents[2] / "outputs/report"
 
 def a_report(folder, name, rows):
     (folder / f"{name}.md").write_text(f"# {name}\n\nVersions: torch 2; commit 0123456789ab, tree unchanged.\n")
-    (folder / f"{name}.csv").write_text(writing.csv_text(rows))
+    (folder / f"{name}.csv").write_text(draws.csv_text(rows))
 
 
 def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(writing, "REPORT", tmp_path)
     up, down, flat = (Claim(text, independent(values), "nats") for text, values in
                       (("up|wards", [1, 1.1, 1.2]), ("downwards", [-1, -1.1, -1.2]), ("level", [1, -1, 0.1])))
     a_report(tmp_path, "first", [{"m": 4, "loss": 2.0}, *(verdict.row() for verdict in judged([up, down, flat]))])
     a_report(tmp_path, "second", [Unjudged(up, Gate("costs", 0.1, 0.5)).row()])
     a_report(tmp_path, "third", [{"m": 4}])
     a_report(tmp_path, "fourth", [judged([Claim("certain", exactly(2.5))])[0].row()])
-    index.main(writing.REPORT)
+    index.main(tmp_path)
     assert ("Own bars and questions: 5 verdicts: 2 holds, 1 fails, 0 conflict, 0 not comparable, 2 cannot tell here, "
             "1 of these because a gate failed.") in capsys.readouterr().out
     text = (tmp_path / "index.md").read_text()
@@ -35,9 +34,8 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
 
 
 def test_no_report_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "REPORT", tmp_path)
     with pytest.raises(ValueError, match="no report in .*make one first"):
-        index.main(writing.REPORT)
+        index.main(tmp_path)
 
 
 def test_the_committed_index_is_that_of_the_committed_reports():

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -22,7 +21,7 @@ from crt_exp.data import DataError, mnist
 from crt_exp.features import GERF, OPRF, PosRF, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import __main__ as command_line
-from crt_exp.report import palette, writing
+from crt_exp import drawing as palette
 from crt_exp.runner.run import commit
 from crt_exp.studies.projections import Projections
 from crt_exp.metrics import interval
@@ -40,78 +39,17 @@ NO_LIST = {  # reports over other things than maps and samplers, and what these 
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 
 
-def square(x):
-    with open("calls", "a") as file:
-        file.write(f"{x}\n")
-    return x * x
-
-
-def cube(x):
-    return x**3
-
-
-def test_cells_resume(tmp_path, monkeypatch):
-    """What is known is not computed again, also after a crash that cut the last line off."""
-    monkeypatch.chdir(tmp_path)
-    keys = [{"x": x} for x in range(3)]
-    cells = writing.Cells("demo").fill(keys, square, "test", workers=1)
-    assert [cells[k] for k in keys] == [0, 1, 4]
-    text = cells.path.read_text()
-    cells.path.write_text(text[:-10])
-    again = writing.Cells("demo").fill(keys, square, "test", workers=1)
-    assert [again[k] for k in keys] == [0, 1, 4] and len((tmp_path / "calls").read_text().split()) == 4
-    assert all(record["commit"] and record["date"] and record["versions"] for record in again.known.values())
-    with pytest.raises(ValueError, match="filled by .*square, not by .*cube: their keys must differ"):
-        again.fill(keys, cube, "test", workers=1)
-    other = writing.Cells("demo", ("kernels.py",)).fill(keys[:1], square, "test", workers=1)  # other code: anew
-    assert len((tmp_path / "calls").read_text().split()) == 5 and list(other.known) == ['{"x": 0}']
-
-
 def test_names_of_lines_stand_apart_and_within_the_axes():
-    assert writing.apart([0, 1, 50], 10, -9, 100) == [-4.5, 5.5, 50]
-    assert writing.apart([0, 1, 50], 10, 0, 55) == [0, 10, 50] and writing.apart([0, 1, 2], 10, 0, 15) == [-5, 5, 15]
-    assert writing.apart([0, 0, 12, 40], 10, -9, 100) == [-6, 4, 14, 40] and writing.apart([], 10, 0, 9) == []
-    assert writing.apart([80, 81, 82], 10, 0, 90) == [70, 80, 90]
-
-
-def test_caption_says_when_the_cells_were_made():
-    made = [{"commit": "a" * 40, "date": day, "versions": writing.versions()} for day in ("2026-01-02", "2026-01-01")]
-    old = {"commit": "b" * 40 + "+changes", "date": "2025-01-01", "versions": "torch 1.0"}
-    assert writing.origins([*made, old]) == (
-        f"Computed: 2 cells of 2026-01-01 to 2026-01-02, commit {'a' * 12}, tree unchanged, these versions; "
-        f"1 cell of 2025-01-01, commit {'b' * 12}, tree changed, torch 1.0. ")
-    assert writing.origins([]) == ""
-
-
-def test_a_cell_depends_on_what_code_does_and_not_on_how_it_is_written():
-    plain = 'def f(x):\n    """Doubles."""\n    return 2 * x\n'
-    rewritten = 'def f(x):\n    """Twice x."""\n    return (2\n            * x)  # why\n'
-    assert writing.statements(plain) == writing.statements(rewritten)
-    assert writing.statements(plain) != writing.statements(plain.replace("2 * x", "3 * x"))
-
-
-def test_write_report(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fig, _ = writing.new_figure()
-    path = writing.write_report("x", "Title", "body", [{"a": 1}, {"a": 2, "b": 3}], fig, "Data: none.", 1.0)
-    plt.close(fig)
-    assert "![Title](x.png)" in path.read_text()
-    assert path.with_suffix(".csv").read_text() == "a,b\n1,\n2,3\n"
-    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    assert not list(path.parent.glob("*.tmp"))
+    assert palette.apart([0, 1, 50], 10, -9, 100) == [-4.5, 5.5, 50]
+    assert palette.apart([0, 1, 50], 10, 0, 55) == [0, 10, 50] and palette.apart([0, 1, 2], 10, 0, 15) == [-5, 5, 15]
+    assert palette.apart([0, 0, 12, 40], 10, -9, 100) == [-6, 4, 14, 40] and palette.apart([], 10, 0, 9) == []
+    assert palette.apart([80, 81, 82], 10, 0, 90) == [70, 80, 90]
 
 
 @pytest.mark.skipif(not (config.CONF.parent / ".git").exists(), reason="not a checkout")
 def test_commit_is_that_of_the_checkout():
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=config.CONF)
     assert commit().removesuffix("+changes") == found.stdout.strip()
-
-
-def test_source_names_the_commit_and_whether_its_tree_was_changed(monkeypatch):
-    for found, said in (("1234567890abcdef", "commit 1234567890ab, tree unchanged"),
-                        ("1234567890abcdef+changes", "commit 1234567890ab, tree changed"), (None, "no commit")):
-        monkeypatch.setattr(writing, "commit", lambda found=found: found)
-        assert writing.source().startswith(said)
 
 
 # ---- what reports list
@@ -156,8 +94,7 @@ def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
     here = lambda call, **given: call(**given)                              # all in this process
     for name, value in {"ROWS": 20, "PROCESSES": 2, "ROUNDS": 2, "REST": 0, "in_new_process": here}.items():
         monkeypatch.setattr(bench_estimators, name, value)
-    monkeypatch.setattr(writing, "REPORT", tmp_path)
-    bench_estimators.main("small")
+    bench_estimators.main("small", tmp_path)
     table = (tmp_path / "bench-estimators.md").read_text()
     assert all(f"| {name} |" in table for name in bench_estimators.MAPS) and "gerf, angular" in table
     assert "GaussianRandomProjection to" in table.splitlines()[2] and "a control" in table.splitlines()[2]
@@ -189,7 +126,7 @@ def test_only_reports_are_offered(capsys, monkeypatch):
         command_line.main()
     shown, offered = capsys.readouterr().out, command_line.targets()
     assert all(f"  {name} " in shown and line and line in shown for name, line in offered.items())
-    assert "bench_nearfar" in offered and not {"writing", "palette", "tiny_models", "__main__"} & set(offered)
+    assert "bench_nearfar" in offered and not {"page", "draws", "tiny_models", "__main__"} & set(offered)
 
 
 def test_a_command_of_the_docs_keeps_its_name(capsys, monkeypatch):

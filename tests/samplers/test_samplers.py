@@ -13,7 +13,7 @@ from scipy.stats import kstest
 from crt_exp import samplers
 from crt_exp.features import OPRF, SMREG, GeomRF, PoisRF, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import palette
+from crt_exp import drawing as palette
 from crt_exp.samplers import givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol, stratified
 from crt_exp.samplers.blocks import cholesky_qr, householder_qr
 from crt_exp.samplers.noise import fwht
