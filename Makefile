@@ -74,6 +74,6 @@ $(REPORTS): $(STAMP)
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report
 
-sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on wine, the table of the runs and the best
-	@$(PY) -m crt_exp -m task=uci features=trig,gerf,oprf features.m=8,64 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \
+sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on digits, the table of the runs and the best
+	@$(PY) -m crt_exp -m task=uci task.dataset=digits features=trig,gerf,oprf features.m=8,128 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \
 	  resume=auto
