@@ -47,7 +47,8 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     each process, whatever the length.
 
     Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU
-    only: on other devices the check would wait for the result). """
+    only: on other devices the check would wait for the result).
+    """
     check_policy(denominator)
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
@@ -84,7 +85,8 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
 
     `merge` adds the partials of parts of the keys, `finish` or `.output` divide; `.logsum` is the log of the
     denominator in nats. Differentiable in x, y and v, through outputs and log-sums alike. `modulus`: with the sums of
-    absolute values that `finish(..., "clamp")` needs. The rest as for `attention`. Raises ValueError as it does. """
+    absolute values that `finish(..., "clamp")` needs. The rest as for `attention`. Raises ValueError as it does.
+    """
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
     x, y, v = _together(x, y, v, noise, params, causal)

@@ -4,7 +4,8 @@ the map that each of its heads chose.
 Legend: B batch, H query heads, Hkv key heads, P vectors of a sample, d. Each of the first passes in training leaves a
 sample of its queries and keys here; when there are enough of them the map is fitted to all, between two passes.
 Calibration fits again after each pass. Samples are of all processes, and the parameters those of the first: the
-same on all ranks. """
+same on all ranks.
+"""
 
 from collections.abc import Mapping
 

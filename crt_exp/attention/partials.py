@@ -14,7 +14,8 @@ divides:
 
 A partial is a numerator and a denominator over exp(log_scale), and not an output and a log-sum, since signed features
 have denominators that no logarithm holds. Gradients flow through both, and so into `output` and `logsum`. Log scales
-carry none: they only say where zero is, and cancel in numerator / denominator. """
+carry none: they only say where zero is, and cancel in numerator / denominator.
+"""
 
 import warnings
 from typing import NamedTuple
@@ -118,7 +119,8 @@ def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> P
     """What query i gathers from keys j <= i of the same chunk.
 
     The scale looks at the whole chunk, later keys too. That is exact unless a later key is so large that the terms of
-    an earlier row underflow: `underflowed` finds those rows, and the caller takes shorter chunks. """
+    an earlier row underflow: `underflowed` finds those rows, and the caller takes shorter chunks.
+    """
     phi, top = _scale_queries(f, keys.top)
     kernel = (phi @ keys.phi.mT).tril()
     mod = (phi.abs() @ keys.phi.abs().mT).tril().sum(-1, keepdim=True) if modulus else None

@@ -6,7 +6,8 @@ y = d^(-1/4) k, so that x.y is the logit.
 
 Of a feature map it takes phi_q and phi_k alone. Each entry of the kernel matrix, sum_m phi_q(x_i)_m phi_k(y_j)_m, is
 summed in logs of its own, so nothing underflows or overflows whatever the other entries are; the rows are normalised as
-a softmax is. Everything is computed in float64, whatever comes in. """
+a softmax is. Everything is computed in float64, whatever comes in.
+"""
 
 from typing import NamedTuple
 
@@ -102,7 +103,8 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
 
     rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. One product of
     whole features, O(L S M) without the reference's care: a row whose kernels all underflow compared with those of
-    another key of the sequence (causal, beyond e^700) is 0. """
+    another key of the sequence (causal, beyond e^700) is 0.
+    """
     L, S = x.shape[2], y.shape[2]
     index = torch.arange(L, device=x.device) if rows is None else rows
     x, y = x[:, :, index], y.repeat_interleave(x.shape[1] // y.shape[1], 1)

@@ -3,7 +3,8 @@
 Legend: R processes, M features. Each process summarises its own keys in the features, M (dv + 1) numbers a head, all
 gather the summaries of all, and each adds up those that its queries see: bidirectional all of them, causal those of
 earlier ranks, to which it merges what its queries gather from their own part. The length of a part matters to its own
-process alone. """
+process alone.
+"""
 
 import torch
 import torch.distributed as dist

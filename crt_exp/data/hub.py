@@ -59,7 +59,8 @@ def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text 
              files: str | None = None) -> Any:
     """`load()`, whose errors become one DataError: no connection, no such set, no such configuration or split.
 
-    files: those that are read in place of a set of the hub. """
+    files: those that are read in place of a set of the hub.
+    """
     from datasets.exceptions import DatasetsError
 
     try:

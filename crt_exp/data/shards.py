@@ -1,7 +1,8 @@
 """Tar shards in WebDataset's layout, looked through before anything is read of them.
 
 Readers of tar files take a header that is damaged, or missing, for the end of the archive, and go on with what came
-before: a shard of 40 images gives 10 without a word. Here the end must be where the file ends. """
+before: a shard of 40 images gives 10 without a word. Here the end must be where the file ends.
+"""
 
 import glob
 import gzip

@@ -105,7 +105,8 @@ class FeatureMap(ABC):
     def on_vectors(self) -> bool:
         """Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps the result.
 
-        Such a map also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean. """
+        Such a map also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean.
+        """
         return False
 
     @property

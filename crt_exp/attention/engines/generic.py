@@ -2,7 +2,8 @@
 backward pass computes again.
 
 `chunked_attention` gives outputs, `chunked_partial` what goes into them. `keys_state` and `read_state` are the two
-halves of bidirectional attention, for callers who add states of other keys in between. """
+halves of bidirectional attention, for callers who add states of other keys in between.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

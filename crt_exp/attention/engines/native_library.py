@@ -10,7 +10,8 @@ user.
 
 Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the library is kept (default ~/.cache), and
 CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning that
-says so. """
+says so.
+"""
 
 import ctypes
 import functools
@@ -220,7 +221,8 @@ def _keep(made: Path, file: Path) -> Path:
     """Puts a library and its record in the cache, on the disk: another process may read, or do the same, at any moment.
 
     Two that compile at once make the same bytes; where not, a record that does not fit costs the next process a
-    compilation. """
+    compilation.
+    """
     _keep_content(file, made.read_bytes())
     return file
 

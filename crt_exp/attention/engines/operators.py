@@ -20,7 +20,8 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     """Attention of checked arguments with a map of the positive exponential family; as many key heads as query heads.
 
     The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2
-    norm_weight) |x|^2. """
+    norm_weight) |x|^2.
+    """
     x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return finish(_in_plain_operations(x, y, v, form, causal)).to(v.dtype)

@@ -3,16 +3,19 @@
 Legend: B, H, L queries x, S keys y, d, values v of dimension dv, M features, N segments. An engine has a `unit` and
 three functions:
 
-    empty(x, v, rows) -> a record like that of `forward`, of which only sizes and types count forward(x, y, v, form) ->
-    the record: out, logsum, and what else the engine wants for its backward pass backward(x, y, v, form, kept, grad,
-    grad_logsum) -> (dx, dy, dv), given the record and the gradients to out and logsum
+    empty(x, v, rows)           a record like that of `forward`, of which only sizes and types count
+    forward(x, y, v, form)      the record: out, logsum, and what else the engine wants for its backward pass
+    backward(x, y, v, form, kept, grad, grad_logsum)
+                                dx, dy, dv, of the record and the gradients to out and logsum
 
-x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit `logsum` is the log of a row's denominator in nats, up to -norm_weight
-|x|^2, which all features of a row share, and which the caller adds (`Form.shared_logs`); an engine that works in binary
-logarithms says so by its unit, log 2, for its backward pass needs the very numbers of the forward pass. The gradient
-enters where the denominator's own does: with G = [g, gradient to the log-sum - g.output] as that to [output, 1], every
-formula of the engines stays as it is. What stands in `logsum` for a row that sees no key means nothing; its gradient is
-0. """
+x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit * logsum is the log of a row's denominator in nats, up to
+-norm_weight |x|^2, which all features of a row share and the caller adds (`Form.shared_logs`). An engine that works in
+binary logarithms has the unit log 2: its backward pass needs the very numbers of the forward pass.
+
+The gradient to the log-sum enters where the denominator's own does: with G = [g, gradient to the log-sum - g.output] as
+that to [output, 1], every formula of the engines stays as it is. What stands in `logsum` for a row that sees no key
+means nothing; its gradient is 0.
+"""
 
 from typing import NamedTuple
 

@@ -8,7 +8,8 @@ blocks of b tokens, n heavy keys, K cells. A query of block t sees
 - a cell's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
 
 Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
-by (crt_exp/attention/nearfar/choice.py), carry no gradient, all sums do. Derived here. """
+by (crt_exp/attention/nearfar/choice.py), carry no gradient, all sums do. Derived here.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +58,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
 
     Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
     nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
-    (CPU). """
+    (CPU).
+    """
     check_inputs(x, y, v, None, (), causal, key_mask)
     check_sizes(sizes)
     _check(x, y, sizes, causal, cross, codebook, far)

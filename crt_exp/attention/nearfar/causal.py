@@ -4,7 +4,8 @@ Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d,
 K cells. Queries of block t see their own block up to themselves and block t - 1; of the keys up to block t - 2 the n
 with the largest score are heavy, and the others lie in the cells of the nearest centres. Where block t begins, the keys
 of block t - 2 leave the window: of these and the heavy ones so far those of the lowest scores go to their cells. Metric
-and centres are of earlier sequences; weights, values, means and spreads of the cells are sums over their keys. """
+and centres are of earlier sequences; weights, values, means and spreads of the cells are sums over their keys.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple

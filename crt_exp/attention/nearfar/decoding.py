@@ -2,7 +2,8 @@
 
 Each row of a batch counts its tokens from its first real one, as the parallel pass does: what a row gives does not
 depend on the padding in front of it. Legend: B batch, Hkv key heads, G query heads of a group, Z = B Hkv, T new tokens,
-b tokens of a block, n heavy keys, K cells, d, dv. """
+b tokens of a block, n heavy keys, K cells, d, dv.
+"""
 
 import copy
 from collections.abc import Hashable
@@ -54,7 +55,8 @@ class NearFarState:
         gradient.
 
         key_mask (B, T), True = keep. Raises ValueError as `near_far_attention` does, and where the codebook is not the
-        one that the state was made with. """
+        one that the state was made with.
+        """
         check_inputs(x, y, v, None, (), True, key_mask)
         if x.shape[2] != y.shape[2]:
             raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")

@@ -2,7 +2,8 @@
 
 Legend: B batch, H heads, L queries x, S keys y, d, dv; N blocks of b tokens, M features. Queries are taken less their
 mean and keys less theirs, and the log weight w of a key, which makes up for it, joins the logs of its features. The
-states of the blocks are summed before and after each block, each with its own maxima, and never subtracted. """
+states of the blocks are summed before and after each block, each with its own maxima, and never subtracted.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple

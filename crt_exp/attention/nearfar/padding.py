@@ -1,7 +1,8 @@
 """Rows of a batch that begin with padding: blocks of tokens are counted from the first real one of each row.
 
 So a row's outputs do not depend on how much padding the other rows of its batch bring with them. Legend: B batch, S
-keys, L queries, which are the last of the sequence, b tokens of a block. """
+keys, L queries, which are the last of the sequence, b tokens of a block.
+"""
 
 from typing import NamedTuple
 

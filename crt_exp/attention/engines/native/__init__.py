@@ -2,7 +2,8 @@
 
 closed_form.py has the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while its
 features are in the cache of one core; the same products one by one take 1.5 (bidirectional) to 2 times (causal) as
-long. """
+long.
+"""
 
 import ctypes
 import math

@@ -2,7 +2,8 @@
 
 For nodes that have no compiler or may not write to the folder where libraries are kept: build on a node with the same
 processor, and give all the same XDG_CACHE_HOME. Prints where the library lies and how long it took; exits with 1 where
-there is none. """
+there is none.
+"""
 
 import sys
 

@@ -7,7 +7,8 @@ with G the gradient to them, R = [A, a] that to the rows [u v, u]:
     T = W G;  s = u a + u (A.v) + T_y.y + T_q |z - centre|^2 + T_1       (u times the gradient to u)
     dv = u A;  dy = T_y + 2 T_q (z - centre) root^T + s tilt.
 
-Derived here. """
+Derived here.
+"""
 
 from typing import NamedTuple
 

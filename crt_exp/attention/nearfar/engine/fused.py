@@ -7,7 +7,8 @@ cells and to the log-sums give) the gradient to a logit is weight (g . value - d
 share are written for each block and summed by PyTorch, so that a pass repeats exactly.
 
 Where there is no GPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1), as in tests. Legend: sets.py.
-Derived here. """
+Derived here.
+"""
 
 from collections.abc import Sequence
 from importlib.util import find_spec

@@ -1,6 +1,7 @@
 """The Triton kernels of fused.py, whose legend is that of this file. Rows of keys lie one after the other in a head. A
 key that a group does not hold has logit -inf; one that is masked has HIDDEN, and so counts only where there is no
-other. Derived here. """
+other. Derived here.
+"""
 
 import triton
 import triton.language as tl

@@ -7,7 +7,8 @@ N e^logit and what it adds V e^logit: a plain key has N = 1 and V = v, one that 
 
     out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
 
-windows.py computes it chunk by chunk. Derived here. """
+windows.py computes it chunk by chunk. Derived here.
+"""
 
 from typing import NamedTuple
 

@@ -3,7 +3,8 @@ matrices, with its closed form in the backward pass.
 
 With G = [g, -g.out] for the gradient g to the output, that to a logit of a set is e^logit (G . [V, N]) and that to
 [V, N] e^logit G. Windows are overlapping views of the keys, never copies. native.py is the faster twin in
-float32 on CPUs, fused.py that on GPUs. Derived here. """
+float32 on CPUs, fused.py that on GPUs. Derived here.
+"""
 
 import copy
 from collections.abc import Iterator
