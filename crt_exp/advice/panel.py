@@ -29,7 +29,7 @@ MASKED, NEXT = "masked", "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
 SHARE = 0.15        # of the tokens is masked
 UNSURE = 16         # tokens of the second half after which a model can know where it stands
-IGNORED = -100
+REPEATED = 4        # rows, of those that judge
 SHORTEST = 128      # of the lengths that are timed
 
 
@@ -49,7 +49,7 @@ class Panel:
         self.rows, self.training, self.seed = rows, training, seed
         self.mask, self.special = mask, torch.tensor(list(special), dtype=torch.long)
         self.device = next(model.parameters()).device
-        self.twice = torch.cat([rows[:, :rows.shape[1] // 2]] * 2, 1)
+        self.twice = torch.cat([rows[:REPEATED, :rows.shape[1] // 2]] * 2, 1)
 
     @property
     def causal(self) -> bool:
