@@ -87,19 +87,6 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
     assert palette.go_together("aaa", "bbb") and not palette.go_together("pois", "bbb")
 
 
-@pytest.mark.slow
-def test_every_map_of_bench_estimators_transforms(tmp_path, monkeypatch):
-    from crt_exp.report import bench_estimators
-
-    here = lambda call, **given: call(**given)                              # all in this process
-    for name, value in {"ROWS": 20, "PROCESSES": 2, "ROUNDS": 2, "REST": 0, "in_new_process": here}.items():
-        monkeypatch.setattr(bench_estimators, name, value)
-    bench_estimators.main("small", tmp_path)
-    table = (tmp_path / "bench-estimators.md").read_text()
-    assert all(f"| {name} |" in table for name in bench_estimators.MAPS) and "gerf, angular" in table
-    assert "GaussianRandomProjection to" in table.splitlines()[2] and "a control" in table.splitlines()[2]
-
-
 def test_order_and_colours_are_of_files_that_exist():
     assert palette.maps() == tuple(palette.MAPS) and palette.samplers() == tuple(palette.SAMPLERS)
     shades = [*palette.MAPS.values(), *palette.SAMPLERS.values(), palette.EXACT, palette.CONTROL]

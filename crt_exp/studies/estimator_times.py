@@ -1,0 +1,76 @@
+"""What `make bench-estimators` measures: fit and transform of RandomFeatures and of RBFSampler, in turns.
+
+The control is GaussianRandomProjection: a product with a matrix, which every map computes as well, and no kernel.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from sklearn.exceptions import DataDimensionalityWarning
+from sklearn.kernel_approximation import RBFSampler
+from sklearn.random_projection import GaussianRandomProjection
+
+from crt_exp import drawing
+from crt_exp.estimators import RandomFeatures
+from crt_exp.studies.cells import Cells, Draw
+from crt_exp.studies.memory import in_new_process
+
+WITHOUT = drawing.DENSE | dict.fromkeys(("gerf", *drawing.HYBRIDS), "its features differ for the two sides of the "
+                                        "kernel, which one transform cannot give")
+PEER, CONTROL = "RBFSampler", "GaussianRandomProjection"
+STEPS, DTYPES = ("fit", "transform"), ("float32", "float64")
+REST = 0.2  # seconds between timings, in which the threads of the library before stop spinning
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """Settings are dtypes, metrics fit and transform (ms, geometric mean over the rounds of a process, the unit)."""
+    cells = Cells(name, sources, keep)
+    keys = [{"dtype": dtype, "process": process, **{key: size[key] for key in ("rounds", "rows", "columns", "width")}}
+            for process, dtype in product(range(size["processes"]), DTYPES)]
+    cells.fill(keys, apart, name, workers=1)
+    for key in keys:
+        for (arm, step), times in ((place.split(": "), times) for place, times in cells[key].items()):
+            value = float(np.exp(np.log(times).mean()))
+            yield cells.draw(key, key["dtype"], arm, step, value, key["process"])
+
+
+def apart(**key: Any) -> dict[str, list[float]]:
+    return in_new_process(times, **key)
+
+
+def times(dtype: str, process: int, rounds: int, rows: int, columns: int, width: int) -> dict[str, list[float]]:
+    """"arm: step" -> ms of each round; the rounds of a process begin where the last one's ended."""
+    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # the control may widen its input as maps do
+    X = np.random.default_rng(0).normal(size=(rows, columns)).astype(dtype)
+    models = arms(width)
+    for model in models.values():
+        model.fit(X[:1000]).transform(X[:1000])
+    result: dict[str, list[float]] = {f"{arm}: {step}": [] for arm, step in product(models, STEPS)}
+    for turn in range(process * rounds, (process + 1) * rounds):
+        first = turn % len(models)
+        for arm, model in [*models.items()][first:] + [*models.items()][:first]:
+            for step in STEPS:
+                result[f"{arm}: {step}"].append(timed(getattr(model, step), X))
+    return result
+
+
+def arms(width: int) -> dict[str, Any]:
+    """To `width` columns; maps with two columns of a projection to twice as many too."""
+    maps = drawing.maps(WITHOUT)
+    doubled = [name for name in maps if drawing.feature_map(name).width(1) == 2]
+    return {PEER: RBFSampler(gamma=0.005, n_components=width, random_state=0),
+            CONTROL: GaussianRandomProjection(n_components=width, random_state=0),
+            **{name: RandomFeatures(name, n_components=width, gamma=0.005, random_state=0) for name in maps},
+            **{f"{name}, {2 * width} columns": RandomFeatures(name, n_components=2 * width, gamma=0.005, random_state=0)
+               for name in doubled}}
+
+
+def timed(call: Callable, X: np.ndarray) -> float:
+    time.sleep(REST)
+    start = time.perf_counter()
+    call(X)
+    return 1e3 * (time.perf_counter() - start)
