@@ -292,7 +292,7 @@ def test_random_actions_need_no_training(typed, tmp_path):
     (["task=locomotion", "task.environment=Ant-v9"], ["environment 'Ant-v9'", "Ant-v5"]),
     (["task=locomotion", "task.strategy.population=5"], ["task.strategy.population = 5", "even"]),
     (["task=sweep", "task.policy.patch=5"], ["task.patch = 5", "16 pixels"]),
-    (["task=sweep", "task.looks=average", "attention=exact"], ["leave out attention=exact"])])
+    (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"])])
 def test_what_is_refused(typed, tmp_path, options, words):
     check_refused(typed(*options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words, tmp_path / "run")
 
