@@ -234,7 +234,8 @@ def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
         raise DataError(f"{named}: its weights cannot be read: {reason}") from None
     embeddings = model.embeddings
     state = {"cls_token": embeddings.cls_token, "pos_embed": embeddings.position_embeddings,
-             **named("patch_embed.proj", embeddings.patch_embeddings.projection), **named("norm", model.layernorm)}
+             **prefixed("patch_embed.proj", embeddings.patch_embeddings.projection),
+             **prefixed("norm", model.layernorm)}
     for i, layer in enumerate(model.layers):
         state |= block(f"blocks.{i}", layer)
     return {name: tensor.detach() for name, tensor in state.items()}
@@ -248,11 +249,11 @@ def block(name: str, layer: nn.Module) -> dict[str, Tensor]:
         state[f"{name}.attn.qkv.bias"] = torch.cat([part.bias for part in parts])
     for own, module in {"attn.proj": layer.attention.o_proj, "norm1": layer.layernorm_before,
                         "norm2": layer.layernorm_after, "mlp.fc1": layer.mlp.fc1, "mlp.fc2": layer.mlp.fc2}.items():
-        state |= named(f"{name}.{own}", module)
+        state |= prefixed(f"{name}.{own}", module)
     return state
 
 
-def named(name: str, module: nn.Module) -> dict[str, Tensor]:
+def prefixed(name: str, module: nn.Module) -> dict[str, Tensor]:
     return {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
 
 

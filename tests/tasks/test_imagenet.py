@@ -296,7 +296,7 @@ def test_weights_of_the_hub_that_are_not_here(folder):
     ({"names": True}, {}, ["its class 0 is class0, that of the images is other0", "task.new_head=true"]),
     ({}, {"sizes": SIZES | {"width": 64}}, ["task.sizes.width = 64", "has 32"]),
     ({}, {"file": True, "sizes": SIZES | {"width": 64}}, ["checkpoint of width 32, and the model's is 64"]),
-    ({}, {"file": True, "sizes": SIZES | {"depth": 1}}, ["holds, beside the model's, blocks.1", "no checkpoint"]),
+    ({}, {"file": True, "sizes": SIZES | {"depth": 1}}, ["holds, besides the model's, blocks.1", "not a checkpoint"]),
     ({}, {"file": True, "sizes": SIZES | {"depth": 3}}, ["lacks blocks.2", "no checkpoint of this"]),
 ], ids=["number of classes", "names of classes", "width of a run", "width of a file", "less deep", "deeper"])
 def test_checkpoints_that_do_not_fit(change, options, words, tmp_path, exact_run):

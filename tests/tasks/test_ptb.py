@@ -231,7 +231,7 @@ def test_two_processes_continue_bit_for_bit(typed, tmp_path):
     (["task.softmax=uniform", "task.sampling.negatives=12"], ["this text has 12 words, 11 besides"]),
     (["task.generated.words=1"], ["task.generated.words = 1", "at least 2"]),
     (["features.m=8"], ["task=ptb with these options does not use features.m=8"]),
-    (["attention=favorpp", "task.softmax=unigram"], ["leave out attention=favorpp"]),
+    (["attention=favorpp", "task.softmax=unigram"], ["does not use attention=favorpp"]),
     (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
     (["trainer.batch=601"], ["trainer.batch = 601 is more than the 600"]),
     (["task.softmax=unigram", "trainer=fsdp", "trainer.processes=2"],
