@@ -297,7 +297,7 @@ def test_weights_of_the_hub_that_are_not_here(folder):
     ({}, {"sizes": SIZES | {"width": 64}}, ["task.sizes.width = 64", "has 32"]),
     ({}, {"file": True, "sizes": SIZES | {"width": 64}}, ["checkpoint of width 32, and the model's is 64"]),
     ({}, {"file": True, "sizes": SIZES | {"depth": 1}}, ["holds, besides the model's, blocks.1", "not a checkpoint"]),
-    ({}, {"file": True, "sizes": SIZES | {"depth": 3}}, ["lacks blocks.2", "no checkpoint of this"]),
+    ({}, {"file": True, "sizes": SIZES | {"depth": 3}}, ["lacks blocks.2", "not a checkpoint of this"]),
 ], ids=["number of classes", "names of classes", "width of a run", "width of a file", "less deep", "deeper"])
 def test_checkpoints_that_do_not_fit(change, options, words, tmp_path, exact_run):
     root = write_images(tmp_path / "own", classes=change.get("classes", 3))
