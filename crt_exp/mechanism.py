@@ -109,7 +109,10 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether it has a feature map that estimates a kernel; baselines and generalised kernels do not."""
-        return self.features is not None and self.map().estimates
+        if self.features is None:
+            return False
+        content = self.features.content      # a map as it is, of whatever kernel, or how to make one
+        return (self.map() if isinstance(content, dict) else content).estimates
 
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""

@@ -216,6 +216,9 @@ def test_command_exists(words, recipes):
         case ("pip", "install", "-e", what):
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)[1]
             assert extra is None or extra in project()["optional-dependencies"]
+        case ("pip", "install", what):
+            assert re.fullmatch(r"crt_exp(?:\[(\w+)\])?", what)
+            assert "[" not in what or what.split("[")[1].rstrip("]") in project()["optional-dependencies"]
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             assert not getattr(options, "name", None) or sources.select(options.name)

@@ -281,4 +281,4 @@ def test_init_from_a_run_with_another_attention(typed, tmp_path):
 def test_kept_with_what_the_attention_was(files):
     task = MLM(**OPTIONS | {"text": str(files / "text.txt"), "model": str(files / "bert")})
     model = task.build(Mechanism.of("favorpp", m=8))
-    assert model.model.config.crt_exp["m"] == 8 and len(task.tokenizer) == len(VOCABULARY)
+    assert model.model.config.crt_exp["mechanisms"][0]["m"] == 8 and len(task.tokenizer) == len(VOCABULARY)
