@@ -5,7 +5,7 @@ The names below are imported when first used, so that `import crt_exp` itself co
 
 import importlib
 
-from crt_exp.swap import on_import
+from crt_exp import on_import
 
 __version__ = "0.1.0"
 
@@ -13,10 +13,10 @@ _HOMES = {
     "crt_exp.estimators": ("RandomFeatures", "KernelRegressionClassifier", "KernelRegressionRegressor"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
     "crt_exp.swap.swap": ("unswap_attention", "describe_attention", "calibrate_attention"),
-    "crt_exp.swap.saved": ("from_pretrained",),
+    "crt_exp.pretrained.saved": ("from_pretrained",),
     "crt_exp.advice.call": ("advise",),
-    "crt_exp.swap.card": ("card",),
-    "crt_exp.swap.attn_layer": ("attn_layer",),
+    "crt_exp.pretrained.card": ("card",),
+    "crt_exp.pretrained.attn_layer": ("attn_layer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "crt_exp"
 # From the bottom to the top: a module imports from lines above its own, or from its own line.
 # The longest name that fits counts.
 ROOMS = [
-    ["ranks", "nonfinite", "nested", "precision", "config", "plain_yaml", "schema", "kernels", "compiling"],
+    ["on_import", "ranks", "nonfinite", "nested", "precision", "config", "plain_yaml", "schema", "kernels",
+     "compiling"],
     ["samplers"],
     ["features"],
     ["bounds"],
@@ -22,9 +23,8 @@ ROOMS = [
     ["metrics"],
     ["swap"],
     ["mechanism"],
-    ["swap.saved", "swap.card", "swap.attn_layer"],
-    ["swap.implementations"],
-    ["swap.on_import"],
+    ["pretrained.saved", "pretrained.card", "pretrained.attn_layer"],
+    ["pretrained.implementations"],
     ["drawing"],
     ["sampling"],
     ["models"],

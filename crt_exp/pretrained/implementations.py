@@ -110,7 +110,7 @@ def _applied(model: nn.Module, source: str | None) -> bool:
         config._attn_implementation_internal = default
     name, saved = named.pop(), record.taken(model)
     if source is not None and saved is not None and record.names(saved) == [name]:
-        from crt_exp.swap.saved import bring_back
+        from crt_exp.pretrained.saved import bring_back
 
         bring_back(model, saved, source)
     else:

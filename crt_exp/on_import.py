@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 WAITED_FOR = "transformers.modeling_utils"
-INSTALLER = "crt_exp.swap.implementations"
+INSTALLER = "crt_exp.pretrained.implementations"
 
 
 class Waiting:
