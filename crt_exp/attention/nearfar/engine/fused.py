@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient
-from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, log_weight, over
+from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, check_backward, log_weight, over
 
 ROWS = COLUMNS = 32     # queries and keys of a step
 WIDEST = 256            # columns of keys and values that a program holds
@@ -82,10 +81,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_share, grad_logsum):
         q, out, share, logsum, *inputs = ctx.saved_tensors
-        check_gradient(grad)
-        if torch.is_grad_enabled():
-            raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
-                                      "such as torch.func.hessian, which goes through plain operations")
+        check_backward(grad, grad_share, grad_logsum)
         grad, gain = grad.contiguous(), grad_share.contiguous()
         delta = (grad * out).sum(-1, keepdim=True) + gain * share - grad_logsum
         kept = logsum, grad, delta, gain

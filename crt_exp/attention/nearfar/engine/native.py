@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
+from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.attention.engines import native
 from crt_exp.attention.engines.native import NO_MEMORY, NOT_FINITE, View
 from crt_exp.attention.nearfar.choice import Metric
+from crt_exp.attention.nearfar.engine.sets import check_backward
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
@@ -265,9 +266,6 @@ def _do(name: str, call: ctypes.Structure) -> None:
 
 def _gradients(grad: Tensor, x: Tensor, y: Tensor, v: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
     """The views of a backward pass, and the gradients to x, y and v that it writes."""
-    check_gradient(grad)
-    if torch.is_grad_enabled():
-        raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
-                                  "such as torch.func.hessian, which goes through plain operations")
+    check_backward(grad)
     dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
     return {"grad": grad, "dx": dx, "dy": dy.unsqueeze(1), "dvalues": dv.unsqueeze(1)}, (dx, dy, dv)

@@ -3,20 +3,32 @@
 
 #include "past.h"
 
-int near_far_recall(const Recall *c) {
+static int forward(const Recall *c, int64_t z, float *memory) {
+    Past h;
+    open_past(&h, c, z, memory);
+    const int done = c->tilt ? bounded_head(&h) : recall_head(&h);
+    close_past(&h);
+    return done;
+}
+
+static int backward(const Recall *c, int64_t z, float *memory) {
+    Back e;
+    const int done = open_back(&e, c, z, memory) && (c->tilt ? bounded_backward(&e) : backward_head(&e));
+    if (done) write_gradients(&e);
+    close_back(&e);
+    return done;
+}
+
+/* body(c, z, memory) returns 0 where memory ended. */
+static int each_head(const Recall *c, int (*body)(const Recall *c, int64_t z, float *memory)) {
     int bad = OK;
 #pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
     {
         const unsigned mode = without_denormals();
         float *memory = past_memory(c);
 #pragma omp for schedule(dynamic)
-        for (int64_t z = 0; z < c->Z; z++) {
-            Past h;
-            if (!memory) continue;
-            open_past(&h, c, z, memory);
-            if (!(c->tilt ? bounded_head(&h) : recall_head(&h))) bad = NO_MEMORY;
-            close_past(&h);
-        }
+        for (int64_t z = 0; z < c->Z; z++)
+            if (!memory || !body(c, z, memory)) bad = NO_MEMORY;
         if (!memory) bad = NO_MEMORY;
         free(memory);
         with_mode(mode);
@@ -25,24 +37,6 @@ int near_far_recall(const Recall *c) {
     return bad;
 }
 
-int near_far_recall_backward(const Recall *c) {
-    int bad = OK;
-#pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
-    {
-        const unsigned mode = without_denormals();
-        float *memory = past_memory(c);
-#pragma omp for schedule(dynamic)
-        for (int64_t z = 0; z < c->Z; z++) {
-            Back e;
-            if (!memory) continue;
-            if (!open_back(&e, c, z, memory) || !(c->tilt ? bounded_backward(&e) : backward_head(&e))) bad = NO_MEMORY;
-            else write_gradients(&e);
-            close_back(&e);
-        }
-        if (!memory) bad = NO_MEMORY;
-        free(memory);
-        with_mode(mode);
-        trim_scratch();
-    }
-    return bad;
-}
+int near_far_recall(const Recall *c) { return each_head(c, forward); }
+
+int near_far_recall_backward(const Recall *c) { return each_head(c, backward); }

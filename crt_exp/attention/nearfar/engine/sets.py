@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from crt_exp.attention.checks import check_gradient
 from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST
 
 
@@ -88,6 +89,17 @@ def near_bias(window: Window, n: int) -> Tensor:
 def log_weight(sums: Tensor) -> Tensor:
     N = sums[..., -1]
     return torch.where(N > LEAST, N.clamp(min=LEAST).log(), HIDDEN)
+
+
+def check_backward(*grads: Tensor | None) -> None:
+    """Of a backward pass in closed form. Raises ValueError for a batch of gradients (see `check_gradient`) and
+    NotImplementedError where the pass itself is to be differentiated."""
+    for grad in grads:
+        if grad is not None:
+            check_gradient(grad)
+    if torch.is_grad_enabled():
+        raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
+                                  "such as torch.func.hessian, which goes through plain operations")
 
 
 def over(N: Tensor) -> Tensor:

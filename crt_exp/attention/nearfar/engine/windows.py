@@ -13,9 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, transformed
+from crt_exp.attention.checks import transformed
 from crt_exp.attention.nearfar.engine import fused
-from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, log_weight, near_bias, over, plain_gather
+from crt_exp.attention.nearfar.engine.sets import (
+    Gathered,
+    Weighted,
+    Window,
+    check_backward,
+    log_weight,
+    near_bias,
+    over,
+    plain_gather,
+)
 from crt_exp.precision import as_given
 
 ROWS = 4096      # queries of a chunk
@@ -136,12 +145,7 @@ class _Gather(torch.autograd.Function):
         q, out, share, *rest = ctx.saved_tensors
         flat, kept = rest[:ctx.sizes[0]], rest[ctx.sizes[0]:sum(ctx.sizes)]
         near = None if ctx.near is None else ctx.near.with_tensors(*rest[sum(ctx.sizes):])
-        for given in (grad, grad_share, grad_logsum):
-            if given is not None:
-                check_gradient(given)
-        if torch.is_grad_enabled():
-            raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
-                                      "such as torch.func.hessian, which goes through plain operations")
+        check_backward(grad, grad_share, grad_logsum)
         grad = torch.zeros_like(out) if grad is None else grad
         delta = (grad * out).sum(-1, keepdim=True)
         if grad_share is not None:
