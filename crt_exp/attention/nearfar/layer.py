@@ -31,9 +31,9 @@ from crt_exp.samplers import Noise
 from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Count, Whole, checked
 
-PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1024),
-           "default": Sizes(32, 16, 64, open=64, exact_until=1024),
-           "quality": Sizes(32, 64, 128, True, open=256, exact_until=1024),
+PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=2048),
+           "default": Sizes(32, 16, 64, open=64, exact_until=2048),
+           "quality": Sizes(32, 64, 128, True, open=256, exact_until=2048),
            "bounded": Sizes(32, 16, 64)}
 SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
 SHORT = 512          # keys up to which attention in both directions and cross-attention is exact, which is as fast
@@ -49,7 +49,7 @@ class NearFar(LinearAttention):
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
     others by cells. open: keys of cells that each query reads exactly, those that promise most; by default causal
     queries alone read some, of their past; a list holds a number for each layer of a model. exact_until: the place up
-    to which causal queries see all keys exactly (1024), and the number of keys up to which attention that is not causal
+    to which causal queries see all keys exactly (2048), and the number of keys up to which attention that is not causal
     is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with the sequence.
     far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
 
