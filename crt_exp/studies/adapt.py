@@ -1,7 +1,8 @@
-"""What a swap loses and light training brings back, on three small models that are trained here.
+"""What a swap loses and light training brings back, on four small models that are trained here.
 
 copying: a GPT-2 on rows of random symbols whose second half is the first again; causal: the same on characters of
-WikiText-2; masked: a pre-norm RoBERTa on symbols said twice, some of them hidden. Each seed has a model of its own.
+WikiText-2; masked: a pre-norm RoBERTa on symbols said twice, some of them hidden; vision: a ViT on handwritten digits.
+Each seed has a model of its own.
 Every arm is swapped in, taught by attention transfer, and trained by low-rank adapters, after the transfer (LoLCATs'
 order) and without it for as many steps in all.
 """
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.runner.adapters import Adapters
 from crt_exp.studies.cells import Cells, Draw
@@ -28,17 +30,18 @@ from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swa
 from crt_exp.tasks.objectives import following
 
 HOME = Path("outputs/adapt")
-SYMBOLS, COPIED, LENGTH, MASKED, SHARE = 16, 64, 64, 32, 0.3   # symbols; tokens of rows; hidden ones
-WIDTH, LAYERS, HEADS = 64, 2, 4
+SYMBOLS, COPIED, LENGTH, MASKED, SHARE = 16, 64, 64, 64, 0.3   # symbols; tokens of rows; hidden ones
+WIDTH, LAYERS, HEADS = 128, 4, 4                    # those of the small models of fidelity and copying
+PATCH = 4                                           # pixels a side of MNIST's 28: 49 tokens and one more
 HIDDEN = 63                                         # the token of a hidden character
-ROWS, TEST = 16, 96                                 # of a step, of the test
-EXACT_LR, TRANSFER_LR, LORA_LR, RANK = 5e-3, 2e-2, 5e-3, 4
+ROWS = 16                                           # of a step
+EXACT_LR, TRANSFER_LR, LORA_LR, RANK = 3e-3, 2e-2, 5e-3, 4
 PLACES = ("swapped", "transferred", "transfer, LoRA", "LoRA")
 EXACT, UNIFORM = "exact", "uniform"
 ARMS = ("nearfar block=4 heavy=2 cells=4 open=8 exact_until=8", "favorpp learn=projections",
         "favorsharp learn=parameters", "hedgehog", "window block=4 first=2")
-M = {"favorpp": 32, "favorsharp": 16, "hedgehog": 16}  # all of 32 features
-BUDGET = 24                                         # keys that both causal layers of near-far together read
+M = {"favorpp": 64, "favorsharp": 32, "hedgehog": 32}  # all of 64 features
+BUDGET = 48                                         # keys that all causal layers of near-far together read
 
 
 # ---- rows and models
@@ -46,10 +49,12 @@ BUDGET = 24                                         # keys that both causal laye
 
 @dataclass(frozen=True)
 class Setting:
-    """model: makes one. rows: (split, seed, count) -> tokens and labels, IGNORED where nothing is predicted."""
+    """model: makes one. rows: (split, seed, count) -> its input and labels, IGNORED where nothing is predicted.
+    tested: rows of the test."""
 
     model: Callable[[], nn.Module]
     rows: Callable[[str, int, int], tuple[Tensor, Tensor]]
+    tested: int = 96
 
 
 @lru_cache(maxsize=2)
@@ -86,6 +91,19 @@ def masked_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     return ids.masked_fill(hidden, HIDDEN), ids.masked_fill(~hidden, IGNORED)
 
 
+@lru_cache(maxsize=2)
+def digits(split: str) -> tuple[Tensor, Tensor]:
+    """Images (n, 1, 28, 28) between -1 and 1, and what they show."""
+    images = torch.tensor(mnist.images(split)).unsqueeze(1) / 127.5 - 1
+    return images, torch.tensor(mnist.labels(split)).long()
+
+
+def vision_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+    images, labels = digits(split)
+    at = torch.randint(len(images), (count,), generator=generator_of(seed, count + 3 * (split == "test")))
+    return images[at], labels[at]
+
+
 def decoder() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -103,20 +121,28 @@ def encoder() -> nn.Module:
         attention_probs_dropout_prob=0.0, initializer_range=0.1))
 
 
+def vision() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(
+        image_size=28, patch_size=PATCH, num_channels=1, num_labels=10, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, intermediate_size=2 * WIDTH, initializer_range=0.1))
+
+
 SETTINGS = {"copying": Setting(decoder, copying_rows), "causal": Setting(decoder, causal_rows),
-            "masked": Setting(encoder, masked_rows)}
+            "masked": Setting(encoder, masked_rows), "vision": Setting(vision, vision_rows, 400)}
 
 
 def loss_of(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
-    ids, labels = rows
-    return F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    given, labels = rows
+    return F.cross_entropy(model(given).logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
 @torch.no_grad()
 def tested(model: nn.Module, setting: str, seed: int) -> float:
-    """Nats a predicted token, of rows that no training reads."""
+    """Nats a predicted token or image, of rows that no training reads."""
     model.eval()
-    return float(loss_of(model, SETTINGS[setting].rows("test", 10_000 + seed, TEST)))
+    return float(loss_of(model, SETTINGS[setting].rows("test", 10_000 + seed, SETTINGS[setting].tested)))
 
 
 # ---- training
@@ -189,8 +215,8 @@ def swapped(setting: str, seed: int, steps: int, arm: str) -> nn.Module:
     return model
 
 
-def calibration(setting: str, seed: int) -> list[dict[str, Tensor]]:
-    return [{"input_ids": SETTINGS[setting].rows("train", 777 + 10 * seed + i, ROWS)[0]} for i in range(2)]
+def calibration(setting: str, seed: int) -> list[Tensor]:
+    return [SETTINGS[setting].rows("train", 777 + 10 * seed + i, ROWS)[0] for i in range(2)]
 
 
 def can_learn(model: nn.Module, arm: str) -> bool:
@@ -211,7 +237,7 @@ def taught(model: nn.Module, setting: str, seed: int, steps: int) -> float:
 
 
 def transfer_loss(taught: Transferring, rows: tuple[Tensor, Tensor]) -> Tensor:
-    return taught(input_ids=rows[0])[0].mean()
+    return taught(rows[0])[0].mean()
 
 
 def low_rank(model: nn.Module, setting: str, seed: int, steps: int, first: int) -> float:

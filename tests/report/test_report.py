@@ -216,6 +216,9 @@ def test_mnist_reader(tmp_path):
     (tmp_path / mnist.FILES["test"]).write_bytes(gzip.compress(header + bytes(784)))
     with pytest.raises(DataError, match="truncated"):
         mnist.images("test", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header[:4]))
+    with pytest.raises(DataError, match="not an idx file of labels"):
+        mnist.labels("test", tmp_path)
     (tmp_path / mnist.FILES["test"]).write_bytes(b"not gzip")
     with pytest.raises(DataError, match="cannot be unpacked"):
         mnist.images("test", tmp_path)
@@ -224,3 +227,4 @@ def test_mnist_reader(tmp_path):
 @pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
 def test_mnist_official():
     assert mnist.images("test").shape == (10_000, 28, 28)
+    assert mnist.labels("test").shape == (10_000,) and mnist.labels("test")[:4].tolist() == [7, 2, 1, 0]
