@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from crt_exp.config import ConfigError, unknown
-from crt_exp.data import DataError
+from crt_exp.data import DataError, speech_table
 from crt_exp.data.speech import SHORTEST, BadAudio, Part, as_int16, decoded, padded, seconds_of
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import STEP, greedy
@@ -25,7 +25,6 @@ from crt_exp.models.recogniser import Recogniser
 KEYS = ("run", "input", "segment")
 BLOCK = 0.02       # seconds over which loudness is measured
 TOGETHER = 8       # segments that are heard at once
-AUDIO = (".wav", ".flac", ".ogg", ".mp3", ".aiff", ".aif", ".au", ".opus", ".w64", ".caf")
 
 
 class Said(NamedTuple):
@@ -66,7 +65,7 @@ def options(arguments: list[str]) -> dict[str, str]:
 
 def transcribe(given: dict[str, str]) -> int:
     """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
-    longest, files = segment_length(given.get("segment", "20")), audio_files(given["input"])
+    longest, files = segment_length(given.get("segment", "20")), speech_table.audio_files(given["input"], "input")
     known, tensors = recogniser.load(given["run"], "run")
     model, bad = recogniser.load_whole(known, tensors, f"run = {given['run']}"), []
     for file in files:
@@ -92,19 +91,6 @@ def segment_length(text: str) -> float:
     if not 1 <= seconds < float("inf"):
         raise ConfigError(f"segment = {text}: it takes a number of seconds of at least 1")
     return seconds
-
-
-def audio_files(name: str) -> list[Path]:
-    """The file, or those of the folder and the folders in it, sorted. Raises DataError where there are none."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"input = {name}: there is no such file or folder")
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in AUDIO)
-    if not files:
-        raise DataError(f"input = {name}: this folder holds no audio ({' '.join(AUDIO)})")
-    return files
 
 
 def heard(file: Path, rate: int) -> np.ndarray:

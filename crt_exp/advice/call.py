@@ -1,49 +1,89 @@
-"""`crt_exp.advise`: which attention a language model in memory can have instead of its own."""
+"""`crt_exp.advise`: which attention a model in memory can have instead of its own."""
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crt_exp.advice.arms import EXACT, Arm, candidates
+from crt_exp.advice.batches import UNLABELLED, BatchPanel
 from crt_exp.advice.panel import Panel
+from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
 from crt_exp.swap.swap import eval_mode, learns
 
 LENGTH, LEAST = 512, 32
+SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothing is said
 
 
-def advise(model: nn.Module, texts: str | Sequence[str] | Tensor, *, length: int | None = None, tokenizer: Any = None,
-           attentions: Sequence[str | tuple[str, dict]] | None = None, samples: int = 8, calibration: int = 4,
-           rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0,
+def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
+           labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
+           attentions: Sequence[str | tuple[str, dict]] | None = None, samples: int | None = None,
+           calibration: int = 4, rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0,
            progress: Callable[[str], None] | None = None) -> Advice:
-    """Tries other attention in a language model of transformers, and says what each costs and which to take.
+    """Tries other attention in a pretrained model, and says what each costs and which to take.
 
-    texts: strings, which `tokenizer` takes apart, or token ids, one tensor of any shape in the order of the text; the
-    model should not have been trained on them. length: tokens of a piece (512, or the model's positions). The last
-    `calibration` pieces fit attention that has something to fit, `samples` pieces before them judge: intervals are over
-    these. attentions: names of conf/attention or (name, options); by default near-far attention with its presets, a
-    window, FAVOR#, FAVOR++ and uniform attention, the floor. rounds: of the times, medians. tolerance: nats above exact
-    that are near enough. progress: takes a line at each step; by default they go to stderr.
+    texts: for a language model of transformers strings, which `tokenizer` takes apart, or token ids, one tensor of any
+    shape in the order of the text; for a model of images a tensor (n, C, H, W) as it takes them; for any other, speech
+    too, a list of dictionaries of its arguments, one piece each. The model should not have been trained on them.
+    labels: classes of the images, (n,); dictionaries hold their own. Without labels outputs are compared with those of
+    the model as it is. length: tokens of a piece of text (512, or the model's positions).
+
+    `calibration` pieces fit attention that has something to fit, `samples` others judge (8 texts, 64 images, 16 of
+    other pieces): intervals are over these. attentions: names of conf/attention or (name, options); by default
+    near-far attention with its presets, a window, FAVOR#, FAVOR++ and uniform attention, the floor. rounds: of the
+    times, medians. tolerance: nats above exact that are near enough. progress: takes a line at each step; by default
+    they go to stderr.
 
     The model is as it was afterwards. Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`.
-    Raises ValueError for other models, and for too little text.
+    Raises ValueError for models that these pieces do not fit, and for too few pieces.
     """
     say = progress or _to_stderr
+    with eval_mode(model):
+        if _are_texts(texts):
+            if labels is not None:
+                raise ValueError("labels are of images: a language model predicts the tokens of its texts")
+            panel = _of_texts(model, texts, length, tokenizer, samples, calibration, seed)
+        else:
+            if length is not None:
+                raise ValueError(f"length = {length} is of texts: images and other pieces are as long as they are")
+            panel = _of_batches(model, texts, labels, samples, calibration, seed)
+        arms = arms_of(attentions, panel.causal)
+        return concluded(panel, arms, *measured(panel, arms, rounds, say), tolerance)
+
+
+def _are_texts(data: Any) -> bool:
+    if isinstance(data, Tensor):
+        return not data.is_floating_point()
+    return isinstance(data, str) or all(isinstance(each, str) for each in data)
+
+
+def _of_texts(model: nn.Module, texts: Any, length: int | None, tokenizer: Any, samples: int | None,
+              calibration: int, seed: int) -> TokenPanel:
     ids = texts if isinstance(texts, Tensor) else tokens_of(texts, tokenizer)
     most = int(getattr(model.config, "max_position_embeddings", None) or 2**20) if hasattr(model, "config") else 2**20
     length = min(LENGTH, most) if length is None else length
     if not LEAST <= length <= most:
         raise ValueError(f"length = {length}: it takes {LEAST} to {most} tokens, the positions that this model has")
-    judged, training = split(cut(ids, length), samples, calibration)
-    with eval_mode(model):
-        panel = Panel(model, judged, training, mask=getattr(tokenizer, "mask_token_id", None), seed=seed,
+    judged, training = split(cut(ids, length), samples or SAMPLES["texts"], calibration)
+    return TokenPanel(model, judged, training, mask=getattr(tokenizer, "mask_token_id", None), seed=seed,
                       special=getattr(tokenizer, "all_special_ids", ()))
-        arms = arms_of(attentions, panel.causal)
-        return concluded(panel, arms, *measured(panel, arms, rounds, say), tolerance)
+
+
+def _of_batches(model: nn.Module, pieces: Any, labels: Tensor | None, samples: int | None, calibration: int,
+                seed: int) -> BatchPanel:
+    noun, pieces = ("images", pieces.split(1)) if isinstance(pieces, Tensor) else ("pieces", list(pieces))
+    if labels is not None and (noun != "images" or len(labels) != len(pieces)):
+        raise ValueError(f"labels are classes of a tensor of images, one each: got {len(labels)} labels for "
+                         f"{len(pieces)} {noun}")
+    if odd := [each for each in pieces if not isinstance(each, Tensor | Mapping)]:
+        raise ValueError(f"a piece is a dictionary of the model's arguments, got {type(odd[0]).__name__}")
+    judged, training = spread(len(pieces), samples or SAMPLES[noun], calibration, noun)
+    return BatchPanel(model, [pieces[i] for i in judged], [pieces[i] for i in training], noun=noun, seed=seed,
+                      labels=None if labels is None else [labels[i:i + 1] for i in judged])
 
 
 def tokens_of(texts: str | Iterable[str], tokenizer: Any) -> Tensor:
@@ -63,15 +103,21 @@ def cut(ids: Tensor, length: int) -> Tensor:
 def split(rows: Tensor, samples: int, calibration: int) -> tuple[Tensor, Tensor]:
     """(samples, length) to judge on and (calibration, length) behind them, spread over the rows. Raises ValueError for
     too few."""
+    judged, training = spread(len(rows), samples, calibration, f"pieces of {rows.shape[1]} tokens",
+                              "more text, or a smaller length")
+    return rows[judged], rows[training]
+
+
+def spread(count: int, samples: int, calibration: int, noun: str, more: str = "more") -> tuple[list[int], list[int]]:
+    """Places, of `count`, of those to judge on and of those to fit to behind them. Raises ValueError for too few."""
     if samples < 2 or calibration < 1:
         raise ValueError(f"samples = {samples}, calibration = {calibration}: an interval needs at least 2 samples, and "
                          "attention that is fitted 1 piece")
-    count, length = samples + calibration, rows.shape[1]
-    if len(rows) < count:
-        raise ValueError(f"the text has {len(rows)} pieces of {length} tokens, and {samples} to judge on and "
-                         f"{calibration} to fit to take {count}: give more text, or a smaller length")
-    chosen = torch.linspace(0, len(rows) - 1, count).round().long()
-    return rows[chosen[:samples]], rows[chosen[samples:]]
+    if count < samples + calibration:
+        raise ValueError(f"there are {count} {noun}, and {samples} to judge on and {calibration} to fit to take "
+                         f"{samples + calibration}: give {more}")
+    chosen = torch.linspace(0, count - 1, samples + calibration).round().long().tolist()
+    return chosen[:samples], chosen[samples:]
 
 
 def arms_of(attentions: Sequence[str | tuple[str, dict]] | None, causal: bool) -> list[Arm]:
@@ -90,9 +136,9 @@ def measured(panel: Panel, arms: list[Arm], rounds: int, say: Callable[[str], No
     progress = lambda text: say(f"advise: {text} ({time.perf_counter() - start:.0f} s)")
     for arm in arms:
         losses.append(panel.losses(arm))
-        progress(f"{arm.label}: {sum(losses[-1]['loss']) / len(panel.rows):.3f} nats")
-    for length in panel.lengths():
-        costs[length] = panel.cost(arms, length, rounds, length == panel.rows.shape[1])
+        progress(f"{arm.label}: {sum(losses[-1]['loss']) / panel.count:.3f} nats")
+    for length in panel.timed():
+        costs[length] = panel.cost(arms, length, rounds)
         progress(f"timed at {length} tokens")
     return losses, costs
 
@@ -100,12 +146,14 @@ def measured(panel: Panel, arms: list[Arm], rounds: int, say: Callable[[str], No
 def concluded(panel: Panel, arms: list[Arm], losses: list[dict], costs: dict, tolerance: float) -> Advice:
     own = {key: sum(each) / len(each) for key, each in losses[0].items()}
     rows = rows_of(arms, losses, costs)
-    advice = Advice(rows, panel.rows.shape[1], len(panel.rows), own["loss"], own.get("again"), tolerance,
-                    {arm.label: wants_calibration(panel, arm) for arm in arms})
+    advice = Advice(rows, panel.length, panel.count, own["loss"], own.get("again"), tolerance,
+                    {arm.label: wants_calibration(panel, arm) for arm in arms}, panel.noun)
     if advice.chosen is not None:
         advice.notes = notes_of(panel, advice.chosen.arm)
     if advice.again is not None and not advice.uses_memory:
         advice.notes.append("The model's own attention gains little from repeated text, so recall says nothing here.")
+    if isinstance(panel, BatchPanel) and not panel.labelled:
+        advice.notes.append(UNLABELLED)
     return advice
 
 

@@ -1,8 +1,7 @@
-"""A language model and rows of tokens: its losses, times and memory with its own attention and with others.
+"""A model and pieces of data: its losses, times and memory with its own attention and with others.
 
-Legend: L tokens of a row, "above" a loss above that of the model's own attention, nats a token. Rows for judging and
-rows for fitting are different tokens. Repeated rows say their first half twice: what a causal model loses on the second
-half is what it can no longer look up.
+"Above" is a loss above that of the model's own attention, nats. Pieces for judging and pieces for fitting are different
+ones. `TokenPanel` (tokens.py) reads texts, `BatchPanel` (batches.py) images and audio.
 """
 
 import ctypes
@@ -10,61 +9,70 @@ import gc
 import statistics
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.advice.arms import Arm
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.swap.measured import Watcher
-from crt_exp.swap.record import holders
 from crt_exp.swap.swap import fill_statistics, learns, swapped_states, unswap_attention
 
-MASKED, NEXT = "masked", "next"
-HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
-SHARE = 0.15        # of the tokens is masked
-UNSURE = 16         # tokens of the second half after which a model can know where it stands
-REPEATED = 4        # rows, of those that judge
-SHORTEST = 128      # of the lengths that are timed
 
+class Panel(ABC):
+    """A model in eval mode, the number of pieces to judge on, and `training`, pieces to fit to.
 
-class Panel:
-    """A model of transformers in eval mode, `rows` (n, L) to judge on and `training` (k, L) to fit to.
-
-    mask: the id of the mask token, of masked models. special: ids that are never masked. Raises ValueError for models
-    that are swapped already, and that predict neither masked nor next tokens.
+    Raises ValueError for a model that is swapped already.
     """
 
-    def __init__(self, model: nn.Module, rows: Tensor, training: Tensor, *, mask: int | None = None,
-                 special: Sequence[int] = (), seed: int = 0):
-        self.model, self.predicts = model.eval(), predicts(model)
-        if self.predicts == MASKED and mask is None:
-            raise ValueError(f"{type(model).__name__} predicts masked tokens, and its tokenizer has no mask token: "
-                             "give tokenizer=... that has one")
-        self.rows, self.training, self.seed = rows, training, seed
-        self.mask, self.special = mask, torch.tensor(list(special), dtype=torch.long)
+    noun: str                # what its pieces are called
+    causal = recalls = False
+
+    def __init__(self, model: nn.Module, count: int, training: Sequence[Any], seed: int):
+        if any("swapped" in part._modules for part in model.modules()):
+            raise ValueError(f"this {type(model).__name__} is swapped already: call unswap_attention(model) first")
+        self.model, self.count, self.training, self.seed = model.eval(), count, training, seed
         self.device = next(model.parameters()).device
-        self.twice = torch.cat([rows[:REPEATED, :rows.shape[1] // 2]] * 2, 1)
+
+    @abstractmethod
+    def run(self, piece: Any) -> Any:
+        """What the model makes of a piece."""
+
+    @abstractmethod
+    def loss(self, i: int) -> float:
+        """Of judged piece i, nats."""
+
+    @abstractmethod
+    def step(self, piece: Any) -> Tensor:
+        """A number whose gradient is that of a training step."""
+
+    @abstractmethod
+    def timed(self) -> dict[int, Any]:
+        """Tokens -> a piece of so many, in rising order; the last is as long as those that are judged."""
+
+    def again(self) -> dict[str, list[float]]:
+        """`again`, of repeated pieces, where recall can be judged."""
+        return {}
+
+    def body(self, piece: Any) -> None:
+        """A pass of which memory is measured."""
+        self.run(piece)
 
     @property
-    def causal(self) -> bool:
-        return self.predicts == NEXT
-
-    @property
-    def recalls(self) -> bool:
-        """Whether repeated rows can be judged."""
-        return self.causal and self.rows.shape[1] >= 4 * UNSURE
+    def length(self) -> int:
+        """Tokens of the longest piece."""
+        return max(self.timed())
 
     # ---- other attention
 
     @contextmanager
     def swapped(self, arm: Arm) -> Iterator[None]:
-        """Within it the model has this attention, fitted to the training rows where it has something to fit."""
+        """Within it the model has this attention, fitted to the training pieces where it has something to fit."""
         mechanism = arm.mechanism(self.seed)
         if mechanism is None:
             yield
@@ -74,55 +82,25 @@ class Panel:
             mechanism.swap(self.model, saved=False)
             try:
                 if learns(self.model):
-                    fill_statistics(self.model, list(self.training.split(1)))
+                    fill_statistics(self.model, self.training)
                 yield
             finally:
                 unswap_attention(self.model)
 
-    # ---- losses
-
     def losses(self, arm: Arm) -> dict[str, list[float]]:
-        """Of each row: `loss`, nats a predicted token, and where rows can be repeated `again`, of the second half."""
+        """Of each judged piece: `loss`, nats, and where pieces can be repeated `again`."""
         with self.swapped(arm), torch.no_grad():
-            result = {"loss": [self._loss(i) for i in range(len(self.rows))]}
-            if self.recalls:
-                half = self.twice.shape[1] // 2
-                result["again"] = [self._next(row[None], half + UNSURE - 1) for row in self.twice]
-        return result
-
-    def _loss(self, i: int) -> float:
-        return self._next(self.rows[i:i + 1], 0) if self.causal else self._masked(i)
-
-    def _next(self, row: Tensor, start: int) -> float:
-        logits = self.run(row).logits[0, start:-1].float()
-        return float(F.cross_entropy(logits, row[0, start + 1:].to(self.device)))
-
-    def _masked(self, i: int) -> float:
-        row, hidden = self.rows[i], self._places(i)
-        logits = self.run(torch.where(hidden, self.mask, row)[None]).logits[0]
-        return float(F.cross_entropy(logits[hidden.to(self.device)].float(), row[hidden].to(self.device)))
-
-    def _places(self, i: int) -> Tensor:
-        """Which tokens of row i are masked, the same for all attention."""
-        draw = torch.rand(self.rows.shape[1], generator=torch.Generator().manual_seed(1000 * self.seed + i))
-        draw[torch.isin(self.rows[i], self.special)] = 1.0
-        return draw <= max(SHARE, float(draw.min()))
-
-    def run(self, ids: Tensor) -> Any:
-        call = {"use_cache": False} if self.causal else {}
-        return self.model(input_ids=ids.to(self.device), **call)
-
-    # ---- layers
+            return {"loss": [self.loss(i) for i in range(self.count)], **self.again()}
 
     @torch.no_grad()
     def layers(self, arm: Arm) -> list[dict[str, Any]]:
-        """Relative error of each layer's output on training rows, and that of uniform attention; of attention that can
-        be measured so."""
+        """Relative error of each layer's output on training pieces, and that of uniform attention; of attention that
+        can be measured so."""
         with self.swapped(arm):
             states = [state for state in swapped_states(self.model) if isinstance(state, LinearAttention)]
             hooks = [state.register_forward_hook(Watcher(state), with_kwargs=True) for state in states]
-            for row in self.training[:2].split(1) if states else ():
-                self.run(row)
+            for piece in self.training[:2] if states else ():
+                self.run(piece)
             for hook in hooks:
                 hook.remove()
             return [{"path": state.path, "error": state.measured.relative_error,
@@ -130,55 +108,50 @@ class Panel:
 
     # ---- costs
 
-    def lengths(self) -> list[int]:
-        """Powers of two below the length of the rows, and that."""
-        L = self.rows.shape[1]
-        return [*(2**k for k in range(SHORTEST.bit_length() - 1, L.bit_length()) if 2**k < L), L]
-
-    def cost(self, arms: Sequence[Arm], length: int, rounds: int, whole: bool) -> dict[str, dict[str, float]]:
+    def cost(self, arms: Sequence[Arm], length: int, rounds: int) -> dict[str, dict[str, float]]:
         """Medians over rounds, all attention in turn in each: {"ms": label -> milliseconds of a pass without gradient}.
 
-        whole: also `step`, of a pass and its gradient, and `mib` at the peak of a pass without the logits, beyond what
+        At the longest length also `step`, of a pass and its gradient, and `mib` at the peak of `body`, beyond what
         the process held before; that is left out where the system does not say it.
         """
         spent: dict[str, dict[str, list[float]]] = {key: {arm.label: [] for arm in arms} for key in ("ms", "step")}
-        ids, memory = self.rows[:1, :length], {}
+        piece, whole, memory = self.timed()[length], length == self.length, {}
         for turn in range(rounds):
             for arm in arms:
                 with self.swapped(arm):
                     if not turn:
-                        self._pass(ids)  # buffers and libraries
-                    spent["ms"][arm.label].append(self._timed(self._pass, ids))
+                        self._pass(piece)  # buffers and libraries
+                    spent["ms"][arm.label].append(self._timed(self._pass, piece))
                     if whole:
-                        spent["step"][arm.label].append(self._timed(self._step, ids))
+                        spent["step"][arm.label].append(self._timed(self._step, piece))
                         if not turn:
-                            memory[arm.label] = self._memory(ids)
+                            memory[arm.label] = self._memory(piece)
         medians = {key: {label: statistics.median(each) for label, each in times.items()}
                    for key, times in spent.items() if whole or key == "ms"}
         return medians | ({"mib": memory} if whole and None not in memory.values() else {})
 
     @torch.no_grad()
-    def _pass(self, ids: Tensor) -> None:
-        self.run(ids)
+    def _pass(self, piece: Any) -> None:
+        self.run(piece)
 
-    def _step(self, ids: Tensor) -> None:
+    def _step(self, piece: Any) -> None:
         """A pass and its gradient; those that the parameters had come back."""
         held = [(p, p.grad, p.requires_grad) for p in self.model.parameters()]
         try:
             for p, _, _ in held:
                 p.grad = None
                 p.requires_grad_(p.is_floating_point())
-            self.run(ids).logits.float().square().mean().backward()
+            self.step(piece).backward()
         finally:
             for p, grad, wanted in held:
                 p.grad = None
                 p.requires_grad_(wanted)
                 p.grad = grad
 
-    def _timed(self, call, ids: Tensor) -> float:
+    def _timed(self, call, piece: Any) -> float:
         self._wait()
         start = time.perf_counter()
-        call(ids)
+        call(piece)
         self._wait()
         return 1e3 * (time.perf_counter() - start)
 
@@ -187,28 +160,10 @@ class Panel:
             torch.cuda.synchronize(self.device)
 
     @torch.no_grad()
-    def _memory(self, ids: Tensor) -> float | None:
-        body, call = self.model.base_model, {"use_cache": False} if self.causal else {}
+    def _memory(self, piece: Any) -> float | None:
         with peak_of(self.device) as peak:
-            body(input_ids=ids.to(self.device), **call)
+            self.body(piece)
         return peak.get("mib")
-
-
-def predicts(model: nn.Module) -> str:
-    """Which tokens a model predicts, by the name of its class."""
-    parts = holders(model)
-    if not parts or not hasattr(parts[0].config, "vocab_size"):
-        raise ValueError(f"{type(model).__name__}: advise takes a language model of transformers that predicts masked "
-                         "or next tokens; for models of images and speech compare runs of task=imagenet and "
-                         "task=librispeech")
-    name = type(parts[0]).__name__
-    kinds = [kind for end, kind in HEADS.items() if name.endswith(end)]
-    if not kinds:
-        raise ValueError(f"{name} predicts no tokens, so it has no loss to compare: load it by AutoModelForCausalLM or "
-                         "AutoModelForMaskedLM; task=fidelity compares the hidden states of bare encoders")
-    if any("swapped" in part._modules for part in model.modules()):
-        raise ValueError(f"this {name} is swapped already: call unswap_attention(model) first")
-    return kinds[0]
 
 
 @contextmanager

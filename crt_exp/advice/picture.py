@@ -16,8 +16,8 @@ def figure(advice):
     costs.set_xscale("symlog", linthresh=advice.tolerance)
     costs.set_xlim(left=1.2 * least)
     costs.axvspan(1.2 * least, advice.tolerance, color="#000000", alpha=0.06, lw=0)
-    costs.set(title="nats above the model's own attention", xlabel=f"{advice.texts} texts of {advice.length} tokens; "
-                                                                   "grey: allowed")
+    costs.set(title="nats above the model's own attention", xlabel=f"{advice.texts} {advice.noun} of {advice.length} "
+                                                                   "tokens; grey: allowed")
     for row in advice.rows:
         times.plot(list(row.ms), list(row.ms.values()), marker="o", ms=3, color=shade(row),
                    lw=2.2 if row is advice.chosen or row.arm.name == EXACT else 1)

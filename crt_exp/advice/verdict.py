@@ -21,6 +21,8 @@ RECALL = 0.1       # nats on repeated text
 TELLS = 5          # times the tolerance that uniform attention must cost, or the text cannot tell
 USES = 0.5         # nats by which repeated text must be easier for the model's own attention
 MARGIN = 1.05
+CLEARER = {"texts": "text that the model predicts well, or longer pieces"}
+LONGER = {"texts": "a longer task.length", "images": "larger images"}
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Advice:
     again: float | None             # the same on repeated text
     tolerance: float
     learns: dict[str, bool]         # label -> whether it wants calibrate_attention
+    noun: str = "texts"             # what was judged on
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
@@ -85,7 +88,7 @@ class Advice:
         from crt_exp.drawing import markdown
 
         return (f"{markdown(header(self), [cells_of(self, row) for row in self.rows])}\n{self.sentence} Measured on "
-                f"{self.texts} texts of {self.length} tokens, one draw of the noise.")
+                f"{self.texts} {self.noun} of {self.length} tokens, one draw of the noise.")
 
     def save(self, directory: str | Path) -> None:
         """advise.csv, advise.md and advise.png in a folder."""
@@ -153,8 +156,8 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
     floor = next((row for row in advice.rows if row.arm.name == FLOOR), None)
     if floor is not None and floor.above - floor.above_ci95 < TELLS * advice.tolerance:
         costs = shown(floor.above, floor.above_ci95)
-        return None, (f"No advice: on this text even uniform attention costs only {costs} nats, so it cannot "
-                      "tell mechanisms apart. Give text that the model predicts well, or longer pieces.")
+        return None, (f"No advice: on these {advice.noun} even uniform attention costs only {costs} nats, so they "
+                      f"cannot tell mechanisms apart. Give {CLEARER.get(advice.noun, 'better known ones')}.")
     near = [row for row in tried if is_near(advice, row)]
     if not near:
         return None, _none_near(advice, min(tried, key=lambda row: row.worst))
@@ -162,7 +165,8 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
     if not paying:
         best = max(near, key=lambda row: row.speedup)
         return None, (f"Keep exact at {advice.length} tokens: {best.arm.label} stays within {advice.tolerance} nats, "
-                      f"and a pass takes {1 / best.speedup:.2f} times as long. Try a longer task.length.")
+                      f"and a pass takes {1 / best.speedup:.2f} times as long. "
+                      f"Try {LONGER.get(advice.noun, 'longer ones')}.")
     best = max(paying, key=lambda row: row.speedup)
     below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
     costs = shown(best.above, best.above_ci95)

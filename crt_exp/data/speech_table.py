@@ -16,6 +16,7 @@ from crt_exp.data.speech import Faults, Utterance, header
 
 SPLITS = ("train", "validation", "test")
 NEEDED = ("audio", "text")
+AUDIO = (".wav", ".flac", ".ogg", ".mp3", ".aiff", ".aif", ".au", ".opus", ".w64", ".caf")
 
 
 class Entry(NamedTuple):
@@ -91,3 +92,16 @@ def by_hash(name: str) -> str:
     """The same for a name whatever else the table holds."""
     place = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 10
     return {0: "validation", 1: "test"}.get(place, "train")
+
+
+def audio_files(name: str, option: str) -> list[Path]:
+    """The file, or those of the folder and the folders in it, sorted. Raises DataError, naming `option`, for none."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{option} = {name}: there is no such file or folder")
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in AUDIO)
+    if not files:
+        raise DataError(f"{option} = {name}: this folder holds no audio ({' '.join(AUDIO)})")
+    return files

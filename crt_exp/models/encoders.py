@@ -72,7 +72,7 @@ def load_tokenizer(origin: Origin):
     """Raises DataError where there is none, here and on the hub."""
     from transformers import AutoTokenizer
 
-    tokenizer = _loaded(lambda: AutoTokenizer.from_pretrained(origin.name), origin, "tokenizer")
+    tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name), origin, "tokenizer")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
         raise DataError(f"{origin.option} = {origin.name} holds no tokenizer: "
                         "put the model's tokenizer.json or vocab.txt there")
@@ -83,7 +83,7 @@ def load_config(origin: Origin, **changes: Any):
     """The model's configuration with other values for some keys. Raises DataError."""
     from transformers import AutoConfig
 
-    return _loaded(lambda: AutoConfig.from_pretrained(origin.name, **changes), origin, "configuration")
+    return loaded(lambda: AutoConfig.from_pretrained(origin.name, **changes), origin, "configuration")
 
 
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
@@ -100,7 +100,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
     if origin.weights:
         load = lambda: auto.from_pretrained(origin.name, config=config, dtype=torch.float32, output_loading_info=True,
                                             ignore_mismatched_sizes=True)  # as a head for other classes must
-        model, info = _loaded(load, origin, "weights")
+        model, info = loaded(load, origin, "weights")
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
         check_numbers(model.named_parameters(), f"{origin.option} = {origin.name}")
@@ -162,7 +162,7 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
                         f"{type(model).__name__}")
 
 
-def _loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
+def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     """`load()`, whose errors become one DataError that says what to get and where to put it."""
     from safetensors import SafetensorError
 

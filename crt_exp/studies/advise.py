@@ -1,4 +1,4 @@
-"""task=advise: `crt_exp.advise` for a model in a folder, a run or on the hub, and a text in files."""
+"""task=advise: `crt_exp.advise` for a model in a folder, a run or on the hub, and text, images or audio in files."""
 
 import sys
 import time
@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from crt_exp.advice.arms import Arm
-from crt_exp.advice.call import LEAST, LENGTH, arms_of, concluded, split
-from crt_exp.advice.panel import NEXT, Panel
+from crt_exp.advice.call import LEAST, LENGTH, SAMPLES, arms_of, concluded, split
+from crt_exp.advice.panel import Panel
+from crt_exp.advice.tokens import NEXT, TokenPanel
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import text as data
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, checked
+from crt_exp.studies import advise_data
 from crt_exp.studies.captured import load_tokenizer, positions
 from crt_exp.studies.fidelity import parsed
 from crt_exp.studies.subject import load
@@ -25,20 +27,23 @@ from crt_exp.studies.subject import load
 class Advise:
     """task=advise; see conf/task/advise.yaml for the options.
 
-    Records of three kinds: `arm`, one an attention: its losses on each text; `cost`, one a length: milliseconds and MiB
-    of each; and a final one with the advice.
+    Records of three kinds: `arm`, one an attention: its losses on each piece; `cost`, one a length: milliseconds and
+    MiB of each; and a final one with the advice.
     """
 
     metric, lower_is_better = "above", True
     uses: frozenset[str] = frozenset()  # attention is named by task.attentions
 
-    def __init__(self, model: str | None, text: str | Sequence[str] | None, tokenizer: str | None, length: Count | None,
-                 attentions: Sequence[str] | None, samples: Count, calibration: Count, rounds: Count,
-                 tolerance: Positive, cache_dir: str | None):
-        if model is None or text is None:
-            raise ValueError("task=advise needs task.model (a folder, a run or a hub name) and task.text (a text that "
-                             "the model was not trained on)")
+    def __init__(self, model: str | None, text: str | Sequence[str] | None, images: str | None, audio: str | None,
+                 tokenizer: str | None, length: Count | None, attentions: Sequence[str] | None, samples: Count | None,
+                 calibration: Count, rounds: Count, tolerance: Positive, cache_dir: str | None):
+        if model is None or [text, images, audio].count(None) != 2:
+            raise ValueError("task=advise needs task.model (a folder, a run or a hub name) and one of task.text, "
+                             "task.images and task.audio (which the model was not trained on)")
+        if text is None and (given := [key for key, value in (("tokenizer", tokenizer), ("length", length)) if value]):
+            raise ValueError(f"task.{given[0]} is of texts: leave it out with task.images and task.audio")
         self.model, self.text, self.tokenizer, self.length = model, text, tokenizer, length
+        self.images, self.audio = images, audio
         self.attentions, self.samples, self.calibration = attentions, samples, calibration
         for each in attentions or ():
             parsed(each)
@@ -49,7 +54,7 @@ class Advise:
         start, panel = time.perf_counter(), self.panel(seed)
         arms, rows = self.arms(panel), list(done)
         plan = [("arm", panel.losses, (arm,), arm.label) for arm in arms]
-        plan += [("cost", self.cost, (panel, arms, length), f"{length} tokens timed") for length in panel.lengths()]
+        plan += [("cost", self.cost, (panel, arms, length), f"{length} tokens timed") for length in panel.timed()]
         for step, (kind, compute, given, what) in list(enumerate(plan))[len(rows):]:
             rows.append({"step": step, "epoch": 0, "split": kind, **compute(*given)})
             print(f"advise: {what}, {step + 1} of {len(plan)} ({time.perf_counter() - start:.0f} s)", file=sys.stderr,
@@ -62,7 +67,11 @@ class Advise:
             yield {"step": len(plan), "epoch": 0, "split": "test", **self.final(self.advice), "final": True}
 
     def panel(self, seed: int) -> Panel:
-        """Raises DataError and ValueError for a model, a text and a length that do not go together."""
+        """Raises DataError and ValueError for a model, data and a length that do not go together."""
+        if self.images is not None:
+            return advise_data.of_images(self.model, self.images, self.samples, self.calibration, seed)
+        if self.audio is not None:
+            return advise_data.of_audio(self.model, self.audio, self.samples, self.calibration, seed)
         model, kind = load(self.model)
         tokenizer = load_tokenizer(self.model, self.tokenizer)
         data.check_vocabulary(tokenizer, model.config.vocab_size)
@@ -72,10 +81,10 @@ class Advise:
             raise ValueError(f"task.length = {length}: it takes {LEAST} to {most} tokens, the positions that the model "
                              "has")
         cut = data.local_blocks if kind != NEXT and tokenizer.cls_token_id is not None else running_blocks
-        blocks = cut(self.text, tokenizer, length, self.cache_dir)
-        judged, training = split(torch.from_numpy(blocks.astype("int64")), self.samples, self.calibration)
-        return Panel(model, judged, training, mask=tokenizer.mask_token_id, special=tokenizer.all_special_ids,
-                     seed=seed)
+        blocks = torch.from_numpy(cut(self.text, tokenizer, length, self.cache_dir).astype("int64"))
+        judged, training = split(blocks, self.samples or SAMPLES["texts"], self.calibration)
+        return TokenPanel(model, judged, training, mask=tokenizer.mask_token_id, special=tokenizer.all_special_ids,
+                          seed=seed)
 
     def arms(self, panel: Panel) -> list[Arm]:
         if self.attentions is None:
@@ -89,7 +98,7 @@ class Advise:
         return arms_of(named, panel.causal)
 
     def cost(self, panel: Panel, arms: list[Arm], length: int) -> dict[str, Any]:
-        return {"length": length, **panel.cost(arms, length, self.rounds, length == panel.rows.shape[1])}
+        return {"length": length, **panel.cost(arms, length, self.rounds)}
 
     def final(self, advice: Advice) -> dict[str, Any]:
         chosen = advice.chosen or advice.rows[0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.advice.panel import HEADS, MASKED, NEXT, SHARE  # of bare encoders nothing is predicted
+from crt_exp.advice.tokens import HEADS, MASKED, NEXT, SHARE  # of bare encoders nothing is predicted
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.data import text as data
 from crt_exp.data.byte_pairs import running_blocks

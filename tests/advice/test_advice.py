@@ -15,7 +15,7 @@ import crt_exp
 from crt_exp import swap_attention
 from crt_exp.advice.arms import Arm, candidates
 from crt_exp.advice.call import cut, split
-from crt_exp.advice.panel import Panel
+from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import Advice, Row, pays_from
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
@@ -45,7 +45,7 @@ def ids(count=1200):
 
 
 def panel_of(model, length=64, **options):
-    return Panel(model, *split(cut(ids(), length), 3, 2), mask=4, special=range(5), **options)
+    return TokenPanel(model, *split(cut(ids(), length), 3, 2), mask=4, special=range(5), **options)
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def test_the_sentence_follows_the_numbers():
     far = advice_of(row("favorpp", 0.4, again=3.0))
     assert far.sentence.startswith("Keep exact: the nearest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
     assert far.code == "# keep the model as it is"
-    assert advice_of(row("favorpp", 0.0), uniform=0.05).sentence.startswith("No advice: on this text even uniform")
+    assert advice_of(row("favorpp", 0.0), uniform=0.05).sentence.startswith("No advice: on these texts even uniform")
     learned = advice_of(row("favorpp", 0.0))
     assert learned.code.splitlines()[-1] == 'calibrate_attention(swap_attention(model, "favorpp"), batches)'
     assert advice_of(row("window", 0.001, again=0.5), again=2.9).chosen is not None  # repeated text is no easier
@@ -194,7 +194,7 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "needs task.model"),
+    (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "one of task.text, task.images"),
     (["task.samples=1", "task.length=64"], "at least 2 samples"), (["task.samples=900"], "give more text"),
     (["task.attentions=[favour]"], "unknown attention"), (["task.tolerance=0"], "tolerance"),
     (["attention=favorpp"], "does not use")])
