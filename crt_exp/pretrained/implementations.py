@@ -17,7 +17,7 @@ NAMES = frozenset(path.stem for path in (CONF / "attention").glob("*.yaml"))
 
 
 def install(models: ModuleType) -> None:
-    """Registers the names and wraps three methods of transformers' PreTrainedModel; once."""
+    """Registers the names and wraps four methods of transformers' PreTrainedModel; once."""
     kind = models.PreTrainedModel
     if "crt_exp_installed" in vars(kind):
         return
@@ -26,6 +26,7 @@ def install(models: ModuleType) -> None:
     kind.from_pretrained = classmethod(_loading(kind.from_pretrained.__func__))
     kind._from_config = classmethod(_building(kind._from_config.__func__))
     kind.set_attn_implementation = _setting(kind.set_attn_implementation)
+    kind.save_pretrained = _saving(kind.save_pretrained)
 
 
 def register(models: ModuleType) -> None:
@@ -87,6 +88,16 @@ def _setting(function):
         else:
             function(self, attn_implementation, *args, **options)
     return set_attn_implementation
+
+
+def _saving(function):
+    """Where a part alone was swapped, as model.bert, the configuration of the whole does not know it until now."""
+    @wraps(function)
+    def save_pretrained(self, *args, **options):
+        if record.get_record(self) or any("swapped" in part._modules for part in self.modules()):
+            record.write(self)
+        return function(self, *args, **options)
+    return save_pretrained
 
 
 def _refuse_parts(name) -> None:

@@ -73,6 +73,19 @@ def test_layers_with_different_attention_and_a_bare_model(tmp_path):
 
 
 @torch.no_grad()
+def test_a_part_that_was_swapped_alone_comes_back_with_the_whole(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(bert().config).eval()
+    swap_attention(model.bert, "favorpp", m=8)
+    model.save_pretrained(tmp_path / "swapped")
+    back = crt_exp.from_pretrained(transformers.AutoModelForMaskedLM, tmp_path / "swapped").eval()
+    assert torch.equal(model(**inputs(bert)).logits, back(**inputs(bert)).logits)
+    unswap_attention(model.bert)
+    model.save_pretrained(tmp_path / "own")
+    assert not hasattr(transformers.AutoConfig.from_pretrained(tmp_path / "own"), "crt_exp")
+
+
+@torch.no_grad()
 def test_opened_keys_of_a_budget_and_another_number_format(tmp_path):
     model = swap_attention(made(llama), "nearfar", exact_until=0, block=1, heavy=1, cells=2)
     calibrate_attention(model, [inputs(llama)], budget=24)
