@@ -9,38 +9,19 @@ States are never changed in place: a copy, which costs nothing, is a point to co
 
 import copy
 from collections.abc import Hashable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
-from crt_exp.attention.engines.chunks import PIECES, Call, Outputs, Part, chunks
+from crt_exp.attention.engines.chunks import PIECES, Call, Outputs, Part, chunks, in_pieces
 from crt_exp.attention.engines.operators import positive_state
-from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, merge
+from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, merge
 from crt_exp.features.base import Bound, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import leaves
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import precise
-
-
-class Kept(NamedTuple):
-    """sums = sum_j [v_j, 1] phi_k(y_j) exp(-top), features last:
-    so a token is added, and the sums are read, fastest."""
-
-    sums: Tensor                     # (B, H, dv + 1, M)
-    top: Tensor                      # (B, H, 1, M or 1), -inf where no key was seen
-    modulus: Tensor | None = None    # (B, H, 1, M): sums of absolute values, where a clamp of denominators needs them
-
-    def partial(self) -> Partial:
-        sums = self.sums.mT
-        return Partial(sums[..., :-1], sums[..., -1:], self.top.mT, None if self.modulus is None else self.modulus.mT)
-
-    @classmethod
-    def of(cls, p: Partial) -> "Kept":
-        sums = torch.cat([p.numerator.mT, p.denominator.mT], -2)
-        return cls(sums, p.log_scale.mT, None if p.modulus is None else p.modulus.mT)
 
 
 class DecodingState:
@@ -102,10 +83,10 @@ class DecodingState:
             if self._fused:
                 noise = precise(self._noise, dtype)
                 sums, top = positive_state(y, v, self._call.phi, noise, self._params, key_mask)
-                new = Kept(sums, top.unsqueeze(-2)).partial()
+                new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
                 new = self._part(dtype, key_mask).state(y, v, y.shape[2])
-        self.kept = Kept.of(merge(self.sums, new))
+        self.kept = Packed.of(merge(self.sums, new))
         self.length += y.shape[2]
 
     def _part(self, dtype: torch.dtype, key_mask: Tensor | None) -> Part:
@@ -133,12 +114,8 @@ class DecodingState:
             seen = part.keep[:, None].cumsum(-1) > 0
         state = self.sums
         for chunk in chunks(x.shape[2]):
-            for length in PIECES:
-                after = part.pieces(x, y, v, 0, chunk, min(length, x.shape[2]), state, seen, [out])
-                if after is not None:
-                    break
-            state = after
-        self.kept = Kept.of(state)
+            state, _ = in_pieces(chunk, PIECES, state, part.piece_writer(x, y, v, 0, seen, [out]))
+        self.kept = Packed.of(state)
 
     def copy(self) -> "DecodingState":
         """The same state, to go on from here in two ways."""
@@ -148,7 +125,7 @@ class DecodingState:
         """Keeps these batch entries, in this order: what a beam search needs."""
         if self.kept is not None:
             whole = (None if t is None else t.expand(self._batch, *t.shape[1:])[rows] for t in self.kept)
-            self.kept = Kept(*whole)
+            self.kept = Packed(*whole)
 
     @property
     def _batch(self) -> int:
@@ -193,19 +170,19 @@ def _features(bound: Bound, y: Tensor, x: Tensor) -> tuple[Features, Features]:
     return Features(row(f.value, 0), row(f.log_scale, 0)), Features(row(f.value, 1), row(f.log_scale, 1))
 
 
-def _added(kept: Kept | None, keys: Features, v: Tensor, with_modulus: bool) -> Kept:
+def _added(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
     """The state with one more key: features of one row, v (B, H, dv + 1, 1)."""
     top = keys.log_scale if kept is None else torch.maximum(kept.top, keys.log_scale)
     at = finite(top)
     phi = keys.value * torch.exp(keys.log_scale - at)
     modulus = phi.abs() if with_modulus else None
     if kept is None:
-        return Kept(v * phi, top, modulus)
+        return Packed(v * phi, top, modulus)
     fade = torch.exp(kept.top - at)
-    return Kept((kept.sums * fade).addcmul_(v, phi), top, None if modulus is None else kept.modulus * fade + modulus)
+    return Packed((kept.sums * fade).addcmul_(v, phi), top, None if modulus is None else kept.modulus * fade + modulus)
 
 
-def _read(kept: Kept, queries: Features) -> Partial:
+def _read(kept: Packed, queries: Features) -> Partial:
     log = queries.log_scale + kept.top
     top = log.amax(-1, keepdim=True)
     phi = queries.value * torch.exp(log - finite(top))

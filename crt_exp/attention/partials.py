@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention import blocked
+from crt_exp.attention.engines.constants import TINY
 from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
 from crt_exp.features.base import Features, holds
 from crt_exp.features.blocks import Blocks
@@ -45,6 +46,12 @@ class Partial(NamedTuple):
         """The same with one log scale for each row."""
         return self._replace(log_scale=self.log_scale.expand(*self.numerator.shape[:-1], 1))
 
+    def over(self, log_scale: Tensor) -> "Partial":
+        """The same over a log scale that is no smaller."""
+        weight = torch.exp(self.log_scale - finite(log_scale))
+        modulus = None if self.modulus is None else weight * self.modulus
+        return Partial(weight * self.numerator, weight * self.denominator, log_scale, modulus)
+
     @property
     def output(self) -> Tensor:
         """numerator / denominator (..., R, dv); 0 where nothing was gathered."""
@@ -57,6 +64,23 @@ class Partial(NamedTuple):
         empty = self.denominator == 0
         logs = torch.where(empty, 1.0, self.denominator).abs().log() + self.log_scale
         return torch.where(empty, -torch.inf, logs)
+
+
+class Packed(NamedTuple):
+    """A partial whose rows are features, with these last: what products of whole chunks add to and read fastest."""
+
+    sums: Tensor                     # (..., dv + 1, M): [numerator, denominator]
+    top: Tensor                      # (..., 1, M or 1): log scales, -inf where no key was seen
+    modulus: Tensor | None = None    # (..., 1, M): sums of absolute values, where a clamp of denominators needs them
+
+    def partial(self) -> Partial:
+        rows = self.sums.mT
+        return Partial(rows[..., :-1], rows[..., -1:], self.top.mT, None if self.modulus is None else self.modulus.mT)
+
+    @classmethod
+    def of(cls, p: Partial) -> "Packed":
+        sums = torch.cat([p.numerator.mT, p.denominator.mT], -2)
+        return cls(sums, p.log_scale.mT, None if p.modulus is None else p.modulus.mT)
 
 
 class ScaledKeys(NamedTuple):
@@ -132,19 +156,15 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     if a is None:
         return b
     top = torch.maximum(a.log_scale, b.log_scale)
-    wa, wb = torch.exp(a.log_scale - finite(top)), torch.exp(b.log_scale - finite(top))
-    add = lambda p, q: wa * p + wb * q
-    modulus = None if a.modulus is None else add(a.modulus, b.modulus)
-    return Partial(add(a.numerator, b.numerator), add(a.denominator, b.denominator), top, modulus)
-
-
-UNDERFLOW = 1e-25  # below it, terms that float32 rounds to 0 could be missed
+    a, b = a.over(top), b.over(top)
+    modulus = None if a.modulus is None else a.modulus + b.modulus
+    return Partial(a.numerator + b.numerator, a.denominator + b.denominator, top, modulus)
 
 
 def underflowed(parts: list[Partial], seen: Tensor | None) -> bool:
     """Whether some row that has seen a key has a denominator too small to be trusted.
     seen (..., R), R rows of all parts."""
-    small = torch.cat([p.denominator.detach() for p in parts], -2).abs() < UNDERFLOW
+    small = torch.cat([p.denominator.detach() for p in parts], -2).abs() < TINY
     return not holds(~(small if seen is None else small & seen[..., None]))
 
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.engines import native_library
-from crt_exp.attention.engines.native import NO_MEMORY
+from crt_exp.attention.engines.constants import LEVELS, NO_MEMORY
 from crt_exp.samplers.noise import transforming
 
-LEVELS = 16  # of a tree, as in tree_draws.c: more than 2**60 classes have
 SIZES = ("B", "k", "M", "rows", "nodes", "start", "threads")
 
 

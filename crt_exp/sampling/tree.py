@@ -6,12 +6,10 @@ Legend: V classes, M features; level 0 is the table (V, M), a row of level l + 1
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention.engines.constants import EXHAUSTED, FAN
 from crt_exp.sampling import native_draws
 
-FAN = 16  # children of a node: one row of float32 entries of a feature is read as 16 lines of the cache, a step deeper
-#           for each factor of 16 in V
 FLAT = 2**12  # nodes at most of a level whose distribution functions are inverted at once, without going down to it
-EXHAUSTED = 1e-9  # a sum less one of its rows, as a share of the sum, below which rounding would decide: counts as 0
 
 
 class SumTree(nn.Module):

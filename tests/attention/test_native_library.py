@@ -15,8 +15,10 @@ import pytest
 import torch
 from native_cases import Case, assert_near, needs_library
 
-from crt_exp.attention.engines import native, native_library
+from crt_exp.attention.engines import constants, native, native_library
 from crt_exp.features import OPRF
+
+HEADER = native_library.ENGINES / "constants.h"
 
 
 @pytest.fixture
@@ -274,3 +276,14 @@ def test_a_wheel_with_the_kernels(tmp_path, monkeypatch):
     names = zipfile.ZipFile(wheel).namelist()
     assert sum("/prebuilt/" in name and name.endswith(".so") for name in names) == len(native_library.KINDS)
     assert "py3-none-" in wheel and not (root / "crt_exp/attention/engines/prebuilt").exists()
+
+
+def test_c_and_python_read_the_same_numbers():
+    """Each number stands in constants.h alone: no source defines it again."""
+    text = "\n".join(file.read_text() for file in native_library.SOURCES if file != HEADER)
+    names = constants.numbers(HEADER)
+    assert names.keys() >= {"CHUNK", "TINY", "NO_MEMORY", "FAN"}
+    for name, value in names.items():
+        assert getattr(constants, name) == float(value)
+        assert not re.search(rf"\b{name}\s*=[^=]|#define {name}\b", text), name
+    assert HEADER in native_library.SOURCES and '#include "constants.h"' in text

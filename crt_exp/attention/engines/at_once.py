@@ -11,7 +11,8 @@ from torch import Tensor
 
 from crt_exp.attention.checks import compute_dtype, finite
 from crt_exp.attention.engines.chunks import CHUNK, Part
-from crt_exp.attention.partials import UNDERFLOW, Partial, merge, read, scale_keys, summarise, within
+from crt_exp.attention.engines.constants import TINY
+from crt_exp.attention.partials import Partial, merge, read, scale_keys, summarise, within
 from crt_exp.features.base import Features
 from crt_exp.precision import as_given
 
@@ -37,7 +38,7 @@ def _causal(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
     queries, keys = (_split(phi(t).dense()) for phi, t in zip(part.bound, (x, y)))
     keys, v = scale_keys(keys, keep), _chunks(v)
     rows = merge(read(queries, before(summarise(keys, v, part.modulus))), within(queries, keys, v, part.modulus))
-    small = (rows.denominator.abs() < UNDERFLOW) & (keep.flatten(2).cumsum(-1) > 0).unfold(-1, CHUNK, CHUNK)[..., None]
+    small = (rows.denominator.abs() < TINY) & (keep.flatten(2).cumsum(-1) > 0).unfold(-1, CHUNK, CHUNK)[..., None]
     torch._assert_async(
         ~small.any(), f"a key outweighs those before it in its {CHUNK} tokens by more than float32 can hold: an "
                       "exported program cannot take shorter pieces, as attention does otherwise")

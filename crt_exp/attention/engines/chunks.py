@@ -6,8 +6,9 @@ map that gives phi_q and phi_k is served: signed, trigonometric, discrete, sums 
 `causal_backward` compute each chunk again, autograd within it: nothing of size L x M.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,10 @@ WIDE = 512                       # tokens at most of one whose order does not ma
 PIECES = (CHUNK, 32, 8, 1)       # tokens of the pieces of a causal chunk, shorter where a row underflows
 KEPT = 8                         # causal chunks for each state that is kept
 ELEMENTS = 2**21                 # of one feature tensor, at most, by taking fewer batch entries at a time
+
+
+# What becomes of a piece of the tokens and the state before it: the state after it, None where a row underflowed.
+Piece = Callable[[slice, Partial | None], Partial | None]
 
 
 class Outputs(NamedTuple):
@@ -141,6 +146,10 @@ class Part:
     def summary(self, y: Tensor, v: Tensor, tokens: slice, top: Tensor | None = None) -> Partial:
         return summarise(*self.keys(y, v, tokens, top), self.modulus)
 
+    def sums(self, y: Tensor, v: Tensor, tokens: slice, top: Tensor) -> tuple[Tensor, ...]:
+        """What is differentiable in a summary."""
+        return self.summary(y, v, tokens, top)[:2]
+
     def read(self, x: Tensor, state: Partial) -> Partial:
         return read(self.bound.phi_q(x.to(state.numerator.dtype)), state)
 
@@ -201,43 +210,44 @@ class Part:
 
     def read_backward(self, x: Tensor, state: Partial, given: list[Tensor], dx: Tensor) -> list[Tensor]:
         """Writes the gradient to x, and returns that to the numerator and denominator of the state."""
+        def respond(x: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
+            return self.call.result.differentiable(self.read(x, _with(state, sums)))
+
         gathered = None
         for t in chunks(x.shape[2], self.tokens):
-            respond = lambda x, *sums: self.call.result.differentiable(self.read(x, _with(state, sums)))
             dx[:, :, t], *dsums = vjp(respond, (x[:, :, t], *state[:2]), [grad[:, :, t] for grad in given])
             gathered = dsums if gathered is None else [a + b for a, b in zip(gathered, dsums)]
         return gathered
 
     def state_backward(self, y, v, top: Tensor, dsums: list[Tensor], length: int, grads) -> None:
         for t in chunks(length, self.tokens):
-            summary = lambda y, v, t=t: self.summary(y, v, t, top)[:2]
-            grads[0][:, :, t], grads[1][:, :, t] = vjp(summary, (y[:, :, t], v[:, :, t]), dsums)
+            given = y[:, :, t], v[:, :, t]
+            grads[0][:, :, t], grads[1][:, :, t] = vjp(partial(self.sums, tokens=t, top=top), given, dsums)
 
     # Causal. `lengths` holds the tokens of the pieces that each chunk took.
 
     def causal_forward(self, x, y, v, results) -> Kept:
         offset = y.shape[2] - x.shape[2]
-        state, kept, lengths, seen = self.state(y, v, offset), [], [], self.seen(offset)
+        state, kept, lengths = self.state(y, v, offset), [], []
+        write = self.piece_writer(x, y, v, offset, self.seen(offset), results)
         for i, chunk in enumerate(chunks(x.shape[2])):
             if i % KEPT == 0:
                 kept.append(state)
-            for length in PIECES:
-                after = self.pieces(x, y, v, offset, chunk, length, state, seen, results)
-                if after is not None:
-                    break
-            state = after
+            state, length = in_pieces(chunk, PIECES, state, write)
             lengths.append(length)
         return Kept(kept, lengths)
 
-    def pieces(self, x, y, v, offset, chunk, length, state, seen, results) -> Partial | None:
-        """Writes a chunk in pieces and returns the state after it, or None where a row underflowed."""
-        for t in chunks(chunk.stop, length, chunk.start):
+    def piece_writer(self, x, y, v, offset: int, seen: Tensor | None, results) -> Piece:
+        """What `in_pieces` does with a piece: its rows are written into the results."""
+        def write(t: slice, state: Partial | None) -> Partial | None:
             keys = shifted(t, offset)
-            rows, state = self.step(x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
-            if length > 1 and underflowed([rows], None if seen is None else seen[:, :, t]):
+            rows, after = self.step(x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
+            if t.stop - t.start > 1 and underflowed([rows], None if seen is None else seen[:, :, t]):
                 return None
             self.write(rows, results, t)
-        return state
+            return after
+
+        return write
 
     def causal_backward(self, x, y, v, given, kept, grads) -> None:
         offset = y.shape[2] - x.shape[2]
@@ -276,13 +286,17 @@ def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
     """The rows in plain operations, which all transforms of torch follow, to any order: autograd through all chunks,
     whose features it may keep. torch.compile cannot look into what depends on numbers: there without the check of
     inputs and without shorter pieces where a row underflows."""
-    offset = y.shape[2] - x.shape[2]
-    sizes = PIECES if part.call.causal and not torch.compiler.is_compiling() else (CHUNK,)
+    seen = part.seen(y.shape[2] - x.shape[2])
+
+    def gathered(size: int) -> list[Partial] | None:
+        rows = list(part.gathered(x, y, v, size))
+        return None if size > 1 and underflowed(rows, seen) else rows
+
     with as_given(x):
-        for size in sizes:
-            rows = list(part.gathered(x, y, v, size))
-            if size == sizes[-1] or not underflowed(rows, part.seen(offset)):
-                break
+        if part.call.causal and not torch.compiler.is_compiling():
+            rows, _ = first_that_holds(PIECES, gathered)
+        else:
+            rows = part.gathered(x, y, v, CHUNK)
         fields = zip(*([t for t in piece.rows() if t is not None] for piece in rows))
         return part.checked(Partial(*(torch.cat(pieces, 2) for pieces in fields)))
 
@@ -293,6 +307,29 @@ def vjp(function: Callable, inputs: tuple[Tensor, ...], grads) -> tuple[Tensor, 
         leaves = [t.detach().requires_grad_() for t in inputs]
         outputs = function(*leaves)
     return torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)
+
+
+def in_pieces(stretch: slice, sizes: Iterable[int], state: Partial | None, take: Piece) -> tuple[Partial, int]:
+    """Takes a stretch of tokens in pieces of the first of `sizes` at which no row underflows, down to one token, which
+    cannot. Returns the state after it and that size."""
+    def taken(size: int) -> Partial | None:
+        after = state
+        for piece in chunks(stretch.stop, size, stretch.start):
+            after = take(piece, after)
+            if after is None:
+                return None
+        return after
+
+    return first_that_holds(sizes, taken)
+
+
+def first_that_holds(sizes: Iterable[int], run: Callable[[int], Any]) -> tuple[Any, int]:
+    """What `run` gives for the first of these numbers of tokens for which it is not None, and that number."""
+    for size in sizes:
+        result = run(size)
+        if result is not None:
+            return result, size
+    raise AssertionError("a piece of one token cannot underflow")
 
 
 def chunks(stop: int, size: int | None = None, start: int = 0) -> Iterator[slice]:

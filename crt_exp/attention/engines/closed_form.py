@@ -28,14 +28,16 @@ native.c is the faster twin for float32 on CPUs, flash.py that for half precisio
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_result
-from crt_exp.attention.engines.chunks import chunks, shifted
+from crt_exp.attention.checks import check_result, finite
+from crt_exp.attention.engines.chunks import chunks, in_pieces, shifted
+from crt_exp.attention.engines.constants import TINY
 from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, denominator_gradients
+from crt_exp.attention.partials import Packed, Partial
 
 CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores
 DEVICE_ELEMENTS = 2**25  # on an accelerator, which wants large launches
@@ -43,30 +45,6 @@ TOKENS, HEADS = 64, 8    # of a chunk at least, and of a tile where there are en
 CHUNK = 128              # tokens of a causal chunk: more cost more in the triangle, fewer in the states
 SEGMENT = 1024           # tokens of a segment, whose features stay in the caches
 PIECES = (64, 16, 4, 1)  # tokens of the pieces into which a segment that underflows is cut, in turn
-TINY = 1e-25             # a smaller sum could miss terms that float32 rounds to 0
-
-
-class State(NamedTuple):
-    """sums = exp(-ref) sum_j exp(b_j) [v_j, 1] (b, h, dv + 1, M), ref (b, h, 1, M): -inf where no key was seen."""
-
-    sums: Tensor
-    ref: Tensor
-
-    def at(self, ref: Tensor) -> "State":
-        """The same in a reference that is no smaller."""
-        return State(self.sums * torch.exp(self.ref - finite(ref)), ref)
-
-    def normalised(self) -> "State":
-        """With sums [U, 1] in the reference log z; sums of 0 where no key was seen."""
-        z = self.sums[..., -1:, :]
-        sums = self.sums / torch.where(z == 0, 1, z)
-        sums[..., -1, :] = 1
-        return State(sums, self.ref + z.log())
-
-
-def finite(log: Tensor) -> Tensor:
-    """-inf, the log-sum or maximum over no key, as 0: what it scales is 0 then, and no NaN may arise."""
-    return torch.where(log == -torch.inf, 0.0, log)
 
 
 def elements(t: Tensor) -> int:
@@ -104,9 +82,9 @@ class Tile:
     def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor,
                  size: int, memory: Memory):
         self.x, self.y, self.v, self.offsets = x[index], y[index], v[index], offsets[index]
-        cut = lambda t: t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))]
-        self.rows = (cut(form.rows) * cut(form.scale)).expand(*self.x.shape[:2], -1, -1)                 # (b, h, M, d)
-        self.bias, self.norm_weight = cut(form.bias).unsqueeze(-2), form.norm_weight                     # (., ., 1, M)
+        rows, scale, bias = (of_tile(t, index) for t in form[:3])
+        self.rows = (rows * scale).expand(*self.x.shape[:2], -1, -1)                                     # (b, h, M, d)
+        self.bias, self.norm_weight = bias.unsqueeze(-2), form.norm_weight                               # (., ., 1, M)
         self.hidden = None if form.keep is None else ~form.keep[index[0], None, :, None]                 # (b, 1, S, 1)
         self.after = y.shape[2] - x.shape[2]  # keys before the first query
         self.size, self.dtype, self.memory = size, form.rows.dtype, memory
@@ -139,20 +117,17 @@ class Tile:
     def queries(self, tokens: slice, weights: Tensor, column: Tensor | None = None) -> Tensor:
         return self.logs("queries", self.x[:, :, tokens], column, weights)
 
-    def nothing(self) -> State:
-        (b, h, M, _), dv = self.rows.shape, self.v.shape[-1]
-        return State(self.rows.new_zeros(b, h, dv + 1, M), self.rows.new_full((b, h, 1, M), -torch.inf))
-
     # What the keys leave in the features, where all queries see all of them.
 
-    def summary(self, length: int) -> State:
+    def summary(self, length: int) -> Packed:
         """Of the first keys."""
-        state, weights = self.nothing(), self.weights()
+        (b, h, M, _), dv, weights = self.rows.shape, self.v.shape[-1], self.weights()
+        sums, ref = self.rows.new_zeros(b, h, dv + 1, M), self.rows.new_full((b, h, 1, M), -torch.inf)
         for tokens in chunks(length, self.size):
-            features, ref = scaled(self.keys(tokens, weights), state.ref)
-            state = state.at(ref)
-            add_product(state.sums, self.values(tokens).mT, features)
-        return state
+            features, top = scaled(self.keys(tokens, weights), ref)
+            sums, ref = sums * torch.exp(ref - finite(top)), top
+            add_product(sums, self.values(tokens).mT, features)
+        return Packed(sums, ref)
 
     def summary_backward(self, length: int, ref: Tensor, dsums: Tensor, dy: Tensor, dv: Tensor) -> None:
         """Writes the gradients to the first keys and values, given that to their state in a reference."""
@@ -165,6 +140,11 @@ class Tile:
     def write_dy(self, dy: Tensor, tokens: slice, dlogs: Tensor) -> None:
         dnorms = dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight)
         dy[:, :, tokens] = torch.addcmul(dlogs @ self.rows, self.known(self.y, tokens), dnorms)
+
+
+def of_tile(t: Tensor, index: tuple[slice, slice]) -> Tensor:
+    """What serves these batch entries and heads, of one for each or one for all."""
+    return t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))]
 
 
 def scaled(logs: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,10 +173,11 @@ class bidirectional:  # noqa: N801 (an engine: see protocol.py)
         kept = bidirectional.empty(x, v, form.rows)
         check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
         for index, tile in whole_tiles(form, x, y, v):
-            state = tile.summary(y.shape[2]).normalised()
-            log_z = finite(state.ref)
-            read(tile, state.sums.mT.contiguous(), log_z, kept.out[index], kept.logsum[index])
-            kept.state[index], kept.log_z[index] = state.sums, log_z.squeeze(-2)
+            state = tile.summary(y.shape[2]).partial()
+            U, log_z = state.output, finite(state.logsum.mT)
+            values = torch.cat([U, torch.ones_like(U[..., :1])], -1)
+            read(tile, values, log_z, kept.out[index], kept.logsum[index])
+            kept.state[index], kept.log_z[index] = values.mT, log_z.squeeze(-2)
         return kept
 
     @staticmethod
@@ -269,12 +250,12 @@ class causal:  # noqa: N801
         kept = causal.empty(x, v, form.rows)
         check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
         for index, run in segment_tiles(form, x, y, v):
-            states, refs, levels = kept.states[index], kept.refs[index], kept.levels[index]
-            state = run.tile.summary(run.tile.after)
-            states[:, :, 0], refs[:, :, 0] = state.sums, state.ref.squeeze(-2)
+            state = run.tile.summary(run.tile.after).partial()
+            store(kept, index, 0, state)
             for i, segment in enumerate(segments(x.shape[2]), 1):
-                inside, state, level = run.segment(segment, state, kept.out[index], kept.logsum[index])
-                states[:, :, i], refs[:, :, i], levels[:, :, i] = inside.sums, inside.ref.squeeze(-2), level
+                entering, state, level = run.segment(segment, state, kept.out[index], kept.logsum[index])
+                store(kept, index, i, entering)
+                kept.levels[index][:, :, i] = level
         return kept
 
     @staticmethod
@@ -283,16 +264,26 @@ class causal:  # noqa: N801
         last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
         parts = segments(x.shape[2])
         for index, run in segment_tiles(form, x, y, v):
-            at = lambda i, index=index: State(kept.states[index][:, :, i], kept.refs[index][:, :, i].unsqueeze(-2))
             given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads]
-            dstate = State(torch.zeros_like(at(0).sums), torch.full_like(at(0).ref, torch.inf))  # nothing comes later
+            dsums, ref = torch.zeros_like(kept.states[index][:, :, 0]), torch.inf  # nothing comes later
             for i in range(len(parts), 0, -1):
                 level = int(kept.levels[index][:, :, i].max())
-                for piece, before in reversed(run.entering(parts[i - 1], level, at(i))):
-                    dstate = run.piece_backward(piece, before, dstate, given, wanted)
-            ref = at(0).ref
-            run.tile.summary_backward(run.tile.after, ref, dsums_at(dstate, ref), *wanted[1:])
+                for piece, before in reversed(run.entering(parts[i - 1], level, stored(kept, index, i))):
+                    # gradients to sums over exp(`before.top`), which are at most as large: references grow
+                    dsums = dsums * torch.exp(before.top - ref)
+                    dsums, ref = run.piece_backward(piece, before, dsums, given, wanted), finite(before.top)
+            first = kept.refs[index][:, :, 0].unsqueeze(-2)
+            run.tile.summary_backward(run.tile.after, first, dsums * torch.exp(first - ref), *wanted[1:])
         return grads
+
+
+def store(kept: Causal, index: tuple[slice, slice], i: int, state: Partial) -> None:
+    packed = Packed.of(state)
+    kept.states[index][:, :, i], kept.refs[index][:, :, i] = packed.sums, packed.top.squeeze(-2)
+
+
+def stored(kept: Causal, index: tuple[slice, slice], i: int) -> Partial:
+    return Packed(kept.states[index][:, :, i], kept.refs[index][:, :, i].unsqueeze(-2)).partial()
 
 
 def segment_tiles(form: Form, x: Tensor, y: Tensor, v: Tensor) -> Iterator[tuple[tuple[slice, slice], "Run"]]:
@@ -308,16 +299,9 @@ def segments(length: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(cuts, cuts[1:])]
 
 
-def pieces(segment: slice, level: int) -> list[slice]:
-    """The whole segment at level 0."""
-    length = PIECES[level - 1] if level else segment.stop - segment.start
-    return [slice(a, min(a + length, segment.stop)) for a in range(segment.start, segment.stop, length)]
-
-
-def dsums_at(dstate: State, ref: Tensor) -> Tensor:
-    """Gradients to sums of the reference dstate.ref as gradients to those of `ref`, in which they are exp(ref -
-    dstate.ref) times as large: at most 1 times, for references grow."""
-    return dstate.sums * torch.exp(ref - finite(dstate.ref))
+def sizes(segment: slice) -> tuple[int, ...]:
+    """Tokens of the pieces that a segment is taken in, by level: the whole one at level 0."""
+    return segment.stop - segment.start, *PIECES
 
 
 class Run:
@@ -327,66 +311,60 @@ class Run:
         self.tile, self.weights = tile, tile.weights()
         self.seen = None if tile.hidden is None else ((~tile.hidden).cumsum(-2) > 0)[:, :, tile.after:]  # (b, 1, L, 1)
 
-    def segment(self, segment: slice, state: State, out: Tensor, logsum: Tensor) -> tuple[State, State, int]:
-        """What the backward pass needs (whole: the entering state in the reference of the segment), the state after the
-        segment, and the level of pieces that it took."""
-        for level in range(len(PIECES) + 1):
-            after = state
-            for piece in pieces(segment, level):
-                inside, after = self.piece(piece, after, out, logsum)
-                if after is None:
-                    break
-            else:
-                return state if level else inside, after, level
-        raise AssertionError("a piece of one token cannot underflow")
+    def segment(self, segment: slice, state: Partial, out: Tensor, logsum: Tensor) -> tuple[Partial, Partial, int]:
+        """What the backward pass needs (whole: the entering state over the reference of the segment), the state after
+        the segment, and the level of pieces that it took."""
+        after, size = in_pieces(segment, sizes(segment), state, partial(self.piece, out=out, logsum=logsum))
+        level = sizes(segment).index(size)
+        return state if level else state.over(after.log_scale), after, level
 
-    def entering(self, segment: slice, level: int, state: State) -> list[tuple[slice, State]]:
-        """Each piece with its entering state, in the reference of the piece."""
+    def entering(self, segment: slice, level: int, state: Partial) -> list[tuple[slice, Packed]]:
+        """Each piece with its entering state, over the reference of the piece."""
         if level == 0:
-            return [(segment, state)]
+            return [(segment, Packed.of(state))]
         entered = []
-        for piece in pieces(segment, level):
-            K, V, ref = self.keys(piece, state.ref)
-            entered.append((piece, state.at(ref)))
-            _, state = running(entered[-1][1], V.mT @ K)
+        for piece in chunks(segment.stop, sizes(segment)[level], segment.start):
+            K, V, ref = self.keys(piece, state.log_scale.mT)
+            entered.append((piece, Packed.of(state.over(ref.mT))))
+            _, after = running(entered[-1][1].sums, V.mT @ K)
+            state = Packed(after, ref).partial()
         return entered
 
-    def piece(self, piece: slice, state: State, out: Tensor, logsum: Tensor) -> tuple[State, State | None]:
-        """The entering state in the reference of the piece, and the state after it: None where a sum was too small."""
-        K, V, ref = self.keys(piece, state.ref)
-        inside = state.at(ref)
+    def piece(self, piece: slice, state: Partial, out: Tensor, logsum: Tensor) -> Partial | None:
+        """The state after a piece, whose rows are written: None where a sum was too small."""
+        K, V, ref = self.keys(piece, state.log_scale.mT)
         Q = self.tile.queries(piece, self.query_weights(ref))
         top = Q.amax(-1, keepdim=True)
         Q = split(Q.sub_(top).exp_())
-        before, after = running(inside, V.mT @ K)
+        before, after = running(Packed.of(state.over(ref.mT)).sums, V.mT @ K)
         sums = Q @ before.mT
         sums = add_product(sums, (Q @ K.mT).tril_(), V).flatten(2, 3)  # (b, h, T, dv + 1)
         den, seen = sums[..., -1:], None if self.seen is None else self.seen[:, :, piece]
         if piece.stop - piece.start > 1 and bool((den < TINY if seen is None else (den < TINY) & seen).any()):
-            return inside, None
+            return None
         if seen is not None:
             den.masked_fill_(den == 0, 1)
         out[:, :, piece] = sums[..., :-1] / den
         logsum[:, :, piece] = (top + den.log()).squeeze(-1)
-        return inside, after
+        return Packed(after, ref).partial()
 
-    def piece_backward(self, piece: slice, state: State, dstate: State, given: list[Tensor],
-                       wanted: list[Tensor]) -> State:
-        """Writes the gradients of one piece and returns that to the state before it, given that after it."""
+    def piece_backward(self, piece: slice, state: Packed, dsums: Tensor, given: list[Tensor],
+                       wanted: list[Tensor]) -> Tensor:
+        """Writes the gradients of one piece and returns that to the sums before it, given that to those after it."""
         (logsum, grad, last), (dx, dy, dv), tile = ([t[:, :, piece] for t in given], wanted, self.tile)
         tokens = shifted(piece, tile.after)
-        K = split(tile.keys(tokens, tile.weights(-finite(state.ref))).exp_())
-        Q = split(tile.queries(piece, self.query_weights(state.ref), -logsum).exp_())
+        K = split(tile.keys(tokens, tile.weights(-finite(state.top))).exp_())
+        Q = split(tile.queries(piece, self.query_weights(state.top), -logsum).exp_())
         V, G = split(tile.values(tokens)), split(with_last(grad, last))
-        before, _ = running(state, V.mT @ K)
-        dafter, dbefore = running_back(dsums_at(dstate, state.ref), G.mT @ Q)
+        before, _ = running(state.sums, V.mT @ K)
+        dafter, dbefore = running_back(dsums, G.mT @ Q)
         pairs, dpairs = (Q @ K.mT).tril_(), (G @ V.mT).tril_()
         dlogs = add_product(tile.memory.product("dlogs", G, before), dpairs, K).mul_(Q)
         dx[:, :, piece] = dlogs.flatten(2, 3) @ tile.rows
         dv[:, :, tokens] = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1]).flatten(2, 3)
         dlogs = add_product(tile.memory.product("dlogs", V, dafter), dpairs.mT, Q).mul_(K)
         tile.write_dy(dy, tokens, dlogs.flatten(2, 3))
-        return State(dbefore, state.ref)
+        return dbefore
 
     def keys(self, piece: slice, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K and V of a piece in chunks, and its reference."""
@@ -403,11 +381,11 @@ def split(t: Tensor) -> Tensor:
     return t.unflatten(2, (-1, min(CHUNK, t.shape[2])))
 
 
-def running(state: State, parts: Tensor) -> tuple[Tensor, State]:
-    """What stands before each chunk (b, h, k, dv + 1, M), given what each leaves, and the state after the last."""
-    sums = torch.cat([state.sums.unsqueeze(2), parts], 2)
+def running(sums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums before each chunk (b, h, k, dv + 1, M), of those before all and what each adds; and after the last."""
+    sums = torch.cat([sums.unsqueeze(2), parts], 2)
     sums = (sums.new_ones(sums.shape[2], sums.shape[2]).tril_() @ sums.flatten(3)).view_as(sums)
-    return sums[:, :, :-1], State(sums[:, :, -1], state.ref)
+    return sums[:, :, :-1], sums[:, :, -1]
 
 
 def running_back(dsums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@
 static const float NONE = -1e30f;   /* the reference of no key */
 static const float FARTHEST = 1e29f;  /* -log of the shortest key: beyond, it would be as good as no key */
 static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: its features come out as 0 in the backward pass */
-static const float TINY = 1e-25f;   /* a smaller denominator could miss terms that float32 rounds to 0 */
 
 typedef struct {
     int64_t B, H, L, S, d, dv, M, splits, segment, threads;

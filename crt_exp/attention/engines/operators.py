@@ -25,7 +25,7 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return finish(_in_plain_operations(x, y, v, form, causal)).to(v.dtype)
-    return _operator(causal)(x, y, v, *form, causal)[0]
+    return _operator(causal)(x, y, v, *form, _engine(x, y, v, form.rows, causal))[0]
 
 
 def positive_partial(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
@@ -38,8 +38,9 @@ def form_partial(x: Tensor, y: Tensor, form: Form, v: Tensor, causal: bool) -> P
     """That of vectors which have entered a form."""
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return _in_plain_operations(x, y, v, form, causal)
-    out, logsum, *_ = _operator(causal)(x, y, v, *form, causal)
-    logsum = _engine(x, y, v, form.rows, causal).unit * logsum + form.shared_logs(x)
+    engine = _engine(x, y, v, form.rows, causal)
+    out, logsum, *_ = _operator(causal)(x, y, v, *form, engine)
+    logsum = ENGINES[engine].unit * logsum + form.shared_logs(x)
     if (keep := form.keep) is not None:
         seen = keep.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] > 0 if causal else keep.any(-1)[:, None, None]
         logsum = torch.where(seen, logsum, -torch.inf)
@@ -60,8 +61,9 @@ def form_of(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, pa
     """Rows (.,.,M,d), scale (.,.,1,1) and bias (.,.,M) of the log features of factor x, for what has entered."""
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
-    cast = lambda t: t.detach().to(x.device, compute_dtype(x, y, v))[(None,) * (4 - t.ndim)]
-    return Form(cast(rows), cast(scale), cast(bias).squeeze(-2), phi.norm_weight * factor**2, keep)
+    rows, scale, bias = (t.detach().to(x.device, compute_dtype(x, y, v))[(None,) * (4 - t.ndim)]
+                         for t in (rows, scale, bias))
+    return Form(rows, scale, bias.squeeze(-2), phi.norm_weight * factor**2, keep)
 
 
 def part_of(form: Form, causal: bool) -> Part:
@@ -90,18 +92,21 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
     """
     y, _ = phi.enter(y, params, key=True)
     form = form_of(y, y, v, phi, noise, params, keep)
-    engine = native.bidirectional if native.applies(y, v, form.rows) else closed_form.bidirectional
+    engine = ENGINES[_engine(y, y, v, form.rows, causal=False, fused=False)]
     kept = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
     top = kept.log_z + form.bias
     return kept.state, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
 
 
-def _engine(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, causal: bool):
-    if native.applies(x, y, v, rows):
-        return native.causal if causal else native.bidirectional
-    if causal:
-        return closed_form.causal
-    return flash if flash.applies(x, y, v) else closed_form.bidirectional
+ENGINES = {"native": native.bidirectional, "native causal": native.causal, "flash": flash,
+           "products": closed_form.bidirectional, "products causal": closed_form.causal}
+
+
+def _engine(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, causal: bool, fused: bool = True) -> str:
+    """The name of the engine for a call, chosen once: the operators and their backward passes are given it."""
+    if fused and not causal and flash.applies(x, y, v):
+        return "flash"
+    return ("native" if native.applies(x, y, v, rows) else "products") + " causal" * causal
 
 
 def _operator(causal: bool):
@@ -109,7 +114,7 @@ def _operator(causal: bool):
 
 
 FORM = ("Tensor x, Tensor y, Tensor v, Tensor rows, Tensor scale, Tensor bias, float norm_weight, Tensor? keep, "
-        "bool causal")
+        "str engine")
 
 
 def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
@@ -117,16 +122,16 @@ def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
     tensors = ", ".join(["Tensor"] * len(record._fields))
     kept_arguments = ", ".join(f"Tensor {field}" for field in record._fields)
 
-    def forward(x, y, v, rows, scale, bias, norm_weight, keep, causal):
+    def forward(x, y, v, rows, scale, bias, norm_weight, keep, engine):
         with as_given(x):
-            kept = _engine(x, y, v, rows, causal).forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
+            kept = ENGINES[engine].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
         check_result(kept.logsum)
         return tuple(kept)
 
-    def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, causal, *kept):
+    def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, engine, *kept):
         form = Form(rows, scale, bias, norm_weight, keep)
         with as_given(x):
-            return _engine(x, y, v, rows, causal).backward(x, y, v, form, record(*kept), grad, grad_logsum)
+            return ENGINES[engine].backward(x, y, v, form, record(*kept), grad, grad_logsum)
 
     ours = torch.library.custom_op(f"crt_exp::{name}", forward, mutates_args=(), schema=f"({FORM}) -> ({tensors})")
     theirs = torch.library.custom_op(
@@ -134,7 +139,7 @@ def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
         schema=f"(Tensor grad, Tensor? grad_logsum, {FORM}, {kept_arguments}) -> (Tensor, Tensor, Tensor)")
 
     def keep_for_backward(ctx, inputs, output):
-        x, y, v, rows, scale, bias, ctx.norm_weight, keep, ctx.causal = inputs
+        x, y, v, rows, scale, bias, ctx.norm_weight, keep, ctx.engine = inputs
         ctx.save_for_backward(x, y, v, rows, scale, bias, keep, *output)
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
@@ -144,22 +149,22 @@ def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
         grad = torch.zeros_like(kept[0]) if grad is None else grad
         form = Form(rows, scale, bias, ctx.norm_weight, keep)
         if torch.is_grad_enabled() or transformed(grad):
-            return *_plain_gradients((x, y, v), form, ctx.causal, grad, grad_logsum), *(None,) * 6
-        return *theirs(grad, grad_logsum, x, y, v, *form, ctx.causal, *kept), *(None,) * 6
+            return *_plain_gradients((x, y, v), form, ctx.engine, grad, grad_logsum), *(None,) * 6
+        return *theirs(grad, grad_logsum, x, y, v, *form, ctx.engine, *kept), *(None,) * 6
 
-    ours.register_fake(lambda x, y, v, rows, scale, bias, norm_weight, keep, causal: tuple(
-        _engine(x, y, v, rows, causal).empty(x, v, rows)))
+    ours.register_fake(lambda x, y, v, rows, scale, bias, norm_weight, keep, engine: tuple(
+        ENGINES[engine].empty(x, v, rows)))
     theirs.register_fake(lambda grad, grad_logsum, x, y, v, *rest: tuple(
         torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, y, v)))
     ours.register_autograd(gradients, setup_context=keep_for_backward)
 
 
-def _plain_gradients(inputs: tuple[Tensor, ...], form: Form, causal: bool, grad: Tensor, grad_logsum: Tensor | None):
+def _plain_gradients(inputs: tuple[Tensor, ...], form: Form, engine: str, grad: Tensor, grad_logsum: Tensor | None):
     """Those of the operator's first two results, which can be differentiated themselves."""
-    unit = _engine(*inputs, form.rows, causal).unit
+    unit, part = ENGINES[engine].unit, part_of(form, engine.endswith("causal"))
 
     def results(x, y, v):
-        rows = plain_attention(x, y, v, part_of(form, causal))
+        rows = plain_attention(x, y, v, part)
         out = finish(rows).to(v.dtype)
         return (out,) if grad_logsum is None else (out, (rows.logsum.squeeze(-1) - form.shared_logs(x)) / unit)
 

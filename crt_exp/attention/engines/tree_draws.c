@@ -5,8 +5,8 @@
 
 #include "vectors.h"
 
-enum { FAN = 16, FAN_BITS = 4, LEVELS = 16, AHEAD = 4 };
-static const double EXHAUSTED = 1e-9;  /* as in sampling/tree.py */
+enum { FAN_BITS = 4, AHEAD = 4 };
+_Static_assert(1 << FAN_BITS == FAN, "places of children are found by shifts");
 
 typedef struct {
     int64_t B, k, M, rows, nodes, start, threads;  /* nodes of level `start`, where the way down begins */

@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include "constants.h"
+
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -21,8 +23,7 @@ enum { LANES = 4, ROWS = 6, VECTORS = 4 };
 #else
 enum { LANES = 4, ROWS = 6, VECTORS = 2 };
 #endif
-enum { PAD = 16, CHUNK = 64 };  /* CHUNK: tokens that are taken together */
-enum { OK, NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY };
+enum { PAD = 16, OK = 0 };
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));

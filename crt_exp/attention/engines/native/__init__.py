@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result
+from crt_exp.attention.engines.constants import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native_library import library
 from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
 from crt_exp.nonfinite import NotFinite
 
-CHUNK, SEGMENT = 64, 512  # tokens of a chunk, as in native.c, and between two states that the causal forward pass keeps
-NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = 1, 2, 3
+SEGMENT = 512  # tokens between two states that the causal forward pass keeps
 
 
 class View(ctypes.Structure):
@@ -37,7 +37,12 @@ class Call(ctypes.Structure):
 
 def applies(*tensors: Tensor) -> bool:
     """Whether these tensors are for this engine: float32 on the CPU, where the library can be had."""
-    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and library() is not None
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and _available()
+
+
+@torch.compiler.assume_constant_result
+def _available() -> bool:
+    return library() is not None
 
 
 class Engine:
