@@ -5,6 +5,7 @@ Light on purpose: importing it pulls in no heavy library, so that an error about
 
 import os
 import stat
+from pathlib import Path
 
 
 class DataError(Exception):
@@ -17,3 +18,14 @@ def check_regular(path) -> None:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise ValueError("a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device, not a file")
+
+
+def read_text(path: str | Path, named: str) -> str:
+    """A file of UTF-8 text, without the byte order mark that some editors write. named: as messages call it.
+    Raises DataError."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{named} is not UTF-8 text: save it as UTF-8") from None
+    except OSError as error:
+        raise DataError(f"{named} cannot be read: {error.strerror or error}") from None

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from crt_exp.data import DataError
+from crt_exp.data import DataError, read_text
 from crt_exp.data.tabular import Column, Table, is_number
 
 MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
@@ -52,12 +52,7 @@ def read(path: str | Path, target: str | None, kind: Kind | None = None) -> tupl
 
 def cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """The names of the header, and the line number and cells of each row."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"task.csv={path} is no UTF-8 text: save it as CSV (UTF-8)") from None
-    except OSError as error:
-        raise DataError(f"task.csv={path} cannot be read: {error.strerror or error}") from None
+    text = read_text(path, f"task.csv={path}")
     first = text.split("\n", 1)[0]
     separator = max(",;\t", key=first.count)
     reader = csv.reader(text.splitlines(), delimiter=separator)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from crt_exp.data import DataError
+from crt_exp.data import DataError, read_text
 from crt_exp.data.speech import Faults, Utterance, header
 
 SPLITS = ("train", "validation", "test")
@@ -61,12 +61,7 @@ def entries(path: Path) -> list[Entry]:
 def rows(path: Path) -> Iterator[tuple[int, dict]]:
     if path.suffix not in (".csv", ".tsv", ".jsonl"):
         raise DataError(f"task.data_dir = {path}: task.corpus=table takes a .csv, .tsv or .jsonl file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is no UTF-8 text") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    text = read_text(path, str(path))
     if path.suffix == ".jsonl":
         yield from objects(path, text)
         return

@@ -93,7 +93,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                 raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
                 yield number, raw.decode().rstrip("\r\n")
     except UnicodeDecodeError:
-        raise DataError(f"{path}, line {number}: this is not UTF-8 text.") from None
+        raise DataError(f"{path}, line {number}: not UTF-8 text.") from None
     except OSError as error:
         raise DataError(f"{path}: the file cannot be read ({error.strerror or error}).") from None
 

@@ -18,6 +18,7 @@ from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
+from crt_exp.data import read_text
 from crt_exp.data.text import bert_tokenizer, check_vocabulary
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
@@ -202,13 +203,13 @@ class Pretrained:
     the attention modules, as for `swap_attention`. Of an encoder-decoder model, the encoder. The parameters of causal
     layers are fitted to this same text, as after `calibrate_attention` on it.
 
-    Raises DataError where model or tokenizer cannot be loaded, ValueError where the model reads no text or has no
-    attention that can be swapped, and for a text that is not there, empty or too long.
+    Raises DataError where model, tokenizer or text cannot be read, ValueError where the model takes no text or has no
+    attention that can be swapped, and for a text that is empty or too long.
     """
 
     def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
                  layers: Sequence[int] | int | None = None):
-        words = read_text(text)
+        words = words_of(text)
         self.name, self.model = model, load_bare(model)
         self.inputs = tokenize(load_tokenizer(model, tokenizer), words, self.model, text, length)
         self.chosen = layers if layers is None or isinstance(layers, int) else list(layers)
@@ -266,13 +267,8 @@ def _layer_of(state: nn.Module, given: tuple) -> Layer:
     return Layer(state.path, root * q, root * k, v, state.causal and q.shape[2] > 1)
 
 
-def read_text(path: str | Path) -> str:
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"task.text={path} is no UTF-8 text") from None
-    except OSError as error:
-        raise ValueError(f"task.text={path} cannot be read: {error.strerror}") from None
+def words_of(path: str | Path) -> str:
+    text = read_text(path, f"task.text={path}")
     if not text.strip():
         raise ValueError(f"task.text={path} is empty: give a file with some sentences")
     return text

@@ -191,7 +191,7 @@ def test_header_without_a_column(name, tmp_path):
 def test_not_text(tmp_path):
     path = write(tmp_path, "rte")
     path.write_bytes(path.read_bytes() + b"7\t\xff\t\t\n")
-    assert f"{path}, line 9: this is not UTF-8 text" in refusal("rte", data_dir=tmp_path)
+    assert f"{path}, line 9: not UTF-8 text" in refusal("rte", data_dir=tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------- hub

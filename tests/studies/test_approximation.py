@@ -234,7 +234,7 @@ def test_mistakes_are_told_before_anything_is_written(folder, run, tmp_path):
 BAD = [
     ({"model": "bert", "text": "none.txt"}, "cannot be read: No such file"),
     ({"model": "bert", "text": "empty.txt"}, "is empty"),
-    ({"model": "bert", "text": "bytes.txt"}, "no UTF-8 text"),
+    ({"model": "bert", "text": "bytes.txt"}, "is not UTF-8 text"),
     ({"model": "bert", "text": "long.txt"},
      f"has {4 * TOKENS + 2} tokens, and the model has 40 positions.*task.length=40"),
     ({"model": "roberta", "text": "long.txt"}, f"has {4 * TOKENS + 2} tokens, and the model has 38 positions"),
