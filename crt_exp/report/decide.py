@@ -99,10 +99,8 @@ class Decision:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The claims of the papers, then what is not measured here."""
-        rows = [row for entry in self.spec["claims"] if entry["page"] in self.pages for row in self.judged(entry)]
-        return rows + [Row(entry["paper"], entry["said"], "", "", "cannot tell here", "", "",
-                           f"not here, because {entry['because']}") for entry in self.spec["missing"]]
+        """The claims of the papers that conf/decide.yaml names; the index has all."""
+        return [row for entry in self.spec["claims"] if entry["page"] in self.pages for row in self.judged(entry)]
 
     def judged(self, entry: dict[str, Any]) -> Iterator[Row]:
         page = self.pages[entry["page"]]
@@ -185,13 +183,17 @@ def text(decision: Decision) -> str:
                str(interval.n), f"[{entry['page']}]({entry['page']}.md)"] for entry, interval in decision.forest]
     chosen = "\n".join(f"- [{name}]({name}.md): {sentence}" for name, page in decision.pages.items()
                        for sentence in page.spec.get("choices", []))
+    missing = "\n".join(f"- {entry['paper']}: {entry['said']}. Not here, because {entry['because']}."
+                        for entry in decision.spec["missing"])
     parts = [f"# {decision.spec['title']}", *decision.sentences(), f"![{decision.spec['title']}]({NAME}.png)",
              "Top: time of a training step over exact attention's (1024, 4096 and 16384 tokens, the larger the mark) "
              "against the share of uniform attention's cost that is lost directly after the swap, of settings in which "
              "uniform attention costs enough. Bottom: by how much FAVOR++ is nearer to exact attention than FAVOR+.",
              "## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n"
              + markdown(["setting", "when", "nearer by", "units", "page"], forest).rstrip(),
-             "## What the papers say, and what is seen here\n\n" + markdown(header, rows).rstrip(),
+             "## What the papers say, and what is seen here\n\nThe claims that decide most; [the index](index.md) has "
+             "every claim of every page.\n\n" + markdown(header, rows).rstrip(),
+             f"## What the papers say and no page measures\n\n{missing}",
              f"## Choices: settings tuned, seeds added, criteria changed\n\n{chosen}",
              "Command: `make report`; every number is computed from the committed draws of the pages named."]
     return "\n\n".join(parts) + "\n"

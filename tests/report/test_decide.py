@@ -27,6 +27,7 @@ def test_every_row_finds_its_claim(committed):
         if entry["page"] in committed.pages:
             assert [*committed.judged(entry)], f"{entry['page']}: no claim begins with {entry['begins']}"
     assert all(row.why for row in committed.rows), "a row without its sentence"
+    assert 15 <= len(committed.rows) <= 22, "the page that decides shows about 20; the index has the others"
 
 
 def losses(values, setting="A"):
@@ -54,4 +55,4 @@ def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_pa
     values["uniform"] = [1.2, 2.2]
     draws.write("copying", losses(values), tmp_path)
     assert Decision(tmp_path, SPEC).settings == []
-    assert made.rows[0].why == "not here, because of this"
+    assert "- P: S. Not here, because of this." in decide.text(made)
