@@ -16,7 +16,7 @@ ROOMS = [
     ["samplers"],
     ["features"],
     ["bounds"],
-    ["attention.checks", "attention.blocked", "attention.partials"],  # what engines share with the layers above them
+    ["attention.engines.constants", "attention.checks", "attention.blocked", "attention.partials"],  # what engines share with the layers above them
     ["attention.engines"],
     ["attention"],
     ["data", "environments"],
@@ -29,7 +29,7 @@ ROOMS = [
     ["sampling"],
     ["models"],
     ["advice"],
-    ["estimators"],
+    ["estimators", "regression"],
     ["tasks"],
     ["runner"],
     ["symbol_kinds", "train", "transcribe", "sample"],
