@@ -1,7 +1,9 @@
 """README.md and docs/: links lead somewhere, names exist, and figures are those of the reports."""
 
+import csv
 import importlib
 import re
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import yaml
@@ -22,6 +24,27 @@ def test_files_that_are_named_exist(page):
     own = {block.title for block in BLOCKS if block.title}
     for path in re.findall(r"`((?:crt_exp|conf|tests|docs)/[\w./-]+)`", page.read_text()):
         assert path in own or (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_picture_has_a_text(page):
+    text = page.read_text()
+    assert all(told.strip() for told in re.findall(r"!\[(.*?)\]\(", text)) and "<img" not in text
+
+
+def test_table_of_verdicts_holds_the_index():
+    """What site.js filters: a row a verdict, and choices that are values of their columns."""
+    spec = spec_from_file_location("site_verdicts", ROOT / "docs" / "site_verdicts.py")
+    site = module_from_spec(spec)
+    spec.loader.exec_module(site)
+    table = site.table_of_verdicts(ROOT)
+    with open(ROOT / "outputs/report/index.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert table.count("<tr>") == 1 + len(rows)
+    for place in (0, 1, 2, 3):
+        options = re.search(rf'<select data-column="{place}">(.*?)</select>', table)[1]
+        assert options.count("<option>") > 1
+    assert site.paper_of(ROOT, "fig3") == "Chefs' Random Tables" and site.paper_of(ROOT, "copying") == "none"
 
 
 def test_site_holds_every_page():
