@@ -10,9 +10,11 @@ from crt_exp import on_import
 __version__ = "0.1.0"
 
 _HOMES = {
-    "crt_exp.estimators": ("RandomFeatures", "KernelRegressionClassifier", "KernelRegressionRegressor"),
+    "crt_exp.estimators": ("RandomFeatures",),
+    "crt_exp.regression": ("KernelRegressionClassifier", "KernelRegressionRegressor"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
-    "crt_exp.swap.swap": ("unswap_attention", "describe_attention", "calibrate_attention"),
+    "crt_exp.swap.calibration": ("calibrate_attention",),
+    "crt_exp.swap.swap": ("unswap_attention", "describe_attention"),
     "crt_exp.pretrained.saved": ("from_pretrained",),
     "crt_exp.advice.call": ("advise",),
     "crt_exp.pretrained.card": ("card",),

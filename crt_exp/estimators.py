@@ -1,10 +1,9 @@
-"""scikit-learn estimators on random features: a transformer in the place of RBFSampler, and kernel regression.
+"""scikit-learn estimators on random features: what they share, and a transformer in the place of RBFSampler.
 
-Legend: n samples, d columns, m projections, M features, C classes or targets. The kernel is exp(-gamma |u - v|^2), or
+Legend: n samples, d columns, m projections, M features. The kernel is exp(-gamma |u - v|^2), or
 exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma).
 """
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
@@ -12,17 +11,17 @@ from numbers import Real
 import numpy as np
 import torch
 from scipy.sparse import issparse
-from sklearn.base import (BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, RegressorMixin,
-                          TransformerMixin)
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.features import GERF, FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics, TrigRF
+from crt_exp.features import GERF, FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics, TrigRF
+from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.kernels import check_kernel
 from crt_exp.mechanism import Mechanism
+from crt_exp.samplers import Noise
 from crt_exp.schema import whole_number
 
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
@@ -40,7 +39,7 @@ def sampler_of(name: str) -> Callable[..., torch.Tensor]:
     return Mechanism.of("favorp", sampler=name).sampler
 
 
-class _RandomFeatureEstimator(BaseEstimator):
+class RandomFeatureEstimator(BaseEstimator):
     """What the estimators share: mechanism and sampler by name or as objects, gamma, and the draw of the noise."""
 
     def _check_options(self) -> None:
@@ -62,7 +61,10 @@ class _RandomFeatureEstimator(BaseEstimator):
         """The noise, the same for every dtype of the data; returns what further numbers may be drawn from."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
-        draw = lambda p: self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
+
+        def draw(p: Projections) -> Noise:
+            return self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
+
         self.noise_ = self.map_.noise(m, draw)
         return generator
 
@@ -121,7 +123,7 @@ class _RandomFeatureEstimator(BaseEstimator):
         return tags
 
 
-class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomFeatureEstimator):
+class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):
     """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
 
     mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord)
@@ -234,192 +236,6 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _RandomF
         return tags
 
 
-class _KernelRegression(_RandomFeatureEstimator):
-    """Nadaraya-Watson averages of targets R (n, C) under the kernel, exact or by features (CRT 5.2)."""
-
-    def __init__(self, mechanism="oprf", sampler="orthogonal", n_projections=128, kernel="gaussian", gamma="scale",
-                 random_state=None):
-        self.mechanism = mechanism
-        self.sampler = sampler
-        self.n_projections = n_projections
-        self.kernel = kernel
-        self.gamma = gamma
-        self.random_state = random_state
-
-    @property
-    def _exact(self) -> bool:
-        return isinstance(self.mechanism, str) and self.mechanism == "exact"
-
-    def _begin(self, X: np.ndarray) -> None:
-        self._check_options()
-        self._set_scale(X)
-        if self._exact:
-            self.x_, self.targets_ = X[:0], None
-            return
-        self._fit_map(X, whole_number(self.n_projections, "n_projections"))
-        self.state_, self.log_scale_ = None, None
-
-    def _add(self, X: np.ndarray, R: np.ndarray) -> None:
-        """Adds rows to the sums G = Phi^T [R, 1], kept as state_ exp(log_scale_) with a scale per feature."""
-        if self._exact:
-            self.x_ = np.concatenate([self.x_, X])
-            self.targets_ = R if self.targets_ is None else np.concatenate([self.targets_, R])
-            return
-        for rows in _blocks(len(X)):
-            x = self._scaled(X[rows])
-            r = torch.from_numpy(np.column_stack([R[rows], np.ones(len(x))])).to(x.dtype)
-            f = self.map_.phi_k(x, self.noise_, self.params_)
-            self._merge(*_sums(f, r))
-
-    def _merge(self, state: torch.Tensor, log_scale: torch.Tensor) -> None:
-        if self.state_ is None:
-            self.state_, self.log_scale_ = state, log_scale
-            return
-        top = torch.maximum(self.log_scale_, log_scale)
-        self.state_ = self.state_ * (self.log_scale_ - top).exp().mT + state * (log_scale - top).exp().mT
-        self.log_scale_ = top
-
-    def _numerators(self, X: np.ndarray) -> np.ndarray:
-        """(n, C + 1) sums, the last column the kernel mass, up to a positive factor for each row."""
-        sums = self._exact_sums if self._exact else self._feature_sums
-        at_once = self._exact_rows() if self._exact else ROWS
-        return np.concatenate([sums(X[rows]) for rows in _blocks(len(X), at_once)])
-
-    def _exact_rows(self) -> int:
-        return max(1, 4_000_000 // max(len(self.x_), 1))
-
-    def _feature_sums(self, X: np.ndarray) -> np.ndarray:
-        f = self.map_.phi_q(self._scaled(X), self.noise_, self.params_)
-        logs = f.log_scale + self.log_scale_
-        weights = f.value * (logs - logs.amax(-1, keepdim=True)).exp()
-        return (weights @ self.state_).numpy()
-
-    def _exact_sums(self, X: np.ndarray) -> np.ndarray:
-        """Exponents of centred rows in float64 by one matrix product; the row's largest one cancels."""
-        x, y = (self._scaled(v.astype(np.float64)) for v in (X, self.x_))
-        logits = x @ y.mT
-        if self.kernel == "gaussian":
-            logits -= y.square().sum(-1) / 2
-        weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-        targets = torch.from_numpy(self.targets_.astype(np.float64))
-        return torch.column_stack([weights @ targets, weights.sum(-1)]).numpy()
-
-
-class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
-    """Kernel-regression classification: the class with the largest kernel sum over its training points (CRT 5.2).
-
-    O(n M) to fit, O(M C) to predict, whatever n is. mechanism: "exact", a name of `conf/features`, or a FeatureMap with
-    the same kernel; n_projections: m. Ties go to the lowest class.
-    """
-
-    def fit(self, X, y):
-        """X (n, d), y (n,) labels."""
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32))
-        check_classification_targets(y)
-        self.classes_ = unique_labels(y)
-        self._begin(X)
-        self._add(X, self._one_hot(y))
-        return self
-
-    def partial_fit(self, X, y, classes=None):
-        """Adds rows. The first call needs `classes`, fits the parameters and draws the noise; later ones keep both."""
-        first = not hasattr(self, "classes_")
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32), reset=first)
-        check_classification_targets(y)
-        if first:
-            if classes is None:
-                raise ValueError("the first call of partial_fit needs classes, all labels that will ever come")
-            self.classes_ = unique_labels(classes)
-            self._begin(X)
-        self._add(X, self._one_hot(y))
-        return self
-
-    def predict(self, X):
-        """(n,) labels."""
-        scores = self._scores(X)
-        return self.classes_[scores.argmax(1)]
-
-    def predict_proba(self, X):
-        """(n, C): the kernel sums of each class, negative estimates set to 0;
-        all on the best class where none is positive."""
-        scores = self._scores(X)
-        positive = np.maximum(scores, 0)
-        total = positive.sum(1, keepdims=True)
-        best = np.eye(len(self.classes_))[scores.argmax(1)]
-        return np.where(total > 0, positive / np.where(total > 0, total, 1), best)
-
-    def _scores(self, X) -> np.ndarray:
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
-        return self._numerators(X)[:, :-1]
-
-    def _one_hot(self, y: np.ndarray) -> np.ndarray:
-        places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
-        if not np.array_equal(self.classes_[places], y):
-            unseen = sorted(set(y.tolist()) - set(self.classes_.tolist()))
-            raise ValueError(f"unseen label {unseen[0]!r}: it is not among the classes {self.classes_.tolist()}")
-        return np.eye(len(self.classes_))[places]
-
-
-class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
-    """Nadaraya-Watson regression: the kernel-weighted mean of the training targets, exact or by features.
-
-    Where an indefinite estimator (trig, gerf, pois, geom) gives no positive kernel mass, the row gets the mean of the
-    training targets, and a warning says for how many rows.
-    """
-
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output = True
-        tags.regressor_tags.poor_score = True  # a local average: it needs its gamma tuned, above all in many dimensions
-        return tags
-
-    def fit(self, X, y):
-        """X (n, d), y (n,) or (n, C) real targets."""
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32), y_numeric=True, multi_output=True)
-        self._start(X, y)
-        return self._take(X, y)
-
-    def partial_fit(self, X, y):
-        """Adds rows; the first call fits the parameters and draws the noise."""
-        first = not hasattr(self, "total_")
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32), reset=first, y_numeric=True, multi_output=True)
-        if first:
-            self._start(X, y)
-        return self._take(X, y)
-
-    def _start(self, X, y):
-        self._begin(X)
-        self._shape, self.total_, self.count_ = y.shape[1:], 0.0, 0
-
-    def _take(self, X, y):
-        targets = y.reshape(len(y), -1).astype(np.float64)
-        self.total_, self.count_ = self.total_ + targets.sum(0), self.count_ + len(y)
-        self._add(X, targets)
-        return self
-
-    def predict(self, X):
-        """(n,) or (n, C) kernel averages."""
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
-        sums = self._numerators(X).astype(np.float64)
-        mass = sums[:, -1:]
-        bad = ~(mass[:, 0] > 0)
-        if bad.any():
-            warnings.warn(f"{bad.sum()} of {len(X)} rows have no positive kernel mass under {self.mechanism}: they get "
-                          "the mean of the training targets; more projections, a smaller gamma or a positive mechanism "
-                          "(oprf) help",
-                          stacklevel=2)
-        mean = np.where(bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass))
-        return mean.reshape(len(X), *self._shape)
-
-
-def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phi^T r (M, C) over exp(log_scale), and log_scale (1, M): the largest log feature of each column."""
-    log_scale = f.log_scale.amax(-2, keepdim=True)
-    return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale
-
-
 def _variance(X) -> float:
     """Of all entries."""
     if not issparse(X):
@@ -430,8 +246,8 @@ def _variance(X) -> float:
 
 def _rows_of(X) -> list[slice]:
     """Blocks of rows; shorter where X is sparse, whose columns may be many: a block is made dense."""
-    return _blocks(X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS)
+    return blocks(X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS)
 
 
-def _blocks(n: int, size: int = ROWS) -> list[slice]:
+def blocks(n: int, size: int = ROWS) -> list[slice]:
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]

@@ -17,7 +17,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
 from crt_exp import samplers
-from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor, RandomFeatures
+from crt_exp.estimators import RandomFeatures
+from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import OPRF, GeomRFPlus, HypRF, PoisRFPlus, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp import drawing as palette

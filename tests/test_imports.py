@@ -16,7 +16,8 @@ ROOMS = [
     ["samplers"],
     ["features"],
     ["bounds"],
-    ["attention.engines.constants", "attention.checks", "attention.blocked", "attention.partials"],  # what engines share with the layers above them
+    # what engines share with the layers above them
+    ["attention.engines.constants", "attention.checks", "attention.blocked", "attention.partials"],
     ["attention.engines"],
     ["attention"],
     ["data", "environments"],

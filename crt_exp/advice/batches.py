@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from crt_exp.advice.panel import Panel
 from crt_exp.mechanism import Mechanism
-from crt_exp.swap.swap import call, swapped_states, unswap_attention
+from crt_exp.swap.calibration import call, swapped_states
+from crt_exp.swap.swap import unswap_attention
 
 CUTS = (4, 2, 1)                                     # of the longest piece of audio, the parts that are timed
 WAVES = ("input_values", "audio")                    # keys of batches that hold (B, samples)

@@ -13,7 +13,7 @@ from crt_exp.advice.batches import UNLABELLED, BatchPanel
 from crt_exp.advice.panel import Panel
 from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
-from crt_exp.swap.swap import eval_mode, learns
+from crt_exp.swap.calibration import eval_mode, learns
 
 LENGTH, LEAST = 512, 32
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothing is said
@@ -133,7 +133,10 @@ def arms_of(attentions: Sequence[str | tuple[str, dict]] | None, causal: bool) -
 def measured(panel: Panel, arms: list[Arm], rounds: int, say: Callable[[str], None]) -> tuple[list[dict], dict]:
     """Losses of each arm, and costs by length; the first that a model cannot have is an error that names the layer."""
     start, losses, costs = time.perf_counter(), [], {}
-    progress = lambda text: say(f"advise: {text} ({time.perf_counter() - start:.0f} s)")
+
+    def progress(news: str) -> None:
+        say(f"advise: {news} ({time.perf_counter() - start:.0f} s)")
+
     for arm in arms:
         losses.append(panel.losses(arm))
         progress(f"{arm.label}: {sum(losses[-1]['loss']) / panel.count:.3f} nats")

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from crt_exp.advice.arms import Arm
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.swap.measured import Watcher
-from crt_exp.swap.swap import fill_statistics, learns, swapped_states, unswap_attention
+from crt_exp.swap.calibration import fill_statistics, learns, swapped_states
+from crt_exp.swap.swap import unswap_attention
 
 
 class Panel(ABC):

@@ -1,4 +1,4 @@
-"""`RandomFeatureAttention`: a feature map with its state, as a module. The only place where noise and statistics live.
+"""`RandomFeatureAttention`: a feature map with its state, as a module; with `Running`, the only place of that state.
 
 Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = scale q
 and y = scale k, where scale^2 = scaling is what multiplies q.k in the logit.
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
-from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.partials import DenominatorCount
+from crt_exp.attention.running import Running
 from crt_exp.attention.sequence import Pooled, check_agreed
-from crt_exp.attention.statistics import for_query_heads, grouped_statistics
+from crt_exp.attention.statistics import for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
 from crt_exp.nested import Nested, mapped
@@ -33,12 +33,15 @@ from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Count, Whole, checked
 
-MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
-_IN_STEP = False                           # see `same_step`
+# Two pieces of state belong to the process, for what reads them can be given neither: a layer deep within a model is
+# called by code that knows nothing of steps (`same_step`; torch keeps gradients and autocast in the same way), and an
+# operator of torch takes tensors and numbers alone, so `_count_pass` looks its layer up.
+_IN_STEP = False
+_MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
 
 
 @checked("attention")
-class RandomFeatureAttention(LinearAttention):
+class RandomFeatureAttention(Running):
     """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
     phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
@@ -85,12 +88,14 @@ class RandomFeatureAttention(LinearAttention):
         self.seed, self.layer, self.denominators = seed, layer, DenominatorCount()
         self.projections = phi.projections(m)
         check_learning(phi, learn, redraw_every)
-        noises, keep = self._draw(0), self.register_buffer
-        if phi.learned or learn == "projections":
-            keep = lambda name, rows: self.register_parameter(name, nn.Parameter(rows))
+        noises = self._draw(0)
         self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # for every buffer of noise
         for name, noise in noises.items():
-            keep(name, noise.rows().contiguous().clone())
+            rows = noise.rows().contiguous().clone()
+            if phi.learned or learn == "projections":
+                self.register_parameter(name, nn.Parameter(rows))
+            else:
+                self.register_buffer(name, rows)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
         self._said = False
@@ -135,21 +140,6 @@ class RandomFeatureAttention(LinearAttention):
     def width(self) -> int:
         """M, the number of features."""
         return self.phi.width(mapped(lambda p: p.m, self.projections, empty=self.d))
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Those that running statistics are averages of."""
-        return (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
-
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether there are running statistics: some layers are causal in one call and not in the next."""
-        return "running_weight" in self._buffers
-
-    @property
-    def running(self) -> bool:
-        """Whether calls as the layer now stands use and fill the running statistics."""
-        return self.keeps_statistics and (self.causal or self.cross)
 
     @property
     def serves_causal(self) -> bool:
@@ -210,9 +200,6 @@ class RandomFeatureAttention(LinearAttention):
         stats = self._whole(self._statistics(q, k, key_mask), key_mask) if own else self._without_queries(k, key_mask)
         return self._for_query_heads(self.phi.fit(stats))
 
-    def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
-        return grouped_statistics(q, k, key_mask, self.scale, same=self.causal or not self.cross)
-
     def _whole(self, stats: Statistics, key_mask: Tensor | None) -> Statistics:
         """Those of the whole sequence, where it is split over processes."""
         if self.group is None:
@@ -232,18 +219,6 @@ class RandomFeatureAttention(LinearAttention):
         return for_query_heads(params, self.heads // self.kv_heads)
 
     # ---- redraws and running statistics
-
-    def _register_statistics(self) -> None:
-        for stage in ("running", "pending"):
-            for side in "xy":
-                for name in self.moments:
-                    square = (self.d,) if name == "second" else ()
-                    self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square))
-                self.register_buffer(f"{stage}_{side}_minimum", torch.full((self.kv_heads, self.d), torch.inf))
-            self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: 0 or 1
-        for side in "xy":  # tokens that the pending ones are the means of; a checkpoint lies between steps
-            self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
-        self.register_buffer("folds", torch.zeros((), dtype=torch.long))
 
     def _advance(self) -> None:
         """The moment of change: folds in what the last pass noted, and draws again where it is time."""
@@ -272,16 +247,6 @@ class RandomFeatureAttention(LinearAttention):
         params = self.clusters.params() if self.clusters is not None else self.phi.fit(self.running_statistics())
         return self._for_query_heads(params)
 
-    def running_statistics(self) -> Statistics:
-        """The running averages of queries and keys, (key heads, d) each; of zero vectors before anything is seen."""
-        return Statistics(*(self._running_moments(side) for side in "xy"))
-
-    def _running_moments(self, side: str) -> Moments:
-        seen = self.running_weight > 0
-        weight = torch.where(seen, self.running_weight, 1.0)
-        moments = {name: getattr(self, f"running_{side}_{name}") / weight for name in self.moments}
-        return Moments.known(**moments, minimum=torch.where(seen, getattr(self, f"running_{side}_minimum"), 0.0))
-
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
             return
@@ -301,48 +266,6 @@ class RandomFeatureAttention(LinearAttention):
         elif self.clusters is not None and (self.calibrated is not None or not self.clusters.done):
             same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
             self.clusters.note(q * self.scale, k * self.scale, key_mask if same else None, key_mask)
-
-    @torch.no_grad()
-    def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        """Keeps the statistics of this batch for `_fold`, pooled over batch entries, ranks and what is kept already."""
-        stats = self._statistics(q, k, key_mask)
-        for side, moments in (("x", stats.x), ("y", stats.y)):
-            count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
-            pending = [getattr(self, f"pending_{side}_{name}") for name in self.moments]
-            totals = [(getattr(moments, name).flatten(2) * count).sum(0) for name in self.moments]
-            sums = torch.cat([*totals, count.sum(0)], -1)
-            minimum = getattr(self, f"pending_{side}_minimum")
-            sums, low = _over_ranks(sums, moments.minimum.amin(0) if len(q) else torch.full_like(minimum, torch.inf))
-            kept, count = getattr(self, f"pending_{side}_count"), sums[0, -1]
-            total = kept + count
-            share = (count / total.clamp(min=1)).to(sums)          # an empty batch has none
-            for t, new in zip(pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)):
-                t.copy_(torch.lerp(t.to(sums), (new / count.clamp(min=1)).view_as(t), share))
-            minimum.copy_(torch.minimum(minimum, low))
-            kept.copy_(total)
-        self.pending_weight.copy_((total > 0).to(self.pending_weight))
-        if self.calibrated is not None:
-            self.calibrated += 1
-            self._fold(torch.full_like(self.pending_weight, 1 / self.calibrated))
-
-    @torch.no_grad()
-    def _fold(self, rate: Tensor) -> None:
-        """running <- (1 - rate) running + rate pending; the weight tells how much of running is data."""
-        for side in "xy":
-            for name in self.moments:
-                getattr(self, f"running_{side}_{name}").lerp_(getattr(self, f"pending_{side}_{name}"), rate)
-            low = getattr(self, f"running_{side}_minimum")
-            low.copy_(torch.minimum(low, getattr(self, f"pending_{side}_minimum")))
-        self.running_weight.lerp_(torch.ones_like(rate), rate)
-        self.folds.add_(self.pending_weight.long())
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing is pending."""
-        for side in "xy":
-            getattr(self, f"pending_{side}_minimum").fill_(torch.inf)
-            getattr(self, f"pending_{side}_count").zero_()
-        self.pending_weight.zero_()
 
     @contextmanager
     def calibration(self):
@@ -404,7 +327,10 @@ def _buffer_of(p: Projections) -> str:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer."""
+    """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer.
+
+    torch says so in a private function alone; nothing public tells a recomputed pass from a first one.
+    """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -421,16 +347,3 @@ def _count_pass(omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, 
 @_count_pass.register_fake
 def _(omegas, steps, draws, every, module):
     return None
-
-
-_MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
-
-
-def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and minima over all processes of a distributed run."""
-    ranks = torch.distributed
-    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-        sums, low = sums.contiguous(), low.contiguous()
-        ranks.all_reduce(sums)
-        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
-    return sums, low

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap import families, record
-from crt_exp.swap.swap import restore, swap_layers
+from crt_exp.swap.buffers import restore
+from crt_exp.swap.swap import swap_layers
 
 WEIGHTS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")  # of cached_file
@@ -105,7 +107,7 @@ def weights_of(source: str | Path, **fetching: Any) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     from transformers.utils import cached_file
 
-    fetch = lambda name: cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **fetching)
+    fetch = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False, **fetching)
     index = fetch(f"{WEIGHTS[0]}.index.json")
     shards: Iterable[str] = WEIGHTS[:1]
     if index is not None:

@@ -25,7 +25,7 @@ from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.runner.adapters import Adapters
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.fidelity import parsed
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
 from crt_exp.tasks.objectives import following
 

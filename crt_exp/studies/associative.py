@@ -12,7 +12,7 @@ from crt_exp.attention import LinearAttention
 from crt_exp.models import language
 from crt_exp.models.language import LanguageModel
 from crt_exp.studies.fidelity import parsed
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 from crt_exp.tasks.recall import drawn
 
 CALIBRATION = 4      # rows that codebooks and statistics are made of

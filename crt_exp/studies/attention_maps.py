@@ -24,7 +24,7 @@ from crt_exp.studies.amino_acids import PAIRS
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.redraw import after_swap
 from crt_exp.swap.rollout import attention_matrices
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 
 OWN = "a run of task=trembl"
 SWAPPED = ("favorpp", "favorp", "uniform")  # what an exact model is swapped to; the matrices of the first are kept

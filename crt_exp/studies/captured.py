@@ -26,7 +26,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
-from crt_exp.swap.swap import LayerMaker, fill_statistics, swap_layers, swapped_states, unswap_attention
+from crt_exp.swap.calibration import fill_statistics, swapped_states
+from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention
 
 
 @dataclass
@@ -189,8 +190,8 @@ def _exact_branches(heads: int, d: int, scale: float, depth: int, seed: int,
 
 def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     """|estimate - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
-    norm = lambda t: t.double().square().sum(dims).sqrt()
-    return norm(estimate.double() - expected) / norm(expected)
+    error, size = (t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected))
+    return error / size
 
 
 # ---- a pretrained model that reads a text

@@ -19,7 +19,8 @@ from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
 from crt_exp.studies.far_key import PAGE, cells_at
 from crt_exp.studies.fidelity import parsed
-from crt_exp.swap.swap import fill_statistics, learns, unswap_attention
+from crt_exp.swap.calibration import fill_statistics, learns
+from crt_exp.swap.swap import unswap_attention
 from crt_exp.tasks.objectives import repeated
 
 NEAR, FIRST = 64, 16               # of the peers

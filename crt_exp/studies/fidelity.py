@@ -21,7 +21,7 @@ from crt_exp.studies import fidelity_files
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
 from crt_exp.studies.subject import Subject, load
 from crt_exp.metrics import interval
-from crt_exp.swap.swap import fill_statistics, learns
+from crt_exp.swap.calibration import fill_statistics, learns
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named
 WARM = 128                                   # tokens of the call before memory is measured

@@ -22,7 +22,7 @@ from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.memory import in_new_process, peak, reset_peak
 from crt_exp.studies.timing import timed
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
 WARM = 3                         # letters of each that are drawn before time counts

@@ -19,7 +19,7 @@ from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.fidelity import parsed
 from crt_exp.studies.predicted import predicted_error
 from crt_exp.studies.training import Grid
-from crt_exp.swap.swap import calibrate_attention
+from crt_exp.swap.calibration import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 
 ROWS, WIDE = 8, (4.0, 24.0)  # rows of a batch; the range of |x + y|^2 in which closed forms differ

@@ -24,7 +24,7 @@ from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.memory import in_new_process
 from crt_exp.studies.predicted import predicted_errors
 from crt_exp.studies.training import HOME, Grid
-from crt_exp.swap.swap import calibrate_attention
+from crt_exp.swap.calibration import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 
 ENCODER = "encoder"
@@ -36,7 +36,8 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     seconds (units: rounds) and mib of an encoder on `encoder` seconds of audio (x)."""
     yield from training.measure(name, sources, size, keep)
     cells, home = Cells(name, sources, keep), runs.Home(HOME, tuple(sources))
-    grids = {setting: grid for grid in (Grid(**each) for each in size["grids"]) for setting in grid.settings}
+    each_grid = [Grid(**each) for each in size["grids"]]
+    grids = {setting: grid for grid in each_grid for setting in grid.settings}
     begun = {setting: {"start": grid.beginning(home)["overrides"], "sources": list(sources)}
              for setting, grid in grids.items() if grid.begin}
     yield from encoder(cells, name, size.get("encoder", []))

@@ -23,7 +23,8 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.studies.captured import load_tokenizer, positions, relative_error
-from crt_exp.swap.swap import fill_statistics, learns, swapped_states, unswap_attention
+from crt_exp.swap.calibration import fill_statistics, learns, swapped_states
+from crt_exp.swap.swap import unswap_attention
 from crt_exp.tasks.objectives import following
 
 KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}

@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from crt_exp.data import own_table
 from crt_exp.data.tabular import load
-from crt_exp.estimators import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
+from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, above, below, checked
 
@@ -135,11 +135,15 @@ def scaler(train: np.ndarray, kind: str):
     if kind == "none":
         return lambda x: x
     means = np.ma.masked_invalid(train).mean(0, dtype=np.float64).filled(0) if np.isnan(train).any() else None
-    full = lambda x: x if means is None else np.where(np.isnan(x), means, x)
-    train = full(train)
+    train = _filled(train, means)
     if kind == "standard":
         centre, width = train.mean(0, dtype=np.float64), train.std(0, dtype=np.float64)
     else:
         centre, width = train.min(0), np.ptp(train, axis=0)
     width = np.where(width > 0, width, 1)
-    return lambda x: np.nan_to_num((full(x) - centre) / width).astype(np.float32)
+    return lambda x: np.nan_to_num((_filled(x, means) - centre) / width).astype(np.float32)
+
+
+def _filled(x: np.ndarray, means: np.ndarray | None) -> np.ndarray:
+    """With means in the place of missing values."""
+    return x if means is None else np.where(np.isnan(x), means, x)

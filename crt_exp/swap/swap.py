@@ -6,22 +6,18 @@ torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Confor
 """
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.swap import diffusion, families
 from crt_exp.swap import record as configured
-from crt_exp.swap.measured import OPENS, Priced, Watcher, shared_out
+from crt_exp.swap.buffers import restore
 from crt_exp.swap.refusals import SEES, places, refusal
 
 # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
@@ -79,70 +75,6 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     _remove_check(model)
     configured.write(model)
     return model
-
-
-def calibrate_attention(model: nn.Module, batches: Iterable, budget: int | None = None) -> nn.Module:
-    """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal
-    layers are fitted to, and of the queries of cross-attention. Measures each layer's error on the way, for
-    `describe_attention`.
-
-    A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one
-    tensor; tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Layers
-    that attend to their own sequence in both directions fit each by itself and change nothing.
-
-    The error is |output - exact| / |exact| with the layer's own q, k, v and noise, over heads and queries: of the first
-    4 sequences of each batch and at most 128 queries of each, 16 MB of the exact matrix at a time. Warns of layers that
-    are further from exact attention than uniform attention is, the mean of the values that a query may see.
-
-    budget: keys that all causal layers of near-far attention together let each query read, shared out where they take
-    most of the error; `describe_attention` tells how many each has, and `swap_attention` takes them back as a list,
-    open=[...]. Sequences should be longer than `exact_until`, below which nothing is to be seen.
-
-    Returns the model. Raises ValueError where no layer has random features, for no batches, and for a budget that no
-    layer can use or that is too small.
-    """
-    sharing = _sharing(model, budget)
-    with ExitStack() as stack:
-        for state in _states(model).values():
-            stack.callback(state.register_forward_hook(Watcher(state), with_kwargs=True).remove)
-        for state in sharing:
-            stack.callback(state.register_forward_hook(Priced(state), with_kwargs=True).remove)
-        fill_statistics(model, batches)
-    for state, open in zip(sharing, shared_out([state.prices for state in sharing], budget or 0) if sharing else ()):
-        state.set_open(open)
-    if sharing:
-        configured.write(model)
-    _warn_of_errors(model)
-    return model
-
-
-def _sharing(model: nn.Module, budget: int | None) -> list[NearFar]:
-    """The layers that share a budget of keys to open."""
-    if budget is None:
-        return []
-    sharing = [state for state in _states(model).values() if isinstance(state, NearFar) and state.causal
-             and state.sizes.open]
-    if not sharing:
-        raise ValueError(f"budget = {budget}: no layer of this {type(model).__name__} is causal near-far attention "
-                         "that reads keys")
-    if not isinstance(budget, Integral) or budget < OPENS[0] * len(sharing):
-        raise ValueError(f"budget = {budget}: it takes a whole number of at least {OPENS[0] * len(sharing)}, "
-                         f"{OPENS[0]} keys for each of {len(sharing)} layers")
-    return sharing
-
-
-@torch.no_grad()
-def fill_statistics(model: nn.Module, batches: Iterable) -> None:
-    """What `calibrate_attention` does, without measuring."""
-    count = 0
-    with eval_mode(model), ExitStack() as stack:
-        for state in _states(model).values():
-            stack.enter_context(state.calibration())
-        for batch in batches:
-            call(model, batch)
-            count += 1
-    if not count:
-        raise ValueError("no batches to calibrate with")
 
 
 def describe_attention(model: nn.Module):
@@ -344,131 +276,3 @@ def _tell_unreached(model: nn.Module, *_) -> None:
         warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} "
                       f"swapped modules: {_names(unreached)}; they may serve other inputs, or the model may compute "
                       "their attention by other means, which swapping does not change", stacklevel=3)
-
-
-# ---- noise and statistics saved with a Hugging Face model
-
-def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder: str | Path,
-            strict: bool = False) -> None:
-    """from_pretrained leaves the buffers of `swapped` aside, which its class does not know: takes them from the same
-    files, for each layer that they hold; in their number format where that is the model's, as after model.bfloat16().
-    strict: raises ValueError where a layer's buffers are not there."""
-    dtype = next((p.dtype for p in model.parameters()), None)
-    saved = _saved_buffers(files)
-    own_paths = {state.path: _same_path(state.path, saved) for state in states}
-    left = {path: buffers for path, buffers in saved.items() if path not in own_paths.values()}
-    for state in states:
-        own = saved[own_paths[state.path]] if own_paths[state.path] else _same_numbers(state.path, left)
-        fits = own is not None and own.keys() == state.state_dict().keys()
-        if strict and not fits and state.state_dict():
-            raise ValueError(f"{state.path}: its noise and statistics are not in the weights of {folder}: load the "
-                             "others by from_pretrained of its class, and call swap_attention for new noise")
-        if fits:
-            _load(state, own, folder, dtype)
-
-
-def _load(state: nn.Module, own: dict[str, Tensor], folder: str | Path, dtype: torch.dtype | None) -> None:
-    if any(t.dtype == dtype for t in own.values()):
-        state.to(dtype)
-    try:
-        state.load_state_dict(own)
-    except ValueError as error:
-        raise ValueError(f"{state.path} in {folder}: {error}; saved=False makes new noise") from None
-
-
-def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
-    """Path of the layer -> buffers of its `swapped`, without reading other tensors."""
-    from safetensors import safe_open
-
-    saved: dict[str, dict[str, Tensor]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (not a dictionary)
-                path, _, buffer = key.partition(".swapped.")
-                if buffer:
-                    saved.setdefault(path, {})[buffer] = tensors.get_tensor(key)
-    return saved
-
-
-def _same_path(path: str, saved: Iterable[str]) -> str | None:
-    """The saved path of this layer. Those in a bare model and in one with a head differ by a prefix."""
-    same = lambda other: path == other or path.endswith("." + other) or other.endswith("." + path)
-    return next(filter(same, saved), None)
-
-
-def _same_numbers(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor] | None:
-    """The buffers of this layer where save_pretrained gave the model the names of an older version: of the layers that
-    no path given, the one with the same numbers in its path; of several the one whose path begins alike, as those of an
-    encoder and a decoder do not. None where no saved layer has these numbers. ValueError: several may be its own."""
-    numbers = lambda name: tuple(part for part in name.split(".") if part.isdigit())
-    alike = [other for other in saved if numbers(other) == numbers(path)]
-    shared = [_begin_alike(path, other) for other in alike]
-    best = [other for other, count in zip(alike, shared) if count == max(shared)]
-    if len(best) > 1:
-        raise ValueError(f"{path}: the noise that was saved with {' and with '.join(best)} may each be its own; "
-                         "saved=False makes new noise")
-    return saved[best[0]] if best else None
-
-
-def _begin_alike(path: str, other: str) -> int:
-    """Parts that both paths begin with."""
-    pairs = zip(path.split("."), other.split("."))
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-# ---- calibration
-
-def swapped_states(model: nn.Module) -> list[nn.Module]:
-    """The attention that was swapped in, layer by layer."""
-    return [part.swapped for part in model.modules() if "swapped" in part._modules]
-
-
-def learns(model: nn.Module) -> bool:
-    """Whether attention that was swapped in is fitted to what earlier calls saw."""
-    return any(getattr(state, "learns", False) for state in swapped_states(model))
-
-
-@contextmanager
-def eval_mode(model: nn.Module):
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
-def _states(model: nn.Module) -> dict[str, LinearAttention]:
-    """The layers that a calibration concerns, by path."""
-    states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
-              if isinstance(part, LinearAttention)}
-    if not states:
-        names = dict.fromkeys(part.swapped.mechanism for part in model.modules() if "swapped" in part._modules)
-        reason = f"{', '.join(names)} attention keeps no statistics" if names else "call swap_attention first"
-        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate, nor near-far "
-                         f"attention: {reason}")
-    return states
-
-
-def _warn_of_errors(model: nn.Module) -> None:
-    states = _states(model)
-    worse = [f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
-             for path, state in states.items() if state.measured.error > state.measured.uniform]
-    if worse:
-        shown = ", ".join(worse[:3]) + (f" and {len(worse) - 3} more" if len(worse) > 3 else "")
-        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of linear attention is further from "
-                      f"exact attention than the mean of the values is (uniform attention): {shown}. Take more "
-                      "features (m), another mechanism, or leave these layers as they are with layers=[...]",
-                      stacklevel=3)
-
-
-def call(model: nn.Module, batch):
-    """The model's output for a batch, as `calibrate_attention` takes it."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    move = lambda t: t.to(device) if isinstance(t, Tensor) else t
-    if hasattr(batch, "keys"):
-        return model(**{key: move(batch[key]) for key in batch.keys()})  # noqa: SIM118 (tokenizers' own mappings)
-    if isinstance(batch, (tuple, list)):
-        return model(*map(move, batch))
-    return model(move(batch))

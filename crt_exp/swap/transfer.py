@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.swap.swap import call, calibrate_attention, fill_statistics
+from crt_exp.swap.calibration import call, calibrate_attention, fill_statistics
 
 
 class Squares(NamedTuple):
@@ -147,8 +147,7 @@ def learned(states: Iterable[nn.Module]) -> list[nn.Parameter]:
 def squares(out: Tensor, exact: Tensor, real: Tensor | None) -> Squares:
     """Sums over everything, of real queries (B or 1, L) alone where it is said."""
     weight = 1.0 if real is None else real[:, None, :, None].to(exact.dtype)
-    size = lambda t: (t.float().square() * weight).sum()
-    return Squares(size(out - exact), size(exact))
+    return Squares(*((t.float().square() * weight).sum() for t in (out - exact, exact)))
 
 
 def _real(state: AttentionLayer, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor | None:

@@ -37,7 +37,7 @@ from crt_exp.schema import (
     checked,
     parameters,
 )
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.objectives import objective_of
 

@@ -21,7 +21,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import PRESETS, Description, Dropout, LanguageModel, Positions
 from crt_exp.schema import Whole
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 

@@ -11,7 +11,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import Description, LanguageModel, sizes_of
 from crt_exp.models.transformer import Rotary, turned
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
 NAMES = ["exact", "identity", "uniform", "window", "favor", "favorp", "favorpp", "smreg", "relu", "elu", "reformer",

@@ -17,7 +17,7 @@ from crt_exp.data.books import Apart, Packed, Text
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.carried import carried_losses
 from crt_exp.models.language import Description, LanguageModel
-from crt_exp.swap.swap import fill_statistics
+from crt_exp.swap.calibration import fill_statistics
 
 DATA = Path(os.environ.get("CRT_DATA", "none"))
 WORD_ENDS = np.array([0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], np.float32)
