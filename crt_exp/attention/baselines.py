@@ -287,5 +287,6 @@ class Linformer(Baseline):
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         if key_mask is not None:
             y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
-        mix = lambda projection, t: projection[:, :S].to(t.dtype) @ t
-        return F.scaled_dot_product_attention(x, mix(self.key_projection, y), mix(self.value_projection, v), scale=1.0)
+        keys = self.key_projection[:, :S].to(y.dtype) @ y
+        values = self.value_projection[:, :S].to(v.dtype) @ v
+        return F.scaled_dot_product_attention(x, keys, values, scale=1.0)

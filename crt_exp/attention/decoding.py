@@ -42,7 +42,7 @@ class DecodingState:
         counter = None if self._fused else counter  # their denominators are positive
         self._call = Call(phi, noise, params, True, None, Outputs(denominator, normalize), counter)
         held = [t for n in leaves(noise) for t in n.tensors()] + leaves(params)
-        self._seen = [(t, _changes(t)) for t in held]
+        self._seen = [(t, changes(t)) for t in held]
 
     @property
     def sums(self) -> Partial | None:
@@ -132,7 +132,7 @@ class DecodingState:
         return self.kept.sums.shape[0]
 
     def _check(self, x: Tensor, version: Hashable) -> None:
-        changed = any(_changes(t) != count for t, count in self._seen)
+        changed = any(changes(t) != count for t, count in self._seen)
         if changed or (version is not None and version != self.version):
             raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which "
                              f"have changed since (now {version}): start a new state, and keep them fixed while "
@@ -166,8 +166,11 @@ def _features(bound: Bound, y: Tensor, x: Tensor) -> tuple[Features, Features]:
     if bound.phi_q is not bound.phi_k:
         return bound.phi_k(y).dense(), bound.phi_q(x).dense()
     f = bound.phi_k(torch.cat([y, x], 2)).dense()
-    row = lambda t, i: t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
-    return Features(row(f.value, 0), row(f.log_scale, 0)), Features(row(f.value, 1), row(f.log_scale, 1))
+    return Features(*(_row(t, 0) for t in f)), Features(*(_row(t, 1) for t in f))
+
+
+def _row(t: Tensor, i: int) -> Tensor:
+    return t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
 
 
 def _added(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
@@ -191,6 +194,6 @@ def _read(kept: Packed, queries: Features) -> Partial:
     return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
 
 
-def _changes(t: Tensor) -> int:
+def changes(t: Tensor) -> int:
     """How often a tensor was changed in place, where it counts that."""
     return 0 if t.is_inference() else t._version

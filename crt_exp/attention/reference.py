@@ -85,8 +85,8 @@ def _block(value: Tensor, log: Tensor, fk: Features, seen: Tensor) -> Kernel:
     log = log.unsqueeze(-2) + fk.log_scale.unsqueeze(-3)                           # (B, H, l, S, M)
     top = log.detach().amax(-1)
     terms = torch.exp(log - top.unsqueeze(-1)) * value.unsqueeze(-2) * fk.value.unsqueeze(-3)
-    hidden = lambda t: torch.where(seen, t, 0.0)
-    return Kernel(hidden(terms.sum(-1)), hidden(terms.abs().sum(-1)), torch.where(seen, top, -torch.inf))
+    total, modulus = (torch.where(seen, t, 0.0) for t in (terms.sum(-1), terms.abs().sum(-1)))
+    return Kernel(total, modulus, torch.where(seen, top, -torch.inf))
 
 
 def _guarded(total: Tensor, modulus: Tensor, denominator: str) -> Tensor:

@@ -73,8 +73,9 @@ def total(states: Partial) -> Partial:
     """The sum over the first dimension, in the scale of the largest."""
     top = states.log_scale.amax(0)
     weights = torch.exp(states.log_scale - finite(top))
-    add = lambda t: None if t is None else (t * weights).sum(0)
-    return Partial(add(states.numerator), add(states.denominator), top, add(states.modulus))
+    numerator, denominator, modulus = (None if t is None else (t * weights).sum(0)
+                                       for t in (states.numerator, states.denominator, states.modulus))
+    return Partial(numerator, denominator, top, modulus)
 
 
 def _hidden_from(states: Partial, rank: int) -> Partial:

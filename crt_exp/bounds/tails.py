@@ -56,7 +56,10 @@ def _best_tilt(law: Law, epsilon: float) -> tuple[float, float]:
     level = math.exp(float(law.log_moment(1)) - log_max) + epsilon * math.exp(-log_max)
     if level > 1:
         return 0.0, 0.0
-    loss = lambda u: log_mgf(law, math.exp(u)) - math.exp(u) * level
+
+    def loss(u: float) -> Tensor:
+        return log_mgf(law, math.exp(u)) - math.exp(u) * level
+
     bounds = (math.log(1e-6), math.log(MAX_TILT))
     result = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-4})
     return math.exp(result.x), max(0.0, -float(result.fun))

@@ -131,8 +131,9 @@ class Examples:
         draw = random.Random(seed).random
         order = [draw() for _ in range(len(self))]
         chosen = sorted(sorted(range(len(self)), key=order.__getitem__)[:n])
-        pick = lambda values: None if values is None else [values[i] for i in chosen]
-        return replace(self, sentence1=pick(self.sentence1), sentence2=pick(self.sentence2), labels=pick(self.labels),
+        first, second, labels = (None if values is None else [values[i] for i in chosen]
+                                 for values in (self.sentence1, self.sentence2, self.labels))
+        return replace(self, sentence1=first, sentence2=second, labels=labels,
                        source=f"{self.source}, {n} of {len(self)} examples drawn with seed {seed}")
 
 

@@ -1,6 +1,7 @@
 """Sets of the Hugging Face hub, and files in its formats, streamed: never stored whole, and shared by processes."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from tarfile import TarError
 from typing import Any
 
@@ -23,7 +24,7 @@ def hub_examples(name: str, config: str | None = None, split: str = "train", ran
     from datasets import load_dataset
     from datasets.distributed import split_dataset_by_node
 
-    load = lambda: load_dataset(name, config, split=split, streaming=True, data_files=data_files)
+    load = partial(load_dataset, name, config, split=split, streaming=True, data_files=data_files)
     stream = prepared(from_hub(load, name, otherwise, first_of(data_files, split)))
 
     def examples(epoch: int, skip: int) -> Iterator[dict[str, Any]]:

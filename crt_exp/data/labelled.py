@@ -10,6 +10,7 @@ Legend: n examples of a split, L symbols of a row.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
@@ -197,11 +198,13 @@ def passages(seed: int, cache_dir: str | None) -> dict[str, Labelled]:
     arrays: dict[str, np.ndarray] = {}
     for which, (split, file) in enumerate(files.items()):
         key = key_of("passages 1", PASSAGE, PASSAGES[split], seed, content(file))
-        drawn = lambda file=file, split=split, which=which: flat(split, *drawn_passages(
-            articles(file), PASSAGES[split], np.random.default_rng([seed, which])))
-        arrays |= cached(cache_dir, key, drawn)
+        arrays |= cached(cache_dir, key, partial(passages_of, split, file, [seed, which]))
     rows = {split: np.split(arrays[f"{split}_symbols"], arrays[f"{split}_ends"][:-1]) for split in SPLITS}
     return {split: Labelled(rows[split], arrays[f"{split}_labels"]) for split in SPLITS}
+
+
+def passages_of(split: str, file: Path, seed: list[int]) -> dict[str, np.ndarray]:
+    return flat(split, *drawn_passages(articles(file), PASSAGES[split], np.random.default_rng(seed)))
 
 
 def articles(file: Path) -> list[list[np.ndarray]]:

@@ -137,15 +137,14 @@ def table(particles: int):
     spec = mujoco.MjSpec()
     spec.option.integrator, spec.option.timestep = mujoco.mjtIntegrator.mjINT_IMPLICITFAST, STEP
     spec.option.gravity = [0, 0, 0]                      # the table carries everything
-    damping = lambda value: [value, 0, 0]
     for arm, base in enumerate(BASES):
         parent = spec.worldbody.add_body(pos=[*base, 0.3])
         for joint in ("shoulder", "elbow"):
-            parent.add_joint(name=f"{joint}_{arm}", type=hinge, axis=[0, 0, 1], damping=damping(0.5))
+            parent.add_joint(name=f"{joint}_{arm}", type=hinge, axis=[0, 0, 1], damping=[0.5, 0, 0])
             parent.add_geom(type=capsule, fromto=[0, 0, 0, LINKS, 0, 0], size=[0.03, 0, 0], mass=0.5, contype=0,
                             conaffinity=0)
             parent = parent.add_body(pos=[LINKS, 0, 0])
-        parent.add_joint(name=f"brush_{arm}", type=slide, axis=[0, 0, 1], damping=damping(1.0))
+        parent.add_joint(name=f"brush_{arm}", type=slide, axis=[0, 0, 1], damping=[1.0, 0, 0])
         parent.add_geom(type=box, size=[0.02, BRUSH, 0.04], pos=[0, 0, -0.27], mass=0.1, contype=2, conaffinity=1)
         for joint in ("shoulder", "elbow", "brush"):
             servo = spec.add_actuator(name=f"{joint}_{arm}", target=f"{joint}_{arm}",
@@ -154,7 +153,7 @@ def table(particles: int):
     for i in range(particles):
         body = spec.worldbody.add_body(pos=[0, 0, 0.02])
         for axis, joint in (([1, 0, 0], "x"), ([0, 1, 0], "y")):
-            body.add_joint(name=f"{joint}_{i}", type=slide, axis=axis, damping=damping(0.5))
+            body.add_joint(name=f"{joint}_{i}", type=slide, axis=axis, damping=[0.5, 0, 0])
         body.add_geom(type=disc, size=[DISC, 0.02, 0], mass=0.02, contype=1, conaffinity=3)
     model = spec.compile()
     return model, mujoco.MjData(model)

@@ -76,8 +76,9 @@ class Projections:
 
     def of_part(self, part: int) -> "Projections":
         """The same for part number `part` of a map whose parts are independent."""
-        within = lambda name: f"{part}_{name}" if name else str(part)
-        return replace(self, name=within(self.name), begin=None if self.begin is None else within(self.begin))
+        name, begin = (None if name is None else f"{part}_{name}" if name else str(part)
+                       for name in (self.name, self.begin))
+        return replace(self, name=name, begin=begin)
 
 
 @dataclass(frozen=True)

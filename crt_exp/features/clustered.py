@@ -92,8 +92,9 @@ class ClusteredMap(InBlocks):
 
     def unknown(self, d: int) -> Clusters:
         """Before anything is known: M = 1 for all pairs, which makes every base PosRF."""
-        zeros = lambda n: torch.zeros(n, d, dtype=torch.float64)
-        return Clusters(zeros(self.queries), zeros(self.keys), zeros(self.pairs) + 1, zeros(self.pairs))
+        r, t, size, imaginary = (torch.zeros(count, d, dtype=torch.float64)
+                                 for count in (self.queries, self.keys, self.pairs, self.pairs))
+        return Clusters(r, t, size + 1, imaginary)
 
 
 @dataclass(frozen=True)
@@ -273,11 +274,15 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         coefficients = self.made_of()[0]
         seen = [c.between(x, y, p) for c, p in zip(coefficients, params)]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
-        both = lambda u, v: (torch.exp(-(u - v).square().sum(-1) / 2) + torch.exp(-(u + v).square().sum(-1) / 2)) / 2
-        products = [[a * b + (both(u, v) - a * b) / n for b, v in zip(means, seen)] for a, u in zip(means, seen)]
+        products = [[a * b + (_both_signs(u, v) - a * b) / n for b, v in zip(means, seen)] for a, u in zip(means, seen)]
         rest = [a - sum(row) for a, row in zip(means, products)]           # E lambda_k (1 - sum)
         last = 1 - sum(means) - sum(rest)
         return [*([*row, r] for row, r in zip(products, rest)), [*rest, last]]
+
+
+def _both_signs(u: Tensor, v: Tensor) -> Tensor:
+    """The mean of exp(-|u - v|^2 / 2) and exp(-|u + v|^2 / 2)."""
+    return (torch.exp(-(u - v).square().sum(-1) / 2) + torch.exp(-(u + v).square().sum(-1) / 2)) / 2
 
 
 # ---- clusters of vectors

@@ -7,7 +7,9 @@ S_s = |x + s y|^2; w = 1 - 8A = e^(a + ib), |b| < pi/2, is the domain where the 
 Variances are given relative to the squared kernel, which makes them the same for both kernels and free of cancellation.
 """
 
+import cmath
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -316,11 +318,11 @@ class GERF(FeatureMap):
         log_d = noise.d / 4 * torch.log(1 - 4 * A)
         C = -s / 2 if self.kernel == "softmax" else -(s + 1) / 2
         projected = noise.project(x)
-        cast = lambda t: t.to(x.dtype)
-        log_scale = (cast(log_d.real - math.log(noise.m) / 2) + cast(A.real * noise.sq_norm)
-                     + cast(B.real) * projected + cast(C) * sq_norm(x))
-        turn = torch.remainder(log_d.imag, 2 * math.pi)
-        phase = cast(turn) + cast(A.imag * noise.sq_norm) + cast(B.imag) * projected
+        scale, of_norms, turn, turn_of_norms = (t.to(x.dtype) for t in (
+            log_d.real - math.log(noise.m) / 2, A.real * noise.sq_norm, torch.remainder(log_d.imag, 2 * math.pi),
+            A.imag * noise.sq_norm))
+        log_scale = scale + of_norms + B.real.to(x.dtype) * projected + C.to(x.dtype) * sq_norm(x)
+        phase = turn + turn_of_norms + B.imag.to(x.dtype) * projected
         value = torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1)
         return Features(value, torch.cat([log_scale, log_scale], -1))
 
@@ -372,7 +374,10 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
     The second moment d log cosh(a/2) + log1p(exp(-(1 + e^-a) S_-)) has one minimum, in [-0.82, 0].
     """
     s_minus = s_minus.double()
-    moment = lambda a: d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)))
+
+    def moment(a: Tensor) -> Tensor:
+        return d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)))
+
     a = zoom(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
     candidates = torch.stack([a, torch.zeros_like(a)], -1)  # 0 is TrigRF itself, exact where it is the optimum
     a = candidates.gather(-1, moment(candidates).argmin(-1, keepdim=True)).squeeze(-1)
@@ -404,20 +409,28 @@ def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:
 
 
 def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
-    import cmath
-
     from scipy.optimize import minimize
 
-    to_a = lambda v: (1 - cmath.exp(complex(v[0], math.pi / 2 * math.tanh(v[1])))) / 8
     target = torch.tensor(s_s, dtype=torch.float64)
-    moment = lambda A: float(gerf_log_relative_second_moment(torch.tensor(A, dtype=torch.complex128), s, target, d))
+
+    def moment(A: complex) -> float:
+        return float(gerf_log_relative_second_moment(torch.tensor(A, dtype=torch.complex128), s, target, d))
+
+    def moment_at(point: Sequence[float]) -> float:
+        return moment(_complex_a(point))
+
     begin = cmath.log(1 - 8 * start).real
     best, best_moment = start, moment(start)
     for v0 in ([begin, 0.0], [begin, 0.1], [0.0, 0.1]):
-        result = minimize(lambda v: moment(to_a(v)), v0, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-13})
+        result = minimize(moment_at, v0, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-13})
         if result.fun < best_moment - 1e-9:
-            best, best_moment = to_a(result.x), result.fun
+            best, best_moment = _complex_a(result.x), result.fun
     return best
+
+
+def _complex_a(point: Sequence[float]) -> complex:
+    """A at (a, beta)."""
+    return (1 - cmath.exp(complex(point[0], math.pi / 2 * math.tanh(point[1])))) / 8
 
 
 def check_a(A: Tensor | complex) -> None:

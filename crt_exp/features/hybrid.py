@@ -80,8 +80,8 @@ class HybridMap(InBlocks):
         """Projections of each coefficient and of each base."""
         coefficients, bases = self.made_of()
         n, m = m if isinstance(m, tuple) else (self.n or m, m)
-        spread = lambda k, parts: k if isinstance(k, tuple) else (k,) * len(parts)
-        return spread(n, coefficients), spread(m, bases)
+        n, m = (k if isinstance(k, tuple) else (k,) * len(parts) for k, parts in ((n, coefficients), (m, bases)))
+        return n, m
 
     def fit(self, stats: Statistics) -> Params:
         return tuple(tuple(part.fit(stats) for part in parts) for parts in self.made_of())
@@ -292,5 +292,8 @@ def _meeting(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
 
 def _named(what: str, part: int | None, needed: Nested) -> Nested:
     prefix = what if part is None else f"{what}_{part}"
-    named = lambda p: replace(p, name=f"{prefix}_{p.name}" if p.name else prefix)
+
+    def named(p: Projections) -> Projections:
+        return replace(p, name=f"{prefix}_{p.name}" if p.name else prefix)
+
     return mapped(named, needed) if not isinstance(needed, Projections) else named(needed)

@@ -338,8 +338,11 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
 
 def paths(steps: list, scores: list[float], blank: int) -> list[Hypothesis]:
     """steps: of each utterance the symbols, and the frames, of all steps of a search."""
-    said = [[(s, t) for s, t in zip(*row) if s != blank] for row in steps]
-    return [Hypothesis([s for s, _ in row], [t for _, t in row], score) for row, score in zip(said, scores)]
+    paths = []
+    for (symbols, frames), score in zip(steps, scores):
+        said = [i for i, symbol in enumerate(symbols) if symbol != blank]
+        paths.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said], score))
+    return paths
 
 
 class Beam:

@@ -8,6 +8,7 @@ attention.
 import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,8 +99,8 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
     if origin.noise:
         check_attention(config, origin, mechanism)
     if origin.weights:
-        load = lambda: auto.from_pretrained(origin.name, config=config, dtype=torch.float32, output_loading_info=True,
-                                            ignore_mismatched_sizes=True)  # as a head for other classes must
+        load = partial(auto.from_pretrained, origin.name, config=config, dtype=torch.float32, output_loading_info=True,
+                       ignore_mismatched_sizes=True)  # as a head for other classes must
         model, info = loaded(load, origin, "weights")
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
@@ -151,9 +152,9 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     heads may be new."""
     prefix = model.base_model_prefix
     prefix = f"{prefix}." if hasattr(model, prefix) else ""  # none in a model without a head
-    inner = lambda name: name.startswith(prefix) and not name.removeprefix(prefix).startswith("pooler.")
-    missing = sorted(name for name in info["missing_keys"] if inner(name))
-    shapes = sorted(name for name, *_ in info["mismatched_keys"] if inner(name))
+    missing, shapes = (sorted(name for name in names if name.startswith(prefix)
+                              and not name.removeprefix(prefix).startswith("pooler."))
+                       for names in (info["missing_keys"], [name for name, *_ in info["mismatched_keys"]]))
     if missing or shapes:
         problem = f"lacks {missing[0]}" if missing else f"has {shapes[0]} in another shape than config.json says"
         more = len(missing) + len(shapes) - 1

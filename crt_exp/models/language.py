@@ -216,14 +216,13 @@ def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:
     Returns whether it has. Raises ConfigError for a weight that is missing, superfluous or of another shape.
     """
     same = mechanism.describe() == kept.mechanism.describe()
-    of_attention = lambda name: ".attention." in name
     tensors = dict(kept.tensors)
     if kept.description.tied:
         tensors["head.weight"] = tensors.get("symbol.weight")
-    taken = {name: tensor for name, tensor in tensors.items() if same or not of_attention(name)}
+    taken = {name: tensor for name, tensor in tensors.items() if same or ".attention." not in name}
     make_room(model, taken)
     own = model.state_dict()
-    wanted = {name for name in own if same or not of_attention(name)}
+    wanted = {name for name in own if same or ".attention." not in name}
     wrong = sorted(wanted ^ taken.keys()) or sorted(name for name in wanted if taken[name].shape != own[name].shape)
     if wrong:
         shapes = [tuple(part[wrong[0]].shape) if wrong[0] in part else "none" for part in (taken, own)]

@@ -30,14 +30,17 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """The reverse of rng_state, before or after a trip through JSON."""
-    unhex = lambda text: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
-    torch.set_rng_state(unhex(state["torch"]))
+    torch.set_rng_state(_from_hex(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(unhex(state["cuda"]))
+        torch.cuda.set_rng_state(_from_hex(state["cuda"]))
+
+
+def _from_hex(digits: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
 
 
 def generators(device: Any) -> list[Any]:

@@ -335,9 +335,13 @@ def commit() -> str | None:
     root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    git = lambda *args: subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!outputs")  # reports are no code
-    return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    # reports are no code
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!outputs")
+    return _git(root, "rev-parse", "HEAD") + ("+changes" if changed else "")
+
+
+def _git(root: Path, *args: str) -> str:
+    return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
 
 
 class NoMirror:

@@ -34,7 +34,10 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
     x, y = x.double(), y.double()
     chunk = max(1, 2**22 // (m * d))  # 32 MiB of rows at a time
     sizes = [chunk] * (draws // chunk) + [draws % chunk] * (draws % chunk > 0)
-    draw = lambda p, size: sampler(p.m, d, generator, batch=(size,), dtype=torch.float64)
+
+    def draw(p, size: int) -> Noise:
+        return sampler(p.m, d, generator, batch=(size,), dtype=torch.float64)
+
     noises = (phi.noise(m, partial(draw, size=size)) for size in sizes)
     ratios = torch.cat([estimate_ratios(phi, x, y, noise, params) for noise in noises])
     return Bias(ratios.mean(0), ratios.std(0) / draws**0.5)

@@ -40,7 +40,10 @@ def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
 
     m, d = check(m, d, batch, generator)
     skip = 0 if scramble else 1
-    draw = lambda seed: Halton(d, scramble=scramble, seed=seed).random(m + skip)[skip:]
+
+    def draw(seed):
+        return Halton(d, scramble=scramble, seed=seed).random(m + skip)[skip:]
+
     return _quasi(draw, generator, batch, scramble, dtype)
 
 
@@ -56,7 +59,11 @@ def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple
     if d > SOBOL_MAX_DIM:
         raise ValueError(f"d = {d}: Sobol points exist up to d = {SOBOL_MAX_DIM}; use halton or orthogonal")
     skip = 0 if scramble else 1
-    draw = lambda seed: Sobol(d, scramble=scramble, seed=seed).random_base2((m + skip - 1).bit_length())[skip:m + skip]
+
+    def draw(seed):
+        points = Sobol(d, scramble=scramble, seed=seed).random_base2((m + skip - 1).bit_length())
+        return points[skip:m + skip]
+
     return _quasi(draw, generator, batch, scramble, dtype, spacing=2.0**-30 if scramble else 0.0)
 
 

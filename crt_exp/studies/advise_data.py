@@ -31,7 +31,10 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
         raise DataError(f"task.images = {folder}: there is no such folder")
     files = sorted(images.below(place))
     judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
-    read = lambda i: transform(images.read(place / files[i]))[None]
+
+    def read(i: int) -> Tensor:
+        return transform(images.read(place / files[i]))[None]
+
     labels = [label_of(files[i], classes) for i in judged]
     return BatchPanel(loaded, [read(i) for i in judged], [read(i) for i in training], noun="images", seed=seed,
                       labels=None if None in labels else [torch.tensor([label]) for label in labels])

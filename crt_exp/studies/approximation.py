@@ -7,7 +7,7 @@ Legend: H heads, m projections, M features. An error is relative, in the Frobeni
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,10 @@ class Approximation:
         of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed) for name, phi in every.items()
                  if phi.estimates}
         unbiased = [name for name in of_maps if estimates_softmax(Mechanism.of(features=name).map())]
-        best = lambda names: [min(names, key=lambda name: of_maps[name][h]) for h in range(layer.heads)]
+
+        def best(names: Iterable[str]) -> list[str]:
+            return [min(names, key=lambda name: of_maps[name][h]) for h in range(layer.heads)]
+
         return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(),
                 "best": best(of_maps), "best_unbiased": best(unbiased),
                 "log_relative_mse": {name: [_number(v) for v in values] for name, values in of_maps.items()}}
@@ -181,10 +184,11 @@ class Approximation:
         errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
                   "the last hidden states": "hidden_error"}
         shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)
-        count = lambda key: ", ".join(f"{name} {n}" for name, n in last[key].items())
+        best, unbiased = (", ".join(f"{name} {n}" for name, n in last[key].items())
+                          for key in ("best", "best_unbiased"))
         return (f"{self.table(records)}{self.warning(records)}\n"
-                f"heads by the mechanism that the closed forms predict best at equal M: {count('best')} "
-                f"(of the unbiased ones: {count('best_unbiased')}){bias_sentence(last)}\n"
+                f"heads by the mechanism that the closed forms predict best at equal M: {best} "
+                f"(of the unbiased ones: {unbiased}){bias_sentence(last)}\n"
                 f"{self.source}, m = {last['m']}: relative error {shown}")
 
     def warning(self, records: list[dict]) -> str:

@@ -41,7 +41,10 @@ def hadamard_row(d: int, m: int) -> list:
 def haar_row(batch: tuple[int, ...], d: int) -> list:
     """Orthogonal factors of the same Gaussian matrices; drawing those is a column of its own."""
     g = torch.randn(*batch, d, d, dtype=torch.float64)
-    loop = lambda: torch.stack([torch.linalg.qr(one)[0] for one in g.flatten(0, -3)])
+
+    def loop() -> torch.Tensor:
+        return torch.stack([torch.linalg.qr(one)[0] for one in g.flatten(0, -3)])
+
     times = medians({"householder": lambda: householder_qr(g), "cholesky": lambda: cholesky_qr(g), "loop": loop,
                      "normals": lambda: torch.randn_like(g)})
     return ["x".join(map(str, batch)), d, *times]
@@ -50,8 +53,9 @@ def haar_row(batch: tuple[int, ...], d: int) -> list:
 def givens_row(d: int) -> list:
     """Projection of 256 vectors by one block: the rows, or the walk itself."""
     x, weight = torch.randn(256, d), givens(d, d).rows()
-    walk = lambda: kac_walk(x.mT.unsqueeze(0), 4 * math.ceil(d * math.log(d)), None)
-    return [d, *medians({"dense": lambda: x @ weight.mT, "walk": walk}, repeats=3)]
+    steps = 4 * math.ceil(d * math.log(d))
+    return [d, *medians({"dense": lambda: x @ weight.mT, "walk": lambda: kac_walk(x.mT.unsqueeze(0), steps, None)},
+                        repeats=3)]
 
 
 def fit_row(label: str, shape: tuple[int, ...], m: int) -> list:

@@ -66,11 +66,12 @@ class Clusters:
     def points_of(self, seed: int) -> tuple[Tensor, Tensor]:
         """Queries and keys, (2 points, d) each, of the length asked for."""
         g = generator(seed, 1)
-        around = lambda centre: centre + self.spread / self.d**0.5 * torch.randn(
-            self.points, self.d, generator=g, dtype=torch.float64)
-        sides = (torch.cat([around(centre) for centre in centres]) for centres in self.centres(seed))
+        sides = (torch.cat([self.around(centre, g) for centre in centres]) for centres in self.centres(seed))
         x, y = (self.length * torch.nn.functional.normalize(side, dim=-1) for side in sides)
         return x, y
+
+    def around(self, centre: Tensor, g: torch.Generator) -> Tensor:
+        return centre + self.spread / self.d**0.5 * torch.randn(self.points, self.d, generator=g, dtype=torch.float64)
 
     def random_pairs(self, xs: Tensor, ys: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))

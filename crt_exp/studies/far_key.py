@@ -40,11 +40,10 @@ def drawn(length: int, clustered: bool, seed: int) -> Heads:
 
 def keys_of(length: int, clustered: bool, g: torch.Generator) -> Tensor:
     """(H, L, d): iid normal, or in CLUSTERS normal clusters with 0.64 of the variance between them."""
-    draw = lambda *size: torch.randn(*size, generator=g)
-    k = draw(HEADS, length, D)
+    k = torch.randn(HEADS, length, D, generator=g)
     if clustered:
         at = torch.randint(CLUSTERS, (HEADS, length), generator=g)
-        k = 0.6 * k + 0.8 * rows(draw(HEADS, CLUSTERS, D), at)
+        k = 0.6 * k + 0.8 * rows(torch.randn(HEADS, CLUSTERS, D, generator=g), at)
     return k
 
 

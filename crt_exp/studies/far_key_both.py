@@ -65,14 +65,15 @@ def improved_clustered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = (centres @ k.mT).softmax(-1)                                                   # (1, H, C, L)
     mass, best = weights.topk(min(READ, k.shape[2]), -1)
     rest = weights.scatter(-1, best, 0.0) @ v                                                # (1, H, C, dv)
-    of_query = lambda t: rows(t.flatten(0, 1), cell.flatten(0, 1)).unsqueeze(0)              # (1, H, L, .)
-    at, own = of_query(best), torch.empty_like(v)
+    at, mass, rest = (rows(t.flatten(0, 1), cell.flatten(0, 1)).unsqueeze(0)                  # (1, H, L, .)
+                      for t in (best, mass.sum(-1, keepdim=True), rest))
+    own = torch.empty_like(v)
     for i in range(0, q.shape[2], NEAR):
         part = slice(i, i + NEAR)
         near_k, near_v = (rows(t.flatten(0, 1), at[0, :, part]).unsqueeze(0) for t in (k, v))    # (1, H, n, READ, .)
         logits = (near_k @ q[:, :, part].unsqueeze(-1)).squeeze(-1)
         own[:, :, part] = (logits.softmax(-1).unsqueeze(-2) @ near_v).squeeze(-2)
-    return of_query(mass.sum(-1, keepdim=True)) * own + of_query(rest)
+    return mass * own + rest
 
 
 def monarch(q: Tensor, k: Tensor, v: Tensor, turns: int = TURNS) -> Tensor:

@@ -60,7 +60,10 @@ class Flops:
         phi = mechanism.map("softmax")
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
-        cost = lambda m: flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+
+        def cost(m: int) -> float:
+            return flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+
         m = most_within(cost, budget)
         if not m:
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}

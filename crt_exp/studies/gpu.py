@@ -8,7 +8,9 @@ inputs. With `device="cpu"` the same code runs at small sizes, as tests do.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
         raise NoGPU("this report is measured on a GPU, and torch sees none here (torch.cuda.is_available() is False)")
     cells = Cells(name, sources, keep)
     keys = [{"what": what, "length": length, "causal": causal, "process": process, "device": device}
-            for process in range(size["processes"]) for causal in (False, True) for length in size["lengths"]
+            for process, causal, length in product(range(size["processes"]), (False, True), size["lengths"])
             for what in ("attention", "token")[:1 + causal]]
     keys += [{"what": model, "length": 0, "causal": False, "process": process, "device": device}
              for process in range(size["processes"]) for model in size["models"]]
@@ -136,12 +138,12 @@ def linear(causal: bool) -> Callable[..., Tensor]:
 @torch.no_grad()
 def tokens(length: int, device: str) -> Iterator[tuple[str, str, str, float]]:
     """A token behind so many: the state of linear attention, all keys of exact attention."""
-    draw = lambda n: torch.randn(3, 1, HEADS, n, D, device=device, dtype=torch.bfloat16)
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     pasts = {}
     for arm in ARMS:
         pasts[arm] = layer(arm, True, device).past()
-        pasts[arm].step(*draw(length))
-    for arm, (ms, _) in in_turns(lambda arm: pasts[arm].step(*draw(1)), pasts, device).items():
+        pasts[arm].step(*draw(3, 1, HEADS, length, D))
+    for arm, (ms, _) in in_turns(lambda arm: pasts[arm].step(*draw(3, 1, HEADS, 1, D)), pasts, device).items():
         yield "", arm, "ms", ms
 
 

@@ -6,6 +6,7 @@ have no projections: they stand at every m.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     keys = {place: {"heads": place[0], "S": place[1], "features": place[2], "sampler": place[3],
                     "ms": list(ms_of(place[2])), "samples": samples} for place in places()}
     others = {(heads, S, attention): {"heads": heads, "S": S, "attention": attention, "samples": samples}
-              for heads in HEADS for S in SUMS for attention in WHOLE}
+              for heads, S, attention in product(HEADS, SUMS, WHOLE)}
     cells.fill([*keys.values()], errors, f"{name}: maps").fill([*others.values()], whole_errors, f"{name}: near-far")
     for (heads, S, features, sampler), key in keys.items():
         for m, values in zip(ms_of(features), cells[key]["mse"]):
@@ -67,7 +68,7 @@ def title(heads: str, S: int) -> str:
 def places() -> list[tuple[str, int, str, str]]:
     """Heads, mean |x + y|^2, features, sampler; those with the same queries and keys follow each other."""
     every = [(f, s) for f in drawing.maps(WITHOUT) for s in drawing.samplers() if goes(f, s)]
-    return [(heads, S, *arm) for heads in HEADS for S in SUMS for arm in (every if S == EVERY else FOLLOWED)]
+    return [(heads, S, *arm) for heads, S in product(HEADS, SUMS) for arm in (every if S == EVERY else FOLLOWED)]
 
 
 def goes(features: str, sampler: str) -> bool:

@@ -63,8 +63,7 @@ def of_depth(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int,
 
 def of_all(rows: list[dict]) -> dict[str, Any]:
     layers = [row for row in rows if row["split"] == "layer"]
-    mean = lambda name: sum(row[name] for row in layers) / len(layers)
-    means = {name: mean(name) for name in ERRORS if name in layers[0]}
+    means = {name: sum(row[name] for row in layers) / len(layers) for name in ERRORS if name in layers[0]}
     depth = next(({"hidden_error": row["hidden_error"]} for row in rows if row["split"] == "depth"), {})
     return means | depth | {"final": True}
 

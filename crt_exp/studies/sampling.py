@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.features import OPRF, TrigRF
+from crt_exp.features import OPRF, FeatureMap, TrigRF
 from crt_exp.sampling import (
     ClassSampler,
     DenseFeatures,
@@ -191,7 +191,10 @@ def adaptive_step(classes: int, hidden: Tensor, targets: Tensor) -> Callable[[],
 def proposals(head: nn.Linear, spread: float, ms: tuple[int, ...], seed: int) -> dict[str, ClassSampler]:
     """Each law by name. The kernel's temperature makes it the softmax of vectors of the mean lengths, or twice that."""
     classes, d = head.weight.shape
-    law = lambda phi, m, flatter=1: TreeFeatures(phi, classes, d, m=m, temperature=flatter / spread, seed=seed)
+
+    def law(phi: FeatureMap, m: int, flatter: int = 1) -> TreeFeatures:
+        return TreeFeatures(phi, classes, d, m=m, temperature=flatter / spread, seed=seed)
+
     made = {"uniform": Uniform(classes), "log-uniform": LogUniform(classes), "unigram": Unigram(zipf(classes) ** 0.75),
             "exact softmax": ExactSoftmax(head)}
     made |= {f"FAVOR++, m = {m}": law(OPRF(), m) for m in ms}

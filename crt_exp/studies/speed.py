@@ -323,8 +323,8 @@ def peers(length: int) -> dict[str, Callable[[], Method]]:
 def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries and keys with |x + y|^2 of 10 or so, as pretrained models have; values and an incoming gradient."""
     g = torch.Generator().manual_seed(1)
-    draw = lambda scale: (scale * torch.randn(1, HEADS, length, D, generator=g))
-    return *(draw(s).requires_grad_() for s in (0.28, 0.28, 1.0)), draw(1.0)
+    q, k, v, grad = (scale * torch.randn(1, HEADS, length, D, generator=g) for scale in (0.28, 0.28, 1.0, 1.0))
+    return *(t.requires_grad_() for t in (q, k, v)), grad
 
 
 def forward(method: Method, tensors) -> None:

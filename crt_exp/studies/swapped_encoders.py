@@ -95,7 +95,8 @@ def unigram(task: Any) -> float:
 
 def share(cells: Cells, keys: Sequence[Key]) -> float:
     """Of the heads of all encoders, those whose mean |x + y|^2 lies between LOW and HIGH."""
-    return float(np.mean([LOW <= s <= HIGH for key in keys for layer in cells[key]["S"] for s in layer]))
+    sums = np.concatenate([layer for key in keys for layer in cells[key]["S"]])
+    return float(np.mean((sums >= LOW) & (sums <= HIGH)))
 
 
 def of_looks(cells: Cells, keys: Sequence[Key], kind: str, each: str) -> Iterator[Draw]:

@@ -8,6 +8,7 @@ A type whose configuration does not shrink to a model, or whose model takes no b
 
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,8 +147,7 @@ def shrunk(key: str, value: Any) -> Any:
         if size == "kv_heads":
             return min(value, 2) if value > 0 else value
         return value if size is None else min(size, value) if value > 0 else value
-    whole = lambda v: isinstance(v, int) and not isinstance(v, bool)
-    if isinstance(value, (list, tuple)) and value and all(map(whole, value)):
+    if isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
         size = _size(key)
         if isinstance(size, int) and len(set(value)) == 1:
             return type(value)(min(size, v) for v in value)
@@ -174,7 +174,7 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
     """Batches that a model may take, to be tried in turn, after the names of its arguments."""
     names = list(inspect.signature(model.forward).parameters)
     config, g = model.config, torch.Generator().manual_seed(0)
-    randn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    randn = partial(torch.randn, generator=g, dtype=torch.float64)
     text = {"input_ids": tokens()} if "input_ids" in names else {}
     if "decoder_input_ids" in names:
         text["decoder_input_ids"] = tokens(seed=3)
@@ -260,8 +260,8 @@ def timm_names() -> list[str]:
     files: dict[str, list[str]] = {}
     for name in timm.list_models():
         files.setdefault(timm.model_entrypoint(name).__module__, []).append(name)
-    smallest = lambda names: min(sorted(names, key=lambda name: (len(name), name))[:6], key=_timm_parameters)
-    return sorted(smallest(names) for names in files.values())
+    short = (sorted(names, key=lambda name: (len(name), name))[:6] for names in files.values())
+    return sorted(min(names, key=_timm_parameters) for names in short)
 
 
 def _timm_parameters(name: str) -> int:

@@ -146,7 +146,8 @@ def began(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw
 def train_all(grid: Grid, home: runs.Home, cells: Cells, settings: Sequence[str], arms: Sequence[str],
               label: str) -> None:
     """Seed by seed, so that an interrupted measurement has whole seeds, and arms that others go on from first."""
-    for part in ([arm for arm in arms if arm in grid.arms], [arm for arm in arms if arm in grid.moved]):
+    for stage in (grid.arms, grid.moved):
+        part = [arm for arm in arms if arm in stage]
         most = max((grid.count(arm) for arm in part), default=0)
         keys = [grid.key(setting, arm, seed, home) for seed, setting, arm in product(range(most), settings, part)
                 if seed < grid.count(arm) and arm in grid.names(setting)]

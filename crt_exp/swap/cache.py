@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLay
 from transformers.generation import GenerationMixin
 
 from crt_exp.attention.checks import repeat_heads
+from crt_exp.attention.decoding import changes
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.nearfar.past import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
@@ -297,11 +298,10 @@ class RecurrentLayer(DynamicLayer):
             super().batch_select_indices(rows.to(self.keys.device))
         if self.state is None:
             return
-        chosen = lambda t: None if t is None else t[rows.to(t.device)]
         for state in {id(s): s for s in (self.state, self.before) if s is not None}.values():
             state.select(rows.to(self.device))
-        self.window = [tuple(chosen(t) for t in part) for part in self.window]
-        self._set_padding(chosen(self.padding))
+        self.window = [tuple(_chosen(t, rows) for t in part) for part in self.window]
+        self._set_padding(_chosen(self.padding, rows))
 
     def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
         """Another cache of the same tokens, whose layer is still that of the model.
@@ -314,12 +314,15 @@ class RecurrentLayer(DynamicLayer):
         return other
 
 
+def _chosen(t: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if t is None else t[rows.to(t.device)]
+
+
 def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
     """The tensors that a state depends on and how often each was changed in place;
     reading them would wait for a device."""
-    decides = lambda name: name in ("draws", "folds") or name.startswith(("omega", "running_", "clusters."))
-    changes = lambda t: 0 if t.is_inference() else t._version
-    return [(t, changes(t)) for name, t in swapped.named_buffers() if decides(name)]
+    return [(t, changes(t)) for name, t in swapped.named_buffers()
+            if name in ("draws", "folds") or name.startswith(("omega", "running_", "clusters."))]
 
 
 # ---- how models get such caches

@@ -272,11 +272,14 @@ def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
     known = {path for path, part in model.named_modules() if family(part)}
     alike = {path: part for path, part in model.named_modules()
              if path not in known and _looks_like_attention(type(part))}
-    inside = lambda a, b: a.startswith(f"{b}." if b else "") and a != b
-    part_of_known = lambda path: any(inside(path, other) for other in known)
-    wraps = lambda path: any(inside(other, path) for other in (*known, *alike))
     return [(path or type(part).__name__, part) for path, part in alike.items()
-            if not part_of_known(path) and not wraps(path)]
+            if not any(_inside(path, other) for other in known)
+            and not any(_inside(other, path) for other in (*known, *alike))]
+
+
+def _inside(path: str, other: str) -> bool:
+    """Whether the module at a path is a part of the one at another."""
+    return path.startswith(f"{other}." if other else "") and path != other
 
 
 @cache

@@ -84,17 +84,21 @@ class Priced:
 def shared_out(layers: list[dict[int, Measured]], budget: int) -> list[int]:
     """How many keys each layer opens, of OPENS, at most `budget` of all layers together, which is at least OPENS[0] for
     each: the next step is always the one that takes most of the squared relative error for each key."""
-    gain = lambda prices, i: (prices[OPENS[i]].relative_error**2 - prices[OPENS[i + 1]].relative_error**2) / (
-        OPENS[i + 1] - OPENS[i])
     at, left = [0] * len(layers), budget - OPENS[0] * len(layers)
     while True:
-        steps = [(gain(prices, i), n) for n, (prices, i) in enumerate(zip(layers, at))
+        steps = [(_gain(prices, i), n) for n, (prices, i) in enumerate(zip(layers, at))
                  if i + 1 < len(OPENS) and OPENS[i + 1] - OPENS[i] <= left]
         best, n = max(steps, default=(0.0, None))
         if not best > 0:
             return [OPENS[i] for i in at]
         left -= OPENS[at[n] + 1] - OPENS[at[n]]
         at[n] += 1
+
+
+def _gain(prices: dict[int, Measured], i: int) -> float:
+    """How much of the squared relative error each key more takes, from OPENS[i] to the next."""
+    fewer, more = OPENS[i:i + 2]
+    return (prices[fewer].relative_error**2 - prices[more].relative_error**2) / (more - fewer)
 
 
 @torch.no_grad()
@@ -115,11 +119,12 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
     exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
     estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
     uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
-    size = lambda t: float(torch.where(real, t.double(), 0.0).square().sum())
+    exact_square, error, distance = (float(torch.where(real, t.double(), 0.0).square().sum())
+                                     for t in (exact, estimate.double() - exact, uniform.double() - exact))
     into = state.measured if into is None else into
-    into.exact += size(exact)
-    into.error += size(estimate.double() - exact)
-    into.uniform += size(uniform.double() - exact)
+    into.exact += exact_square
+    into.error += error
+    into.uniform += distance
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,

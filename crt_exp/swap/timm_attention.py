@@ -35,13 +35,14 @@ class SwappedTimmRotary(SwappedTimmAttention):
         return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        heads = lambda t: t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.qkv is None:
-            return tuple(heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if getattr(self, "q_bias", None) is None:
-            return tuple(map(heads, self.qkv(x).chunk(3, -1)))  # called, so that an adapter on it counts
-        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-        return tuple(map(heads, F.linear(x, self.qkv.weight, bias).chunk(3, -1)))
+            projected = tuple(project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        elif getattr(self, "q_bias", None) is None:
+            projected = self.qkv(x).chunk(3, -1)  # called, so that an adapter on it counts
+        else:
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+            projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
 
     def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
         from timm.layers.pos_embed_sincos import apply_rot_embed_cat

@@ -276,18 +276,21 @@ class LibriSpeech(Task):
             if number >= plan.start * plan.micro:
                 yield self.batch(examples, [plan.rng(example.row) for example in examples])
 
+    def cost(self, example: Example) -> float:
+        """Seconds that an utterance takes of a batch, at its slowest."""
+        return speech.rounded_up(example.utterance.seconds / min(self.speeds))
+
     def stream_batches(self, read, faults: speech.Faults, plan: Plan) -> Iterator[list[Example]]:
         """Utterances of like length together, among those of a few batches."""
         rows = self.stream_rows(read, faults, plan)
-        cost = lambda example: speech.rounded_up(example.utterance.seconds / min(self.speeds))
         rng = np.random.default_rng([plan.seed, plan.rank, 4])
         while True:
             window, seconds = [], 0.0
             while seconds < WINDOW * self.batch_seconds:
                 window.append(next(rows))
-                seconds += cost(window[-1])
+                seconds += self.cost(window[-1])
             window.sort(key=lambda example: example.utterance.seconds)
-            sizes = packed(np.array([cost(example) for example in window]), self.batch_seconds)
+            sizes = packed(np.array([self.cost(example) for example in window]), self.batch_seconds)
             ends = np.cumsum(sizes)
             for i in rng.permutation(len(sizes)):
                 yield window[ends[i] - sizes[i]:ends[i]]
@@ -341,10 +344,9 @@ class LibriSpeech(Task):
 
     def described_joiner(self) -> str:
         cells, symbols = self.joiner_cells(), len(self.vocabulary) + 1
-        megabytes = lambda width: f"{4 * cells * width / 1e6:.3g} MB"
+        logits, before = (f"{4 * cells * width / 1e6:.3g} MB" for width in (symbols, self.sizes["joiner"]))
         return (f"joiner: a micro-batch of {self.batch_seconds:g} s holds at most {cells} cells (utterances x frames x "
-                f"symbols), {megabytes(symbols)} of logits for {symbols} symbols and "
-                f"{megabytes(self.sizes['joiner'])} before them")
+                f"symbols), {logits} of logits for {symbols} symbols and {before} before them")
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch[name] for name in INPUTS if name in batch}

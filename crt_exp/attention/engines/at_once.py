@@ -64,5 +64,6 @@ def before(states: Partial) -> Partial:
     tops = torch.where(past[..., None, None], tops, -torch.inf)                         # (..., n, n, M or 1, 1)
     top = tops.amax(-3)
     weights = torch.exp(tops - finite(top).unsqueeze(-3)).squeeze(-1)
-    add = lambda t: None if t is None else torch.einsum("...cem,...emv->...cmv", weights, t)
-    return Partial(add(states.numerator), add(states.denominator), top, add(states.modulus))
+    numerator, denominator, modulus = (None if t is None else torch.einsum("...cem,...emv->...cmv", weights, t)
+                                       for t in (states.numerator, states.denominator, states.modulus))
+    return Partial(numerator, denominator, top, modulus)

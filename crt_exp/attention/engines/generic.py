@@ -75,8 +75,10 @@ class _Chunked(torch.autograd.Function):
         for grad in given:
             check_gradient(grad)
         if torch.is_grad_enabled() or transformed(*given):
-            again = lambda x, y, v: tuple(t.to(g.dtype) for t, g in zip(
-                call.result.differentiable(plain_attention(x, y, v, call.whole())), given))
+            def again(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+                rows = call.result.differentiable(plain_attention(x, y, v, call.whole()))
+                return tuple(t.to(g.dtype) for t, g in zip(rows, given))
+
             return *plain_gradients(again, (x, y, v), given), None
         states, grads = iter(states), [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x, y, v)]
         with as_given(x):
