@@ -11,13 +11,15 @@ def figure(advice):
     others = [row for row in advice.rows if row.arm.name != EXACT][::-1]
     for place, row in enumerate(others):
         costs.errorbar(row.above, place, xerr=row.above_ci95, fmt="o", ms=5, color=shade(row))
+        if advice.uses_memory:
+            costs.errorbar(row.again, place, xerr=row.again_ci95, fmt="D", ms=6, mfc="white", color=shade(row))
     costs.set_yticks(range(len(others)), [row.arm.label for row in others])
     least = min(-advice.tolerance, *(row.above - row.above_ci95 for row in others))
     costs.set_xscale("symlog", linthresh=advice.tolerance)
     costs.set_xlim(left=1.2 * least)
     costs.axvspan(1.2 * least, advice.tolerance, color="#000000", alpha=0.06, lw=0)
     costs.set(title="nats above the model's own attention", xlabel=f"{advice.texts} {advice.noun} of {advice.length} "
-                                                                   "tokens; grey: allowed")
+              f"tokens; grey: allowed{'; open: repeated text' if advice.uses_memory else ''}")
     for row in advice.rows:
         times.plot(list(row.ms), list(row.ms.values()), marker="o", ms=3, color=shade(row),
                    lw=2.2 if row is advice.chosen or row.arm.name == EXACT else 1)

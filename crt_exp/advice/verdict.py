@@ -18,7 +18,7 @@ from crt_exp.metrics import interval
 
 TOLERANCE = 0.02   # nats: 2% of the perplexity
 RECALL = 0.1       # nats on repeated text
-TELLS = 5          # times the tolerance that uniform attention must cost, or the text cannot tell
+TELLS = 5          # times what is allowed that uniform attention must cost, or the pieces cannot tell
 USES = 0.5         # nats by which repeated text must be easier for the model's own attention
 MARGIN = 1.05
 CLEARER = {"texts": "text that the model predicts well, or longer pieces"}
@@ -154,10 +154,9 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
     """The row to take, or None, and the sentence with its reason."""
     tried = [row for row in advice.rows if row.arm.name not in (EXACT, FLOOR)]
     floor = next((row for row in advice.rows if row.arm.name == FLOOR), None)
-    if floor is not None and floor.above - floor.above_ci95 < TELLS * advice.tolerance:
-        costs = shown(floor.above, floor.above_ci95)
-        return None, (f"No advice: on these {advice.noun} even uniform attention costs only {costs} nats, so they "
-                      f"cannot tell mechanisms apart. Give {CLEARER.get(advice.noun, 'better known ones')}.")
+    if floor is not None and not tells(advice, floor):
+        return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost_of(advice, floor)}, "
+                      f"so they cannot tell mechanisms apart. Give {CLEARER.get(advice.noun, 'better known ones')}.")
     near = [row for row in tried if is_near(advice, row)]
     if not near:
         return None, _none_near(advice, min(tried, key=lambda row: row.worst))
@@ -169,9 +168,19 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
                       f"Try {LONGER.get(advice.noun, 'longer ones')}.")
     best = max(paying, key=lambda row: row.speedup)
     below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
-    costs = shown(best.above, best.above_ci95)
-    return best, (f"Take {best.arm.label}: it costs {costs} nats at {advice.length} tokens, and a pass is "
+    return best, (f"Take {best.arm.label}: it costs {cost_of(advice, best)} at {advice.length} tokens, and a pass is "
                   f"{best.speedup:.2f} times as fast{below}.")
+
+
+def tells(advice: Advice, floor: Row) -> bool:
+    """Whether uniform attention costs enough for mechanisms to differ, on these pieces or on repeated ones."""
+    recalls = advice.uses_memory and floor.again - floor.again_ci95 >= TELLS * RECALL
+    return recalls or floor.above - floor.above_ci95 >= TELLS * advice.tolerance
+
+
+def cost_of(advice: Advice, row: Row) -> str:
+    again = f" and {shown(row.again, row.again_ci95)} nats of repeated text" if advice.uses_memory else ""
+    return f"{shown(row.above, row.above_ci95)} nats{again}"
 
 
 def is_near(advice: Advice, row: Row) -> bool:
@@ -180,11 +189,9 @@ def is_near(advice: Advice, row: Row) -> bool:
 
 
 def _none_near(advice: Advice, best: Row) -> str:
-    lost = ""
-    if advice.uses_memory and best.again + best.again_ci95 > RECALL:
-        lost = f" and {shown(best.again, best.again_ci95)} nats of repeated text"
-    return (f"Keep exact: the nearest, {best.arm.label}, costs {shown(best.above, best.above_ci95)} nats{lost}, and "
-            f"{advice.tolerance} were allowed. Training on after the swap takes a part of that back.")
+    recall = f" ({RECALL} of repeated text)" if advice.uses_memory else ""
+    return (f"Keep exact: the nearest, {best.arm.label}, costs {cost_of(advice, best)}, and {advice.tolerance}{recall} "
+            "were allowed. Training on after the swap takes a part of that back.")
 
 
 # ---- cells

@@ -116,7 +116,8 @@ def test_the_sentence_follows_the_numbers():
     near = row("nearfar", 0.004, preset="cheap")
     found = advice_of(row("favorpp", 0.4, ms=(1, 1, 1)), near, row("window", 0.001, again=0.5, ms=(1, 2, 3)))
     assert found.chosen is near
-    assert found.sentence == ("Take nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats at 512 tokens, and a pass is "
+    assert found.sentence == ("Take nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats of "
+                              "repeated text at 512 tokens, and a pass is "
                               f"2.00 times as fast; below {near.pays_from} tokens keep exact.")
     assert found.code == 'from crt_exp import swap_attention\nswap_attention(model, "nearfar", preset=\'cheap\')'
     assert 256 < near.pays_from < 512
@@ -125,10 +126,21 @@ def test_the_sentence_follows_the_numbers():
     far = advice_of(row("favorpp", 0.4, again=3.0))
     assert far.sentence.startswith("Keep exact: the nearest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
     assert far.code == "# keep the model as it is"
-    assert advice_of(row("favorpp", 0.0), uniform=0.05).sentence.startswith("No advice: on these texts even uniform")
+    none = advice_of(row("favorpp", 0.0), uniform=0.05)
+    assert none.sentence.startswith("No advice: on these texts even uniform attention costs only 0.0500 ± 0.0010 nats")
     learned = advice_of(row("favorpp", 0.0))
     assert learned.code.splitlines()[-1] == 'calibrate_attention(swap_attention(model, "favorpp"), batches)'
     assert advice_of(row("window", 0.001, again=0.5), again=2.9).chosen is not None  # repeated text is no easier
+
+
+def test_a_model_that_only_copies_is_judged_on_repeated_text():
+    """On plain text all is alike, or better than exact attention, which copies what was never said before."""
+    forgets, keeps = row("window", -1.4, again=3.8, ms=(1, 2, 3)), row("nearfar", 0.0, ms=(1, 4, 16))
+    exact, floor = row("exact", 0.0, 0.0, ms=(2.0, 8.0, 32.0)), row("uniform", -0.6, again=4.6, ms=(1, 2, 3))
+    found = Advice([exact, forgets, keeps, floor], 512, 8, 5.2, 0.1, 0.02, {})
+    assert found.chosen is keeps and "of repeated text" in found.sentence
+    found = Advice([exact, forgets, floor], 512, 8, 5.2, 0.1, 0.02, {})
+    assert found.sentence.startswith("Keep exact: the nearest, window, costs -1.4000") and "(0.1 of" in found.sentence
 
 
 def test_where_it_pays_is_on_a_line_over_logarithms():
