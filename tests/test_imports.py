@@ -27,7 +27,7 @@ ROOMS = [
     ["pretrained.saved", "pretrained.card", "pretrained.attn_layer"],
     ["pretrained.implementations"],
     ["drawing"],
-    ["sampling"],
+    ["sampled_softmax"],
     ["models"],
     ["advice"],
     ["estimators", "regression"],

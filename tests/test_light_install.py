@@ -36,7 +36,7 @@ from crt_exp.attention import attention
 from crt_exp.config import choices
 from crt_exp.features import OPRF, Statistics
 from crt_exp.samplers import orthogonal
-from crt_exp.sampling import SampledSoftmax
+from crt_exp.sampled_softmax import SampledSoftmax
 
 g = torch.Generator().manual_seed(0)
 x, y, v = (torch.randn(1, 2, 9, 4, generator=g) for _ in range(3))

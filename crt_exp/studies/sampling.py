@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.features import OPRF, FeatureMap, TrigRF
-from crt_exp.sampling import (
+from crt_exp.sampled_softmax import (
     ClassSampler,
     DenseFeatures,
     ExactSoftmax,

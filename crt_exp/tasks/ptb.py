@@ -24,8 +24,16 @@ from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
-from crt_exp.sampling import DenseFeatures, ExactSoftmax, LogUniform, SampledSoftmax, TreeFeatures, Uniform, Unigram
 from crt_exp.ranks import whole
+from crt_exp.sampled_softmax import (
+    DenseFeatures,
+    ExactSoftmax,
+    LogUniform,
+    SampledSoftmax,
+    TreeFeatures,
+    Uniform,
+    Unigram,
+)
 from crt_exp.schema import Count, NotNegative, Positive, at_least, below, checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader, Task

@@ -7,8 +7,8 @@ from torch.func import functional_call
 
 from crt_exp.attention.engines import native_library
 from crt_exp.features import OPRF
-from crt_exp.sampling import SampledSoftmax, TreeFeatures, native_draws
-from crt_exp.sampling.tree import SumTree
+from crt_exp.sampled_softmax import SampledSoftmax, TreeFeatures, native_draws
+from crt_exp.sampled_softmax.tree import SumTree
 
 V, D = 300, 4
 BOTH = (native_draws.applies, lambda *levels: False)

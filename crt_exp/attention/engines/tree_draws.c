@@ -1,5 +1,5 @@
-/* Draws of classes down a tree of sums, and products of queries with rows of its table: the twin of sampling/tree.py and
-   of what sampling/tree_features.py does for positive maps. A thread takes one query at a time.
+/* Draws of classes down a tree of sums, and products of queries with rows of its table: the twin of sampled_softmax/tree.py and
+   of what sampled_softmax/tree_features.py does for positive maps. A thread takes one query at a time.
 
    Level 0 of the tree is the table (rows, M), a row of each level above the sum of FAN rows below, in float64. */
 

@@ -8,11 +8,11 @@ in proportion to a random-feature estimate of the softmax. `TreeFeatures` draws 
 pair of query and class: O(M + log V) a draw. `SampledSoftmax` makes a loss of it. Sources: HRF 4.2 and appendix I.
 """
 
-from crt_exp.sampling.base import ClassSampler, Drawn
-from crt_exp.sampling.dense import DenseFeatures, ExactSoftmax
-from crt_exp.sampling.fixed import LogUniform, Uniform, Unigram
-from crt_exp.sampling.softmax import SampledSoftmax
-from crt_exp.sampling.tree_features import TreeFeatures
+from crt_exp.sampled_softmax.base import ClassSampler, Drawn
+from crt_exp.sampled_softmax.dense import DenseFeatures, ExactSoftmax
+from crt_exp.sampled_softmax.fixed import LogUniform, Uniform, Unigram
+from crt_exp.sampled_softmax.softmax import SampledSoftmax
+from crt_exp.sampled_softmax.tree_features import TreeFeatures
 
 __all__ = ["ClassSampler", "DenseFeatures", "Drawn", "ExactSoftmax", "LogUniform", "SampledSoftmax", "TreeFeatures",
            "Uniform", "Unigram"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.engines.constants import EXHAUSTED, FAN
-from crt_exp.sampling import native_draws
+from crt_exp.sampled_softmax import native_draws
 
 FLAT = 2**12  # nodes at most of a level whose distribution functions are inverted at once, without going down to it
 

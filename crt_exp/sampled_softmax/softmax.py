@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import whole_number
-from crt_exp.sampling.base import ClassSampler, check_queries
-from crt_exp.sampling.tree_features import TreeFeatures
+from crt_exp.sampled_softmax.base import ClassSampler, check_queries
+from crt_exp.sampled_softmax.tree_features import TreeFeatures
 
 NOTED = 2**20          # classes that are noted at once, or twice as many as there are
 LARGEST_BLOCK = 2**24  # numbers of the (queries, classes) matrix of exact losses that are formed at once

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampling.base import ClassSampler, Drawn
-from crt_exp.sampling.feature_law import FeatureLaw
+from crt_exp.sampled_softmax.base import ClassSampler, Drawn
+from crt_exp.sampled_softmax.feature_law import FeatureLaw
 
 PAIRS = 2**20  # pairs of a query and a class at once, which stay in the cache
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from crt_exp.attention.engines.constants import EXHAUSTED, FAN
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampling import native_draws
-from crt_exp.sampling.base import Drawn
-from crt_exp.sampling.feature_law import FeatureLaw
-from crt_exp.sampling.tree import SumTree, choose
+from crt_exp.sampled_softmax import native_draws
+from crt_exp.sampled_softmax.base import Drawn
+from crt_exp.sampled_softmax.feature_law import FeatureLaw
+from crt_exp.sampled_softmax.tree import SumTree, choose
 
 GATHERED = 2**22  # features of drawn classes that are gathered at once
 SHARED = 100      # a level of fewer nodes than SHARED k is multiplied with all queries: cheaper than k gathers a query

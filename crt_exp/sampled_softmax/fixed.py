@@ -10,7 +10,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from crt_exp.sampling.base import ClassSampler, Drawn, without
+from crt_exp.sampled_softmax.base import ClassSampler, Drawn, without
 
 
 class FixedLaw(ClassSampler):

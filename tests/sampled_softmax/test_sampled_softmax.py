@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from crt_exp import Mechanism
 from crt_exp.features import GERF, OPRF, HypRF, PoisRF, PoisRFPlus, PosRF, Product, Sum, TrigRF
-from crt_exp.sampling import (
+from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
     LogUniform,
@@ -22,7 +22,7 @@ from crt_exp.sampling import (
     Uniform,
     Unigram,
 )
-from crt_exp.sampling.tree import FAN, SumTree
+from crt_exp.sampled_softmax.tree import FAN, SumTree
 from crt_exp.studies import sampling as sampling_study
 from crt_exp.studies import timing
 
@@ -219,7 +219,7 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
 
 
 def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):
-    monkeypatch.setattr("crt_exp.sampling.class_features.FITTED_TO", 3)
+    monkeypatch.setattr("crt_exp.sampled_softmax.class_features.FITTED_TO", 3)
     with torch.no_grad():
         head.bias[1] = 60.0  # every hundredth class is looked at
     q = built(TreeFeatures, OPRF(), head, queries).log_q(queries, all_classes()).exp()
@@ -227,7 +227,7 @@ def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, mo
 
 
 def test_what_updates_have_to_follow_stays_bounded(head, queries, targets, monkeypatch):
-    monkeypatch.setattr("crt_exp.sampling.softmax.NOTED", 100)
+    monkeypatch.setattr("crt_exp.sampled_softmax.softmax.NOTED", 100)
     softmax = SampledSoftmax(OPRF(), head, m=4)
     for _ in range(20):
         softmax(queries, targets)
@@ -456,7 +456,7 @@ def test_draws_of_the_page_at_a_tiny_size(tmp_path, monkeypatch):
     size = {"draws": {"ms": [16], "classes": [1000]}, "steps": {"m": 16, "classes": [1000, 2000], "peers_up_to": 1000},
             "gradients": {"spreads": [4.0], "classes": 500, "ms": [16], "queries": 16, "repeats": 20}, "seeds": 2,
             "drift": {"classes": 500, "m": 16, "steps": 3}}
-    draws = [*sampling_study.measure("sampling", ["sampling"], size)]
+    draws = [*sampling_study.measure("sampling", ["sampled_softmax"], size)]
     units = {}
     for draw in draws:
         units.setdefault((draw.setting, draw.arm, draw.metric, draw.x), []).append(draw.unit)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampling.base import ClassSampler, Drawn, check_queries, check_rows
-from crt_exp.sampling.class_features import ClassFeatures, check_finite
+from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_queries, check_rows
+from crt_exp.sampled_softmax.class_features import ClassFeatures, check_finite
 
 UPDATED = 2**12   # classes of an update at once: what lies between then stays in the cache
 DEFENSIVE = 0.05  # share of the uniform law mixed with a signed estimate, whose positive part is zero for some classes
