@@ -1,6 +1,7 @@
 """README.md and docs/: code runs, recipes work, commands and keys exist."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -65,6 +66,17 @@ def test_picture_of_the_gallery(block, capsys, tmp_path, monkeypatch):
     plt.close("all")
     assert capsys.readouterr().out.strip() and len([line for line in block.text.splitlines() if line]) <= 15
     assert (tmp_path / f"{block.page.stem}.png").stat().st_size > 5000 and block.page.with_suffix(".png").is_file()
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys):
+    cells = json.loads((ROOT / "docs" / "first_screen.ipynb").read_text())["cells"]
+    space = {"__name__": "__main__"}
+    for cell in cells:
+        assert not cell.get("outputs"), "a committed notebook holds no results"
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), space)
+    out = capsys.readouterr().out
+    assert "nearfar" in out and "No advice" in out and "RandomFeatures" in out
 
 
 # ---- the recipes -----------------------------------------------------------------------------------------------------
