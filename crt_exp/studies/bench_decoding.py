@@ -22,11 +22,11 @@ from torch import Tensor
 from crt_exp.mechanism import swap_attention
 from crt_exp.drawing import markdown
 
-POSITIONS = (256, 1024, 4096, 8192)
+POSITIONS = (256, 1024, 2048, 4096, 8192)
 TURNS, PROMPT_TURNS = 25, 3
 NEAR_FAR, STATE, KEYS, OWN = "near-far", "recurrent state", "all keys", "the model's own"
-PROMPT_BARS = {256: 1.05, 1024: 1.05, 4096: 0.8, 8192: 0.6}      # of the model's own time, at most
-EXACT_UNTIL, TOKEN_BAR, FAVOR_BAR = 1024, 1.1, 1.5               # of the own time up to there, else of favorpp's
+PROMPT_BARS = {256: 1.05, 1024: 1.05, 2048: 1.05, 4096: 0.8, 8192: 0.6}      # of the model's own time, at most
+EXACT_UNTIL, TOKEN_BAR, FAVOR_BAR = 2048, 1.1, 1.5               # of the own time up to there, else of favorpp's
 
 
 def models() -> tuple:

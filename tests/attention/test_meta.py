@@ -6,7 +6,7 @@ import torch
 from crt_exp import Mechanism
 from crt_exp.config import choices
 
-LENGTH = 1100                    # beyond what near-far attention computes exactly
+LENGTH = 2200                    # beyond what near-far attention computes exactly
 OTHERS = ("linformer",)          # made for one length
 # a value decides what runs next: rows whose denominator vanishes in a chunk, quantiles, clusters, buckets
 CHUNKS = ("elu", "favor", "generalized", "geom", "geom_plus", "gerf", "hedgehog", "hrf_angular", "hrf_gaussian", "relu")

@@ -182,9 +182,10 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
 
 
 @needs_library
+@pytest.mark.parametrize("d", [16, 64])          # 64: leaves are ranked in tiles where the processor has them
 @torch.no_grad()
-def test_places_and_past_alone_in_c():
-    x, y, v = drawn(1, 2, 1, 800, d=16, dv=16, dtype=torch.float32)
+def test_places_and_past_alone_in_c(d):
+    x, y, v = drawn(1, 2, 1, 800, d=d, dv=16, dtype=torch.float32)
     sizes = Sizes(16, 4, 8, open=16, exact_until=100)
     whole = attend(x, y, v, sizes)
     for n in (100, 333, 500):

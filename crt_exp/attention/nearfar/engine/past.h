@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-enum { PIECE = 48, RANKED = 12, WIDE = 4 * LANES };      /* queries of a piece; those of which all leaves are ranked at once */
+enum { PIECE = 48, RANKED = 16, WIDE = 4 * LANES };      /* queries of a piece; of which leaves are ranked at once, at most */
 
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
     float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
     float *ranks;                                      /* (RANKED, most) */
-    uint32_t *pairs;                                   /* (PIECE, dp / 2, LEAF): queries as they are, not in base 2 */
+    uint32_t *pairs, *spread;                          /* (PIECE, dp / 2), and each LEAF times: queries, not in base 2 */
     float *top, *scale, *part;                         /* (PIECE) */
     float *read;                                       /* (PIECE, open up): logits, then changes of weight */
     int32_t *places, *count;                           /* (PIECE, open), (PIECE) */

@@ -7,99 +7,103 @@
 
    Legend: see head.h; blocks are LEAF times a power of 2. A key that is heavy, masked or near has no cell, -1. */
 
-#include "past.h"
+#include "pairs.h"
+
+/* ---- Rows at some places ---- */
+
+#if defined(__AVX512F__)
+enum { AT_ONCE = 8 };
+
+/* The sums of AT_ONCE vectors. */
+INLINE void totals(const vec *sum, float *to) {
+    __m512 two[4], four[2];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const __m512 a = (__m512)sum[i], b = (__m512)sum[i + 4];
+        two[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);      /* halves of i and i + 4 */
+    }
+    UNROLL for (int i = 0; i < 2; i++)                           /* quarters of i, i + 4, i + 2, i + 6 */
+        four[i] = _mm512_shuffle_f32x4(two[i], two[i + 2], 0x88) + _mm512_shuffle_f32x4(two[i], two[i + 2], 0xdd);
+    const __m512 pairs = _mm512_shuffle_ps(four[0], four[1], 0x88) + _mm512_shuffle_ps(four[0], four[1], 0xdd);
+    const __m512 all = pairs + _mm512_shuffle_ps(pairs, pairs, 0xb1);                      /* 0, 1, 4, 5, 2, 3, 6, 7 */
+    const __m512i order = _mm512_setr_epi32(0, 2, 8, 10, 4, 6, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all)));
+}
+#else
+enum { AT_ONCE = 4 };
+
+INLINE void totals(const vec *sum, float *to) {
+    for (int i = 0; i < AT_ONCE; i++) to[i] = total(sum[i]);
+}
+#endif
+
+/* to (n, and room for AT_ONCE more): the products of a vector (dp) with rows of Y. */
+static void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
+    for (int i = 0; i < n; i += AT_ONCE) {
+        const float *rows[AT_ONCE];
+        vec sum[AT_ONCE];
+        for (int j = 0; j < AT_ONCE; j++) {
+            rows[j] = Y + (int64_t)places[i + j < n ? i + j : n - 1] * dp;
+            const float *next = Y + (int64_t)places[i + j + AT_ONCE < n ? i + j + AT_ONCE : n - 1] * dp;
+            for (int p = 0; p < dp; p += 16) __builtin_prefetch(next + p);
+            sum[j] = (vec){0};
+        }
+        for (int p = 0; p < dp; p += LANES) {
+            const vec here = AT(with + p);
+            UNROLL for (int j = 0; j < AT_ONCE; j++) sum[j] += here * AT(rows[j] + p);
+        }
+        totals(sum, to + i);
+    }
+}
 
 /* ---- Keys that are looked at ---- */
 
 /* Panels and queries hold features in bfloat16: QUAD of a leaf's keys are 2 LEAF pairs of features, those of the first
    two for each key, then of the next two. */
-enum { QUAD = 4, TOGETHER = 4, AHEAD = 8 };
+enum { QUAD = 4, TOGETHER = 4, LEAVES = LANES == 16 ? 8 : 4 };
 
-/* The pair of two numbers, each rounded to the nearest. */
-INLINE uint32_t pair_of(const float *x) {
-    uint32_t two[2];
-    memcpy(two, x, sizeof two);
-    for (int i = 0; i < 2; i++) two[i] += 0x7fff + (two[i] >> 16 & 1);
-    return two[0] >> 16 | (two[1] & 0xffff0000u);
-}
-
-/* A row (dp) as a query: each pair LEAF times. */
-static void spread_pairs(const float *x, int dp, uint32_t *to) {
-    for (int p = 0; p < dp; p += 2) {
-        const uint32_t pair = pair_of(x + p);
-        for (int e = 0; e < LEAF; e++) to[p / 2 * LEAF + e] = pair;
+/* A row (dp) as a query: its pairs, and each of them LEAF times. */
+static void to_pairs(const float *x, int dp, uint32_t *pairs, uint32_t *spread) {
+    for (int p = 0; p < dp / 2; p++) {
+        pairs[p] = pair_of(x + 2 * p);
+        for (int e = 0; e < LEAF; e++) spread[p * LEAF + e] = pairs[p];
     }
 }
 
-typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#define PAIRS(p) (*(const stored_bits *)(p))
-
-/* sum + the products of pairs. */
-INLINE vec add_pairs(vec sum, bits q, bits y) {
-#if defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)y);
-#else
-    return sum + (vec)(q << 16) * (vec)(y << 16) + (vec)(q & 0xffff0000u) * (vec)(y & 0xffff0000u);
-#endif
-}
-
-/* The products of a query with the keys of TOGETHER leaves. */
+/* The products of a query with the keys of LEAVES leaves. */
 INLINE void leaf_logits(const uint32_t *const *leaves, const uint32_t *query, int dp, float *to) {
     enum { PARTS = 2 * LEAF / LANES };
-    vec sum[TOGETHER][PARTS];
-    UNROLL for (int i = 0; i < TOGETHER; i++)
+    vec sum[LEAVES][PARTS];
+    UNROLL for (int i = 0; i < LEAVES; i++)
         UNROLL for (int j = 0; j < PARTS; j++) sum[i][j] = (vec){0};
     for (int p = 0; p < dp / QUAD * 2 * LEAF; p += 2 * LEAF)
         UNROLL for (int j = 0; j < PARTS; j++) {
             const bits q = PAIRS(query + p + j * LANES);
-            UNROLL for (int i = 0; i < TOGETHER; i++)
+            UNROLL for (int i = 0; i < LEAVES; i++)
                 sum[i][j] = add_pairs(sum[i][j], q, PAIRS(leaves[i] + p + j * LANES));
         }
-    UNROLL for (int i = 0; i < TOGETHER; i++) {
+#if defined(__AVX512F__)
+    UNROLL for (int i = 0; i < LEAVES; i += 2) {                 /* both halves of two */
+        const __m512 one = (__m512)sum[i][0], other = (__m512)sum[i + 1][0];
+        AT(to + i * LEAF) = (vec)(_mm512_shuffle_f32x4(one, other, 0x44) + _mm512_shuffle_f32x4(one, other, 0xee));
+    }
+#else
+    UNROLL for (int i = 0; i < LEAVES; i++) {
         float all[2 * LEAF];
         UNROLL for (int j = 0; j < PARTS; j++) AT(all + j * LANES) = sum[i][j];
         for (int e = 0; e < LEAF; e++) to[i * LEAF + e] = all[e] + all[LEAF + e];
     }
-}
-
-/* The products of some queries with n means of leaves, whole vectors of them. */
-INLINE void rank_tile(const int rows, const uint32_t *queries, int dp, const uint32_t *means, int64_t most, float *to,
-                      int64_t ld) {
-    enum { VECS = LANES == 16 ? 4 : 2 };
-    vec sum[ROWS][VECS];
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < VECS; j++) sum[i][j] = (vec){0};
-    for (int p = 0; p < dp / 2; p++) {
-        bits y[VECS];
-        UNROLL for (int j = 0; j < VECS; j++) y[j] = PAIRS(means + p * most + j * LANES);
-        UNROLL for (int i = 0; i < rows; i++)
-            UNROLL for (int j = 0; j < VECS; j++)
-                sum[i][j] = add_pairs(sum[i][j], (bits){0} + queries[(i * dp / 2 + p) * LEAF], y[j]);
-    }
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < VECS; j++) AT(to + i * ld + j * LANES) = sum[i][j];
-}
-
-static void rank_leaves(const uint32_t *queries, int R, int dp, const uint32_t *means, int64_t most, int n, float *to,
-                        int64_t ld) {
-    const int step = LANES == 16 ? 4 * LANES : 2 * LANES;
-    for (int j = 0; j < n; j += step) {
-        int i = 0;
-        for (; i + ROWS <= R; i += ROWS)
-            rank_tile(ROWS, queries + i * dp / 2 * LEAF, dp, means + j, most, to + i * ld + j, ld);
-        for (; i < R; i++) rank_tile(1, queries + i * dp / 2 * LEAF, dp, means + j, most, to + i * ld + j, ld);
-    }
+#endif
 }
 
 /* The keys of n leaves in `looked`, HIDDEN for those that have no cell. */
 static void look_at(const Seen *s, Work *k, const uint32_t *query, const int32_t *numbers, int n) {
     const int64_t size = (int64_t)s->dp / 2 * LEAF;
     Some *looked = &k->looked;
-    for (int i = 0; i < n; i += TOGETHER) {
-        const uint32_t *leaves[TOGETHER];
-        for (int j = 0; j < TOGETHER; j++) {
+    for (int i = 0; i < n; i += LEAVES) {
+        const uint32_t *leaves[LEAVES];
+        for (int j = 0; j < LEAVES; j++) {
             leaves[j] = s->panels + numbers[i + j < n ? i + j : n - 1] * size;
-            const uint32_t *next = s->panels + numbers[i + j + TOGETHER < n ? i + j + TOGETHER : n - 1] * size;
+            const uint32_t *next = s->panels + numbers[i + j + LEAVES < n ? i + j + LEAVES : n - 1] * size;
             for (int64_t p = 0; p < size; p += 16) __builtin_prefetch(next + p);
         }
         leaf_logits(leaves, query, s->dp, looked->value + i * LEAF);
@@ -207,27 +211,24 @@ static int select_largest(Some from, int k, Some to, const Some spare[2]) {
 static void open_keys(const Seen *s, Work *k, int r) {
     const int leaves = select_largest(k->leaves, s->looked, k->chosen, k->spare);
     const float *q = k->Q + r * s->dp;
-    look_at(s, k, k->pairs + (int64_t)r * s->dp / 2 * LEAF, k->chosen.place, leaves);
+    look_at(s, k, k->spread + (int64_t)r * s->dp / 2 * LEAF, k->chosen.place, leaves);
     const int read = select_largest(k->looked, s->open, k->chosen, k->spare);
     int32_t *places = k->places + r * s->open;
     float *logits = k->read + r * up(s->open), top = k->top[r];
-    for (int i = 0; i < read; i++) {
-        places[i] = k->chosen.place[i];
-        const float *ahead = s->Y + (int64_t)k->chosen.place[i + AHEAD < read ? i + AHEAD : i] * s->dp;
-        for (int p = 0; p < s->dp; p += 16) __builtin_prefetch(ahead + p);
-        logits[i] = dot(q, s->Y + (int64_t)places[i] * s->dp, s->dp);
-        top = logits[i] > top ? logits[i] : top;
-    }
+    dots(s->Y, k->chosen.place, read, q, s->dp, logits);
+    memcpy(places, k->chosen.place, sizeof(int32_t) * read);
+    for (int i = 0; i < read; i++) top = logits[i] > top ? logits[i] : top;
     for (int i = read; i < s->open; i++) places[i] = -1;
     k->count[r] = read;
     k->top[r] = top;
 }
 
 static void open_all(const Seen *s, Work *k, int R) {
-    for (int i = 0; i < R; i += RANKED) {
-        const int here = R - i < RANKED ? R - i : RANKED, ld = up(s->leaves);
+    const int step = ranked_at_once(s->dp);
+    for (int i = 0; i < R; i += step) {
+        const int here = R - i < step ? R - i : step, ld = up(s->leaves);
         const int64_t wide = s->most;
-        rank_leaves(k->pairs + (int64_t)i * s->dp / 2 * LEAF, here, s->dp, s->means, s->most, ld, k->ranks, wide);
+        rank_leaves(k->pairs + i * s->dp / 2, here, s->dp, s->means, s->most, ld, k->ranks, wide);
         for (int r = 0; r < here; r++) {
             const float *ranks = k->ranks + r * wide;
             const float length = LN2 * sqrtf(square_sum(k->Q + (i + r) * s->dp, s->dp));
@@ -359,15 +360,15 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
     const size_t fit = (c->room + c->block) / LEAF + 1, most = most_leaves(c), looked = looked_at(c, c->room);
     const size_t seen = (looked < fit ? looked : fit) * LEAF, open = up(c->open);
-    const size_t more = (most > seen ? most : seen) + 2 * PAD, bounded = c->tilt ? S : 0;
+    const size_t more = (most > seen ? most : seen) + LEAVES * LEAF + 2 * PAD, bounded = c->tilt ? S : 0;
     Work *k = &h->k;
     const Piece pieces[] = {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->pooled, fit * d}, {&h->counts, fit}, {&h->X, CHUNK * dp},
-        {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->along, c->room}, {&h->sample, c->room},
+        {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->along, c->room + PAD}, {&h->sample, c->room},
         {&h->axis, dp}, {&h->next, dp}, {&h->mean, dp}, {&h->pairs, LANES * dp / 2}, {&h->nearest, 2 * fit},
         {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv},
-        {&k->ranks, RANKED * most}, {&k->pairs, PIECE * dp / 2 * LEAF},
-        {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + LANES},
+        {&k->ranks, RANKED * most}, {&k->pairs, PIECE * dp / 2}, {&k->spread, PIECE * dp / 2 * LEAF},
+        {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + PAD},
         {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->leaves.value, more}, {&k->leaves.place, more},
         {&k->looked.value, more}, {&k->looked.place, more}, {&k->chosen.value, more}, {&k->chosen.place, more},
         {&k->spare[0].value, more}, {&k->spare[0].place, more}, {&k->spare[1].value, more},
@@ -454,13 +455,15 @@ static void halve(Past *h, int32_t *at, int64_t m) {
         const float offset = dot(mean, axis, dp);
         float all = 0;
         memset(next, 0, sizeof(float) * dp);
-        for (int i = 0; i < count; i++) all += along[i] = dot(key(h, sample[i]), axis, dp) - offset;
+        dots(h->Y, sample, count, axis, dp, along);
+        for (int i = 0; i < count; i++) all += along[i] -= offset;
         add_rows(h->Y, dp, along, sample, count, next);
         for (int p = 0; p < d; p++) next[p] -= all * mean[p];
         const float length = sqrtf(square_sum(next, dp));
         for (int p = 0; p < dp; p++) axis[p] = next[p] / (length > LEAST ? length : LEAST);
     }
-    for (int64_t i = 0; i < m; i++) along[i] = there(h, at[i]) ? dot(key(h, at[i]), axis, dp) : INFINITY;
+    dots(h->Y, at, (int)m, axis, dp, along);
+    for (int64_t i = 0; i < m && h->s.keep; i++) along[i] = there(h, at[i]) ? along[i] : INFINITY;
     for (int64_t low = 0, high = m - 1, half = m / 2; low < high;) {     /* Hoare's selection */
         const float bar = along[(low + high) / 2];
         int64_t i = low, j = high;
@@ -708,7 +711,7 @@ void attend_block(Past *h, int64_t t) {
             float *q = k->Q + r * s->dp;
             put_row(q, (float)c->factor, of(c->x, h->z, g) + (j - first) * c->x.token, s->d);
             for (int p = s->d; p < s->dp; p++) q[p] = 0;
-            if (c->open) spread_pairs(q, s->dp, k->pairs + (int64_t)r * s->dp / 2 * LEAF);
+            if (c->open) to_pairs(q, s->dp, k->pairs + r * s->dp / 2, k->spread + (int64_t)r * s->dp / 2 * LEAF);
             put_row(q, LOG2E, q, s->dp);
             until[r] = j + 1;
             number[r] = (h->z * c->G + g) * c->L + j - first;
