@@ -4,12 +4,13 @@ import os
 
 import pytest
 import torch
+from torch.testing import assert_close
 from nearfar_cases import book, codebook
 
 from crt_exp.attention import near_far_attention
 from crt_exp.attention.engines import native
 from crt_exp.attention.nearfar.choice import Sizes
-from crt_exp.attention.nearfar.engine import fused
+from crt_exp.attention.nearfar.engine import fused, fused_reads, reads
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import Weighted, Window, plain_gather
 
@@ -68,7 +69,8 @@ def test_kernels_equal_plain_operations(name):
 
 
 LAYERS = {"both directions": (Sizes(8, 3, 9, True), {}), "across": (Sizes(8, 3, 9), {"cross": True}),
-          "bounded": (Sizes(8, 3, 9), {"causal": True}), "both, with keys read": (Sizes(8, 3, 5, open=4), {})}
+          "bounded": (Sizes(8, 3, 9), {"causal": True}), "both, with keys read": (Sizes(8, 3, 5, open=4), {}),
+          "causal, with keys read": (Sizes(8, 2, 4, open=5), {"causal": True})}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -84,7 +86,7 @@ def test_attention_by_the_kernels(name, monkeypatch):
         if dtype == torch.float32:
             monkeypatch.setattr(native, "library", lambda: None)
             monkeypatch.setattr(fused, "applies", lambda q, *others: q.dtype == torch.float32)
-        given = {"codebook": codebook(book(2, 9, 8), 1).to(dtype)} if "causal" in kind else {}
+        given = {"codebook": codebook(book(2, 9, 8), 1).to(dtype)} if name == "bounded" else {}
         t = [a.to(dtype).requires_grad_() for a in tensors]
         out = near_far_attention(*t, sizes, key_mask=keep, **kind, **given).out
         if "cross" not in kind:
@@ -94,8 +96,32 @@ def test_attention_by_the_kernels(name, monkeypatch):
         assert (ours.double() - expected).abs().max() <= 5e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("o", [1, 3, 40])
+def test_reads(o):
+    """Logits and sums of the keys that each query reads, with gradients; -1 is none, and two may read one key."""
+    g = torch.Generator().manual_seed(o)
+    draw = lambda *size: torch.randn(*size, generator=g)
+    given = draw(2, 3, 4, 20), draw(2, 50, 20), draw(2, 50, 7), torch.randint(-1, 50, (2, 3, 4, o), generator=g)
+    gradient, results = draw(2, 3, 4, 7), []
+    for engine, dtype in ((fused_reads, torch.float32), (reads, torch.float64)):
+        q, keys, values = (t.to(dtype).requires_grad_() for t in given[:3])
+        logits = engine.logits(q, keys, given[3])
+        weight = torch.where(given[3] < 0, 0.0, torch.tanh(logits))
+        out = engine.sums(weight, values, given[3])
+        gradients = torch.autograd.grad(out, (q, keys, values), gradient.to(dtype))
+        results.append([logits * (given[3] >= 0), out, *gradients])
+        results[-1].append(engine.logits(q, keys, given[3], rounded=True) * (given[3] >= 0))
+        assert (logits[given[3] < 0] == torch.tensor(HIDDEN, dtype=dtype)).all()
+    for ours, expected in zip(*results, strict=True):
+        assert_close(ours.double(), expected, rtol=5e-6, atol=5e-6)
+
+
 def test_no_second_derivatives():
     q, window, sets = inputs()
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         out = fused.gather(q.requires_grad_(), window, sets).out
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        places = torch.zeros(1, 2, 1, dtype=torch.long)
+        out = fused_reads.sums(torch.ones(1, 2, 1), q[:1, 0], places)
         torch.autograd.grad(out.sum(), q, create_graph=True)

@@ -39,16 +39,17 @@ def test_equals_reference(phi, dtype, tolerance, causal):
         assert (ours.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
 
 
+@pytest.mark.parametrize("open", [0, 24])
 @pytest.mark.parametrize("kind", [{}, {"cross": True}, {"causal": True}])
-def test_the_kernels_of_near_far_attention(kind):
+def test_the_kernels_of_near_far_attention(kind, open):
     """In float32, by Triton; expected: plain operations in float64."""
     tensors, grad = inputs(torch.float32)
-    sizes, results = Sizes(16, 8, 16, exact_until=0), []
+    sizes, results = Sizes(16, 8, 16, open=open, exact_until=0), []
     book = NearFar(H, D, preset="bounded", block=16, heavy=8, cells=16, causal=True, scaling=1.0).cuda()
     with book.calibration(), torch.no_grad():
         book(*tensors)
     for dtype in (torch.float32, torch.float64):
-        given = {"codebook": book.codebook(B).to(dtype)} if "causal" in kind else {}
+        given = {"codebook": book.codebook(B).to(dtype)} if "causal" in kind and not open else {}
         own = [t.detach().to(dtype).requires_grad_() for t in tensors]
         assert fused.applies(*own) == (dtype == torch.float32)
         out = near_far_attention(*own, sizes, **kind, **given).out

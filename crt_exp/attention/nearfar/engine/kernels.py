@@ -160,3 +160,61 @@ def keys_backward(q, keys, values, bias, hidden, logsum, grad, delta, gain, dkey
     tl.store(dkeys + mine[:, None] * d + columns[None, :], dk, mask=valid[:, None] & (columns[None, :] < d))
     tl.store(dvalues + mine[:, None] * dv + wide[None, :], dvalue, mask=valid[:, None] & (wide[None, :] < dv))
     tl.store(dbias + mine, db, mask=valid)
+
+
+# The keys that each query reads for itself: rows of a table (Z, S, .) at places (Z, R, o), -1 for none.
+
+
+@triton.jit
+def _read(table, places, first, slot, o, S, width, WIDE: tl.constexpr):
+    """Some of the rows that a query reads, 0 for none; which are there; where they begin."""
+    place = tl.load(places + first * o + slot, mask=slot < o, other=-1)
+    valid = (place >= 0) & (place < S)
+    start = place * width
+    columns = tl.arange(0, WIDE)
+    there = valid[:, None] & (columns[None, :] < width)
+    return tl.load(table + start[:, None] + columns[None, :], mask=there, other=0.0), valid, start
+
+
+@triton.jit
+def _rounded(x):
+    """As bfloat16 has it, to the nearest, by its bits: Triton's interpreter would cut them off."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def read_logits(given, table, places, out, R, o, S, width, none, ROUNDED: tl.constexpr, COLUMNS: tl.constexpr,
+                WIDE: tl.constexpr):
+    """out (Z, R, o): the products of each row of `given` (Z, R, width) with the rows that it reads, `none` for none."""
+    first = tl.program_id(0).to(tl.int64)
+    slot, columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE)
+    x = tl.load(given + first * width + columns, mask=columns < width, other=0.0)
+    rows, valid, _ = _read(table + first // R * S * width, places, first, slot, o, S, width, WIDE)
+    if ROUNDED:
+        x, rows = _rounded(x), _rounded(rows)
+    tl.store(out + first * o + slot, tl.where(valid, tl.sum(rows * x[None, :], 1), none), mask=slot < o)
+
+
+@triton.jit
+def read_sums(weight, table, places, out, R, o, S, width, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    """out (Z, R, width): the rows that each query reads, with weights (Z, R, o)."""
+    first, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    total = tl.zeros((WIDE,), tl.float32)
+    for j in range(0, o, COLUMNS):
+        slot = j + tl.arange(0, COLUMNS)
+        rows, valid, _ = _read(table + first // R * S * width, places, first, slot, o, S, width, WIDE)
+        total += tl.sum(rows * tl.load(weight + first * o + slot, mask=valid, other=0.0)[:, None], 0)
+    tl.store(out + first * width + columns, total, mask=columns < width)
+
+
+@triton.jit
+def read_backward(weight, given, table, places, grad, R, o, S, width, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    """Adds the rows of `given` (Z, R, width), with weights (Z, R, o), to those of grad (Z, S, width) that they read."""
+    first = tl.program_id(0).to(tl.int64)
+    slot, columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE)
+    _, valid, start = _read(table + first // R * S * width, places, first, slot, o, S, width, WIDE)
+    x = tl.load(given + first * width + columns, mask=columns < width, other=0.0)
+    slope = tl.load(weight + first * o + slot, mask=valid, other=0.0)
+    to = grad + first // R * S * width + start[:, None] + columns[None, :]
+    tl.atomic_add(to, slope[:, None] * x[None, :], mask=valid[:, None] & (columns[None, :] < width))

@@ -1,5 +1,5 @@
 """The keys that each query reads for itself: their logits and the weighted sums of their values, in torch's operators
-and, where nothing is differentiated, in C (reads.c).
+and, where nothing is differentiated, in C (reads.c); fused_reads.py is the faster twin on GPUs.
 
 Legend: Z = batch x key heads, queries q (Z, ..., d), places (Z, ..., o) of keys or values (Z, S, .), -1 for none.
 """
@@ -9,8 +9,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from crt_exp.attention.checks import transformed
 from crt_exp.attention.engines import native_library
-from crt_exp.attention.nearfar.engine import native
+from crt_exp.attention.nearfar.engine import fused, fused_reads, native
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 
 
@@ -23,6 +24,8 @@ def logits(q: Tensor, keys: Tensor, places: Tensor, rounded: bool = False) -> Te
     """q.key (Z, ..., o), HIDDEN for none; rounded: both as bfloat16 has them."""
     if in_c(q, keys):
         return _read("near_far_read_logits", q, keys, places, places.shape, rounded)
+    if on_gpu(q, keys, places):
+        return fused_reads.logits(q, keys, places, rounded)
     own = rows(keys, places.clamp(min=0))
     if rounded:
         q, own = (t.to(torch.bfloat16).to(t.dtype) for t in (q, own))
@@ -33,6 +36,8 @@ def sums(weight: Tensor, values: Tensor, places: Tensor) -> Tensor:
     """Sums (Z, ..., dv) of values (Z, S, dv) with weights (Z, ..., o), which are 0 for none."""
     if in_c(weight, values):
         return _read("near_far_read_sums", weight, values, places, (*places.shape[:-1], values.shape[-1]))
+    if on_gpu(weight, values, places):
+        return fused_reads.sums(weight, values, places)
     return (weight.unsqueeze(-2) @ rows(values, places.clamp(min=0))).squeeze(-2)
 
 
@@ -45,6 +50,12 @@ def rows(t: Tensor, index: Tensor) -> Tensor:
 def in_c(given: Tensor, table: Tensor) -> bool:
     differentiated = torch.is_grad_enabled() and (given.requires_grad or table.requires_grad)
     return given.dtype == table.dtype == torch.float32 and not differentiated and native.applies(given, table)
+
+
+def on_gpu(given: Tensor, table: Tensor, places: Tensor) -> bool:
+    """Whether Triton's kernels read them."""
+    plain = torch.compiler.is_compiling() or transformed(given, table)
+    return not plain and places.numel() > 0 and fused.applies(given, table)
 
 
 def _read(name: str, given: Tensor, table: Tensor, places: Tensor, shape: tuple[int, ...],
