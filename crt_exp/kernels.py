@@ -27,16 +27,6 @@ def log_kernel(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
     return -(x - y).square().sum(-1) / 2
 
 
-def kernel_matrix(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
-    """The kernel between all rows of x (..., L, d) and y (..., S, d): (..., L, S), by one matrix product."""
-    check_kernel(kernel)
-    logits = x @ y.mT
-    if kernel == "gaussian":
-        logits = logits - x.square().sum(-1, keepdim=True) / 2 - y.square().sum(-1)[..., None, :] / 2
-        logits = logits.clamp(max=0)  # rounding of the expanded square
-    return logits.exp()
-
-
 def angle(x: Tensor, y: Tensor) -> Tensor:
     """The angle between x and y in [0, pi], accurate at both ends; pi/2 where either vector is zero."""
     nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)

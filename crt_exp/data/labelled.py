@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from crt_exp.data.text import content, numbered_lines, official_file
 from crt_exp.schema import Parameter, check_keys
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
-DATASETS = get_args(Dataset)
 SPLITS = ("train", "validation", "test")
 LONGEST = 4000                                               # bytes of a text, in the Long Range Arena
 SIDE = 32                                                    # pixels

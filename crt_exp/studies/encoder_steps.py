@@ -3,12 +3,14 @@
 Recognition: evaluation mode, no gradient, one recording. Legend: T frames of the encoder, 25 a second.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import PRESETS, ConformerTransducer
-from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.memory import added
 from crt_exp.studies.timing import timed
 
 RATE, LAYERS = 16000, 4  # of the paper's 17 layers: the others take as long, and no more memory
@@ -45,6 +47,4 @@ def memory(seconds: int, method: str) -> float:
     """MiB at the peak beyond weights and audio. For a new process."""
     model, given = encoder(method), audio(seconds)
     hear(model, audio(1))  # libraries and threads
-    before = reset_peak()
-    hear(model, given)
-    return (peak() - before) / 2**20
+    return added(partial(hear, model, given))

@@ -18,7 +18,7 @@ from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies import fidelity_files
-from crt_exp.studies.memory import in_new_process, peak, reset_peak
+from crt_exp.studies.memory import added, in_new_process
 from crt_exp.studies.subject import Subject, load
 from crt_exp.metrics import interval
 from crt_exp.swap.calibration import fill_statistics, learns
@@ -217,9 +217,7 @@ def memory(model: str, text: str, m: int | None, length: int) -> float:
         fill_statistics(loaded, [ids_of(loaded, min(length, WARM))])
     body = loaded.base_model                                 # logits of all tokens would hide the rest
     body(input_ids=ids_of(loaded, min(length, WARM)), **call)
-    before = reset_peak()
-    body(input_ids=ids_of(loaded, length), **call)
-    return (peak() - before) / 2**20
+    return added(lambda: body(input_ids=ids_of(loaded, length), **call))
 
 
 def ids_of(model: torch.nn.Module, length: int) -> torch.Tensor:

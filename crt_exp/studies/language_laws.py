@@ -27,7 +27,7 @@ from crt_exp.models import lstm
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.distributions import Estimate, distances
-from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.memory import added
 from crt_exp.studies.predicted import typical_pair
 from crt_exp.tasks.base import Reader
 
@@ -137,9 +137,7 @@ def of_part(overrides: list[str], sources: list[str], arm: str, m: int, first: i
     """MiB by which the peak of this process grew over what it held with the inputs."""
     x, y = vectors_of(overrides, sources)
     part = torch.from_numpy(np.array(x[first:last]))
-    before = reset_peak()
-    distances(part, y, estimate(x, y, arm, m, 0))
-    return (peak() - before) / 2**20
+    return added(lambda: distances(part, y, estimate(x, y, arm, m, 0)))
 
 
 # ---- what a kept run holds

@@ -20,7 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
 from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.memory import in_new_process, peak, reset_peak
+from crt_exp.studies.memory import added_by_step, in_new_process
 from crt_exp.studies.timing import timed
 from crt_exp.swap.calibration import fill_statistics
 
@@ -186,12 +186,7 @@ def memory(name: str, length: int) -> float:
     process."""
     Case(name, 64, 1).step(MODEL)()  # libraries and threads
     step = Case(name, length, 1).step(MODEL)
-    for p in step.model.parameters():
-        p.grad = torch.full_like(p, 1e-9)
-    step.optimizer.step()
-    before = reset_peak()
-    step()
-    return (peak() - before) / 2**20
+    return added_by_step(step, step.model, step.optimizer)
 
 
 # ---- drawing letters

@@ -30,7 +30,7 @@ from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
-from crt_exp.studies.memory import peak, reset_peak
+from crt_exp.studies.memory import added
 from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
 from crt_exp.studies.timing import milliseconds, turns
 
@@ -353,7 +353,4 @@ def held(method: Method, length: int) -> float:
     tensors = inputs(length)
     forward_backward(method, inputs(256))  # libraries and threads
     theirs = 4 * tensors[0].numel() * tensors[0].element_size()  # output and three gradients
-    before = reset_peak()
-    out = method(*tensors[:3])
-    out.backward(tensors[3])
-    return (peak() - before - theirs) / 2**20
+    return added(lambda: method(*tensors[:3]).backward(tensors[3])) - theirs / 2**20

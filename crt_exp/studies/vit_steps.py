@@ -5,6 +5,7 @@ Legend: L patches of an image of 16 sqrt(L) pixels a side; the model reads them 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.memory import in_new_process, peak, reset_peak
+from crt_exp.studies.memory import added_by_step, in_new_process
 from crt_exp.studies.timing import timed
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
@@ -101,10 +102,5 @@ def times(tokens: int, rounds: int) -> dict[str, list[float]]:
 def memory(tokens: int, name: str) -> float:
     """MiB at the peak of a training step, beyond weights, gradients and the optimiser's state. For a new process."""
     Step(name, 64)(image(64))  # libraries and threads
-    step, given = Step(name, tokens), image(tokens)
-    for p in step.model.parameters():
-        p.grad = torch.full_like(p, 1e-9)
-    step.optimizer.step()
-    before = reset_peak()
-    step(given)
-    return (peak() - before) / 2**20
+    step = Step(name, tokens)
+    return added_by_step(partial(step, image(tokens)), step.model, step.optimizer)
