@@ -1,87 +1,76 @@
-"""Attention transfer on text: what each layer of a swapped language model has to learn, learned from exact attention.
+"""Attention transfer: what each layer of a swapped model has to learn, learned from exact attention.
 
-The model and its text are those of task=mlm; swap/transfer.py teaches the layers. Legend as there.
+Language models and their text are those of task=mlm, image classifiers and their images those of task=imagenet;
+swap/transfer.py teaches the layers. Legend as there.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import encoders
+from crt_exp.models import encoders, vision
 from crt_exp.schema import Count, checked
 from crt_exp.swap.transfer import Transferring, calibrate, swapped_layers
-from crt_exp.tasks.base import Batch, Plan, Reader
+from crt_exp.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.mlm import MLM, MaskedModel
 
 SOURCE = ("task=transfer learns from a model with exact attention: name it, task.init=<run of task=mlm> or "
           "task.model=<folder or name of the hub>")
+VISION_SOURCE = ("task=transfer_vision learns from a classifier with exact attention: name it, task.init=<run of "
+                 "task=imagenet>, or task.init=pretrained and a name of timm, task.model=...")
 
 
-@checked("task")
-@dataclass(eq=False)
-class Transfer(MLM):
-    """See `conf/task/transfer.yaml` for the options. Raises ConfigError where there is no exact model to learn from."""
+class Teaching(Task):
+    """What transfer is whatever the model: the task that it stands before gives the model, the batches and the metrics
+    of the swapped model and of the exact one. name: of the task as it is typed. later: what trains further."""
 
-    budget: Count | None = None
+    name: str
+    later: str
 
     metric, lower_is_better = "error", True
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.origin = self.origin._replace(weights=True, noise=False)
-        own = getattr(self.config, "crt_exp", encoders.EXACT)
-        if own != encoders.EXACT:
-            changed = ", ".join(encoders.differing_keys(own, encoders.EXACT))
-            raise ConfigError(f"{self.origin.option} = {self.origin.name} was not trained with exact attention; these "
-                              f"keys differ: {changed}. {SOURCE}")
-
-    def check_options(self) -> None:
-        if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
-            raise ConfigError(SOURCE)
-        super().check_options()
-
     def check_shards(self) -> None:
-        raise ConfigError("task=transfer trains a few parameters of each layer: it does not go with trainer=fsdp")
+        raise ConfigError(f"task={self.name} trains a few parameters of each layer: it does not go with trainer=fsdp")
 
     def check_adapters(self) -> None:
-        raise ConfigError("task=transfer trains what the layers learn and nothing else: trainer.adapt comes after it, "
-                          "task=mlm task.init=<this run>")
+        raise ConfigError(f"task={self.name} trains what the layers learn and nothing else: trainer.adapt comes after "
+                          f"it, task={self.later} task.init=<this run>")
 
-    # ---- model
-
-    def build(self, mechanism: Mechanism) -> nn.Module:
+    def taught(self, model: nn.Module, mechanism: Mechanism, count: int, budget: int | None = None) -> Transferring:
+        """The swapped model, calibrated on as many batches of 8. Raises ConfigError for what has nothing to learn."""
         if mechanism.name == "exact":
-            raise ConfigError("attention=exact is what task=transfer learns from: choose another, such as "
+            raise ConfigError(f"attention=exact is what task={self.name} learns from: choose another, such as "
                               "attention=hedgehog")
-        model = encoders.load_model(self.objective.kind, self.config, self.origin, mechanism)
-        taught = Transferring(MaskedModel(model, self.objective.call))
+        taught = Transferring(model)
         try:
-            calibrate(taught, islice(self.batches("train", Plan(8)), max(self.calibration, 1)), self.budget)
+            calibrate(taught, map(self.given, islice(self.batches("train", Plan(8)), max(count, 1))), budget)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if self.budget is not None:
-            opens = [state.sizes.open for state in swapped_layers(model)]
-            model.config.crt_exp = replace(mechanism, options=mechanism.options | {"open": opens}).describe()
         return taught
 
-    # ---- learning
+    def given(self, batch: Batch) -> Any:
+        """What a model is called with."""
+        return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        errors, _ = model(**batch)
+        given = self.given(batch)
+        errors, _ = model(**given) if isinstance(given, dict) else model(given)
         return errors.mean()
 
     def weight(self, batch: Batch) -> None:
         """Each layer's error is over its outputs, of which rows have as many."""
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """error: the mean over layers of |output - exact| / |exact|, error_worst the largest of a layer; then the loss
-        of the swapped model, of its own inputs, beside that of the exact one, exact_loss."""
+        """error: the mean over layers of |output - exact| / |exact|, error_worst the largest of a layer; then the
+        metrics of the swapped model, of its own inputs, beside the loss of the exact one, exact_loss."""
         taught = Recorded(model)
         exact = super().evaluate(taught, split, reader)
         errors = [(error / whole) ** 0.5 for error, whole in zip(*(reader.sum(*side) for side in taught.totals))]
@@ -102,6 +91,72 @@ class Transfer(MLM):
                 f"{last['loss']:.4f} (exact {last['exact_loss']:.4f}; {last['split']}, step {last['step']})")
 
 
+@checked("task")
+@dataclass(eq=False)
+class Transfer(Teaching, MLM):
+    """See `conf/task/transfer.yaml` for the options. Raises ConfigError where there is no exact model to learn from."""
+
+    budget: Count | None = None
+
+    name, later = "transfer", "mlm"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.origin = self.origin._replace(weights=True, noise=False)
+        own = getattr(self.config, "crt_exp", encoders.EXACT)
+        if own != encoders.EXACT:
+            changed = ", ".join(encoders.differing_keys(own, encoders.EXACT))
+            raise ConfigError(f"{self.origin.option} = {self.origin.name} was not trained with exact attention; these "
+                              f"keys differ: {changed}. {SOURCE}")
+
+    def check_options(self) -> None:
+        if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
+            raise ConfigError(SOURCE)
+        super().check_options()
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        model = encoders.load_model(self.objective.kind, self.config, self.origin, mechanism)
+        taught = self.taught(MaskedModel(model, self.objective.call), mechanism, self.calibration, self.budget)
+        if self.budget is not None:
+            states = swapped_layers(model)
+            opens = {"open": [state.sizes.open for state in states]}
+            shared = replace(mechanism, options=mechanism.options | opens).saved()
+            for state in states:
+                state.record = state.record | shared
+        return taught
+
+
+@checked("task")
+@dataclass(eq=False)
+class TransferVision(Teaching, ImageNet):
+    """See `conf/task/transfer_vision.yaml` for the options. Raises ConfigError where there is no exact classifier to
+    learn from."""
+
+    name, later = "transfer_vision", "imagenet"
+
+    def __post_init__(self):
+        if self.init == "scratch":
+            raise ConfigError(VISION_SOURCE)
+        if self.ema or self.new_head:
+            raise ConfigError(f"task.{'ema' if self.ema else 'new_head'}: task=transfer_vision trains what the layers "
+                              "learn and nothing else: leave it out")
+        super().__post_init__()
+        checkpoint = vision.checkpoint_of(self.init)
+        if checkpoint is not None and checkpoint.attention:
+            changed = ", ".join(encoders.differing_keys(checkpoint.described, encoders.EXACT))
+            raise ConfigError(f"{checkpoint.named} was not trained with exact attention; these keys differ: {changed}. "
+                              f"{VISION_SOURCE}")
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        return self.taught(super().build(mechanism), mechanism, 1)
+
+    def lr_scale(self, name: str) -> float:
+        return 1.0
+
+    def given(self, batch: Batch) -> Tensor:
+        return batch["images"]
+
+
 class Recorded:
     """A taught model that gives what the exact one does, and adds up the squares of its layers."""
 
@@ -109,8 +164,8 @@ class Recorded:
         self.model, self.totals = model, ([], [])
 
     @torch.no_grad()
-    def __call__(self, **batch: Tensor):
-        _, out = self.model(**batch)
+    def __call__(self, *args: Tensor, **batch: Tensor):
+        _, out = self.model(*args, **batch)
         found = [t.squares for t in self.model.teachers if t.squares is not None]
         self.totals = tuple([float(part) + before for part, before in zip(side, self._before(i, side))]
                             for i, side in enumerate(zip(*found)))

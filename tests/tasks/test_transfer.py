@@ -168,7 +168,8 @@ def test_the_budget_of_near_far_goes_on(exact, typed, tmp_path):
     arm = ["attention=nearfar", *[f"attention.{key}=4" for key in ("block", "heavy", "cells", "exact_until")]]
     code, _, err = typed(*arm, "attention.open=8", "task.budget=24", "trainer.steps=0")
     assert code == 0, err
-    opens = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["crt_exp"]["attention"]["open"]
+    kept, = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["crt_exp"]["mechanisms"]
+    opens = kept["described"]["attention"]["open"]
     assert len(opens) == 2 and sum(opens) <= 24
     code, _, err = typed("task=mlm", *arm, f"attention.open={opens}".replace(" ", ""), f"task.init={tmp_path / 'run'}",
                          "trainer.steps=0", directory="on")

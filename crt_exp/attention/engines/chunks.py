@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.attention.partials import (
@@ -97,9 +98,14 @@ class Call:
     result: Outputs | Rows = Outputs()
     counter: DenominatorCount | None = None
 
-    def whole(self) -> "Part":
+    def whole(self, again: bool = False) -> "Part":
         """The whole batch at once."""
-        return Part(self, self.phi.bind(self.noise, self.params), self.keep)
+        return Part(self, self.phi.bind(self.noise, self.params), self.keep, again=again)
+
+    def large(self, x: Tensor, y: Tensor) -> bool:
+        """Whether the features of all tokens are more than autograd should keep."""
+        B, H, L, d = x.shape
+        return B * H * max(L, y.shape[2]) * _width(self.phi, self.noise, d) > ELEMENTS
 
     def parts(self, x: Tensor) -> Iterator[tuple[slice, "Part"]]:
         """Ranges of the batch, each with its own features."""
@@ -121,16 +127,23 @@ def write_rows(rows: tuple[Tensor, ...], results: tuple[Tensor, ...], tokens: sl
 @dataclass(frozen=True)
 class Part:
     """The work on a range of the batch. x (b,H,L,d), y (b,H,S,d), v (b,H,S,dv), keep (b,S). tokens: of a chunk whose
-    order does not matter; None: CHUNK."""
+    order does not matter; None: CHUNK. again: autograd through all chunks computes each again and keeps no features."""
 
     call: Call
     bound: Bound
     keep: Tensor | None
     tokens: int | None = None
+    again: bool = False
 
     @property
     def modulus(self) -> bool:
         return self.call.result.modulus
+
+    def chunk(self, work: Callable, *given: Any) -> Any:
+        """What `work` makes of a chunk, for autograd."""
+        if not self.again:
+            return work(*given)
+        return checkpoint(work, *given, use_reentrant=False, preserve_rng_state=False)
 
     # One chunk, differentiable in its tensors. `tokens` says which keys it holds.
 
@@ -179,9 +192,9 @@ class Part:
         for t in chunks(x.shape[2], size):
             if self.call.causal:
                 keys = shifted(t, offset)
-                rows, state = self.step(x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
+                rows, state = self.chunk(self.step, x[:, :, t], y[:, :, keys], v[:, :, keys], keys, state)
             else:
-                rows = self.read(x[:, :, t], state)
+                rows = self.chunk(self.read, x[:, :, t], state)
             yield rows
 
     def seen(self, offset: int) -> Tensor | None:
@@ -200,7 +213,7 @@ class Part:
         """What the first keys leave in the features."""
         state = None
         for t in chunks(length, self.tokens):
-            state = merge(state, self.summary(y[:, :, t], v[:, :, t], t))
+            state = merge(state, self.chunk(self.summary, y[:, :, t], v[:, :, t], t))
         return state
 
     def backward(self, x, y, v, given, kept, grads) -> None:
@@ -284,8 +297,8 @@ class Part:
 
 def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
     """The rows in plain operations, which all transforms of torch follow, to any order: autograd through all chunks,
-    whose features it may keep. torch.compile cannot look into what depends on numbers: there without the check of
-    inputs and without shorter pieces where a row underflows."""
+    whose features it keeps unless the part computes them `again`. torch.compile cannot look into what depends on
+    numbers: there without the check of inputs and without shorter pieces where a row underflows."""
     seen = part.seen(y.shape[2] - x.shape[2])
 
     def gathered(size: int) -> list[Partial] | None:

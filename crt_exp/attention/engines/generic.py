@@ -21,6 +21,8 @@ def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
     """Attention of checked arguments, with as many key heads as query heads; the result of the call is Outputs."""
     if _plain(x, y, v, call):
         return call.result.of(plain_attention(x, y, v, call.whole()))[0].to(v.dtype)
+    if learning(call.noise, call.params):
+        return call.result.of(plain_attention(x, y, v, call.whole(call.large(x, y))))[0].to(v.dtype)
     return _Chunked.apply(x, y, v, call)[0]
 
 
@@ -28,6 +30,8 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Partial:
     """What goes into it; the result of the call is Rows."""
     if _plain(x, y, v, call):
         return plain_attention(x, y, v, call.whole())
+    if learning(call.noise, call.params):
+        return plain_attention(x, y, v, call.whole(call.large(x, y)))
     return Partial(*_Chunked.apply(x, y, v, call))
 
 
@@ -37,7 +41,7 @@ def _plain(x: Tensor, y: Tensor, v: Tensor, call: Call) -> bool:
         raise ValueError(f"torch.jit.trace cannot record attention with {type(call.phi).__name__}: it would keep the "
                          "masks and statistics of this call. Use torch.export.export with dynamic_shapes, or a "
                          "positive map such as OPRF")
-    return torch.compiler.is_compiling() or transformed(x, y, v) or learning(call.noise, call.params)
+    return torch.compiler.is_compiling() or transformed(x, y, v)
 
 
 def plain_gradients(function: Callable, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
