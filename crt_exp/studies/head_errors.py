@@ -39,26 +39,36 @@ WHOLE = ("nearfar preset=cheap exact_until=0", "nearfar exact_until=0", "nearfar
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """Metric mse, relative to uniform attention's, x: m, units: samples; uniform and zero as arms."""
-    cells, samples = Cells(name, sources, keep), size["samples"]
-    keys = {place: {"heads": place[0], "S": place[1], "features": place[2], "sampler": place[3],
-                    "ms": list(ms_of(place[2])), "samples": samples} for place in places()}
-    others = {(heads, S, attention): {"heads": heads, "S": S, "attention": attention, "samples": samples}
+    """Metric mse, relative to uniform attention's, x: m, units: samples, at the largest m `judged` of them for maps
+    that are followed and for the others; uniform and zero as arms."""
+    cells, few, many = Cells(name, sources, keep), {"samples": size["samples"]}, {"samples": size["judged"]}
+    keys = {place: {**named(place), "ms": list(ms_of(place[2]))} | few for place in places()}
+    judged = {place: {**named(place), "ms": [MS[-1]]} | many for place in keys if place[2:] in FOLLOWED}
+    others = {(heads, S, attention): {"heads": heads, "S": S, "attention": attention} | many
               for heads, S, attention in product(HEADS, SUMS, WHOLE)}
-    cells.fill([*keys.values()], errors, f"{name}: maps").fill([*others.values()], whole_errors, f"{name}: near-far")
-    for (heads, S, features, sampler), key in keys.items():
-        for m, values in zip(ms_of(features), cells[key]["mse"]):
+    cells.fill([*keys.values(), *judged.values()], errors, f"{name}: maps")
+    cells.fill([*others.values()], whole_errors, f"{name}: near-far")
+    for place, key in keys.items():
+        arm = "{} x {}".format(*place[2:])
+        for m, values in zip(ms_of(place[2]), cells[key]["mse"]):
+            if m == MS[-1] and place in judged:
+                key, values = judged[place], cells[judged[place]]["mse"][0]
             for sample, mse in enumerate(values):
-                yield cells.draw(key, title(heads, S), f"{features} x {sampler}", "mse", mse, sample, m)
+                yield cells.draw(key, title(*place[:2]), arm, "mse", mse, sample, m)
     for (heads, S, attention), key in others.items():
-        for m in MS:
-            for sample, mse in enumerate(cells[key]["mse"]):
-                yield cells.draw(key, title(heads, S), attention, "mse", mse, sample, m)
+        for m, sample in product(MS, range(many["samples"])):
+            if m == MS[-1] or sample < few["samples"]:
+                yield cells.draw(key, title(heads, S), attention, "mse", cells[key]["mse"][sample], sample, m)
         if attention == WHOLE[0]:
             for sample, error in enumerate(cells[key]["uniform"]):
+                ms = MS if sample < few["samples"] else MS[-1:]
                 yield cells.draw(key, title(heads, S), "uniform", "relative", error, sample)
-                yield from (cells.draw(key, title(heads, S), "uniform", "mse", 1.0, sample, m) for m in MS)
-                yield from (cells.draw(key, title(heads, S), "zero", "mse", error**-2, sample, m) for m in MS)
+                yield from (cells.draw(key, title(heads, S), "uniform", "mse", 1.0, sample, m) for m in ms)
+                yield from (cells.draw(key, title(heads, S), "zero", "mse", error**-2, sample, m) for m in ms)
+
+
+def named(place: tuple[str, int, str, str]) -> dict[str, Any]:
+    return dict(zip(("heads", "S", "features", "sampler"), place))
 
 
 def title(heads: str, S: int) -> str:
