@@ -45,11 +45,8 @@ class AutoRF(Dense):
 
     antithetic: bool = True
     trainable = False
+    on_vectors = True
     until_fitted = "no choice of maps yet, so it takes A = 0 (the features of FAVOR+, in pairs where it is antithetic)"
-
-    @property
-    def on_vectors(self) -> bool:
-        return True
 
     @property
     def one_map(self) -> bool:

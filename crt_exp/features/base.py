@@ -93,27 +93,14 @@ class FeatureMap(ABC):
     estimates = True    # a kernel; maps that define one of their own, by a formula or by what they learn, do not
     learned = False     # whether its projections are parameters of the layer that holds it, always
     trainable = False   # whether a layer can train its parameters and projections (attention.learn)
+    fitted = False      # whether `fit` looks at statistics; where not, `fit(None)` gives the parameters
+    # Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps the result. Such a map
+    # also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean.
+    on_vectors = False
+    second_moments = False  # whether it looks at covariances: O(L d^2) to take, d^2 numbers for a layer to keep
 
     def __post_init__(self):
         check_kernel(self.kernel)
-
-    @property
-    def fitted(self) -> bool:
-        """Whether `fit` looks at statistics; where not, `fit(None)` gives the parameters."""
-        return False
-
-    @property
-    def on_vectors(self) -> bool:
-        """Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps the result.
-
-        Such a map also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean.
-        """
-        return False
-
-    @property
-    def second_moments(self) -> bool:
-        """Whether `fit` looks at covariances too: O(L d^2) to take, d^2 numbers for an attention layer to keep."""
-        return False
 
     @property
     def one_map(self) -> bool:

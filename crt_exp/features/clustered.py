@@ -51,6 +51,7 @@ class ClusteredMap(InBlocks):
     keys: int = 2
     field: Field = "real"
     by: Literal["moments", "centres"] = "moments"
+    fitted = on_vectors = True
     until_fitted = "no clusters yet, so it takes all vectors for one (M = 1, the features of FAVOR+)"
 
     def __post_init__(self):
@@ -61,14 +62,6 @@ class ClusteredMap(InBlocks):
             raise ValueError(f"field = {self.field!r}: choose real or complex")
         if self.by not in ("moments", "centres"):
             raise ValueError(f"by = {self.by!r}: choose moments or centres")
-
-    @property
-    def fitted(self) -> bool:
-        return True
-
-    @property
-    def on_vectors(self) -> bool:
-        return True
 
     @property
     def pairs(self) -> int:
@@ -237,6 +230,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
 
     tau: float = 1.0
     default: Literal["trig", "pos", "hyp"] | None = "trig"
+    one_coefficient_noise = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -252,10 +246,6 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         bases = (PairBase(self.kernel, self.field),) * self.pairs
         bases = bases if default is None else (*bases, default(self.kernel))
         return (PairCoefficient(tau=self.tau),) * (len(bases) - 1), bases
-
-    @property
-    def one_coefficient_noise(self) -> bool:
-        return True
 
     def fit(self, stats: Statistics):
         return self._params(self.clusters(stats))

@@ -26,15 +26,11 @@ class Coefficient(FeatureMap):
 
     kernel: None = None
     has_constant = True  # whether `a` may be other than 0
+    columns = 2          # of rho, for each projection
 
     def __post_init__(self):
         if self.kernel is not None:
             raise ValueError(f"kernel = {self.kernel!r}: a coefficient estimates no kernel")
-
-    @property
-    def columns(self) -> int:
-        """Of rho, for each projection."""
-        return 2
 
     def width(self, m: int) -> int:
         return int(self.has_constant) + self.columns * m

@@ -233,15 +233,12 @@ class _Shifted(DiscreteRF):
     """
 
     margin: float = 1e-2
+    fitted = True
 
     def __post_init__(self):
         super().__post_init__()
         if not self.margin > 0:
             raise ValueError(f"margin = {self.margin}: it must be positive")
-
-    @property
-    def fitted(self) -> bool:
-        return True
 
     def _shift(self, stats: Statistics) -> Tensor:
         low = torch.minimum(stats.x.minimum, stats.y.minimum).double()

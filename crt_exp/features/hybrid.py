@@ -36,6 +36,7 @@ class HybridMap(InBlocks):
 
     n: int | None = None
     shared: bool = True
+    one_coefficient_noise = False  # whether all coefficients are made of the same projections
 
     def __post_init__(self):
         super().__post_init__()
@@ -45,11 +46,6 @@ class HybridMap(InBlocks):
     @abstractmethod
     def made_of(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """p coefficients and p + 1 bases; the last base has what the coefficients leave to it."""
-
-    @property
-    def one_coefficient_noise(self) -> bool:
-        """Whether all coefficients are made of the same projections."""
-        return False
 
     @property
     def fitted(self) -> bool:

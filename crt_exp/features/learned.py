@@ -27,16 +27,13 @@ class Hedgehog(FeatureMap):
     learned = True
     estimates = False
     trainable = True
+    one_map = False
 
     def __post_init__(self):
         super().__post_init__()
         if self.kernel != "softmax":
             raise ValueError(f"hedgehog features are learned in attention and estimate no kernel (kernel = "
                              f"{self.kernel}): choose another map")
-
-    @property
-    def one_map(self) -> bool:
-        return False
 
     def projections(self, m: Nested) -> tuple[Projections, Projections]:
         return Projections(m, "queries", begin=""), Projections(m, "keys", begin="")
