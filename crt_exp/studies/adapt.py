@@ -40,6 +40,7 @@ PLACES = ("swapped", "transferred", "transfer, LoRA", "LoRA")
 EXACT, UNIFORM = "exact", "uniform"
 ARMS = ("nearfar block=4 heavy=2 cells=4 open=8 exact_until=8", "favorpp learn=projections",
         "favorsharp learn=parameters", "hedgehog", "window block=4 first=2")
+JUDGED = (EXACT, UNIFORM, *ARMS[:2])                # those that may have more seeds
 M = {"favorpp": 64, "favorsharp": 32, "hedgehog": 32}  # all of 64 features
 BUDGET = 48                                         # keys that all causal layers of near-far together read
 
@@ -281,14 +282,16 @@ def cost(loss: Callable[[], Tensor], rounds: int) -> tuple[float, float]:
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
     """Metrics: loss (nats), seconds (CPU) at each place x; time_ratio and memory_ratio of a step of transfer to one of
-    training (unit: seeds)."""
+    training (unit: seeds, of the arms JUDGED `judged` of them in the settings that it names)."""
     torch.set_num_threads(1)
-    cells, seeds = Cells(name, sources, keep), range(size["seeds"])
+    cells, judged = Cells(name, sources, keep), size.get("judged", {})
+    most = {setting: max(size["seeds"], judged.get(setting, 0)) for setting in SETTINGS}
     starts = {(setting, seed): {"setting": setting, "seed": seed, "steps": size["steps"][setting]}
-              for seed, setting in product(seeds, SETTINGS)}
+              for seed, setting in product(range(max(most.values())), SETTINGS) if seed < most[setting]}
     cells.fill([*starts.values()], exact, f"{name}: exact models", workers=1)
     keys = {(setting, seed, arm): start | {"arm": arm, "transfer": size["transfer"], "lora": size["lora"]}
-            for (setting, seed), start in starts.items() for arm in (EXACT, UNIFORM, *ARMS)}
+            for (setting, seed), start in starts.items() for arm in (EXACT, UNIFORM, *ARMS)
+            if seed < size["seeds"] or arm in JUDGED}
     cells.fill([*keys.values()], adapted, f"{name}: arms", workers=1)
     for (setting, seed, arm), key in keys.items():
         for place, (loss, seconds) in cells[key]["places"].items():
