@@ -161,7 +161,7 @@ def concluded(panel: Panel, arms: list[Arm], losses: list[dict], costs: dict, to
 
 
 def wants_calibration(panel: Panel, arm: Arm) -> bool:
-    with panel.swapped(arm):
+    with panel.having(arm):
         return learns(panel.model)
 
 

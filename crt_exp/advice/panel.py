@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,71 @@ from torch import Tensor, nn
 
 from crt_exp.advice.arms import Arm
 from crt_exp.attention.linear import LinearAttention
+from crt_exp.mechanism import Mechanism
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.calibration import fill_statistics, learns, swapped_states
 from crt_exp.swap.swap import unswap_attention
 
 
-class Panel(ABC):
-    """A model in eval mode, the number of pieces to judge on, and `training`, pieces to fit to.
+class Bench(ABC):
+    """A model in eval mode that gets other attention for a while, and `training`, pieces to fit that to."""
+
+    def __init__(self, model: nn.Module, training: Sequence[Any], seed: int):
+        self.model, self.training, self.seed = model.eval(), training, seed
+        self.device = next(model.parameters()).device
+
+    @abstractmethod
+    def run(self, piece: Any) -> Any:
+        """What the model makes of a piece."""
+
+    @contextmanager
+    def swapped(self, mechanism: Mechanism | None) -> Iterator[dict[str, nn.Module]]:
+        """Within it the model has this attention, fitted where it has something to fit; its layers by path. None: its
+        own."""
+        if mechanism is None:
+            yield {}
+            return
+        mechanism.swap(self.model, saved=False)
+        try:
+            if learns(self.model):
+                self.fit(mechanism)
+            yield {state.path: state for state in swapped_states(self.model)}
+        finally:
+            unswap_attention(self.model)
+
+    def fit(self, mechanism: Mechanism) -> None:
+        fill_statistics(self.model, self.training)
+
+    def times(self, mechanisms: Mapping[str, Mechanism | None], piece: Any, rounds: int,
+              call: Callable[[Any], Any] | None = None) -> dict[str, float]:
+        """Milliseconds of a call, by default a pass without gradient: medians over rounds, in which all take their
+        turn, each after a call that is not timed: buffers and libraries."""
+        call, spent = call or self.once, {label: [] for label in mechanisms}
+        for _ in range(rounds):
+            for label, mechanism in mechanisms.items():
+                with self.swapped(mechanism):
+                    call(piece)
+                    spent[label].append(self._timed(call, piece))
+        return {label: statistics.median(each) for label, each in spent.items()}
+
+    @torch.no_grad()
+    def once(self, piece: Any) -> None:
+        self.run(piece)
+
+    def _timed(self, call: Callable[[Any], Any], piece: Any) -> float:
+        self._wait()
+        start = time.perf_counter()
+        call(piece)
+        self._wait()
+        return 1e3 * (time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Panel(Bench):
+    """A model and pieces: `count` to judge on, and those to fit to.
 
     Raises ValueError for a model that is swapped already.
     """
@@ -37,12 +95,8 @@ class Panel(ABC):
     def __init__(self, model: nn.Module, count: int, training: Sequence[Any], seed: int):
         if any("swapped" in part._modules for part in model.modules()):
             raise ValueError(f"this {type(model).__name__} is swapped already: call unswap_attention(model) first")
-        self.model, self.count, self.training, self.seed = model.eval(), count, training, seed
-        self.device = next(model.parameters()).device
-
-    @abstractmethod
-    def run(self, piece: Any) -> Any:
-        """What the model makes of a piece."""
+        super().__init__(model, training, seed)
+        self.count = count
 
     @abstractmethod
     def loss(self, i: int) -> float:
@@ -69,35 +123,24 @@ class Panel(ABC):
         """Tokens of the longest piece."""
         return max(self.timed())
 
-    # ---- other attention
-
     @contextmanager
-    def swapped(self, arm: Arm) -> Iterator[None]:
-        """Within it the model has this attention, fitted to the training pieces where it has something to fit."""
-        mechanism = arm.mechanism(self.seed)
-        if mechanism is None:
-            yield
-            return
+    def having(self, arm: Arm) -> Iterator[None]:
+        """`swapped`, without a word of what the swap leaves and fits: that is in the advice."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what the swap leaves and fits is in the advice
-            mechanism.swap(self.model, saved=False)
-            try:
-                if learns(self.model):
-                    fill_statistics(self.model, self.training)
+            warnings.simplefilter("ignore", UserWarning)
+            with self.swapped(arm.mechanism(self.seed)):
                 yield
-            finally:
-                unswap_attention(self.model)
 
     def losses(self, arm: Arm) -> dict[str, list[float]]:
         """Of each judged piece: `loss`, nats, and where pieces can be repeated `again`."""
-        with self.swapped(arm), torch.no_grad():
+        with self.having(arm), torch.no_grad():
             return {"loss": [self.loss(i) for i in range(self.count)], **self.again()}
 
     @torch.no_grad()
     def layers(self, arm: Arm) -> list[dict[str, Any]]:
         """Relative error of each layer's output on training pieces, and that of uniform attention; of attention that
         can be measured so."""
-        with self.swapped(arm):
+        with self.having(arm):
             states = [state for state in swapped_states(self.model) if isinstance(state, LinearAttention)]
             hooks = [state.register_forward_hook(Watcher(state), with_kwargs=True) for state in states]
             for piece in self.training[:2] if states else ():
@@ -115,25 +158,15 @@ class Panel(ABC):
         At the longest length also `step`, of a pass and its gradient, and `mib` at the peak of `body`, beyond what
         the process held before; that is left out where the system does not say it.
         """
-        spent: dict[str, dict[str, list[float]]] = {key: {arm.label: [] for arm in arms} for key in ("ms", "step")}
-        piece, whole, memory = self.timed()[length], length == self.length, {}
-        for turn in range(rounds):
-            for arm in arms:
-                with self.swapped(arm):
-                    if not turn:
-                        self._pass(piece)  # buffers and libraries
-                    spent["ms"][arm.label].append(self._timed(self._pass, piece))
-                    if whole:
-                        spent["step"][arm.label].append(self._timed(self._step, piece))
-                        if not turn:
-                            memory[arm.label] = self._memory(piece)
-        medians = {key: {label: statistics.median(each) for label, each in times.items()}
-                   for key, times in spent.items() if whole or key == "ms"}
-        return medians | ({"mib": memory} if whole and None not in memory.values() else {})
-
-    @torch.no_grad()
-    def _pass(self, piece: Any) -> None:
-        self.run(piece)
+        mechanisms = {arm.label: arm.mechanism(self.seed) for arm in arms}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            piece, result = self.timed()[length], {}
+            result["ms"] = self.times(mechanisms, piece, rounds)
+            if length == self.length:
+                result["step"] = self.times(mechanisms, piece, rounds, self._step)
+                result["mib"] = {arm.label: self._memory(arm, piece) for arm in arms}
+        return {key: costs for key, costs in result.items() if None not in costs.values()}
 
     def _step(self, piece: Any) -> None:
         """A pass and its gradient; those that the parameters had come back."""
@@ -149,20 +182,9 @@ class Panel(ABC):
                 p.requires_grad_(wanted)
                 p.grad = grad
 
-    def _timed(self, call, piece: Any) -> float:
-        self._wait()
-        start = time.perf_counter()
-        call(piece)
-        self._wait()
-        return 1e3 * (time.perf_counter() - start)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     @torch.no_grad()
-    def _memory(self, piece: Any) -> float | None:
-        with peak_of(self.device) as peak:
+    def _memory(self, arm: Arm, piece: Any) -> float | None:
+        with self.having(arm), peak_of(self.device) as peak:
             self.body(piece)
         return peak.get("mib")
 

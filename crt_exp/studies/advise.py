@@ -6,21 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from crt_exp.advice.arms import Arm
-from crt_exp.advice.call import LEAST, LENGTH, SAMPLES, arms_of, concluded, split
+from crt_exp.advice.call import LEAST, SAMPLES, arms_of, concluded, split
 from crt_exp.advice.panel import Panel
-from crt_exp.advice.tokens import NEXT, TokenPanel
+from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import Advice
-from crt_exp.data import text as data
-from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, checked
 from crt_exp.studies import advise_data
-from crt_exp.studies.captured import load_tokenizer, positions
 from crt_exp.studies.fidelity import parsed
-from crt_exp.studies.subject import load
+from crt_exp.studies.subject import length_of, opened, rows_of
 
 
 @checked("task")
@@ -72,17 +67,9 @@ class Advise:
             return advise_data.of_images(self.model, self.images, self.samples, self.calibration, seed)
         if self.audio is not None:
             return advise_data.of_audio(self.model, self.audio, self.samples, self.calibration, seed)
-        model, kind = load(self.model)
-        tokenizer = load_tokenizer(self.model, self.tokenizer)
-        data.check_vocabulary(tokenizer, model.config.vocab_size)
-        most = min(positions(model), 2**20)
-        length = min(LENGTH, most) if self.length is None else self.length
-        if not LEAST <= length <= most:
-            raise ValueError(f"task.length = {length}: it takes {LEAST} to {most} tokens, the positions that the model "
-                             "has")
-        cut = data.local_blocks if kind != NEXT and tokenizer.cls_token_id is not None else running_blocks
-        blocks = torch.from_numpy(cut(self.text, tokenizer, length, self.cache_dir).astype("int64"))
-        judged, training = split(blocks, self.samples or SAMPLES["texts"], self.calibration)
+        model, predicts, tokenizer = opened(self.model, self.tokenizer)
+        rows = rows_of(self.text, predicts, tokenizer, length_of(model, self.length, LEAST), self.cache_dir)
+        judged, training = split(rows, self.samples or SAMPLES["texts"], self.calibration)
         return TokenPanel(model, judged, training, mask=tokenizer.mask_token_id, special=tokenizer.all_special_ids,
                           seed=seed)
 

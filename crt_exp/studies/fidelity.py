@@ -4,8 +4,6 @@ Legend: L tokens of a text, m projections, "above" a loss above that of the exac
 the Frobenius norm.
 """
 
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,7 +131,8 @@ class Fidelity:
 
     def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
         """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
-        return {"length": length, "ms": times(subject, self.arms, length, self.rounds),
+        mechanisms = {arm.label: arm.mechanism() for arm in self.arms}
+        return {"length": length, "ms": subject.times(mechanisms, ids_of(subject.model, length), self.rounds),
                 "mib": {arm.label: in_new_process(memory, model=self.model, text=arm.text, m=arm.m, length=length)
                         for arm in self.arms}}
 
@@ -191,20 +190,6 @@ def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
 
 
 # ---- cost
-
-
-@torch.no_grad()
-def times(subject: Subject, arms: Sequence[Arm], length: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds, in which every attention takes its turn."""
-    ids, spent = ids_of(subject.model, length), {arm.label: [] for arm in arms}
-    for _ in range(rounds):
-        for arm in arms:
-            with subject.swapped(arm.mechanism()):
-                subject.run(ids)  # buffers and libraries
-                start = time.perf_counter()
-                subject.run(ids)
-                spent[arm.label].append(1e3 * (time.perf_counter() - start))
-    return {label: statistics.median(each) for label, each in spent.items()}
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from crt_exp.advice.panel import Bench
 from crt_exp.advice.tokens import HEADS, MASKED, NEXT, SHARE  # of bare encoders nothing is predicted
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.data import text as data
@@ -23,7 +24,7 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.studies.captured import load_tokenizer, positions, relative_error
-from crt_exp.swap.calibration import fill_statistics, learns, swapped_states
+from crt_exp.swap.calibration import swapped_states
 from crt_exp.swap.swap import unswap_attention
 from crt_exp.tasks.objectives import following
 
@@ -62,7 +63,7 @@ class Pass:
         return self.states[-1][0].double().mean(0)
 
 
-class Subject:
+class Subject(Bench):
     """A Hugging Face model that was trained with exact attention, and `texts` pieces of `length` tokens of a text.
 
     model: a hub name, a folder or a run of task=mlm. text: files or folders, which the model was not trained on;
@@ -78,17 +79,14 @@ class Subject:
                  tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
                  cache_dir: str | Path | None = None):
         self.name, self.cache_dir = model, cache_dir
-        self.model, self.predicts = load(model)
-        self.tokenizer, self.seed = load_tokenizer(model, tokenizer), seed
-        data.check_vocabulary(self.tokenizer, self.model.config.vocab_size)
+        loaded, self.predicts, self.tokenizer = opened(model, tokenizer)
+        super().__init__(loaded, None, seed)
         self.most = min(positions(self.model), 2**20)
-        self.length = min(512, self.most) if length is None else length
-        if self.length > self.most:
-            raise ValueError(f"task.length = {self.length}: the model has {self.most} positions")
+        self.length = length_of(self.model, length)
         check_apart(text, calibration)
         self.texts = self.pieces(text, texts, "task.texts")
-        self.training = None if calibration is None else self.pieces(calibration, calibration_texts,
-                                                                     "task.calibration_texts")
+        if calibration is not None:
+            self.training = self.pieces(calibration, calibration_texts, "task.calibration_texts").split(1)
         self.calls: list[list[Call]] = []
         self.exact = [self.captured(i) for i in range(texts)]
 
@@ -101,13 +99,12 @@ class Subject:
 
     def pieces(self, text: str | Sequence[str], count: int, option: str) -> Tensor:
         """(count, length) token ids."""
-        framed = self.predicts != NEXT and self.tokenizer.cls_token_id is not None
-        blocks = (data.local_blocks if framed else running_blocks)(text, self.tokenizer, self.length, self.cache_dir)
+        blocks = rows_of(text, self.predicts, self.tokenizer, self.length, self.cache_dir)
         if len(blocks) < count:
             raise ValueError(f"{option} = {count}: {text} has {len(blocks)} pieces of {self.length} tokens; give more "
                              "text, fewer pieces or a smaller task.length")
         rows = np.linspace(0, len(blocks) - 1, count).round().astype(int)
-        return torch.from_numpy(blocks[rows].astype(np.int64))
+        return blocks[rows]
 
     # ---- reading
 
@@ -168,30 +165,36 @@ class Subject:
                  "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
         return record if exact.loss is None else record | {"above": now.loss - exact.loss}
 
-    def swapped(self, mechanism: Mechanism) -> "Swapped":
-        return Swapped(self, mechanism)
+    def fit(self, mechanism: Mechanism) -> None:
+        if self.training is None:
+            raise ValueError(f"attention {mechanism.name} of this model is fitted to training text: give "
+                             "task.calibration=<file>, another than task.text")
+        super().fit(mechanism)
 
 
-class Swapped:
-    """Within it the model has another attention, fitted to the training text where it has something to fit; gives its
-    layers by path."""
+def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, str | None, Any]:
+    """The model in eval mode, what it predicts, and its tokenizer or the one that is named."""
+    model, predicts = load(name)
+    made = load_tokenizer(name, tokenizer)
+    data.check_vocabulary(made, model.config.vocab_size)
+    return model, predicts, made
 
-    def __init__(self, subject: Subject, mechanism: Mechanism):
-        self.subject, self.mechanism = subject, mechanism
 
-    def __enter__(self) -> dict[str, nn.Module]:
-        model, training = self.subject.model, self.subject.training
-        self.mechanism.swap(model, saved=False)
-        if learns(model):
-            if training is None:
-                unswap_attention(model)
-                raise ValueError(f"attention {self.mechanism.name} of this model is fitted to training text: give "
-                                 "task.calibration=<file>, another than task.text")
-            fill_statistics(model, list(training.split(1)))
-        return {state.path: state for state in swapped_states(model)}
+def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
+    """Tokens of a text: as asked, or 512, or the model's positions. Raises ValueError for too many and too few."""
+    most = min(positions(model), 2**20)
+    length = min(512, most) if length is None else length
+    if not least <= length <= most:
+        raise ValueError(f"task.length = {length}: it takes {least} to {most} tokens; the model has {most} positions")
+    return length
 
-    def __exit__(self, *_) -> None:
-        unswap_attention(self.subject.model)
+
+def rows_of(text: str | Sequence[str], predicts: str | None, tokenizer: Any, length: int,
+            cache_dir: str | Path | None) -> Tensor:
+    """(n, length) token ids of all the text, with [CLS] and [SEP] for encoders."""
+    framed = predicts != NEXT and tokenizer.cls_token_id is not None
+    rows = (data.local_blocks if framed else running_blocks)(text, tokenizer, length, cache_dir)
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 def load(name: str) -> tuple[nn.Module, str | None]:

@@ -104,7 +104,7 @@ def test_causal_layers_are_fitted_to_the_training_text(folder):
     swap_attention(model, "favorpp", m=8, saved=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # layers beyond uniform attention
-        calibrate_attention(model, list(source.training.split(1)))
+        calibrate_attention(model, list(source.training))
     assert found["above"][0] == pytest.approx(float(model(ids, labels=ids).loss) - exact, abs=1e-4)
     with pytest.raises(ValueError, match="task.calibration"):
         subject(folder, "gpt2").measured(Mechanism.of("favorpp", m=8))
