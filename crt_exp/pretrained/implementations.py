@@ -94,7 +94,8 @@ def _saving(function):
     """Where a part alone was swapped, as model.bert, the configuration of the whole does not know it until now."""
     @wraps(function)
     def save_pretrained(self, *args, **options):
-        if record.get_record(self) or any("swapped" in part._modules for part in self.modules()):
+        ours = "layers" in (record.get_record(self) or {})  # as a swap writes it, which may be undone since
+        if ours or any("swapped" in part._modules for part in self.modules()):
             record.write(self)
         return function(self, *args, **options)
     return save_pretrained
