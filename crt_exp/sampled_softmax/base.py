@@ -1,6 +1,7 @@
 """What every sampler of classes is: draws with their probabilities, and the hook after the optimiser's step."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,13 @@ class ClassSampler(nn.Module, ABC):
         there are none. See `TreeFeatures.drift`."""
         return {}
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassSampler":
+        """As of any module, but for `half()` and its like: the tables stay as precise as they are."""
+        def moved(t: Tensor) -> Tensor:
+            applied = fn(t)
+            return applied if applied.dtype == t.dtype else t.to(applied.device)
+        return super()._apply(moved, recurse)
+
 
 def without(log_q: Tensor, target_log_q: Tensor) -> Tensor:
     """log of q_c / (1 - q_t), the law without the target: log_q (B, k), target_log_q (B,) of the law over all."""
@@ -74,6 +82,13 @@ def check_queries(hidden: Tensor) -> None:
     fine = hidden.isfinite().all(-1)
     if not bool(fine.all()):
         raise NotFinite(f"query {int((~fine).nonzero()[0])} is not finite: look at the layers below the head")
+
+
+def check_classes(weight: Tensor, bias: Tensor | None, classes: int, d: int) -> None:
+    """Raises ValueError where class vectors are not (classes, d), or biases not (classes,)."""
+    for what, t, shape in (("class vectors", weight, (classes, d)), ("biases", bias, (classes,))):
+        if t is not None and tuple(t.shape) != shape:
+            raise ValueError(f"{what} of shape {tuple(t.shape)}: this sampler takes {shape}")
 
 
 def check_rows(rows: Tensor, classes: int) -> Tensor:

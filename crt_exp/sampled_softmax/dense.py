@@ -1,5 +1,8 @@
 """Laws that take a number for each pair of a query and a class, made for a block of queries at a time."""
 
+import math
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -11,15 +14,16 @@ from crt_exp.sampled_softmax.feature_law import FeatureLaw
 PAIRS = 2**20  # pairs of a query and a class at once, which stay in the cache
 
 
-class ExactSoftmax(ClassSampler):
-    """q = softmax(o), the law that is sought, O(V d) a query: what other laws are measured by.
+class DenseLaw(ClassSampler):
+    """q in proportion to exp of `log_weights`, made of the logits, O(V d) a query.
 
     head: what the logits are of, with `weight` (V, d) and perhaps `bias` (V,), as it is at each draw.
     """
 
     def __init__(self, head: nn.Module):
         if not isinstance(getattr(head, "weight", None), Tensor):
-            raise ValueError(f"ExactSoftmax({head!r}): it takes the head itself, a module with `weight` (V, d)")
+            raise ValueError(f"{type(self).__name__}({head!r}): it takes the head itself, a module with `weight` "
+                             "(V, d)")
         super().__init__(len(head.weight))
         self._head = [head]  # in a list: the parameters stay those of the head alone
 
@@ -29,16 +33,42 @@ class ExactSoftmax(ClassSampler):
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        parts = [self._logits(h).log_softmax(-1).gather(1, i) for h, i in blocks(self.classes, hidden, ids)]
+        parts = [self.log_weights(self._logits(h)).log_softmax(-1).gather(1, i)
+                 for h, i in blocks(self.classes, hidden, ids)]
         return torch.cat(parts)
+
+    @abstractmethod
+    def log_weights(self, logits: Tensor) -> Tensor:
+        """Of logits (b, V), which are used up."""
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
         return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None)).float()
 
     def _weights(self, hidden: Tensor) -> Tensor:
-        logits = self._logits(hidden)
-        return logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+        logs = self.log_weights(self._logits(hidden))
+        return logs.sub_(logs.amax(-1, keepdim=True)).exp_()
+
+
+class ExactSoftmax(DenseLaw):
+    """q = softmax(o), the law that is sought: what other laws are measured by."""
+
+    def log_weights(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class Quadratic(DenseLaw):
+    """q_c in proportion to alpha o_c^2 + 1: the quadratic kernel of Blanc and Rendle (2018), whose alpha is 100. Their
+    tree draws from the same law in O(d^2 log V)."""
+
+    def __init__(self, head: nn.Module, alpha: float = 100.0):
+        super().__init__(head)
+        self.alpha = float(alpha)
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha = {alpha}: the weight of the squared logit is a finite number of at least 0")
+
+    def log_weights(self, logits: Tensor) -> Tensor:
+        return logits.square_().mul_(self.alpha).log1p_()
 
 
 class DenseFeatures(FeatureLaw):

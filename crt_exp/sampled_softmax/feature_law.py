@@ -2,14 +2,13 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_queries, check_rows
+from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_classes, check_queries, check_rows
 from crt_exp.sampled_softmax.class_features import ClassFeatures, check_finite
 
 UPDATED = 2**12   # classes of an update at once: what lies between then stays in the cache
@@ -85,7 +84,7 @@ class FeatureLaw(ClassSampler):
 
     @torch.no_grad()
     def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        self._check_classes(weight, bias)
+        check_classes(weight, bias, self.classes, self.features.d)
         self.features.fit(weight, bias, self._queries if hidden is None else hidden)
         if not self._all_restored(weight, bias):
             self.features.fit_constants(weight, bias)
@@ -105,7 +104,7 @@ class FeatureLaw(ClassSampler):
     @torch.no_grad()
     def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         rows = check_rows(rows, self.classes)
-        self._check_classes(weight, bias)
+        check_classes(weight, bias, self.classes, self.features.d)
         if not len(rows) or not self.built:
             return
         weight_of, bias_of = weight.index_select(0, rows), None if bias is None else bias[rows]
@@ -122,7 +121,7 @@ class FeatureLaw(ClassSampler):
     def drift(self, weight: Tensor, bias: Tensor | None = None) -> dict[str, float]:
         """vectors: by how much the features of all classes differ from those of the vectors that they have now, as root
         mean square of the differences over that of the features."""
-        self._check_classes(weight, bias)
+        check_classes(weight, bias, self.classes, self.features.d)
         apart = of_all = 0.0
         for rows in self.features.blocks():
             now = self.features.of_classes(weight[rows], _part(bias, rows))
@@ -146,19 +145,6 @@ class FeatureLaw(ClassSampler):
             return log_q
         flat = torch.full_like(log_q, math.log(self.defensive / classes))
         return torch.logaddexp(log_q + math.log1p(-self.defensive), flat)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureLaw":
-        """As of any module, but for `half()` and its like: the tables stay as precise as they are."""
-        def moved(t: Tensor) -> Tensor:
-            applied = fn(t)
-            return applied if applied.dtype == t.dtype else t.to(applied.device)
-        return super()._apply(moved, recurse)
-
-    def _check_classes(self, weight: Tensor, bias: Tensor | None) -> None:
-        for what, t, shape in (("class vectors", weight, (self.classes, self.features.d)),
-                               ("biases", bias, (self.classes,))):
-            if t is not None and tuple(t.shape) != shape:
-                raise ValueError(f"{what} of shape {tuple(t.shape)}: this sampler takes {shape}")
 
     def _check(self, hidden: Tensor) -> None:
         if not self.built:

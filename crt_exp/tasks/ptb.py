@@ -29,6 +29,8 @@ from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
     LogUniform,
+    MultiIndex,
+    Quadratic,
     SampledSoftmax,
     TreeFeatures,
     Uniform,
@@ -42,13 +44,16 @@ PARTS = {"train": "train", "validation": "valid", "test": "test"}
 
 
 class Sampling(TypedDict):
-    """Of a sampled softmax: negatives of each word. Of random features: the kernel exp(cos(h, e) / temperature), steps
-    after which their tables are built again, and whether draws go down a tree or through a number for each class."""
+    """Of a sampled softmax: negatives of each word. rebuild_every: steps after which tables are built again. Of random
+    features: the kernel exp(cos(h, e) / temperature), and whether draws go down a tree or through a number for each
+    class. Of the others: codewords of the multi-index, and the weight of the squared logit."""
 
     negatives: Count
     temperature: Positive
     rebuild_every: Count
     tree: bool
+    codewords: Count
+    alpha: NotNegative
 
 
 class Lengths(TypedDict):
@@ -74,7 +79,7 @@ class PTB(Task):
     layers: Count
     dropout: Annotated[float, at_least(0), below(1)]
     bptt: Count
-    softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "features"]
+    softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "multi_index", "features"]
     sampling: Sampling
     temperature: Positive
     lengths: Lengths
@@ -145,12 +150,14 @@ class PTB(Task):
             return lstm.FullSoftmax(embedding.weight)
         if self.softmax == "features" and not mechanism.estimates:
             raise ConfigError(f"task.softmax=features samples by random features, and attention={mechanism.name} has "
-                              "none: choose features=..., or task.softmax=uniform, log_uniform, unigram, exact or full")
+                              "none: choose features=..., or another task.softmax, such as multi_index or unigram")
         V, options = len(self.text.words), self.sampling
         tables = TreeFeatures if options["tree"] else DenseFeatures
         make = {"uniform": lambda: Uniform(V), "log_uniform": lambda: LogUniform(V),
                 "unigram": lambda: Unigram(torch.from_numpy(self.text.counts)),
                 "exact": lambda: ExactSoftmax(embedding),
+                "quadratic": lambda: Quadratic(embedding, options["alpha"]),
+                "multi_index": lambda: MultiIndex(V, self.width, options["codewords"], mechanism.seed),
                 "features": lambda: tables(mechanism, V, self.width, temperature=options["temperature"],
                                            seed=mechanism.seed)}
         return SampledSoftmax(make[self.softmax](), embedding, options["negatives"], rebuild_every=1)
@@ -171,7 +178,7 @@ class PTB(Task):
 
     def updated(self, model: nn.Module, step: int) -> None:
         """Nearly every embedding moves in every step of Adam, so that tables are built again, and not followed."""
-        if self.softmax == "features" and step % self.sampling["rebuild_every"] == 0:
+        if self.softmax in ("features", "multi_index") and step % self.sampling["rebuild_every"] == 0:
             model.head.update()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -228,7 +235,8 @@ class PTB(Task):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         floor = f", floor {last['floor_perplexity']:.2f}" if "floor_perplexity" in last else ""
-        how = {"full": "full softmax", "features": "softmax sampled by random features"}
+        how = {"full": "full softmax", "features": "softmax sampled by random features",
+               "multi_index": "softmax sampled by a multi-index"}
         return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}{floor}) by "
                 f"{how.get(self.softmax, f'softmax sampled by the {self.softmax} law')} ({last['split']}, "
                 f"step {last['step']})")

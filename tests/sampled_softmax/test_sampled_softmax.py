@@ -17,6 +17,8 @@ from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
     LogUniform,
+    MultiIndex,
+    Quadratic,
     SampledSoftmax,
     TreeFeatures,
     Uniform,
@@ -64,7 +66,9 @@ def all_classes(count=V):
 
 
 def samplers(head, queries):
-    return [Uniform(V), LogUniform(V), Unigram(torch.arange(V) % 7), ExactSoftmax(head),
+    index = MultiIndex(V, D, codewords=6)
+    index.rebuild(head.weight, head.bias)
+    return [Uniform(V), LogUniform(V), Unigram(torch.arange(V) % 7), ExactSoftmax(head), Quadratic(head), index,
             *(built(kind, phi, head, queries) for phi in (OPRF(), TrigRF()) for kind in (TreeFeatures, DenseFeatures))]
 
 
@@ -92,7 +96,7 @@ def test_a_positive_map_down_the_tree_has_the_dense_law(phi, head, queries, targ
         assert all(follows(*each) for each in zip(ids, expected))
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(10))
 def test_draws_have_the_probabilities_that_come_with_them(number, head, queries, targets):
     sampler = samplers(head, queries)[number]
     q = sampler.log_q(queries, all_classes()).exp()
@@ -114,7 +118,7 @@ def test_signed_maps_give_every_class_a_probability(phi, head, queries, targets)
     assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == targets[:, None]).any())
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(10))
 def test_the_normaliser_is_unbiased(number, head, queries, targets):
     sampler = samplers(head, queries)[number]
     softmax = SampledSoftmax(sampler, head, negatives=20)
