@@ -99,6 +99,9 @@ class Text:
         print(text) if output is None else write_text(f"{text}\n", output)
 
 
+SEEN = 96  # pixels of a side that a drawn image has at least, about
+
+
 @dataclass
 class Pixels:
     """Images in a PNG, eight side by side. A prompt is the file of an image: the share `known` of its rows, from the
@@ -126,6 +129,8 @@ class Pixels:
         shape = (self.size, self.size, self.channels)
         images = [np.array(row, np.uint8).reshape(shape) for row in rows]
         images = images if self.truth is None else [self.truth, *images]
+        times = max(1, SEEN // self.size)                    # each value a square, for small images to be seen
+        images = [image.repeat(times, 0).repeat(times, 1) for image in images]
         lines = [images[i:i + self.across] for i in range(0, len(images), self.across)]
         image_values.save(image_values.grid(lines), Path(output))
 

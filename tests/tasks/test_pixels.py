@@ -124,12 +124,14 @@ def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     Image.fromarray(values).save(tmp_path / "half.png")
     words = [f"run={tmp_path / 'run'}", f"output={tmp_path / 'out.png'}", "n=3"]
     assert sample.main(words) == 0
-    assert np.asarray(Image.open(tmp_path / "out.png")).shape == (8, 3 * 8 + 2 * 2)
+    assert np.asarray(Image.open(tmp_path / "out.png")).shape == (96, 3 * 96 + 2 * 2)   # each value a square of 12 pixels
     assert sample.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
     found = np.asarray(Image.open(tmp_path / "out.png"))
-    assert found.shape == (8, 4 * 8 + 3 * 2) and (found[:, :8] == values).all()
-    for left in (10, 20, 30):                                # the upper half is the image's, the lower one is drawn
-        assert (found[:4, left:left + 8] == values[:4]).all() and (found[4:, left:left + 8] != values[4:]).any()
+    assert found.shape == (96, 4 * 96 + 3 * 2)
+    first, *drawn = (found[::12, left:left + 96:12] for left in range(0, 4 * 98, 98))
+    assert (first == values).all() and (found[:12, :12] == values[0, 0]).all()
+    for image in drawn:                                      # the upper half is the image's, the lower one is drawn
+        assert (image[:4] == values[:4]).all() and (image[4:] != values[4:]).any()
     capsys.readouterr()
     assert sample.main(words[:1]) == 2 and "name the PNG to write" in capsys.readouterr().err
     assert sample.main([*words, "length=10"]) == 2 and "an image of this run has 64 values" in capsys.readouterr().err
