@@ -124,7 +124,7 @@ def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     Image.fromarray(values).save(tmp_path / "half.png")
     words = [f"run={tmp_path / 'run'}", f"output={tmp_path / 'out.png'}", "n=3"]
     assert sample.main(words) == 0
-    assert np.asarray(Image.open(tmp_path / "out.png")).shape == (96, 3 * 96 + 2 * 2)   # each value a square of 12 pixels
+    assert np.asarray(Image.open(tmp_path / "out.png")).shape == (96, 3 * 96 + 2 * 2)  # a value: 12 x 12 pixels
     assert sample.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
     found = np.asarray(Image.open(tmp_path / "out.png"))
     assert found.shape == (96, 4 * 96 + 3 * 2)
