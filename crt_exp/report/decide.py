@@ -1,4 +1,4 @@
-"""outputs/report/decide.md and .png: which attention, from which length on, at what cost, by the draws of all pages.
+"""outputs/report/decide.md and its pictures: which attention, from which length on, at what cost, by the draws of all pages.
 
 conf/decide.yaml names what is looked at. A page that is not there is left out; all numbers come from draws.
 """
@@ -168,9 +168,10 @@ def geometric(values) -> float:
 
 
 def write(folder: Path = draws.FOLDER) -> Path:
-    """Both files, each written atomically."""
+    """The page and its pictures, each written atomically."""
     decision = Decision(folder)
     save_figure(decide_figure.figure(decision), folder / f"{NAME}.png")
+    save_figure(decide_figure.forest_figure(decision.forest), folder / f"{NAME}-forest.png")
     write_atomic(folder / f"{NAME}.md", text(decision))
     return folder / f"{NAME}.md"
 
@@ -186,10 +187,11 @@ def text(decision: Decision) -> str:
     missing = "\n".join(f"- {entry['paper']}: {entry['said']}. Not here, because {entry['because']}."
                         for entry in decision.spec["missing"])
     parts = [f"# {decision.spec['title']}", *decision.sentences(), f"![{decision.spec['title']}]({NAME}.png)",
-             "Top: time of a training step over exact attention's (1024, 4096 and 16384 tokens, the larger the mark) "
-             "against the share of uniform attention's cost that is lost directly after the swap, of settings in which "
-             "uniform attention costs enough. Bottom: by how much FAVOR++ is nearer to exact attention than FAVOR+.",
+             "Time of a training step over exact attention's against the share of uniform attention's cost that is lost "
+             "directly after the swap, of settings in which uniform attention costs enough; what loses more than "
+             f"{decide_figure.MOST:g} of it is drawn there.",
              "## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n"
+             f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)\n\n"
              + markdown(["setting", "when", "nearer by", "units", "page"], forest).rstrip(),
              "## What the papers say, and what is seen here\n\nThe claims that decide most; [the index](index.md) has "
              "every claim of every page.\n\n" + markdown(header, rows).rstrip(),
