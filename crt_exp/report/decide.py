@@ -1,4 +1,4 @@
-"""outputs/report/decide.md and its pictures: which attention, from which length on, at what cost, by the draws of all pages.
+"""outputs/report/decide.md and its pictures: which attention, from which length on, at what cost, by all draws.
 
 conf/decide.yaml names what is looked at. A page that is not there is left out; all numbers come from draws.
 """
@@ -187,8 +187,8 @@ def text(decision: Decision) -> str:
     missing = "\n".join(f"- {entry['paper']}: {entry['said']}. Not here, because {entry['because']}."
                         for entry in decision.spec["missing"])
     parts = [f"# {decision.spec['title']}", *decision.sentences(), f"![{decision.spec['title']}]({NAME}.png)",
-             "Time of a training step over exact attention's against the share of uniform attention's cost that is lost "
-             "directly after the swap, of settings in which uniform attention costs enough; what loses more than "
+             "Time of a training step over exact attention's against the share of uniform attention's cost that is "
+             "lost directly after the swap, of settings in which uniform attention costs enough; what loses more than "
              f"{decide_figure.MOST:g} of it is drawn there.",
              "## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n"
              f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)\n\n"
