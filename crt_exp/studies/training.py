@@ -25,16 +25,17 @@ VALIDATION = ("validation", "val")  # splits of the records that make curves
 class Grid:
     """What a page's file says under `sizes`. common: options of all runs, or lists of them. settings: options of each.
     arms: options of each attention. moved: arms that start from the weights of the run of `start` with their seed,
-    which is then `offset` more, so that they do not read the rows in the same order; then: their options in a setting.
-    begin: name -> options of one run in whose weights all moved arms start, in the place of that of `start`. only: the
-    arms of a setting that does not have all. seeds_of: of arms that have another number of them. metrics: of the
-    records on validation, those that are kept; tested: of the one on test (default: all). baselines: prefix -> name:
-    what the test record holds under keys with this prefix, as draws of an arm, for what needs no model; apart: suffix
-    -> name: its metrics with this suffix are draws of a setting of their own. gated: the arms that are trained first,
-    in every setting; the others only where `start` is better than each of them by `least` on the first metric
-    (`higher`: more is better). before: {common, stages, count, own, by}, the models that all arms start from: a stage
-    goes on from the run of the one before, the option `by` takes the last; seeds go round through `count` of them; with
-    `own` they have the attention of the arm, and not what their options name."""
+    which is then `offset` more, so that they do not read the rows in the same order; then: their options in a
+    setting. begin: name -> options of one run in whose weights all moved arms start, in the place of that of
+    `start`. only: the arms of a setting that does not have all. seeds_of: of arms that have another number of them,
+    in all settings or in those that are named. metrics: of the records on validation, those that are kept; tested:
+    of the one on test (default: all). baselines: prefix -> name: what the test record holds under keys with this
+    prefix, as draws of an arm, for what needs no model; apart: suffix -> name: its metrics with this suffix are
+    draws of a setting of their own. gated: the arms that are trained first, in every setting; the others only where
+    `start` is better than each of them by `least` on the first metric (`higher`: more is better). before: {common,
+    stages, count, own, by}, the models that all arms start from: a stage goes on from the run of the one before, the
+    option `by` takes the last; seeds go round through `count` of them; with `own` they have the attention of the
+    arm, and not what their options name."""
 
     settings: Mapping[str, Sequence[str]]
     arms: Mapping[str, Sequence[str]]
@@ -54,7 +55,7 @@ class Grid:
     apart: Mapping[str, str] = field(default_factory=dict)
     begin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seeds: int = 3
-    seeds_of: Mapping[str, int] = field(default_factory=dict)
+    seeds_of: Mapping[str, int | Mapping[str, int]] = field(default_factory=dict)
     workers: int | None = None
     before: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,9 +63,12 @@ class Grid:
         object.__setattr__(self, "common", flat(self.common))
         object.__setattr__(self, "before", {**self.before, "common": flat(self.before.get("common", []))})
 
-    def count(self, arm: str) -> int:
-        """Of its seeds."""
-        return self.seeds_of.get(arm, self.seeds)
+    def count(self, arm: str, setting: str | None = None) -> int:
+        """Of its seeds: in a setting, or the most of them."""
+        given = self.seeds_of.get(arm, self.seeds)
+        if isinstance(given, int):
+            return given
+        return given.get(setting, self.seeds) if setting else max(self.seeds, *given.values())
 
     def stages(self, arm: str, seed: int, home: runs.Home) -> list[list[str]]:
         """The command lines of the model that a run starts from, the last of them its own; none without `before`."""
@@ -127,7 +131,7 @@ def measured(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[D
     train_all(grid, home, cells, passed, every, f"{name}: training")
     for setting in grid.settings:
         for arm in [arm for arm in grid.names(setting) if setting in passed or arm in first]:
-            for seed in range(grid.count(arm)):
+            for seed in range(grid.count(arm, setting)):
                 yield from of_run(grid, cells, grid.key(setting, arm, seed, home), setting, arm, seed)
     if grid.cost:
         yield from costs(grid, home, cells, name)
@@ -150,7 +154,7 @@ def train_all(grid: Grid, home: runs.Home, cells: Cells, settings: Sequence[str]
         part = [arm for arm in arms if arm in stage]
         most = max((grid.count(arm) for arm in part), default=0)
         keys = [grid.key(setting, arm, seed, home) for seed, setting, arm in product(range(most), settings, part)
-                if seed < grid.count(arm) and arm in grid.names(setting)]
+                if seed < grid.count(arm, setting) and arm in grid.names(setting)]
         train_before(grid, home, cells, [(arm, seed) for arm in part for seed in range(grid.count(arm))], label)
         cells.fill(keys, train, label, grid.workers)
 
@@ -175,7 +179,7 @@ def gate(grid: Grid, home: runs.Home, cells: Cells, setting: str) -> bool:
     means = {}
     for arm in (grid.start, *grid.gated):
         ends = [cells[grid.key(setting, arm, seed, home)].get("last", {}).get(metric)
-                for seed in range(grid.count(arm))]
+                for seed in range(grid.count(arm, setting))]
         ends = [end for end in ends if end is not None]
         means[arm] = sum(ends) / len(ends) if ends else float("nan")
     return all(sign * (means[grid.start] - means[arm]) >= grid.least for arm in grid.gated)

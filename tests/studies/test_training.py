@@ -79,17 +79,20 @@ def test_moved_arms_may_start_from_one_run(tmp_path, monkeypatch):
 
 
 def test_arms_of_a_setting_and_options_of_those_that_go_on(tmp_path, monkeypatch):
-    """`only` leaves arms out, `then` and `offset` are of moved arms, `tested` and `baselines` name draws."""
+    """`only` leaves arms out, `seeds_of` gives them more seeds, `then` and `offset` are of moved arms, `tested` and `baselines` name draws."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "train", trained)
     size = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "seeds": 1, "cost": False, "workers": 1,
             "settings": {"U": ["gap=1", "steps=9"], "B": ["gap=1", "steps=9"]}, "then": {"U": ["steps=2"]},
             "only": {"B": ["exact", "elu"]}, "offset": 100, "baselines": {"unigram_": "unigram"},
+            "seeds_of": {"elu": {"U": 2}},
             "arms": {"exact": ["attention=exact"], "elu": ["attention=elu"]}, "moved": {"later": ["attention=favorp"]}}
     draws = [*training.measure("grid", ["tasks/lra.py"], size)]
     assert {(draw.setting, draw.arm, draw.metric) for draw in draws if draw.table == "test"} == {
         *(("U", arm, "loss") for arm in ("exact", "elu", "later", "unigram")),
         *(("B", arm, "loss") for arm in ("exact", "elu", "unigram"))}
+    seeds = {(draw.setting, draw.unit) for draw in draws if draw.arm == "elu" and draw.table == "test"}
+    assert seeds == {("U", 0), ("U", 1), ("B", 0)}
     moved = Grid(**size).options("U", "later", 0, HOME)
     assert moved[:4] == ["gap=1", "steps=2", "attention=favorp", "seed=100"] and moved[4].startswith("task.init=")
 
