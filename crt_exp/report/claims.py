@@ -42,7 +42,6 @@ Page = Any  # that of report/page.py, which stands above
 KEYS = ("text", "better", "worse", "arm", "at_most", "at_least", "against", "keeps", "of", "over", "of_x",
         "over_x", "metric", "settings", "table", "x", "scale",
         "margin", "closed", "test", "equal", "looks", "paper", "why", "verdict", "not here")
-PRIMARY = 5  # claims of a page, at most
 
 
 def checked(entries: Sequence[dict[str, Any]], path: Any) -> None:

@@ -1,15 +1,15 @@
-"""What a report may conclude: intervals, paired differences, gates before time is spent, verdicts on claims.
+"""What a report may conclude: intervals, gates on the setting, verdicts on claims.
 
 Legend: n independent draws (seeds, data sets drawn again); all intervals are two-sided, 95% unless said otherwise.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
+from scipy.special import bdtr, stdtr, stdtrit
 
 LEVEL = 0.05  # of all verdicts of a family together
 LOOKS = {1: LEVEL, 2: 0.029, 3: 0.022}  # of each look, where all looks together keep LEVEL (Pocock, 1977)
@@ -93,37 +93,6 @@ def overlapping(values: Sequence[float], test_share: float, level: float = LEVEL
     return _student(values, 1 / max(len(values), 1) + test_share, level)
 
 
-def paired(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> Interval:
-    """Of the differences first - second, each pair from one draw."""
-    return independent(np.subtract(first, second), level)
-
-
-def bootstrapped(statistic: Callable[[np.ndarray], float], n: int, draws: int = 1000, seed: int = 0,
-                 level: float = LEVEL) -> Interval:
-    """Of a statistic of n examples, given by their row numbers, with the standard error of draws with replacement.
-
-    The normal law's interval (Efron and Tibshirani, 1993, chapter 13), for examples as the only source of chance: what
-    models share, such as the rows they are compared on, cancels in a statistic that is a difference.
-    """
-    rng = np.random.default_rng(seed)
-    value = statistic(np.arange(n))
-    error = float(np.std([statistic(rng.integers(n, size=n)) for _ in range(draws)], ddof=1))
-    p = float(2 * ndtr(-abs(value) / error)) if error > 0 else float(value == 0)
-    return Interval(value, float(ndtri(1 - level / 2)) * error, p, n)
-
-
-def over_runs(values: Sequence[float], examples: Interval) -> Interval:
-    """Of a mean over independent runs that were all scored on the same examples, `examples` its interval by these.
-
-    Both variances count, for another training and for other examples; Student's law with the runs' degrees of freedom.
-    """
-    runs = independent(values)
-    t = float(stdtrit(runs.n - 1, 1 - LEVEL / 2))
-    error = math.hypot(runs.half / t, examples.half / float(ndtri(1 - LEVEL / 2)))
-    p = float(2 * stdtr(runs.n - 1, -abs(runs.mean) / error)) if error > 0 else float(runs.mean == 0)
-    return Interval(runs.mean, t * error, p, runs.n)
-
-
 def inside(values: np.ndarray, bound: float) -> np.ndarray:
     """Draws of how far the mean lies inside -bound to bound: a claim of equivalence, which more draws can confirm (two
     one-sided tests). The mean of bound - |values| could not: it stays below bound however equal the means are."""
@@ -142,28 +111,6 @@ def signs(values: Sequence[float]) -> Signs:
     above, below = int((values > 0).sum()), int((values < 0).sum())
     p = min(1.0, 2 * float(bdtr(min(above, below), above + below, 0.5))) if above + below else 1.0
     return Signs(float(np.median(values)), math.nan, p, len(values), above, below)
-
-
-def in_a_row(processes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """The rounds of every arm that was timed, one process after the other."""
-    return {arm: [took for each in processes for took in each[arm]] for arm in processes[0]}
-
-
-def of_processes(times: Sequence[float], processes: int) -> np.ndarray:
-    """The geometric mean of each process, whose rounds stand in a row: what is independent of times are processes."""
-    return np.exp(np.reshape(np.log(times), (processes, -1)).mean(1))
-
-
-def detectable(differences: Sequence[float], n: int | None = None, power: float = 0.8, level: float = LEVEL) -> float:
-    """The true difference that n pairs (default: as many as given) would show with this power.
-
-    Judged by the spread of the differences given, and by the noncentral t distribution's usual
-    approximation: (t_{1 - level/2} + t_power) standard errors.
-    """
-    values = _checked(differences)
-    n = n or len(values)
-    error = float(values.std(ddof=1)) / math.sqrt(n)
-    return float(stdtrit(n - 1, 1 - level / 2) + stdtrit(n - 1, power)) * error
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -298,10 +245,6 @@ class Unjudged:
                 f"{self.gate.text} is {self.gate.value:.3g}{self.claim.remarks()}")
 
 
-class GateFailed(ValueError):
-    """The setting cannot show what the report asks; nothing more was computed."""
-
-
 @dataclass(frozen=True)
 class Gate:
     """What must hold before a report spends its time: `value` between `least` and `most`. family: the verdicts that it
@@ -322,14 +265,6 @@ class Gate:
         most = [f"at most {self.most:g}"] if self.most < math.inf else []
         word = "passed" if self.passed else "**failed**"
         return f"- {word}: {self.text}: {self.value:.3g} ({' and '.join(least + most)})"
-
-
-def check_gates(gates: Sequence[Gate]) -> list[Gate]:
-    """The gates, all passed. Raises GateFailed with the figure of each that is not."""
-    failed = [str(gate).removeprefix("- **failed**: ") for gate in gates if not gate.passed]
-    if failed:
-        raise GateFailed("this setting cannot answer the report's question, so it stops here: " + "; ".join(failed))
-    return list(gates)
 
 
 def _student(values: Sequence[float], variance_share: float, level: float) -> Interval:

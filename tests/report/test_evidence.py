@@ -1,7 +1,6 @@
 """Intervals, verdicts and gates: they cover what they say, and refuse what they cannot judge."""
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,22 +9,15 @@ from scipy import stats
 from crt_exp.report.evidence import (
     Claim,
     Gate,
-    GateFailed,
-    Interval,
     Unjudged,
     Unmeasured,
-    bootstrapped,
-    check_gates,
-    detectable,
     equivalent,
     exactly,
     holm,
     independent,
     inside,
     judged,
-    over_runs,
     overlapping,
-    paired,
     signs,
     won_by,
 )
@@ -36,8 +28,6 @@ def test_student_equals_scipy():
     found, test = independent(values), stats.ttest_1samp(values, 0)
     low, high = test.confidence_interval(0.95)
     assert np.allclose([found.low, found.high, found.p], [low, high, test.pvalue])
-    first, second = values, values[::-1] + 0.3
-    assert np.isclose(paired(first, second).p, stats.ttest_rel(first, second).pvalue)
 
 
 def test_overlapping_splits_get_wider_intervals_that_cover():
@@ -50,27 +40,6 @@ def test_overlapping_splits_get_wider_intervals_that_cover():
         wide = overlapping(values, test_share=1.0)
         covered["nadeau-bengio"] += wide.low <= 0 <= wide.high
     assert covered["student"] < 0.7 * 400 and covered["nadeau-bengio"] > 0.93 * 400
-
-
-def test_bootstrap_of_a_paired_difference():
-    """Of a mean it has the error that the mean has; what both models share cancels."""
-    rng = np.random.default_rng(2)
-    shared, gain = rng.normal(0, 5, 300), rng.normal(0.4, 1, 300)
-    found = bootstrapped(lambda rows: (shared + gain)[rows].mean() - shared[rows].mean(), 300, draws=2000)
-    assert np.isclose(found.mean, gain.mean()) and found.n == 300
-    assert np.isclose(found.half, 1.96 * gain.std() / 300**0.5, rtol=0.06) and found.p < 1e-4
-    assert bootstrapped(lambda rows: 0.0, 5).p == 1
-
-
-def test_runs_and_examples_both_count():
-    """Covers the truth where scores of a few runs share a test set that was drawn, as that of runs alone does not."""
-    rng, covered = np.random.default_rng(3), Counter()
-    for _ in range(400):
-        runs = 0.5 + rng.normal(0, 0.5) + rng.normal(0, 0.5, 4)  # the examples' chance, the trainings'
-        found = over_runs(runs, Interval(0.5, 1.96 * 0.5, 0.0, 100))
-        covered["both"] += found.low <= 0.5 <= found.high
-        covered["runs"] += independent(runs).low <= 0.5 <= independent(runs).high
-    assert covered["both"] > 0.94 * 400 > 0.9 * 400 > covered["runs"]
 
 
 def test_equivalence_is_confirmed_by_more_draws():
@@ -105,7 +74,8 @@ def test_a_second_look_lowers_the_level_and_an_open_claim_says_its_power():
     values = [1.0, 0.2, 0.9, 0.6, 0.1]
     once, twice = (judged([Claim("up", independent(values), "nats", looks=looks)])[0] for looks in (1, 2))
     assert 0.029 < once.p < 0.05 and (once.word, twice.word) == ("holds", "cannot tell here")
-    assert f"5 can show {detectable(values, level=0.029):.2g} nats" in str(twice) and once.power == ""
+    least = (stats.t.ppf(1 - 0.029 / 2, 4) + stats.t.ppf(0.8, 4)) * stats.sem(values)
+    assert f"5 can show {least:.2g} nats" in str(twice) and once.power == ""
     assert twice.row()["power"] == twice.power
 
 
@@ -142,20 +112,10 @@ def test_what_a_failed_gate_leaves_unjudged_is_open_with_its_figure():
     assert "is 0.1" in str(left)
 
 
-def test_detectable_difference_has_the_power_it_states():
-    rng, n, found = np.random.default_rng(2), 12, 0
-    effect = detectable(rng.normal(size=4000), n)
-    for _ in range(2000):
-        found += independent(rng.normal(effect, 1, n)).p < 0.05
-    assert 0.77 < found / 2000 < 0.83
-
-
-def test_gates_stop_with_their_figures():
+def test_gates_say_their_figures():
     gates = [Gate("uniform attention costs, in nats", 0.7, least=0.5), Gate("mean |x + y|^2", 31.0, least=4, most=24)]
     assert [g.passed for g in gates] == [True, False]
-    with pytest.raises(GateFailed, match=r"mean \|x \+ y\|\^2: 31 \(at least 4 and at most 24\)"):
-        check_gates(gates)
-    assert check_gates(gates[:1]) == gates[:1]
+    assert str(gates[1]) == "- **failed**: mean |x + y|^2: 31 (at least 4 and at most 24)"
 
 
 def test_what_cannot_be_judged_is_refused():
