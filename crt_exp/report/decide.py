@@ -77,13 +77,18 @@ class Decision:
         page = self.pages.get(speed["page"])
         result: dict[str, dict[str, dict[float, float]]] = {}
         for direction, entry in speed["directions"].items() if page else ():
-            of = lambda arm, entry=entry: {x: geometric(page.values(entry["metric"], arm=arm, x=x, **{
-                key: entry.get(key) for key in ("setting", "table")})) for x in speed["lengths"]}
-            exact = of(entry["exact"])
-            ratios = {method: {x: time / exact[x] for x, time in of(arm).items() if time == time and exact[x] > 0}
+            exact = self.times_of(entry, entry["exact"])
+            ratios = {method: {x: time / exact[x] for x, time in self.times_of(entry, arm).items() if x in exact}
                       for method, arm in entry["arms"].items()}
             result[direction] = {method: each for method, each in ratios.items() if each}
         return result
+
+    def times_of(self, entry: dict[str, Any], arm: str) -> dict[float, float]:
+        """length -> the geometric mean of the times of an arm, at the lengths that it was timed at."""
+        speed, where = self.spec["speed"], {key: entry.get(key) for key in ("setting", "table")}
+        times = {x: geometric(self.pages[speed["page"]].values(entry["metric"], arm=arm, x=x, **where))
+                 for x in speed["lengths"]}
+        return {x: time for x, time in times.items() if time > 0}
 
     @cached_property
     def forest(self) -> list[tuple[dict[str, Any], Interval]]:

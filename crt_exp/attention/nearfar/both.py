@@ -176,10 +176,10 @@ def reopened(q: Tensor, gathered: Gathered, given: Celled, places: Tensor) -> tu
     """What queries (Z, m, r, d) have gathered, with the keys at `places` (Z, m, r, o), -1 for none, read exactly: each
     of them leaves its cell."""
     there, at = places >= 0, places.clamp(min=0).flatten(1)
-    of_key = lambda t: t.gather(1, at).view(places.shape)
+    cell, log_u = (t.gather(1, at).view(places.shape) for t in (given.cell, given.log_u))
     exact = reads.logits(q, given.y, places)
     of_cells = q @ given.mu.unsqueeze(1).mT + given.bias[:, None, None]
-    before = (of_cells.gather(-1, of_key(given.cell)) + of_key(given.log_u)).masked_fill(~there, HIDDEN)
+    before = (of_cells.gather(-1, cell) + log_u).masked_fill(~there, HIDDEN)
     top = torch.cat([gathered.logsum, exact], -1).amax(-1, keepdim=True).detach()
     others, less = torch.exp(gathered.logsum - top), torch.exp(before - top)
     change = torch.exp(exact - top) - less

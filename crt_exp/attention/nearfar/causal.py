@@ -161,13 +161,11 @@ class Causal:
         spread = mean_spread(far[:, -1:, :, -1].detach(), book.level, cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
-
     def _in_c(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, book: Codebook) -> tuple[Tensor, Tensor]:
-        (shift, tilt, root), centres, level = book.metric, book.measured, book.level
-        whole = lambda t: t.expand(len(y), *t.shape[1:])
+        learned = (*book.metric, book.measured, book.level)
+        shift, tilt, root, centres, level = (t.expand(len(y), *t.shape[1:]) for t in learned)
         sizes = {"block": self.sizes.block, "heavy": self.sizes.heavy, "cells": centres.shape[1], "open": 0, "until": 0}
-        given = native.Given(keep, whole(shift), whole(root), sizes, self.factor,
-                             native.Book(*map(whole, (tilt, centres, level))))
+        given = native.Given(keep, shift, root, sizes, self.factor, native.Book(tilt, centres, level))
         result = native.recall(x.float(), y.float(), v.float(), given)
         return result.out, result.share.mean((1, 2)) * result.spread.sqrt()
 

@@ -133,8 +133,9 @@ class NearFarState:
         slots = torch.tensor([n + (c if c < 2 * b else b + c % b) for c in self.counts]).unsqueeze(1) + span
         slots, there = torch.where(there, slots, n + 2 * b).to(y.device), there.to(y.device)
         seen = there if key_mask is None else there & key_mask.gather(1, places)
-        of_rows = lambda t: t.gather(2, places[:, None, :, None].expand(-1, Hkv, -1, t.shape[-1]))
-        y, v = (torch.where(seen[:, None, :, None], of_rows(t).to(dtype), 0.0) for t in (y, v))   # padding may hold NaN
+        at = places[:, None, :, None].expand(-1, Hkv, -1, -1)                             # (B, Hkv, t, 1)
+        y, v = (t.take_along_dim(at, 2).to(dtype) for t in (y, v))
+        y, v = (torch.where(seen[:, None, :, None], t, 0.0) for t in (y, v))              # padding may hold NaN
         y = (y.flatten(0, 1) - book.metric.shift).unflatten(0, (B, Hkv))
         score = scores((y.flatten(0, 1) @ book.metric.root), book.metric.log_weights(y.flatten(0, 1)), None)
         score = score.unflatten(0, (B, Hkv)).masked_fill(~seen[:, None], -torch.inf)

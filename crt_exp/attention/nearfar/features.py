@@ -58,8 +58,8 @@ class FarFeatures:
     def keys(self, y: Tensor, v: Tensor, w: Tensor, keep: Tensor, heads: int) -> FarKeys:
         """Of keys (Z, N, b, .) for all query heads."""
         groups = heads // self.kv_heads
-        spread = lambda t: t.unflatten(0, (-1, self.kv_heads)).repeat_interleave(groups, 1).movedim(2, 0)
-        return FarKeys(*map(spread, (y, v, w, keep)))
+        by_head = (t.unflatten(0, (-1, self.kv_heads)) for t in (y, v, w, keep))
+        return FarKeys(*(t.repeat_interleave(groups, 1).movedim(2, 0) for t in by_head))
 
     def states(self, keys: FarKeys) -> list[Partial]:
         """What the keys of each block leave in the features, (B, H, M, .) each."""

@@ -52,8 +52,8 @@ class Leaves(NamedTuple):
         while y.shape[1] // nodes > w:
             order = _halved(order, y, there, nodes)
             nodes *= 2
-        part = lambda t: t.gather(1, order.unsqueeze(-1).expand(-1, -1, t.shape[-1])).unflatten(1, (nodes, w))
-        keys, u = part(y), part(there.unsqueeze(-1)).to(y.dtype)
+        at = order.unsqueeze(-1)
+        keys, u = (t.take_along_dim(at, 1).unflatten(1, (nodes, w)) for t in (y, there.unsqueeze(-1).to(y.dtype)))
         count = u.sum((2, 3))
         mean = (keys * u).sum(2) / count.unsqueeze(-1).clamp(min=LEAST)
         spread = ((keys - mean.unsqueeze(2)) * u).square().sum((2, 3)) / count.clamp(min=LEAST) / y.shape[-1]

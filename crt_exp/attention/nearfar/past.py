@@ -6,7 +6,7 @@ Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
 
 import copy
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,9 @@ class Known(NamedTuple):
 
     def of(self, heads: Tensor) -> "Known":
         """Those of some heads (of the batch and of keys)."""
-        own = lambda t: t[heads] if isinstance(t, Tensor) and t.ndim > 1 else t
+        def own(t: Any) -> Any:
+            return t[heads] if isinstance(t, Tensor) and t.ndim > 1 else t
+
         pages = self.pages
         taken = {page: Leaves(*map(own, each)) for page, each in pages.sorted.items()}
         return tree_map(own, self._replace(pages=None))._replace(pages=Pages(pages.b, taken))

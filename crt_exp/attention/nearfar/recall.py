@@ -50,11 +50,15 @@ NUMBERS = 2**24            # of the keys that the queries of a chunk read
 def renewals(sizes: Sizes, length: int) -> list[int]:
     """The places of the renewals, multiples of the block, up to the first that is not below `length`: attention is
     exact before the first of them."""
-    up = lambda n: -(-n // sizes.block) * sizes.block
-    places = [max(up(sizes.exact_until), 2 * sizes.block)]
+    places = [max(_whole(sizes.exact_until, sizes.block), 2 * sizes.block)]
     while places[-1] < length:
-        places.append(places[-1] + up(max(RENEWED, places[-1] // PART)))
+        places.append(places[-1] + _whole(max(RENEWED, places[-1] // PART), sizes.block))
     return places
+
+
+def _whole(tokens: int, block: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-tokens // block) * block
 
 
 def options_of(sizes: Sizes) -> dict[str, int]:

@@ -1,12 +1,12 @@
 """The numbers of constants.h, which the C sources share."""
 
-import re
 from pathlib import Path
 
-_TEXT = Path(__file__).with_suffix(".h").read_text()
-_NUMBERS = dict(re.findall(r"^#define (\w+) +\(?([-+.e\d]+)", _TEXT, re.MULTILINE))
+from crt_exp.attention.engines.constants import numbers
 
-WHOLE = "PICKS", "LEAF", "GROWN", "TURNS", "SAMPLED", "LOOKED", "SHARE", "RENEWED", "PART"
-PICKS, LEAF, GROWN, TURNS, SAMPLED, LOOKED, SHARE, RENEWED, PART = (int(_NUMBERS[name]) for name in WHOLE)
-REAL = "RIDGE", "LEAST", "HIDDEN", "SPREADS", "AWAY", "STEEPEST"
-RIDGE, LEAST, HIDDEN, SPREADS, AWAY, STEEPEST = (float(_NUMBERS[name]) for name in REAL)
+_NUMBERS = numbers(Path(__file__).with_suffix(".h"))
+PICKS, LEAF, GROWN, TURNS, SAMPLED, LOOKED, SHARE, RENEWED, PART = (
+    int(_NUMBERS[name])
+    for name in ("PICKS", "LEAF", "GROWN", "TURNS", "SAMPLED", "LOOKED", "SHARE", "RENEWED", "PART"))
+RIDGE, LEAST, HIDDEN, SPREADS, AWAY, STEEPEST = (
+    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "SPREADS", "AWAY", "STEEPEST"))

@@ -62,9 +62,9 @@ class _Group(NamedTuple):
 
 
 def _groups(after: bool, near: Sequence[Tensor | None], flat: Sequence[Tensor]) -> list[_Group]:
-    whole = lambda t: None if t is None else t.detach().contiguous()
-    window = [] if near[0] is None else [_Group(*map(whole, near), 3 if after else 2)]
-    return window + [_Group(*map(whole, flat[i:i + 3]), None, 0) for i in range(0, len(flat), 3)]
+    near, flat = ([None if t is None else t.detach().contiguous() for t in tensors] for tensors in (near, flat))
+    window = [] if near[0] is None else [_Group(*near, 3 if after else 2)]
+    return window + [_Group(*flat[i:i + 3], None, 0) for i in range(0, len(flat), 3)]
 
 
 class _Fused(torch.autograd.Function):
@@ -139,5 +139,4 @@ def _keys_backward(rows: Tensor, group: _Group, kept: tuple[Tensor, ...], last: 
         rows, *group[:3], rows if group.hidden is None else group.hidden, *kept, *gradients, n, blocks, r, m,
         group.width, d, dv, *group.strides(), NEAR=group.around > 0, AROUND=max(group.around, 1),
         HIDE=group.hidden is not None, LAST=last, **_sizes(group, precision))
-    shared = lambda t: t.shape[1] == 1 and blocks > 1
-    return [g.sum(1, keepdim=True) if shared(t) else g for t, g in zip(group[:3], gradients)]
+    return [g.sum(1, keepdim=True) if t.shape[1] < blocks else g for t, g in zip(group[:3], gradients)]

@@ -88,10 +88,10 @@ def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, fa
     """Of queries factor x (Z, G, L, d) and keys factor y (Z, S, d), which are of one sequence; or, where the metric of
     (Z, ...) is given, of two. Raises NotFinite where queries and keys of one sequence are not finite."""
     (Z, S, d), n, K = y.shape, min(heavy, y.shape[1]), min(cells, y.shape[1])
-    flag = lambda *size: y.new_empty(size, dtype=torch.bool)
-    place = lambda *size: y.new_empty(size, dtype=torch.long)
-    sets = Sets(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d), place(Z, n), flag(Z, n), flag(Z, S),
-                place(Z, S), y.new_empty(Z, K, d))
+    places, there = y.new_empty(Z, n, dtype=torch.long), y.new_empty(Z, n, dtype=torch.bool)
+    pool, cell = y.new_empty(Z, S, dtype=torch.bool), y.new_empty(Z, S, dtype=torch.long)
+    sets = Sets(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d), places, there, pool, cell,
+                y.new_empty(Z, K, d))
     if metric is not None:
         sets = Sets(*(t.contiguous() for t in metric), *sets[3:])
     _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), dv=d, block=1,
