@@ -21,6 +21,8 @@ from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
     LogUniform,
+    MultiIndex,
+    Quadratic,
     SampledSoftmax,
     TreeFeatures,
     Uniform,
@@ -37,6 +39,7 @@ GROUPS = 32         # of classes: a query's likely classes are mostly those of o
 WITHIN = 0.3        # share of a class vector's square that is its own
 NOISE = 1.0         # length of what is added to the unit vector of a query's target: their cosine is about 0.7
 DRAWN, STEP, DRIFT, GRADIENT = "a draw", "a step", "drift of the tables", "gradient, |h| |e| = {:g}"
+CODEWORDS = (32, 64)  # of each codebook of the multi-index
 REPEATED = 2**23    # numbers of the class vectors that repeated draws gather at once
 
 
@@ -94,13 +97,13 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
 
 def gradients(cells: Cells, name: str, options: Mapping[str, Any], seeds: int) -> Iterator[Draw]:
     rest = {key: value for key, value in options.items() if key != "spreads"}
-    keys: dict[tuple[float, int], Key] = {(spread, seed): {"seed": seed, "spread": spread, **rest}
-                                          for spread, seed in product(options["spreads"], range(seeds))}
-    cells.fill([*keys.values()], gradient_errors, f"{name}: gradients", 1)
-    for (spread, seed), key in keys.items():
+    keys: list[Key] = [{"seed": seed, "spread": spread, **rest, **more} for more in ({}, {"peers": True})
+                       for spread, seed in product(options["spreads"], range(seeds))]
+    cells.fill(keys, gradient_errors, f"{name}: gradients", 1)
+    for key in keys:
         for arm, errors in cells[key].items():
             for metric, value in errors.items():
-                yield cells.draw(key, GRADIENT.format(spread), arm, metric, value, seed)
+                yield cells.draw(key, GRADIENT.format(key["spread"]), arm, metric, value, key["seed"])
 
 
 def rounds(classes: int) -> int:
@@ -202,16 +205,24 @@ def proposals(head: nn.Linear, spread: float, ms: tuple[int, ...], seed: int) ->
     return made | {f"trigonometric, m = {m // 2}": law(TrigRF(), m // 2) for m in ms}
 
 
-def gradient_errors(seed: int, spread: float, classes: int, ms: list[int], queries: int,
-                    repeats: int) -> dict[str, dict[str, float]]:
+def peer_laws(head: nn.Linear, seed: int) -> dict[str, ClassSampler]:
+    """Those of other papers."""
+    indices = {f"MIDX, {K} codewords": MultiIndex(*head.weight.shape, codewords=K, seed=seed) for K in CODEWORDS}
+    return {"quadratic kernel": Quadratic(head), **indices}
+
+
+def gradient_errors(seed: int, spread: float, classes: int, ms: list[int], queries: int, repeats: int,
+                    peers: bool = False) -> dict[str, dict[str, float]]:
     """Of the gradient by the queries, per law: squared bias and variance, over the squared length of the full softmax's
     gradient. One head, one batch and one noise; the bias from two halves of the repeats, so that their noise cancels.
+    peers: of the laws of other papers alone.
     """
     head = head_of(classes, seed=seed)
     hidden, targets = batch_of(head, spread, queries)
     exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
     errors = {}
-    for name, proposal in proposals(head, spread, tuple(ms), seed).items():
+    laws = peer_laws(head, seed) if peers else proposals(head, spread, tuple(ms), seed)
+    for name, proposal in laws.items():
         softmax = SampledSoftmax(proposal, head, NEGATIVES)
         drawn = repeated(softmax, hidden, targets, repeats)
         first, second = (half.mean(0) - exact for half in drawn.chunk(2))

@@ -450,6 +450,9 @@ def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are
     found = sampling_study.gradient_errors(0, 4.0, 500, [16], queries=16, repeats=100)
     assert abs(found["exact softmax"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
     assert found["exact softmax"]["variance"] < found["FAVOR++, m = 16"]["variance"] < found["uniform"]["variance"]
+    peers = sampling_study.gradient_errors(0, 4.0, 500, [16], queries=16, repeats=100, peers=True)
+    assert all(found["exact softmax"]["variance"] < one["variance"] < found["uniform"]["variance"]
+               for name, one in peers.items() if name.startswith("MIDX")) and len(peers) == 3
 
 
 @pytest.mark.slow

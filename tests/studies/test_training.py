@@ -79,7 +79,8 @@ def test_moved_arms_may_start_from_one_run(tmp_path, monkeypatch):
 
 
 def test_arms_of_a_setting_and_options_of_those_that_go_on(tmp_path, monkeypatch):
-    """`only` leaves arms out, `seeds_of` gives them more seeds, `then` and `offset` are of moved arms, `tested` and `baselines` name draws."""
+    """`only` leaves arms out, `seeds_of` gives more seeds, `then` and `offset` are of moved arms, `tested` and
+    `baselines` name draws."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "train", trained)
     size = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "seeds": 1, "cost": False, "workers": 1,
