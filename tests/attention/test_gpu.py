@@ -5,7 +5,7 @@ import torch
 
 from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, near_far_attention
-from crt_exp.attention.engines import flash
+from crt_exp.attention.engines import flash, fused_causal
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.engine import fused
 from crt_exp.attention.nearfar.layer import NearFar
@@ -74,6 +74,42 @@ def test_near_far_attention_is_that_of_the_cpu(causal):
         torch.testing.assert_close(ours.cpu(), theirs)
     low = layer(*(t.detach().bfloat16() for t in tensors))
     assert low.dtype == torch.bfloat16 and (low.double() - out).norm() < 0.1 * out.norm()
+
+
+def compared(tensors, grad):
+    """Largest differences of outputs and gradients from the definition, each over its largest entry."""
+    phi = PosRF()
+    noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(1), batch=(H,)).to("cuda")
+    params = phi.fit(Statistics.of(*tensors[:2]))
+    results = []
+    for function in (attention, attention_reference):
+        out = function(*tensors, phi, noise, params, causal=True)
+        results.append((out, *torch.autograd.grad(out, tensors, grad[:, :, :out.shape[2]])))
+    return [((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in zip(*results)]
+
+
+def test_causal_kernels_with_the_last_queries():
+    tensors, grad = inputs(torch.float32, 700)
+    tensors[0] = tensors[0].detach()[:, :, -90:].requires_grad_()
+    assert fused_causal.applies(*tensors)
+    assert max(compared(tensors, grad)) < 1e-3
+
+
+def test_causal_kernels_with_a_late_key_that_dwarfs_all_before():
+    tensors, grad = inputs(torch.float32)
+    tensors[1].data[:, :, 150] *= 40
+    assert max(compared(tensors, grad)) < 1e-3
+
+
+def test_causal_kernels_keep_the_host_from_waiting():
+    tensors, grad = inputs(torch.bfloat16)
+    module = RandomFeatureAttention(PosRF(), samplers.orthogonal, M, H, D, causal=True).cuda()
+    module(*tensors).backward(grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(*tensors).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def peak_memory(m):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
-from crt_exp.attention.engines import closed_form, flash, native
+from crt_exp.attention.engines import closed_form, flash, fused_causal, native
 from crt_exp.attention.engines.at_once import attend_at_once
 from crt_exp.attention.engines.chunks import Call, Part, plain_attention
 from crt_exp.attention.engines.generic import plain_gradients
@@ -99,13 +99,15 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
 
 
 ENGINES = {"native": native.bidirectional, "native causal": native.causal, "flash": flash,
-           "products": closed_form.bidirectional, "products causal": closed_form.causal}
+           "fused causal": fused_causal, "products": closed_form.bidirectional, "products causal": closed_form.causal}
 
 
 def _engine(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, causal: bool, fused: bool = True) -> str:
     """The name of the engine for a call, chosen once: the operators and their backward passes are given it."""
     if fused and not causal and flash.applies(x, y, v):
         return "flash"
+    if fused and causal and fused_causal.applies(x, y, v):
+        return "fused causal"
     return ("native" if native.applies(x, y, v, rows) else "products") + " causal" * causal
 
 
