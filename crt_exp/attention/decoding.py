@@ -94,7 +94,26 @@ class DecodingState:
             self._bound[dtype] = self._call.phi.bind(precise(self._noise, dtype), self._params)
         return Part(self._call, self._bound[dtype], key_mask)
 
+    @torch.no_grad()
+    def token(self, kept: Packed, x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Packed]:
+        """`step` of one token as a function of what is kept: its outputs, and what is kept after it.
+
+        Of the same shapes for each token, with nothing asked of the device and nothing of this object changed: for
+        torch.compile(fullgraph=True) and CUDA graphs, after a prompt that `take` has taken. Arguments are not checked.
+        """
+        y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+        out = v.new_empty(*x.shape[:3], v.shape[3])
+        with as_given(x):
+            part = self._part(compute_dtype(x, y, v), None)
+            rows, kept = self._rows(part, kept, x, y, v)
+            part.write(rows, [out], slice(None))
+        return out, kept
+
     def _one(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
+        rows, self.kept = self._rows(part, self.kept, x, y, v)
+        part.write(rows, [out], slice(None))
+
+    def _rows(self, part: Part, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor) -> tuple[Partial, Packed]:
         """The key of a single token goes into the state, and its query reads it there."""
         dtype = compute_dtype(x, y, v)
         y, v = y.to(dtype), v.to(dtype)
@@ -105,8 +124,8 @@ class DecodingState:
         if keep is not None:
             keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
-        self.kept = _added(self.kept, keys, v, part.modulus)
-        part.write(_read(self.kept, queries), [out], slice(None))
+        kept = _added(kept, keys, v, part.modulus)
+        return _read(kept, queries), kept
 
     def _several(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None
@@ -163,7 +182,7 @@ class RecurrentPast:
 
 def _features(bound: Bound, y: Tensor, x: Tensor) -> tuple[Features, Features]:
     """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
-    if bound.phi_q is not bound.phi_k:
+    if torch.compiler.is_compiling() or bound.phi_q is not bound.phi_k:
         return bound.phi_k(y).dense(), bound.phi_q(x).dense()
     f = bound.phi_k(torch.cat([y, x], 2)).dense()
     return Features(*(_row(t, 0) for t in f)), Features(*(_row(t, 1) for t in f))

@@ -67,7 +67,7 @@ class NearFarState:
             seen = None if key_mask is None else key_mask[:, at]
             self._take(y[:, :, at], v[:, :, at], seen)
             query = x[:, :, i] if seen is None else torch.where(seen[:, None] | x[:, :, i].isfinite(), x[:, :, i], 0.0)
-            out[:, :, i] = self._read(query)
+            out[:, :, i] = self._read(query, self.kept)
         return out
 
     @torch.no_grad()
@@ -76,6 +76,24 @@ class NearFarState:
         check_inputs(y, y, v, None, (), True, key_mask)
         self._check(y, version)
         self._take(y, v, key_mask)
+
+    @torch.no_grad()
+    def token(self, kept: Kept, counts: Tensor, x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Kept, Tensor]:
+        """`step` of one token as a function of what is kept and of the tokens so far of each row, counts (B,) int64:
+        its outputs, what is kept after it, and the counts.
+
+        Of the same shapes for each token, with nothing asked of the device and nothing of this object changed: for
+        torch.compile(fullgraph=True) and CUDA graphs. To that end each token computes what leaves the window, which
+        `step` does once a block. Arguments are not checked.
+        """
+        b, B = self.sizes.block, len(y)
+        full = (counts >= 2 * b) & (counts % b == 0)
+        moved = self._without_a_block(kept.flat(), B).of(B)
+        kept = Kept(*(torch.where(full.view(-1, *[1] * (old.ndim - 1)), new, old) for new, old in zip(moved, kept)))
+        slots = self.sizes.heavy + torch.where(counts < 2 * b, counts, b + counts % b)
+        dtype, seen = compute_dtype(y, v), torch.ones_like(counts, dtype=torch.bool).unsqueeze(1)
+        kept = self._with(kept, y.to(dtype), v.to(dtype), slots.unsqueeze(1), seen)
+        return self._read(x[:, :, 0], kept).unsqueeze(2).to(v.dtype), kept, counts + 1
 
     def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         """In pieces, of which each ends where a block of its row does."""
@@ -124,7 +142,6 @@ class NearFarState:
         """Tokens done, ..., done + size - 1 of each row, within one block of it."""
         B, Hkv = y.shape[:2]
         dtype, n, b = compute_dtype(y, v), self.sizes.heavy, self.sizes.block
-        book = self._book(B, dtype)
         full = [row for row in range(B) if sizes[row] and self.counts[row] >= 2 * b and self.counts[row] % b == 0]
         kept = self._moved(self.kept, full) if full else self.kept
         span = torch.arange(max(sizes))
@@ -136,12 +153,19 @@ class NearFarState:
         at = places[:, None, :, None].expand(-1, Hkv, -1, -1)                             # (B, Hkv, t, 1)
         y, v = (t.take_along_dim(at, 2).to(dtype) for t in (y, v))
         y, v = (torch.where(seen[:, None, :, None], t, 0.0) for t in (y, v))              # padding may hold NaN
+        self.kept = self._with(kept, y, v, slots, seen)
+
+    def _with(self, kept: Kept, y: Tensor, v: Tensor, slots: Tensor, seen: Tensor) -> Kept:
+        """With keys y (B,Hkv,t,d) and values at slots (B, t) of the window; those that are not seen (B, t) count
+        nowhere."""
+        B, Hkv = y.shape[:2]
+        book = self._book(B, y.dtype)
         y = (y.flatten(0, 1) - book.metric.shift).unflatten(0, (B, Hkv))
         score = scores((y.flatten(0, 1) @ book.metric.root), book.metric.log_weights(y.flatten(0, 1)), None)
         score = score.unflatten(0, (B, Hkv)).masked_fill(~seen[:, None], -torch.inf)
         new = zip((kept.keys, kept.values, kept.score.unsqueeze(-1)), (y, v, score.unsqueeze(-1)))
         keys, values, score = (_written(old, slots, t) for old, t in new)
-        self.kept = Kept(kept.sums, keys, values, score.squeeze(-1), kept.outers)
+        return Kept(kept.sums, keys, values, score.squeeze(-1), kept.outers)
 
     def _empty(self, y: Tensor, v: Tensor) -> Kept:
         (B, Hkv, _, d), dv, K, first = y.shape, v.shape[-1], self.codebook.centres.shape[1], self.sizes.first_order
@@ -174,10 +198,10 @@ class NearFarState:
             outers = outers + outer(rows[:, None, :, :values.shape[-1]], keys[:, None, n:], cell[:, None], book)[:, 0]
         return Kept(kept.sums + one_hot(cell, book.centres.shape[1], rows.dtype).mT @ rows, *rest, outers)
 
-    def _read(self, x: Tensor) -> Tensor:
+    def _read(self, x: Tensor, kept: Kept) -> Tensor:
         """Outputs (B, H, dv) of the queries x (B, H, d) of the last token."""
-        B, Hkv = self.kept.sums.shape[:2]
-        kept, dv = self.kept.flat(), self.kept.values.shape[-1]
+        B, Hkv = kept.sums.shape[:2]
+        kept, dv = kept.flat(), kept.values.shape[-1]
         book = self._book(B, kept.keys.dtype)
         q = x.to(kept.keys.dtype).unflatten(1, (Hkv, -1)).flatten(0, 1).unsqueeze(1)                  # (Z, 1, G, d)
         there = (kept.score > -torch.inf).unsqueeze(-1).to(kept.keys.dtype)

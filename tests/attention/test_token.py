@@ -1,0 +1,44 @@
+"""A decoded token as a function of what is kept: in one graph, which asks for no value, it is the eager step."""
+
+import pytest
+import torch
+
+from crt_exp import Mechanism
+
+CASES = {"favorp": {"m": 8}, "favorpp": {"m": 8}, "favorsharp": {"m": 8},
+         "nearfar": {"preset": "bounded", "block": 3, "heavy": 2, "cells": 4, "first_order": True}}
+
+
+def states(name):
+    """Two decoding states of the same layer after the same prompt of two sequences, grouped heads."""
+    torch.manual_seed(0)
+    layer = Mechanism.of(name, **CASES[name]).layer(4, 8, kv_heads=2, causal=True)
+    if getattr(layer, "learns", False):
+        with layer.calibration(), torch.no_grad():
+            layer(torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8))
+    q, kv = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 2, 5, 8)
+    made = [layer.eval().past().state for _ in range(2)]
+    for state in made:
+        state.step(q, *kv)
+    return made
+
+
+def tokens(n=11):
+    return [(torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, 1, 8)) for _ in range(n)]
+
+
+def carried(state):
+    """What `token` is given besides the vectors."""
+    return (state.kept, torch.tensor(state.counts)) if hasattr(state, "counts") else (state.kept,)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_equals_eager(name):
+    ours, expected = states(name)
+    compiled, kept = torch.compile(ours.token, fullgraph=True, backend="aot_eager"), carried(ours)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for vectors in tokens():
+        out, *kept = compiled(*kept, *vectors)
+        torch.testing.assert_close(out, expected.step(*vectors), rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
