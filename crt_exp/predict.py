@@ -9,28 +9,38 @@ import argparse
 import copy
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from crt_exp.config import ConfigError, read_yaml, unknown
+from crt_exp.arguments import read
+from crt_exp.config import ConfigError, read_yaml
 from crt_exp.data import DataError
 from crt_exp.data import images as data
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
+from crt_exp.schema import at_least, at_most
 from crt_exp import drawing
 from crt_exp.drawing import markdown, new_figure, save_figure
 from crt_exp.swap.rollout import rollout
 
-KEYS = {"run": None, "input": None, "maps": None, "attention": None, "m": None, "size": None}
-NEEDED = ("run", "input")
 NAMED, BATCH, DRAWN = 5, 16, 6     # classes of an image; images at once; images in the picture
-MOST = {"m": 2**16, "size": 2**12}  # beyond, noise and positions fill the memory
 OTHER = "favorpp"                 # what exact attention is drawn next to
 TASK = "crt_exp.tasks.imagenet.ImageNet"
+
+
+@dataclass(frozen=True)
+class Options:
+    run: str
+    input: str
+    maps: str | None = None
+    attention: str | None = None
+    m: Annotated[int, at_least(1), at_most(2**16)] | None = None     # beyond, noise and positions fill the memory
+    size: Annotated[int, at_least(1), at_most(2**12)] | None = None
 
 
 class Read(NamedTuple):
@@ -43,11 +53,17 @@ class Read(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 after a mistake, which is said in one line or two."""
     try:
-        predict(options_of(parser().parse_args(arguments)))
+        predict(options_of(arguments))
     except (DataError, ConfigError, ValueError, OSError) as error:
         print(f"crt_exp.predict: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def options_of(arguments: Sequence[str] | None) -> Options:
+    """Raises ConfigError as `read` does."""
+    given = parser().parse_args(arguments)
+    return read(Options, [*given.options, *(f"maps={file}" for file in given.maps)])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,56 +73,39 @@ def parser() -> argparse.ArgumentParser:
                       help="run: its directory; input: an image, or a folder of images; maps: as --maps; size: "
                            "pixels of a side, where they are to be others than the run's; attention, m: what exact "
                            f"attention is drawn next to, of a run that has no other (default {OTHER})")
-    made.add_argument("--maps", metavar="FILE.png", help=f"draw the attention rollout of the first {DRAWN} images")
+    made.add_argument("--maps", metavar="FILE.png", action="append", default=[],
+                      help=f"draw the attention rollout of the first {DRAWN} images")
     return made
 
 
-def options_of(given: argparse.Namespace) -> dict[str, str | None]:
-    """Raises ConfigError for a key that does not exist, comes twice or is missing."""
-    options = {} if given.maps is None else {"maps": given.maps}
-    for word in given.options:
-        key, sign, value = word.partition("=")
-        if key not in KEYS:
-            raise unknown("key", key, list(KEYS))
-        if not sign or not value or key in options:
-            raise ConfigError(f"{word}: {f'{key} comes twice' if key in options else f'write {key}=VALUE'}")
-        options[key] = value
-    unused = [f"{key}=..." for key in ("attention", "m") if key in options and "maps" not in options]
-    if unused:
-        raise ConfigError(f"{' and '.join(unused)}: what exact attention is drawn next to, and nothing is drawn; give "
-                          "--maps out.png, or leave it out")
-    missing = [key for key in NEEDED if key not in options]
-    if missing:
-        raise ConfigError(f"{' and '.join(f'{key}=...' for key in missing)} is missing: run=DIR input=IMAGE_OR_FOLDER")
-    return KEYS | options
-
-
-def predict(options: dict[str, str | None]) -> None:
-    if options["maps"] and not options["maps"].lower().endswith(".png"):
-        raise ConfigError(f"maps={options['maps']}: it is drawn as PNG, so give a name that ends in .png")
-    check_run(Path(options["run"]).expanduser())
-    kept = vision.load(options["run"], number(options, "size"))
-    beside = drawn_beside(kept.model, options) if options["maps"] else None  # before anything is computed
-    files = files_of(Path(options["input"]).expanduser())
+def predict(options: Options) -> None:
+    check_maps(options)
+    check_run(Path(options.run).expanduser())
+    kept = vision.load(options.run, options.size)
+    beside = drawn_beside(kept.model, options) if options.maps else None  # before anything is computed
+    files = files_of(Path(options.input).expanduser())
     results, first = [], []
     for at in range(0, len(files), BATCH):
-        read = list(readable(files[at:at + BATCH], kept, alone=len(files) == 1))
-        first += read[:DRAWN - len(first)]
-        results += classified(kept, read)
+        images = list(readable(files[at:at + BATCH], kept, alone=len(files) == 1))
+        first += images[:DRAWN - len(first)]
+        results += classified(kept, images)
     if not results:
-        raise DataError(f"none of the {len(files)} files of {options['input']} can be read as an image")
+        raise DataError(f"none of the {len(files)} files of {options.input} can be read as an image")
     print(markdown(["image", *(f"{place}." for place in range(1, 1 + len(results[0][1])))],
                    [[name, *(f"{label} {share:.3f}" for label, share in likely)] for name, likely in results]), end="")
     if beside is not None:
-        draw(kept, options["run"], beside, first, Path(options["maps"]))
-        print(f"attention rollout of {len(first)} of {len(results)} images: {options['maps']}")
+        draw(kept, options.run, beside, first, Path(options.maps))
+        print(f"attention rollout of {len(first)} of {len(results)} images: {options.maps}")
 
 
-def number(options: dict[str, str | None], key: str) -> int | None:
-    value = options[key]
-    if value is not None and not (value.isdecimal() and 0 < int(value) <= MOST[key]):
-        raise ConfigError(f"{key}={value}: it takes a whole number from 1 to {MOST[key]}")
-    return None if value is None else int(value)
+def check_maps(options: Options) -> None:
+    """Raises ConfigError for a picture that is no PNG, and for options of a picture where none is drawn."""
+    if options.maps is not None and not options.maps.lower().endswith(".png"):
+        raise ConfigError(f"maps={options.maps}: it is drawn as PNG, so give a name that ends in .png")
+    unused = [f"{key}=..." for key in ("attention", "m") if getattr(options, key) is not None]
+    if unused and options.maps is None:
+        raise ConfigError(f"{' and '.join(unused)}: what exact attention is drawn next to, and nothing is drawn; give "
+                          "--maps out.png, or leave it out")
 
 
 def check_run(run: Path) -> None:
@@ -158,20 +157,20 @@ def classified(kept: vision.Kept, read: Sequence[Read]) -> list[tuple[str, list[
 
 # ---- where it looks
 
-def drawn_beside(model: nn.Module, options: dict[str, str | None]) -> dict[str, nn.Module]:
+def drawn_beside(model: nn.Module, options: Options) -> dict[str, nn.Module]:
     """The model with exact and with linear attention, by the titles of their pictures.
 
     Raises ConfigError where another linear attention is asked for than the one that the run was trained with.
     """
     own = {part.swapped.mechanism for part in model.modules() if "swapped" in part._modules}
-    asked = options["attention"] is not None or options["m"] is not None
+    asked = options.attention is not None or options.m is not None
     if own and asked:
         raise ConfigError(f"this run was trained with {', '.join(own)}: leave attention and m out, which are for a run "
                           "with exact attention")
     exact = Mechanism.of("exact").swap(copy.deepcopy(model))
     if own:
         return {"exact": exact, ", ".join(map(drawing.label, own)): model}
-    other = Mechanism.of(options["attention"] or OTHER, m=number(options, "m"))
+    other = Mechanism.of(options.attention or OTHER, m=options.m)
     title = drawing.label(other.name) + (f", m = {other.m}" if other.m else "")
     return {"exact": exact, title: other.swap(copy.deepcopy(model))}
 

@@ -6,11 +6,12 @@ Keys: temperature, top_k, top_p, seed, n, length, prompt, known, device, output;
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated
 
+from crt_exp.arguments import read
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.schema import Count, NotNegative, above, at_least, at_most, below, check_keys, describe, parameters
+from crt_exp.schema import Count, NotNegative, above, at_least, at_most, below, describe, parameters
 
 SEED = Annotated[int, at_least(0), at_most(2**32 - 1)]
 WORDS = {"run": "directory of the run", "prompt": "what each sequence begins with; for pixels an image, to complete",
@@ -37,34 +38,6 @@ class Options:
     device: str = "cpu"
     output: str | None = None
 
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> "Options":
-        """Raises ConfigError for what is not key=value, an unknown key, and values that do not fit."""
-        pairs = [parsed(argument) for argument in arguments]
-        given = dict(pairs)
-        if twice := [key for key in given if [name for name, _ in pairs].count(key) > 1]:
-            raise ConfigError(f"{twice[0]}=... comes twice: give it once")
-        check_keys("", given, parameters(cls))
-        return cls(**given)
-
-
-def parsed(argument: str) -> tuple[str, Any]:
-    """Key and value; texts stay as they are typed, the others are read as YAML reads them."""
-    import yaml
-
-    key, sign, text = argument.partition("=")
-    if not sign:
-        raise ConfigError(f"{argument!r} is not of the form key=value")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ConfigError(f"{key} = {text!a}: it holds bytes that are no UTF-8")
-    if key in ("run", "prompt", "output", "device"):
-        return key, text if (key, text) != ("output", "null") else None
-    try:
-        value = yaml.safe_load(text)
-        return key, float(value) if isinstance(value, str) else value  # YAML reads 1e-1 as a string
-    except (yaml.YAMLError, ValueError):
-        return key, text
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 2 after a mistake of the user's."""
@@ -73,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     try:
-        draw(Options.of(arguments))
+        draw(read(Options, arguments))
     except (ConfigError, DataError, ValueError, OSError) as error:
         print(f"crt_exp: error: {error}", file=sys.stderr)
         return 2

@@ -8,23 +8,33 @@ so that memory does not grow with its length. What cannot be heard is named and 
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from crt_exp.config import ConfigError, unknown
+from crt_exp.arguments import read
 from crt_exp.data import DataError, speech_table
 from crt_exp.data.speech import SHORTEST, BadAudio, Part, as_int16, decoded, padded, seconds_of
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.recogniser import Recogniser
+from crt_exp.schema import at_least
 
-KEYS = ("run", "input", "segment")
 BLOCK = 0.02       # seconds over which loudness is measured
 TOGETHER = 8       # segments that are heard at once
+
+
+@dataclass(frozen=True)
+class Options:
+    """segment: seconds of audio that are heard at once."""
+
+    run: str
+    input: str
+    segment: Annotated[float, at_least(1)] = 20.0
 
 
 class Said(NamedTuple):
@@ -35,62 +45,37 @@ class Said(NamedTuple):
 
 
 def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        sys.exit(0 if arguments else 2)
     try:
         with torch.no_grad():
-            code = transcribe(options(sys.argv[1:]))
+            code = transcribe(read(Options, arguments))
     except (ValueError, OSError, DataError) as error:
         print(f"crt_exp.transcribe: error: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
 
 
-def options(arguments: list[str]) -> dict[str, str]:
-    """key=value arguments. Raises ConfigError for others and for missing ones."""
-    if not arguments or "-h" in arguments or "--help" in arguments:
-        print(__doc__)
-        sys.exit(0 if arguments else 2)
-    given = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in KEYS:
-            raise unknown("argument", argument, [f"{name}=..." for name in KEYS])
-        if key in given:
-            raise ConfigError(f"{key}=... comes twice: give it once")
-        given[key] = value
-    for key in ("run", "input"):
-        if not given.get(key):
-            raise ConfigError(f"{key}=... is missing: python -m crt_exp.transcribe run=DIR input=FILE_OR_FOLDER")
-    return given
-
-
-def transcribe(given: dict[str, str]) -> int:
+def transcribe(options: Options) -> int:
     """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
-    longest, files = segment_length(given.get("segment", "20")), speech_table.audio_files(given["input"], "input")
-    known, tensors = recogniser.load(given["run"], "run")
-    model, bad = recogniser.load_whole(known, tensors, f"run = {given['run']}"), []
+    files = speech_table.audio_files(options.input, "input")
+    known, tensors = recogniser.load(options.run, "run")
+    model, bad = recogniser.load_whole(known, tensors, f"run = {options.run}"), []
     for file in files:
         try:
             audio = heard(file, known.rate)
         except BadAudio as error:
             bad.append(f"{file}: {error}")
             continue
-        text, said = recognised(model, known, audio, longest)
+        text, said = recognised(model, known, audio, options.segment)
         print(f"{file} ({len(audio) / known.rate:.1f} s): {text}")
         print("  " + "  ".join(f"{each.at:.2f} {each.symbol}" for each in said))
     if bad:
         lines = "\n".join(f"  {line}" for line in bad)
         print(f"crt_exp.transcribe: {len(bad)} of {len(files)} files cannot be heard:\n{lines}", file=sys.stderr)
     return 2 if bad else 0
-
-
-def segment_length(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds < float("inf"):
-        raise ConfigError(f"segment = {text}: it takes a number of seconds of at least 1")
-    return seconds
 
 
 def heard(file: Path, rate: int) -> np.ndarray:

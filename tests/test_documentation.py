@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from pages import BLOCKS, PAGES, ROOT, Block, project
 
 from crt_exp import Mechanism, predict, sample, samplers, transcribe
+from crt_exp.arguments import read
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
@@ -235,11 +236,11 @@ def test_command_exists(words, recipes):
             options = data_command.parser().parse_args(arguments)
             assert not getattr(options, "name", None) or sources.select(options.name)
         case ("python", "-m", "crt_exp.predict", *arguments):
-            assert predict.options_of(predict.parser().parse_args(arguments))["run"]
+            assert predict.options_of(arguments).run
         case ("python", "-m", "crt_exp.transcribe", *arguments):
-            assert {"run", "input"} <= transcribe.options(arguments).keys()
+            assert read(transcribe.Options, arguments).input
         case ("python", "-m", "crt_exp.sample", *arguments):
-            assert not arguments or sample.Options.of(arguments)
+            assert not arguments or read(sample.Options, arguments)
         case ("python", "-m", "crt_exp.report", name, *arguments):
             check_report(name, arguments)
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):

@@ -89,13 +89,13 @@ def test_a_folder_with_a_file_that_is_no_image(trained, tmp_path, capsys, one_th
     (["run={empty}", "input={digit}"], "task=imagenet"),
     (["run={exact}"], "input=... is missing"),
     (["run={exact}", "inptu={digit}"], "did you mean input?"),
-    (["run={exact}", "input={digit}", "input={digit}"], "input comes twice"),
+    (["run={exact}", "input={digit}", "input={digit}"], "input=... comes twice"),
     (["run={exact}", "input={digit}", "maps=m.jpg"], "ends in .png"),
     (["run={exact}", "input={digit}", "size=9"], "task.size = 9 is no multiple of the patch"),
-    (["run={exact}", "input={digit}", "size=x"], "size=x: it takes a whole number"),
+    (["run={exact}", "input={digit}", "size=x"], "size = x: it takes a whole number"),
     (["run={favorpp}", "input={digit}", "maps=m.png", "attention=favorp"], "this run was trained with favorpp"),
     (["run={exact}", "input={digit}", "attention=favorp", "m=8"], "attention=... and m=...: what exact attention is"),
-    (["run={exact}", "input={digit}", "maps=m.png", "m=100000000"], "m=100000000: it takes a whole number from 1 to"),
+    (["run={exact}", "input={digit}", "maps=m.png", "m=100000000"], "of at least 1 and at most 65536, or null"),
 ])
 def test_mistakes_are_told(arguments, told, trained, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

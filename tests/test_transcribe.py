@@ -158,10 +158,10 @@ def test_runs_that_cannot_be_used(make, kept, typed, tmp_path):
 
 @pytest.mark.parametrize("args, words", [
     (["run=a", "run=b"], "run=... comes twice"), (["input=a.wav"], "run=... is missing"),
-    (["run=a"], "input=... is missing"), (["rum=a"], "did you mean run=...?"),
+    (["run=a"], "input=... is missing"), (["rum=a"], "did you mean run?"),
     (["run=/nowhere", "input=/nowhere.wav"], "input = /nowhere.wav: there is no such file or folder"),
     (["run=/nowhere", f"input={__file__}"], "run = /nowhere: there is no such directory"),
-    (["run=/nowhere", f"input={__file__}", "segment=0"], "segment = 0: it takes a number of seconds"),
+    (["run=/nowhere", f"input={__file__}", "segment=0"], "segment = 0: it takes a number of at least 1"),
 ], ids=str)
 def test_bad_arguments(args, words, typed):
     code, out, err = typed(*args)

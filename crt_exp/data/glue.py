@@ -329,8 +329,8 @@ def flat(rows: list[list[int]], name: str) -> np.ndarray:
 
 
 # ----------------------------------------------------------------------------------------------------- batches
-def collate(batch: Sequence[dict[str, Any]], pad_id: int, multiple: int = 1) -> dict[str, Tensor]:
-    """Items of `Encoded`, padded on the right to the longest (rounded up to a multiple): tensors (B, L) int64.
+def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
+    """Items of `Encoded`, padded on the right to the longest: tensors (B, L) int64.
 
     Keys: input_ids, attention_mask (1 = token, 0 = padding), token_type_ids and labels (B,) where the items have them.
     Raises DataError where the tokenizer has no padding token (pad_id is None).
@@ -339,8 +339,7 @@ def collate(batch: Sequence[dict[str, Any]], pad_id: int, multiple: int = 1) -> 
         raise DataError("The tokenizer has no padding token, so examples of different lengths make no batch.\n"
                         "Set one: tokenizer.pad_token = tokenizer.eos_token.")
     lengths = np.array([len(item["input_ids"]) for item in batch])
-    width = -(-lengths.max() // multiple) * multiple
-    inside = np.arange(width) < lengths[:, None]             # (B, L)
+    inside = np.arange(lengths.max()) < lengths[:, None]     # (B, L)
     out = {name: padded(batch, name, inside, fill) for name, fill in (("input_ids", pad_id), ("token_type_ids", 0))
            if name in batch[0]}
     out["attention_mask"] = torch.from_numpy(inside.astype(np.int64))

@@ -16,7 +16,6 @@ from crt_exp.data.protein import BEGIN, STANDARD
 from crt_exp.swap.rollout import attention_matrices
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # 190
-NAMED = (("D", "E"), ("F", "Y"))           # that are alike in Performers C.4
 
 
 def read_by(model: nn.Module, letters: Sequence[int]) -> Tensor:
@@ -97,8 +96,3 @@ def standardised(matrix: np.ndarray) -> np.ndarray:
     centred = matrix - matrix[PAIRS].mean()
     return centred / np.linalg.norm(centred[PAIRS])
 
-
-def rank(matrix: np.ndarray, pair: tuple[str, str]) -> int:
-    """The place of a pair among the 190, the most alike first."""
-    a, b = map(STANDARD.index, pair)
-    return 1 + int((matrix[PAIRS] > matrix[a, b]).sum())

@@ -121,12 +121,6 @@ class GLUE(Task):
             rows += zip(answers.tolist(), batch["labels"].tolist(), losses.tolist())
         return reader.gather(rows)
 
-    def answers(self, model: nn.Module, split: str) -> list[float]:
-        """Classes, or scores, of every example of a split other than "train", in the order of its file; one process."""
-        answers = [answer for answer, _, _ in self.answered(model, split, Reader(self))]
-        order = np.argsort(self.encoded[split].lengths, kind="stable")
-        return [answers[place] for place in np.argsort(order)]
-
     def finite(self, answers: tuple[float, ...]) -> Any:
         if not torch.tensor(answers, dtype=torch.float64).isfinite().all():
             raise NotFinite(f"{self.dataset}: the model predicts scores that are not finite; "
