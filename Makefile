@@ -1,9 +1,11 @@
 # make            this help
 # VENV=path       another virtual environment (default .venv)
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
+# PART=...        of gpu: one or some of tests, speed-gpu, fidelity, proteins-long (default all)
 # OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
+PART   ?= tests speed-gpu fidelity proteins-long
 OPTIONS ?=
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
@@ -50,9 +52,11 @@ demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table
 test: $(STAMP)  ## the fast tests
 	@$(PYTEST) -m "not slow"
 
-gpu: $(STAMP)  ## on a machine with a GPU: its tests, then speed-gpu for at most 8 minutes; repeat until it says written
-	@$(PYTEST) -n 0 -m gpu
-	@$(PY) -m crt_exp.report speed-gpu --size gpu --minutes 8
+gpu: $(STAMP)  ## on a machine with a GPU: its tests and its reports, 8 minutes of each; repeat until all say written
+	@set -e; for part in $(PART); do case $$part in \
+	  tests) timeout 480 env $(PYTEST) -n 0 -m gpu ;; \
+	  speed-gpu) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 ;; \
+	  *) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 --out outputs/report/gpu ;; esac; done
 
 test-all: $(STAMP)  ## every test
 	@$(PYTEST)

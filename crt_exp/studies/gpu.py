@@ -27,7 +27,9 @@ EXACT, FLEX, LINEAR = "exact", "flex", "fla linear"
 PASSES = ("forward", "forward and backward")
 WARM, TURNS = 3, 10
 MODELS = {"BERT-base, 512 tokens": ("bert", 512), "BERT-base, 4096 tokens": ("bert", 4096),
-          "125M causal, 16384 tokens": ("gpt", 16384), "ViT-B, 1024 px": ("vit", 1024)}
+          "125M causal, 16384 tokens": ("gpt", 16384), "ViT-B, 1024 px": ("vit", 1024),
+          "Conformer, 120 s of audio": ("conformer", 120)}
+RATE = 16000             # samples a second
 
 
 class NoGPU(ValueError):
@@ -155,7 +157,7 @@ def steps(what: str, device: str) -> Iterator[tuple[str, str, str, float]]:
 
     def run(arm: str) -> None:
         with torch.autocast(device, torch.bfloat16):
-            out = models[arm](inputs[arm])
+            out = models[arm](*inputs[arm])
         (out if isinstance(out, Tensor) else out[0]).float().square().mean().backward()
         models[arm].zero_grad(set_to_none=True)
 
@@ -171,9 +173,14 @@ def model(kind: str, size: int, arm: str, device: str) -> nn.Module:
         import timm
 
         made = timm.create_model("vit_base_patch16_224", img_size=size)
+    elif kind == "conformer":
+        from crt_exp.models.conformer_transducer import PRESETS, ConformerTransducer
+
+        made = ConformerTransducer(32, RATE, PRESETS["paper"])
     else:
         made = language_model(kind, size)
-    return (made if arm == EXACT else mechanism.swap(made)).to(device).train()
+    made = (made if arm == EXACT else mechanism.swap(made)).to(device).train()
+    return made.encoder if kind == "conformer" else made
 
 
 def language_model(kind: str, length: int) -> nn.Module:
@@ -185,10 +192,14 @@ def language_model(kind: str, length: int) -> nn.Module:
                                   num_key_value_heads=12, max_position_embeddings=length, use_cache=False))
 
 
-def given(kind: str, size: int, device: str) -> Tensor:
+def given(kind: str, size: int, device: str) -> tuple[Tensor, ...]:
     if kind == "vit":
-        return torch.randn(1, 3, size, size, device=device)
-    return torch.randint(1000, (1, size), device=device)
+        return (torch.randn(1, 3, size, size, device=device),)
+    if kind == "conformer":
+        samples = size * RATE
+        return torch.randint(-9000, 9000, (1, samples), dtype=torch.int16, device=device), torch.tensor(
+            [samples], device=device)
+    return (torch.randint(1000, (1, size), device=device),)
 
 
 # ---- time and memory

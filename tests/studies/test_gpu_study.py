@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from crt_exp.models.conformer_transducer import PRESETS
 from crt_exp.report import page
 from crt_exp.studies import cells, gpu
 
@@ -27,12 +28,18 @@ def test_every_arm_and_pass_is_measured(monkeypatch, tmp_path):
     assert all(draw.value > 0 for draw in draws if draw.metric == "ms")
 
 
-def test_a_training_step_of_a_model(monkeypatch):
+@pytest.mark.parametrize("kind, size", [("vit", 32), ("conformer", 1)])
+def test_a_training_step_of_a_model(kind, size, monkeypatch):
+    monkeypatch.setitem(PRESETS, "paper", PRESETS["small"])
     monkeypatch.setattr(gpu, "WARM", 0)
     monkeypatch.setattr(gpu, "TURNS", 1)
     monkeypatch.setattr(gpu, "ARMS", {"nearfar": {}})
-    monkeypatch.setitem(gpu.MODELS, "tiny", ("vit", 32))
+    monkeypatch.setitem(gpu.MODELS, "tiny", (kind, size))
     assert [(arm, metric) for _, arm, metric, _ in gpu.steps("tiny", "cpu")] == [("nearfar", "ms"), ("nearfar", "mib")]
+
+
+def test_every_model_of_the_page_is_known():
+    assert {*SPEC["sizes"]["gpu"]["models"]} == {*gpu.MODELS}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
