@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
-from crt_exp.studies.far_key import PAGE, cells_at
+from crt_exp.studies.far_key import cells_at, of_pages, reading
 from crt_exp.studies.fidelity import parsed
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.swap.swap import unswap_attention
@@ -125,30 +125,14 @@ def near_of(length: int) -> tuple[Tensor, Tensor]:
     return near, (ago >= 0) & ~near
 
 
-def softmax_over(logits: Tensor, seen: Tensor, v: Tensor) -> Tensor:
-    return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v
-
-
-def best(rank: Tensor, far: Tensor, count: int) -> Tensor:
-    """The `count` far keys of the largest rank of each query."""
-    rank = rank.masked_fill(~far, -torch.inf)
-    places = rank.topk(min(count, rank.shape[-1])).indices
-    return torch.zeros_like(rank, dtype=torch.bool).scatter(-1, places, True) & far
-
-
 def largest(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
     """The largest weights, which no one knows without all of them, and no others."""
-    near, far = near_of(q.shape[2])
-    logits = q @ k.mT
-    return softmax_over(logits, near | best(logits, far, count), v)
+    return reading((q, k, v), q @ k.mT, *near_of(q.shape[2]), count)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
     """After Quest (Tang et al., 2024): pages of consecutive keys, by a bound on their best logit, and no others."""
-    near, far = near_of(q.shape[2])
-    low, high = (t(k.unflatten(2, (-1, PAGE)), 3) for t in (torch.amin, torch.amax))
-    bound = q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT
-    return softmax_over(q @ k.mT, near | best(bound.repeat_interleave(PAGE, -1), far, count), v)
+    return reading((q, k, v), of_pages(q, k), *near_of(q.shape[2]), count)
 
 
 def clusters(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:

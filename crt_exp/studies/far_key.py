@@ -5,6 +5,7 @@ tokens of d dimensions; the last queries are measured.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -73,10 +74,12 @@ def errors(length: int, clustered: bool, seed: int, opened: list[int]) -> dict[s
     arms = {"uniform attention": lambda: uniform_attention(*heads, causal=True),
             "window and first tokens": lambda: window_attention(*heads, causal=True),
             "near-far, bounded": lambda: bounded(length, clustered, seed, heads)}
+    ago = torch.arange(length - QUERIES, length).unsqueeze(1) - torch.arange(length)
+    near, far = (ago >= 0) & (ago < NEAR), ago >= NEAR
     for count in opened:
         arms |= {f"near-far, {count} keys": opening(heads, count, length),
-                 f"pages, {count} keys": paging(heads, count),
-                 f"largest weights, {count} keys": largest(heads, count)}
+                 f"pages, {count} keys": partial(reading, heads, of_pages(heads.q, heads.k), near, far, count),
+                 f"largest weights, {count} keys": partial(reading, heads, heads.q @ heads.k.mT, near, far, count)}
     return {name: float((arm() - exact).norm() / exact.norm()) for name, arm in arms.items()}
 
 
@@ -94,30 +97,18 @@ def bounded(length: int, clustered: bool, seed: int, heads: Heads) -> Tensor:
     return layer(*heads)
 
 
-def paging(heads: Heads, count: int) -> Callable[[], Tensor]:
-    """After Quest (Tang et al., 2024): pages of consecutive keys, ranked by a bound on their best logit; those of the
-    best pages and the NEAR last keys, and no others."""
-    def attend() -> Tensor:
-        (q, k, v), length = heads, heads.k.shape[2]
-        pages = k.unflatten(2, (length // PAGE, PAGE))
-        low, high = pages.amin(3), pages.amax(3)
-        bound = q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT                  # (1, H, R, pages)
-        return chosen(q, k, v, bound.repeat_interleave(PAGE, -1), count)
-    return attend
+def of_pages(q: Tensor, k: Tensor) -> Tensor:
+    """After Quest (Tang et al., 2024): a bound on the best logit of each page of consecutive keys, at its keys,
+    (1, H, R, L)."""
+    pages = k.unflatten(2, (-1, PAGE))
+    low, high = pages.amin(3), pages.amax(3)
+    return (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT).repeat_interleave(PAGE, -1)
 
 
-def largest(heads: Heads, count: int) -> Callable[[], Tensor]:
-    """The largest weights, which no one knows without all of them, and the NEAR last keys; no others."""
-    return lambda: chosen(*heads, heads.q @ heads.k.mT, count)
-
-
-def chosen(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, count: int) -> Tensor:
-    """Softmax over the `count` far keys of the largest rank (1, H, R, L) and the NEAR last ones of each query."""
-    length = k.shape[2]
-    ago = torch.arange(length - q.shape[2], length).unsqueeze(1) - torch.arange(length)
-    rank = rank.masked_fill(ago < NEAR, -torch.inf)
-    read = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, rank.topk(count, -1).indices, True)
-    seen = (read | (ago < NEAR)) & (ago >= 0)
-    return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
-
-
+def reading(heads: tuple[Tensor, Tensor, Tensor], rank: Tensor, near: Tensor, far: Tensor, count: int) -> Tensor:
+    """Softmax over the keys that are near each query and, of those that are far from it (R, L), the `count` of the
+    largest rank (1, H, R, L). By the logits themselves: the largest weights, which no one knows without all of them."""
+    q, k, v = heads
+    best = rank.masked_fill(~far, -torch.inf).topk(min(count, rank.shape[-1]), -1).indices
+    read = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
+    return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v

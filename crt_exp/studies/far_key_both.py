@@ -11,7 +11,20 @@ from crt_exp.attention import exact_attention, near_far_attention, uniform_atten
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.engine.reads import rows
 from crt_exp.studies.copying import kmeans
-from crt_exp.studies.far_key import BLOCK, D, FAR, HEADS, HEAVY, NEAR, PAGE, Heads, cells_at, keys_of, towards
+from crt_exp.studies.far_key import (
+    BLOCK,
+    D,
+    FAR,
+    HEADS,
+    HEAVY,
+    NEAR,
+    Heads,
+    cells_at,
+    keys_of,
+    of_pages,
+    reading,
+    towards,
+)
 
 READ = 128           # keys that a query reads, or the best of a cluster
 TURNS = 3            # of MonarchAttention's updates
@@ -35,27 +48,18 @@ def errors(length: int, clustered: bool, seed: int) -> dict[str, float]:
         "uniform attention": lambda: uniform_attention(*heads),
         "near-far, no key read": lambda: near_far_attention(*heads, sizes).out,
         f"near-far, {READ} keys": lambda: near_far_attention(*heads, reading).out,
-        f"pages, {READ} keys": lambda: chosen(*heads, pages(*heads)),
+        f"pages, {READ} keys": lambda: chosen(heads, of_pages(heads.q, heads.k)),
         f"clusters of queries, {READ} keys": lambda: improved_clustered(*heads),
         "MonarchAttention": lambda: monarch(*heads),
-        f"largest weights, {READ} keys": lambda: chosen(*heads, heads.q @ heads.k.mT)}
+        f"largest weights, {READ} keys": lambda: chosen(heads, heads.q @ heads.k.mT)}
     return {name: float((arm() - exact).norm() / exact.norm()) for name, arm in arms.items()}
 
 
-def pages(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """After Quest (Tang et al., 2024): a bound on the best logit of each page of consecutive keys, at its keys."""
-    parts = k.unflatten(2, (-1, PAGE))
-    low, high = parts.amin(3), parts.amax(3)
-    return (q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT).repeat_interleave(PAGE, -1)
-
-
-def chosen(q: Tensor, k: Tensor, v: Tensor, rank: Tensor) -> Tensor:
+def chosen(heads: Heads, rank: Tensor) -> Tensor:
     """Softmax over the READ far keys of the largest rank (1, H, L, L) and those less than NEAR / 2 away."""
-    places = torch.arange(k.shape[2])
+    places = torch.arange(heads.k.shape[2])
     near = (places.unsqueeze(1) - places).abs() < NEAR // 2
-    best = rank.masked_fill(near, -torch.inf).topk(min(READ, k.shape[2]), -1).indices
-    seen = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) | near
-    return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    return reading(heads, rank, near, ~near, READ)
 
 
 def improved_clustered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

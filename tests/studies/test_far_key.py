@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from crt_exp.attention import exact_attention
 from crt_exp.studies import far_key, far_key_both
 
-PEERS = {"pages": lambda q, k, v: far_key_both.chosen(q, k, v, far_key_both.pages(q, k, v)),
+PEERS = {"pages": lambda q, k, v: far_key_both.chosen(far_key.Heads(q, k, v), far_key.of_pages(q, k)),
          "clusters of queries": far_key_both.improved_clustered, "monarch": far_key_both.monarch}
 
 
