@@ -14,10 +14,10 @@ WAITS = {*((name, True) for name in CHUNKS),
          *((name, causal) for name in ("pois", "pois_plus", "hrf_cluster", "reformer") for causal in (False, True))}
 
 
-def step(name, causal):
-    layer = Mechanism.of(name).layer(4, 16, causal=causal).to("meta")
+def step(name, causal, key_mask=None, **options):
+    layer = Mechanism.of(name, **options).layer(4, 16, causal=causal).to("meta")
     q, k, v = (torch.randn(2, 4, LENGTH, 16, device="meta", requires_grad=True) for _ in range(3))
-    out = layer(q, k, v)
+    out = layer(q, k, v, key_mask)
     out.sum().backward()
     assert out.shape == (2, 4, LENGTH, 16) and v.grad.shape == v.shape
 
@@ -30,3 +30,19 @@ def test_a_training_step_asks_for_no_value(name, causal):
     with pytest.raises(RuntimeError, match="item|nonzero|meta"):      # docs/attention.md names those that wait
         step(name, causal)
     return None
+
+
+# near-far attention where no row is exact or of another order for its length: by_rows would compute both for all rows
+MASKED = [("favorp", False, {}), ("favorpp", True, {}), ("nearfar", False, {"exact_until": 0, "first_order": True})]
+
+
+@pytest.mark.parametrize("name, causal, options", MASKED)
+def test_nor_with_a_padding_mask(name, causal, options):
+    step(name, causal, torch.ones(2, LENGTH, dtype=torch.bool, device="meta"), **options)
+
+
+@pytest.mark.filterwarnings("ignore:causal near-far attention has no codebook yet:UserWarning")
+def test_nor_do_codebooks_with_a_padding_mask():
+    layer = Mechanism.of("nearfar", preset="bounded").layer(4, 16, causal=True).to("meta").eval()
+    keep = torch.ones(2, LENGTH, dtype=torch.bool, device="meta")
+    assert layer(*torch.randn(3, 2, 4, LENGTH, 16, device="meta"), keep).is_meta

@@ -25,11 +25,11 @@ class Shift(NamedTuple):
 
     @classmethod
     def of(cls, keep: Tensor | None, b: int) -> "Shift | None":
-        """None where no row needs it."""
+        """None where no row needs it; asked on a CPU alone, elsewhere the answer would have to be waited for."""
         if keep is None:
             return None
         by = -first_kept(keep) % b
-        if torch.compiler.is_compiling() or transforming():
+        if torch.compiler.is_compiling() or transforming() or not keep.is_cpu:
             return cls(by, b - 1)
         most = int(by.max()) if len(by) else 0
         return cls(by, most) if most else None
