@@ -149,10 +149,16 @@ def measured(panel: Panel, arms: list[Arm], rounds: int, say: Callable[[str], No
 def concluded(panel: Panel, arms: list[Arm], losses: list[dict], costs: dict, tolerance: float) -> Advice:
     own = {key: sum(each) / len(each) for key, each in losses[0].items()}
     rows = rows_of(arms, losses, costs)
+    for row in rows:
+        row.exact_to = 0 if row.arm.name == EXACT else panel.exact_to(row.arm)
     advice = Advice(rows, panel.length, panel.count, own["loss"], own.get("again"), tolerance,
                     {arm.label: wants_calibration(panel, arm) for arm in arms}, panel.noun)
     if advice.chosen is not None:
         advice.notes = notes_of(panel, advice.chosen.arm)
+    if same := [row for row in rows if row.exact_to >= advice.length]:
+        least = min(row.exact_to for row in same)
+        advice.notes.append(f"{', '.join(row.arm.label for row in same)}: exact attention itself up to {least} tokens, "
+                            "so that times differ by chance and by kernel.")
     if advice.again is not None and not advice.uses_memory:
         advice.notes.append("The model's own attention gains little from repeated text, so recall says nothing here.")
     if isinstance(panel, BatchPanel) and not panel.labelled:

@@ -4,15 +4,12 @@
 ones. `TokenPanel` (tokens.py) reads texts, `BatchPanel` (batches.py) images and audio.
 """
 
-import ctypes
-import gc
 import statistics
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 from crt_exp.advice.arms import Arm
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.mechanism import Mechanism
+from crt_exp.memory import added, give_back
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.calibration import fill_statistics, learns, swapped_states
 from crt_exp.swap.swap import unswap_attention
@@ -150,6 +148,11 @@ class Panel(Bench):
             return [{"path": state.path, "error": state.measured.relative_error,
                      "uniform": state.measured.relative_uniform} for state in states]
 
+    def exact_to(self, arm: Arm) -> int:
+        """Tokens up to which every swapped layer is exact attention; 0 for attention that never is."""
+        with self.having(arm):
+            return min((getattr(state, "exact_to", 0) for state in swapped_states(self.model)), default=0)
+
     # ---- costs
 
     def cost(self, arms: Sequence[Arm], length: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -184,36 +187,9 @@ class Panel(Bench):
 
     @torch.no_grad()
     def _memory(self, arm: Arm, piece: Any) -> float | None:
-        with self.having(arm), peak_of(self.device) as peak:
-            self.body(piece)
-        return peak.get("mib")
-
-
-@contextmanager
-def peak_of(device: torch.device) -> Iterator[dict[str, float]]:
-    """`mib`: the most memory within it beyond what was held before; nothing where the system does not say."""
-    peak: dict[str, float] = {}
-    gc.collect()
-    before = _reset(device)
-    yield peak
-    if before is not None:
-        peak["mib"] = (_peak(device) - before) / 2**20
-
-
-def _reset(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed goes back to the system, and does not hide a peak
-        Path("/proc/self/clear_refs").write_text("5")
-        return _peak(device)
-    except (OSError, AttributeError, KeyError):
-        return None
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(lines["VmHWM"].split()[0]) * 1024
+        with self.having(arm):
+            give_back()
+            try:
+                return added(lambda: self.body(piece), self.device)
+            except OSError:                              # the system does not say it
+                return None

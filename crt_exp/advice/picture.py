@@ -4,6 +4,7 @@ from crt_exp.advice.arms import EXACT, FLOOR
 from crt_exp.drawing import CONTROL, EXACT as BLACK, colour, label_ends, new_figure, plain_ticks
 
 SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66", "bounded": "#009E73"}
+WINDOW = "#AA4499"   # the floor is grey
 
 
 def figure(advice):
@@ -16,10 +17,16 @@ def figure(advice):
     costs.set_yticks(range(len(others)), [row.arm.label for row in others])
     least = min(-advice.tolerance, *(row.above - row.above_ci95 for row in others))
     costs.set_xscale("symlog", linthresh=advice.tolerance)
-    costs.set_xlim(left=1.2 * least)
+    most = max(advice.tolerance, *(max(row.worst, row.again + row.again_ci95 if advice.uses_memory else 0)
+                                   for row in others))
+    costs.set_xlim(1.2 * least, 2 * most)
     costs.axvspan(1.2 * least, advice.tolerance, color="#000000", alpha=0.06, lw=0)
-    costs.set(title="nats above the model's own attention", xlabel=f"{advice.texts} {advice.noun} of {advice.length} "
-              f"tokens; grey: allowed{'; open: repeated text' if advice.uses_memory else ''}")
+    repeated = ""
+    if advice.uses_memory:
+        costs.axvline(advice.allowed_again, color="0.4", lw=1, ls="--")
+        repeated = "\nopen: repeated text, allowed up to the dashes"
+    costs.set(title="nats above the model's own attention",
+              xlabel=f"{advice.texts} {advice.noun} of {advice.length} tokens; grey: allowed{repeated}")
     for row in advice.rows:
         times.plot(list(row.ms), list(row.ms.values()), marker="o", ms=3, color=shade(row),
                    lw=2.2 if row is advice.chosen or row.arm.name == EXACT else 1)
@@ -33,4 +40,6 @@ def figure(advice):
 def shade(row) -> str:
     if row.arm.name in (EXACT, FLOOR):
         return BLACK if row.arm.name == EXACT else CONTROL
+    if row.arm.name == "window":
+        return WINDOW
     return SHADES.get(str(row.arm.options.get("preset"))) or colour(row.arm.name)

@@ -39,6 +39,7 @@ class Row:
     mib: float | None = None
     speedup: float | None = None
     pays_from: int | None = None                         # None: at no length that was timed
+    exact_to: int = 0                                    # tokens up to which it is exact attention
 
     @property
     def worst(self) -> float:
@@ -76,6 +77,11 @@ class Advice:
     def uses_memory(self) -> bool:
         """Whether the model's own attention makes use of repeated text, so that recall can be judged."""
         return self.again is not None and self.loss - self.again >= USES
+
+    @property
+    def allowed_again(self) -> float:
+        """Nats on repeated text that are near enough."""
+        return RECALL
 
     def __str__(self) -> str:
         cells = [header(self), *(cells_of(self, row) for row in self.rows)]
@@ -160,16 +166,25 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
     near = [row for row in tried if is_near(advice, row)]
     if not near:
         return None, _none_near(advice, min(tried, key=lambda row: row.worst))
-    paying = [row for row in near if row.pays_from is not None]
+    others = [row for row in near if row.exact_to < advice.length]
+    paying = [row for row in others if row.pays_from is not None]
+    if not others:
+        same = max(near, key=lambda row: row.exact_to)
+        return None, (f"Keep exact at {advice.length} tokens: {same.arm.label} is exact attention itself up to "
+                      f"{same.exact_to}, and what else was tried is not near enough. Try {longer(advice)}.")
     if not paying:
-        best = max(near, key=lambda row: row.speedup)
+        best = max(others, key=lambda row: row.speedup)
         return None, (f"Keep exact at {advice.length} tokens: {best.arm.label} stays within {advice.tolerance} nats, "
                       f"and a pass takes {1 / best.speedup:.2f} times as long. "
-                      f"Try {LONGER.get(advice.noun, 'longer ones')}.")
+                      f"Try {longer(advice)}.")
     best = max(paying, key=lambda row: row.speedup)
     below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
     return best, (f"Take {best.arm.label}: it costs {cost_of(advice, best)} at {advice.length} tokens, and a pass is "
                   f"{best.speedup:.2f} times as fast{below}.")
+
+
+def longer(advice: Advice) -> str:
+    return LONGER.get(advice.noun, "longer ones")
 
 
 def tells(advice: Advice, floor: Row) -> bool:

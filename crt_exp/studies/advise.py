@@ -14,7 +14,7 @@ from crt_exp.advice.verdict import Advice
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, checked
 from crt_exp.studies import advise_data
-from crt_exp.studies.fidelity import parsed
+from crt_exp.studies.fidelity import made, named
 from crt_exp.studies.subject import length_of, opened, rows_of
 
 
@@ -41,7 +41,7 @@ class Advise:
         self.images, self.audio = images, audio
         self.attentions, self.samples, self.calibration = attentions, samples, calibration
         for each in attentions or ():
-            parsed(each)
+            made(each, *named(each))
         self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
         self.advice: Advice | None = None
 
@@ -74,15 +74,7 @@ class Advise:
                           seed=seed)
 
     def arms(self, panel: Panel) -> list[Arm]:
-        if self.attentions is None:
-            return arms_of(None, panel.causal)
-        named = []
-        for text in self.attentions:
-            parsed(text)
-            name, *words = text.split()
-            options = {key: parsed(text).options.get(key) for key in (word.partition("=")[0] for word in words)}
-            named.append((name, options))
-        return arms_of(named, panel.causal)
+        return arms_of(None if self.attentions is None else [named(text) for text in self.attentions], panel.causal)
 
     def cost(self, panel: Panel, arms: list[Arm], length: int) -> dict[str, Any]:
         return {"length": length, **panel.cost(arms, length, self.rounds)}

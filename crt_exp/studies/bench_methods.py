@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from crt_exp.studies.memory import in_new_process
+from crt_exp.memory import in_new_process
 from crt_exp.studies.speed import CAUSAL, forward, forward_backward, held_by, inputs, methods
 from crt_exp.studies.timing import turns
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import PRESETS, ConformerTransducer
-from crt_exp.studies.memory import added
+from crt_exp.memory import added
 from crt_exp.studies.timing import timed
 
 RATE, LAYERS = 16000, 4  # of the paper's 17 layers: the others take as long, and no more memory

@@ -17,7 +17,7 @@ from sklearn.random_projection import GaussianRandomProjection
 from crt_exp import drawing
 from crt_exp.estimators import RandomFeatures
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.memory import in_new_process
+from crt_exp.memory import in_new_process
 
 WITHOUT = drawing.DENSE | dict.fromkeys(("gerf", *drawing.HYBRIDS), "its features differ for the two sides of the "
                                         "kernel, which one transform cannot give")

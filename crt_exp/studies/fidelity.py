@@ -16,7 +16,7 @@ from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies import fidelity_files
-from crt_exp.studies.memory import added, in_new_process
+from crt_exp.memory import added, in_new_process
 from crt_exp.studies.subject import Subject, load
 from crt_exp.metrics import interval
 from crt_exp.swap.calibration import fill_statistics, learns
@@ -43,18 +43,31 @@ class Arm(NamedTuple):
         return parsed(self.text, self.m, seed)
 
 
-def parsed(text: str, m: int | None = None, seed: int = 0) -> Mechanism:
-    """A name of conf/attention, followed by options of its file. Raises ConfigError."""
-    name, *words = text.split()
+def named(text: str) -> tuple[str, dict[str, Any]]:
+    """A name of conf/attention and the options that follow it. Raises ConfigError."""
+    name, *words = text.split() or [""]
+    if not name:
+        raise ConfigError(f"task.attentions holds {text!r}: it takes names of conf/attention")
     if bad := [word for word in words if "=" not in word]:
         raise ConfigError(f"task.attentions: {text!r}: {bad[0]} is no option; write a name and key=value after it, "
                           "such as 'window block=32 first=16'")
     options = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
-    for key, place in {"m": "task.ms", "seed": "seed"}.items():
-        if key in options:
-            raise ConfigError(f"task.attentions: {text!r}: {key} is the same for all attentions, {place}=...")
+    if "seed" in options:
+        raise ConfigError(f"task.attentions: {text!r}: seed is the same for all attentions, seed=...")
+    return name, options
+
+
+def parsed(text: str, m: int | None = None, seed: int = 0) -> Mechanism:
+    """What `named` reads, with the m of task.ms. Raises ConfigError."""
+    name, options = named(text)
+    if "m" in options:
+        raise ConfigError(f"task.attentions: {text!r}: m is the same for all attentions, task.ms=...")
+    return made(text, name, options | {"m": m}, seed)
+
+
+def made(text: str, name: str, options: dict[str, Any], seed: int = 0) -> Mechanism:
     try:
-        return Mechanism.of(name, m=m, seed=seed, **options)
+        return Mechanism.of(name, seed=seed, **options)
     except ConfigError as error:
         raise ConfigError(f"task.attentions: {text!r}: {error}") from None
 
@@ -62,8 +75,6 @@ def parsed(text: str, m: int | None = None, seed: int = 0) -> Mechanism:
 def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
     """Each attention with each m, once where it has none. Raises ConfigError for empty and unknown ones, and twice the
     same."""
-    if empty := [text for text in attentions if not text.split()]:
-        raise ConfigError(f"task.attentions holds {empty[0]!r}: it takes names of conf/attention")
     arms = [Arm(" ".join(text.split()), m) for text in attentions
              for m in (ms if parsed(text).m is not None else [None])]
     if len(set(arms)) < len(arms):

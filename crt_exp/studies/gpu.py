@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.memory import in_new_process
+from crt_exp.memory import in_new_process
 
 HEADS, D = 16, 64
 ARMS = {"exact": {}, "favorpp": {"m": 256}, "nearfar": {}, "nearfar preset=bounded": {}}

@@ -27,7 +27,7 @@ from crt_exp.models import lstm
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.distributions import Estimate, distances
-from crt_exp.studies.memory import added
+from crt_exp.memory import added
 from crt_exp.studies.predicted import typical_pair
 from crt_exp.tasks.base import Reader
 

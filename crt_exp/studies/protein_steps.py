@@ -20,7 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
 from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.memory import added_by_step, in_new_process
+from crt_exp.memory import added_by_step, in_new_process
 from crt_exp.studies.timing import timed
 from crt_exp.swap.calibration import fill_statistics
 

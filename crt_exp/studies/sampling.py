@@ -29,7 +29,7 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.memory import in_new_process
+from crt_exp.memory import in_new_process
 from crt_exp.studies.timing import turns
 
 D, BATCH, NEGATIVES = 64, 700, 40

@@ -21,7 +21,7 @@ from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
 from crt_exp.studies import encoder_steps, runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.memory import in_new_process
+from crt_exp.memory import in_new_process
 from crt_exp.studies.predicted import predicted_errors
 from crt_exp.studies.training import HOME, Grid
 from crt_exp.swap.calibration import calibrate_attention

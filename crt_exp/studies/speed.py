@@ -30,7 +30,7 @@ from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
-from crt_exp.studies.memory import added
+from crt_exp.memory import added
 from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
 from crt_exp.studies.timing import milliseconds, turns
 

@@ -11,7 +11,7 @@ import torch
 
 from crt_exp.studies import speed
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.memory import in_new_process
+from crt_exp.memory import in_new_process
 from crt_exp.studies.speed import ALONE, CAUSAL, PEER_CAUSAL
 
 EXACT, PLAIN, LATER, MEMORY = "exact", "floor", "later", "memory"

@@ -17,7 +17,7 @@ from crt_exp.attention import DenominatorCount, attention, exact_attention
 from crt_exp.features import PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.memory import in_new_process
+from crt_exp.memory import in_new_process
 from crt_exp.studies.projections import Projections
 
 MAPS = ("trig", "pos", "oprf")      # they stand for the exponential maps; discrete ones need exactly Gaussian rows

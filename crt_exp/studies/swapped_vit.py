@@ -18,7 +18,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.memory import in_new_process, peak, reset_peak
+from crt_exp.memory import in_new_process, peak, reset_peak
 from crt_exp.studies.predicted import predicted_error
 from crt_exp.studies.training import Grid
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from crt_exp.studies import runs, texts
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.memory import in_new_process, peak, reset_peak
+from crt_exp.memory import in_new_process, peak, reset_peak
 
 HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before

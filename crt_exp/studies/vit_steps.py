@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.memory import added_by_step, in_new_process
+from crt_exp.memory import added_by_step, in_new_process
 from crt_exp.studies.timing import timed
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256

@@ -133,6 +133,15 @@ def test_the_sentence_follows_the_numbers():
     assert advice_of(row("window", 0.001, again=0.5), again=2.9).chosen is not None  # repeated text is no easier
 
 
+def test_what_is_exact_attention_at_this_length_is_not_advised():
+    """Causal near-far attention sees all keys up to 2048: it is neither nearer nor faster, but the same."""
+    same, near = row("nearfar", 0.0, 0.0, ms=(1, 4, 16)), row("favorpp", 0.001, ms=(1, 5, 20))
+    same.exact_to = 2048
+    found = advice_of(same)
+    assert found.chosen is None and "nearfar is exact attention itself up to 2048" in found.sentence
+    assert advice_of(same, near).chosen is near
+
+
 def test_a_model_that_only_copies_is_judged_on_repeated_text():
     """On plain text all is alike, or better than exact attention, which copies what was never said before."""
     forgets, keeps = row("window", -1.4, again=3.8, ms=(1, 2, 3)), row("nearfar", 0.0, ms=(1, 4, 16))
@@ -196,10 +205,11 @@ def command(folder, name, *words):
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
     words = command(folder, name, "task.length=64", "task.samples=3", "task.calibration=1", "task.rounds=1",
-                    'task.attentions=["nearfar preset=quality",uniform]', f"hydra.run.dir={tmp_path / 'run'}")
+                    'task.attentions=["nearfar preset=quality","favorpp m=8",uniform]',
+                    f"hydra.run.dir={tmp_path / 'run'}")
     code, out, err = typed(*words)
     assert code == 0, err
-    assert "nats above exact" in out and "nearfar preset=quality" in out and "4 of" in err
+    assert "nats above exact" in out and "nearfar preset=quality" in out and "favorpp m=8" in out and "5 of" in err
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["final"] and records[-1]["advice"] in out
     assert (tmp_path / "run" / "advise.png").stat().st_size > 10_000
@@ -208,7 +218,8 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
 @pytest.mark.parametrize("words, message", [
     (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "one of task.text, task.images"),
     (["task.samples=1", "task.length=64"], "at least 2 samples"), (["task.samples=900"], "give more text"),
-    (["task.attentions=[favour]"], "unknown attention"), (["task.tolerance=0"], "tolerance"),
+    (["task.attentions=[favour]"], "unknown attention"), (["task.attentions=['window 8']"], "is no option"),
+    (["task.tolerance=0"], "tolerance"),
     (["attention=favorpp"], "does not use")])
 def test_bad_commands_are_refused(words, message, folder, typed, tmp_path):
     run = tmp_path / "run"

@@ -93,6 +93,11 @@ class NearFar(LinearAttention):
         self.predicted = None    # mean predicted error of the calls of the last calibration, of cells
         self._said, self._changes = False, 0
 
+    @property
+    def exact_to(self) -> int:
+        """Tokens of a sequence up to which this is exact attention."""
+        return self.sizes.exact_until if self.causal else self.exact_until
+
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
         if name in ("causal", "cross") and getattr(self, "features", None) is not None:

@@ -1,8 +1,11 @@
-"""The most memory that a computation holds, measured in a process of its own."""
+"""The most memory that a computation holds: of a call in this process or in a new one, on the CPU or a CUDA device."""
 
+import ctypes
+import gc
 import resource
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any
 
@@ -16,8 +19,16 @@ def in_new_process(call: Callable[..., Any], **arguments: Any) -> Any:
         return pool.submit(call, **arguments).result()
 
 
-def added(call: Callable[[], Any]) -> float:
-    """MiB at the peak of a call beyond what the process holds before it."""
+def added(call: Callable[[], Any], device: torch.device | None = None) -> float:
+    """MiB at the peak of a call beyond what is held before it: by tensors on a CUDA device, else by the process.
+
+    Raises OSError where the system does not say what a process holds.
+    """
+    if device is not None and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
     before = reset_peak()
     call()
     return (peak() - before) / 2**20
@@ -29,6 +40,14 @@ def added_by_step(step: Callable[[], Any], model: nn.Module, optimizer: torch.op
         parameter.grad = torch.full_like(parameter, 1e-9)
     optimizer.step()
     return added(step)
+
+
+def give_back() -> None:
+    """What earlier calls freed goes back to the system, so that it does not hide a peak in a process that has done
+    other things. Nothing where the C library has no way to."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> int:
