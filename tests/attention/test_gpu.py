@@ -134,3 +134,37 @@ def test_compiles(causal):
     module = RandomFeatureAttention(PosRF(), samplers.orthogonal, M, H, D, causal=causal).cuda()
     expected = module(*tensors)
     torch.testing.assert_close(torch.compile(module, fullgraph=True)(*tensors), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name, options", [("favorpp", {"m": M}), ("nearfar", {"preset": "bounded", "block": 16})])
+def test_a_token_in_a_cuda_graph(name, options):
+    """One graph, replayed, is the eager step for 40 tokens: blocks end meanwhile."""
+    layer = Mechanism.of(name, **options).layer(H, D, causal=True).cuda().eval()
+    if getattr(layer, "learns", False):
+        with layer.calibration(), torch.no_grad():
+            layer(*torch.randn(3, B, H, 512, D, device="cuda"))
+    ours, expected = (layer.past().state for _ in range(2))
+    for state in (ours, expected):
+        state.take(*torch.randn(2, B, H, 20, D, generator=torch.Generator().manual_seed(2)).cuda())
+    kept, fed = [ours.kept], torch.randn(3, B, H, 1, D, device="cuda")
+    if hasattr(ours, "counts"):
+        kept.append(torch.tensor(ours.counts, device="cuda"))
+
+    def step():
+        return ours.token(*kept, *fed)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, after, *counts = step()
+        for old, new in zip([*ours.kept, *kept[1:]], [*after, *counts]):
+            if old is not None:
+                old.copy_(new)
+    for _ in range(40):
+        fed.copy_(torch.randn_like(fed))
+        graph.replay()
+        torch.testing.assert_close(out, expected.step(*fed), rtol=1e-4, atol=1e-4)

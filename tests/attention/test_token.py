@@ -42,3 +42,15 @@ def test_compiled_equals_eager(name):
         out, *kept = compiled(*kept, *vectors)
         torch.testing.assert_close(out, expected.step(*vectors), rtol=1e-5, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_asks_the_device_for_no_value():
+    """On the meta device, where what asks for one fails."""
+    state, _ = states("nearfar")
+    state.codebook = on_meta(state.codebook)
+    out, *_ = state.token(*map(on_meta, carried(state)), *map(on_meta, tokens(1)[0]))
+    assert out.is_meta and out.shape == (2, 4, 1, 8)
+
+
+def on_meta(t):
+    return type(t)(*map(on_meta, t)) if isinstance(t, tuple) else t.to("meta")

@@ -49,9 +49,10 @@ def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> Causal:
     kept, sweep, keys = empty(x, v, form.rows), _Sweep(x, y, v, form), _keys(y, v, form)
     state = sweep.entering(keys)
     queries = x.contiguous(), form.rows.new_zeros(x.shape[:3])
-    causal_kernels.forward[sweep.programs(sweep.ahead)](
-        *queries, *keys[:4], *sweep.map, *state, kept.out, kept.logsum, x.shape[2], *sweep.numbers, PIECE=PIECE,
-        **sweep.sizes)
+    with torch.cuda.device_of(x):    # that of the caller may be another one
+        causal_kernels.forward[sweep.programs(sweep.ahead)](
+            *queries, *keys[:4], *sweep.map, *state, kept.out, kept.logsum, x.shape[2], *sweep.numbers, PIECE=PIECE,
+            **sweep.sizes)
     return kept
 
 
@@ -113,9 +114,12 @@ class _Sweep:
         M, dv = self.map[0].shape[2], side.values.shape[-1]
         state = [self.map[0].new_empty(self.B, self.H, self.parts, M, *size) for size in ((dv,), (), ())]
         slices = -(-M // FEATURES)
-        causal_kernels.summary[self.programs()[0], slices](
-            *side[:4], *self.map, *state, side.vectors.shape[2], side.first, *self.numbers, TOKENS=TOKENS, **self.sizes)
-        causal_kernels.entering[self.B * self.H, slices](*state, self.parts, M, dv, FEATURES, self.sizes["DV"], reverse)
+        with torch.cuda.device_of(side.vectors):
+            causal_kernels.summary[self.programs()[0], slices](
+                *side[:4], *self.map, *state, side.vectors.shape[2], side.first, *self.numbers, TOKENS=TOKENS,
+                **self.sizes)
+            causal_kernels.entering[self.B * self.H, slices](*state, self.parts, M, dv, FEATURES, self.sizes["DV"],
+                                                             reverse)
         return state
 
     def backward(self, side: _Side, other: _Side, grad: Tensor, grad_values: Tensor, norm_weight: float,
@@ -124,6 +128,8 @@ class _Sweep:
         from crt_exp.attention.engines import causal_kernels
 
         state = self.entering(other, reverse)
-        causal_kernels.backward[self.programs(0 if reverse else self.ahead)](
-            *side[:4], *other[:4], *self.map, *state, grad, grad_values, side.vectors.shape[2], other.vectors.shape[2],
-            side.first, other.first, norm_weight, *self.numbers, PIECE=PIECE, **self.sizes, REVERSE=reverse)
+        with torch.cuda.device_of(side.vectors):
+            causal_kernels.backward[self.programs(0 if reverse else self.ahead)](
+                *side[:4], *other[:4], *self.map, *state, grad, grad_values, side.vectors.shape[2],
+                other.vectors.shape[2], side.first, other.first, norm_weight, *self.numbers, PIECE=PIECE,
+                **self.sizes, REVERSE=reverse)
