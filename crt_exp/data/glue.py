@@ -354,6 +354,15 @@ def padded(batch: Sequence[dict[str, Any]], name: str, inside: np.ndarray, fill:
     return torch.from_numpy(values)
 
 
+def by_length(lengths: np.ndarray, split: str, plan: "Plan", like_together: bool) -> Iterator[np.ndarray]:
+    """Rows of each batch. Evaluation goes by length, for metrics do not depend on the order and batches then hold
+    little padding; training does where rows of like length are to be together."""
+    if split == "train":
+        return bucketed(lengths, plan) if like_together else plan.rows(len(lengths), split)
+    order = np.argsort(lengths, kind="stable")
+    return (order[places] for places in plan.rows(len(lengths), split))
+
+
 def bucketed(lengths: np.ndarray, plan: "Plan", pool: int = 50) -> Iterator[np.ndarray]:
     """Rows of each training micro-batch, as `plan.rows(n, "train")`, but with examples of like length together.
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.fasta import Index, fasta_files, indexed
+from crt_exp.data.rows import masked, padded
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
 
@@ -227,16 +227,7 @@ def masking(share: float) -> Masking:
 
 def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """tokens, labels (B, L) int64, labels -100 at padding; key_mask (B, L) where there is padding."""
-    longest = max(map(len, inputs))
-    tokens = torch.full((len(inputs), longest), PAD)
-    wanted = torch.full((len(inputs), longest), IGNORED)
-    for i, (row, label) in enumerate(zip(inputs, labels)):
-        tokens[i, :len(row)] = torch.from_numpy(np.asarray(row, np.int64))
-        wanted[i, :len(row)] = torch.from_numpy(np.asarray(label, np.int64))
-    batch = {"tokens": tokens, "labels": wanted}
-    if min(map(len, inputs)) < longest:
-        batch["key_mask"] = tokens != PAD
-    return batch
+    return masked(padded(inputs, PAD), [len(row) for row in inputs]) | {"labels": padded(labels, IGNORED)}
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------

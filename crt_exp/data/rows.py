@@ -1,4 +1,4 @@
-"""Rows of unlike length as a batch."""
+"""Rows of unlike length as a batch, and a few rows of many."""
 
 from collections.abc import Sequence
 
@@ -20,3 +20,10 @@ def masked(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
     if min(lengths) == tokens.shape[1]:
         return {"tokens": tokens}
     return {"tokens": tokens, "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]}
+
+
+def few(rows: int, count: int | None) -> np.ndarray:
+    """`count` row numbers in their order, drawn once and for all; all where there are no more, or count is None."""
+    if count is None or count >= rows:
+        return np.arange(rows)
+    return np.sort(np.random.default_rng(0).permutation(rows)[:count])

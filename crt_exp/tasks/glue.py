@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -75,15 +74,8 @@ class GLUE(Task):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.encoded[split]
-        for rows in self.rows(data.lengths, split, plan):
+        for rows in glue.by_length(data.lengths, split, plan, self.bucketed):
             yield glue.collate([data[i] for i in rows], self.tokenizer.pad_token_id)
-
-    def rows(self, lengths: np.ndarray, split: str, plan: Plan) -> Iterator[np.ndarray]:
-        """Evaluation goes by length, for metrics do not depend on the order and batches then hold little padding."""
-        if split != "train":
-            order = np.argsort(lengths, kind="stable")
-            return (order[places] for places in plan.rows(len(lengths), split))
-        return glue.bucketed(lengths, plan) if self.bucketed else plan.rows(len(lengths), split)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.losses(self.outputs(model, batch), batch["labels"]).mean()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data import labelled
-from crt_exp.data.glue import bucketed
+from crt_exp.data.glue import by_length
 from crt_exp.data.labelled import LONGEST, SPLITS, Dataset, Labelled
-from crt_exp.data.rows import masked, padded
+from crt_exp.data.rows import few, masked, padded
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
 from crt_exp.schema import Count, Whole, above, below, checked
@@ -52,14 +52,10 @@ class LRA(SequenceTask):
         self.row_length = min(whole, LONGEST) if self.max_length is None else self.max_length
         self.description = self.new_description(self.arena.symbols + 1, self.row_length, causal=False)
         for split in SPLITS[1:]:
-            self.arena.splits[split] = self.some(self.arena.splits[split])
+            data = self.arena.splits[split]
+            self.arena.splits[split] = data.take(few(len(data), self.evaluated))
 
     # ---- data
-
-    def some(self, data: Labelled) -> Labelled:
-        if self.evaluated is None or self.evaluated >= len(data):
-            return data
-        return data.take(np.sort(np.random.default_rng(0).permutation(len(data))[:self.evaluated]))
 
     def length(self, split: str) -> int:
         return len(self.arena.splits[split])
@@ -68,17 +64,10 @@ class LRA(SequenceTask):
         """tokens (B, L), key_mask where there is padding, labels (B / together,)."""
         data, together = self.arena.splits[split], self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
-        for numbers in self.numbers(lengths, split, plan):
+        for numbers in by_length(lengths, split, plan, self.bucketed):
             rows = [data.rows[together * i + j][:self.row_length] for i in numbers for j in range(together)]
             tokens = padded(rows, self.arena.symbols)
             yield masked(tokens, [len(row) for row in rows]) | {"labels": torch.from_numpy(data.labels[numbers])}
-
-    def numbers(self, lengths: np.ndarray, split: str, plan: Plan) -> Iterator[np.ndarray]:
-        """Evaluation goes by length, for the metrics do not depend on the order."""
-        if split == "train":
-            return bucketed(lengths, plan) if self.bucketed else plan.rows(len(lengths), split)
-        order = np.argsort(lengths, kind="stable")
-        return (order[places] for places in plan.rows(len(lengths), split))
 
     # ---- model
 

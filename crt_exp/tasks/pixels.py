@@ -16,6 +16,7 @@ from torch import nn
 from crt_exp.data import images
 from crt_exp.data.images import DIGITS
 from crt_exp.data.image_values import VALUES, squared
+from crt_exp.data.rows import few
 from crt_exp.schema import Count, above, at_least, at_most, below, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SymbolTask
@@ -58,12 +59,8 @@ class Pixels(SymbolTask):
     def split(self) -> dict[str, images.Images]:
         loaded = images.load(self.dataset, self.data_dir)
         train, validation = loaded["train"].held_out(self.held_out)
-        return {"train": train, "validation": self.some(validation), "test": self.some(loaded["val"])}
-
-    def some(self, split: images.Images) -> images.Images:
-        if self.evaluated is None or self.evaluated >= len(split):
-            return split
-        return split.take(np.sort(np.random.default_rng(0).permutation(len(split))[:self.evaluated]))
+        read = {"validation": validation, "test": loaded["val"]}
+        return {"train": train} | {split: data.take(few(len(data), self.evaluated)) for split, data in read.items()}
 
     def length(self, split: str) -> int:
         return len(self.splits[split])

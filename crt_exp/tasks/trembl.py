@@ -17,7 +17,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.sources import no_folder
 from crt_exp.data.protein_families import Families, Options
-from crt_exp.data.glue import bucketed
+from crt_exp.data.glue import by_length
 from crt_exp.data.protein import LETTERS, Chains, Rows, Singles
 from crt_exp.schema import Count, above, below, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
@@ -108,19 +108,12 @@ class TrEMBL(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.rows[split]
-        for numbers in self.numbers(data.lengths, split, plan):
+        for numbers in by_length(data.lengths, split, plan, self.bucketed):
             rows = [data[i] for i in numbers]
             if self.causal:
                 yield protein.next_tokens(rows)
             else:
                 yield protein.masked_tokens(rows, map(plan.rng, numbers), self.masking)
-
-    def numbers(self, lengths: np.ndarray, split: str, plan: Plan) -> Iterator[np.ndarray]:
-        """Evaluation goes by length, for the metrics do not depend on the order."""
-        if split == "train":
-            return bucketed(lengths, plan) if self.bucketed else plan.rows(len(lengths), split)
-        order = np.argsort(lengths, kind="stable")
-        return (order[places] for places in plan.rows(len(lengths), split))
 
     # ---- metrics
 
