@@ -39,12 +39,15 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
 
 
 def shares(draws: Sequence[Draw]) -> Iterator[Draw]:
+    """Of the seeds that all arms of a setting have."""
     test = [draw for draw in draws if draw.table == "test" and draw.metric == "return"]
     for setting in dict.fromkeys(draw.setting for draw in test):
-        exact = [draw.value for draw in test if draw.setting == setting and draw.arm == "exact"]
-        for draw in test:
-            if draw.setting == setting:
-                yield replace(draw, metric="share", value=draw.value * len(exact) / sum(exact), seconds="")
+        here = [draw for draw in test if draw.setting == setting]
+        seeds = [{draw.unit for draw in here if draw.arm == arm} for arm in {draw.arm for draw in here}]
+        ours = [draw for draw in here if draw.unit in set.intersection(*seeds)]
+        exact = [draw.value for draw in ours if draw.arm == "exact"]
+        for draw in ours:
+            yield replace(draw, metric="share", value=draw.value * len(exact) / sum(exact), seconds="")
 
 
 def costs(d: int, lengths: list[int], arms: list) -> list[tuple]:
