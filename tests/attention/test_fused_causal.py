@@ -1,6 +1,10 @@
 """Causal attention by its Triton kernels, in the interpreter: outputs and gradients are those of the definition."""
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +94,14 @@ def test_is_chosen():
     case = Case(OPRF(), **SMALL)
     assert operators._engine(case.x, case.y, case.v, case.x, causal=True) == "fused causal"
     assert operators._engine(case.x, case.y, case.v, case.x, causal=False) != "fused causal"
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """For an H100, without one; within the shared memory that a block may have on any GPU since 2020."""
+    new = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, Path(__file__).with_name("compiled_kernels.py")], capture_output=True,
+                          text=True, env=new | {"TRITON_CACHE_DIR": str(tmp_path)}, check=False)
+    assert made.returncode == 0, made.stderr
+    sizes = json.loads(made.stdout)
+    assert len(sizes) == 5 and max(sizes.values()) <= 99 * 1024, sizes
