@@ -6,7 +6,6 @@ Its rows say a passage, and then say it again from a random place on. Words draw
 the copying itself first, for nothing else tells what they are.
 """
 
-import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -16,7 +15,7 @@ from typing import Any
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.text import official_file
 from crt_exp.studies import copying, runs
-from crt_exp.studies.cells import Cells, Draw, fingerprint
+from crt_exp.studies.cells import Cells, Draw
 
 PLACE = Path("outputs/copying")
 # what decides an exact model: no other attention
@@ -38,8 +37,7 @@ PEERS = ("pages 64", "clusters 64", "clusters 0", "largest 64")
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
     """Metrics: new, copied and gain = new - copied, nats (units: seeds); ms of the layers (table time, of turns)."""
-    train(size["stages"])
-    start, cells = str(place(stages(size["stages"]))), Cells(name, sources, keep)
+    start, cells = str(train(size["stages"])), Cells(name, sources, keep)
     keys = {(arm, seed): {"start": start, "length": LENGTH, "seed": seed, "attention": arm, "m": projections(arm)}
             for arm, seed in product((*TIMED, *PEERS), range(SEEDS))}
     cells.fill([*keys.values()], copying.losses, f"{name}: losses")
@@ -94,18 +92,7 @@ def prepare() -> None:
                 **SIZES).save_pretrained(start)
 
 
-def place(done: list[list[str]]) -> Path:
-    """The run of the last of these stages: its name depends on all of them."""
-    decided = " ".join([*(option for each in done for option in each), fingerprint(SOURCES)])
-    return PLACE / f"exact-{hashlib.sha256(decided.encode()).hexdigest()[:10]}"
-
-
-def train(times: int) -> list[dict[str, Any]]:
-    """The final record of each stage; those that are done are not done again. The model stays in `place`."""
+def train(times: int) -> Path:
+    """The run of the last stage; those that are done are not done again."""
     prepare()
-    records, every = [], stages(times)
-    for count in range(1, len(every) + 1):
-        done = every[:count]
-        start = [f"task.init={place(done[:-1])}"] if done[1:] else ["task.init=scratch", f"task.model={PLACE}/start"]
-        records.append(runs.run([*done[-1], *start, "resume=auto", "trainer.keep=1"], place(done))[-1])
-    return records
+    return runs.staged(PLACE, SOURCES, stages(times), ["task.init=scratch", f"task.model={PLACE}/start"])

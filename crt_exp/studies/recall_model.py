@@ -4,14 +4,13 @@ The model is two layers of exact attention with rotary positions, trained here o
 ones; its attention is then swapped without training.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from crt_exp.studies import associative, far_key, far_key_both, runs
-from crt_exp.studies.cells import Cells, Draw, fingerprint
+from crt_exp.studies.cells import Cells, Draw
 
 PLACE = Path("outputs/recall")
 SOURCES = ("tasks/recall.py", "tasks/sequences.py", "models/language.py", "models/transformer.py",
@@ -21,7 +20,7 @@ STAGES = ((16, 2, 6, 256, 400, 2e-3), (32, 4, 12, 128, 400, 2e-3), (64, 8, 24, 6
           (128, 16, 48, 32, 500, 2e-3), (256, 32, 64, 16, 500, 2e-3), (512, 64, 128, 8, 500, 2e-3),
           (2048, 64, 128, 4, 300, 5e-4), (8192, 64, 256, 2, 150, 5e-4))
 OPTIONS = ("task=recall", "attention=exact", "task.symbols=256", "task.rows=512000", "task.evaluated=16",
-           "trainer.eval_every=1000000", "trainer.select=last", "trainer.keep=1", "resume=auto")
+           "trainer.eval_every=1000000", "trainer.select=last")
 KINDS = {"iid keys": False, "keys in 32 clusters": True}
 OPENED, SEEDS = (32, 128), 10
 BOTH, BOTH_SEEDS = (512, 2048), 5
@@ -43,7 +42,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     for (kind, length, seed), key in keys.items():
         for arm, error in cells[key].items():
             yield cells.draw(key, kind, arm, "error", error, seed, length)
-    yield from of_model(cells, str(train()[0]))
+    yield from of_model(cells, str(runs.staged(PLACE, SOURCES, stages())))
 
 
 def in_both_directions(cells: Cells, name: str) -> Iterator[Draw]:
@@ -71,18 +70,3 @@ def stages() -> list[list[str]]:
     """The command line of each, but for where it starts."""
     names = ("task.block", "task.pairs", "task.queries", "trainer.batch", "trainer.steps", "trainer.lr")
     return [[*OPTIONS, *(f"{name}={value}" for name, value in zip(names, stage))] for stage in STAGES]
-
-
-def place(count: int) -> Path:
-    """The run of the last of so many stages: its name depends on all of them."""
-    decided = " ".join([*(option for each in stages()[:count] for option in each), fingerprint(SOURCES)])
-    return PLACE / f"exact-{hashlib.sha256(decided.encode()).hexdigest()[:10]}"
-
-
-def train() -> tuple[Path, float]:
-    """The run of the last stage, and seconds of all. Stages that are done are not done again."""
-    seconds = 0.0
-    for count, stage in enumerate(stages(), 1):
-        start = f"task.init={place(count - 1) if count > 1 else 'scratch'}"
-        seconds += runs.run([*stage, start], place(count))[-1]["time_s"]
-    return place(len(STAGES)), seconds

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.attention import exact_attention
-from crt_exp.studies import copying, copying_model
+from crt_exp.studies import copying, copying_model, runs
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
 
 def test_draws_are_losses_of_seeds_and_times_of_turns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(copying_model, "train", lambda times: [])
+    monkeypatch.setattr(copying_model, "train", lambda times: "start")
     monkeypatch.setattr(copying, "losses", losses)
     monkeypatch.setattr(copying, "times", times)
     monkeypatch.setattr(copying_model, "SEEDS", 2)
@@ -92,8 +92,15 @@ def times(start, length, attentions, rounds):
     return {name: [10.0, 11.0] for name, _ in attentions}
 
 
-def test_stages_name_where_they_are_kept():
+def test_stages_go_on_from_each_other_and_name_where_they_are_kept(monkeypatch):
     """Each by all that are before it; more steps are another place."""
-    small, large = copying_model.stages(1), copying_model.stages(4)
-    places = {copying_model.place(stages[:n]) for stages in (small, large) for n in range(1, 5)}
-    assert len(places) == 8 and all(each.parent == copying_model.PLACE for each in places)
+    made = []
+    monkeypatch.setattr(copying_model, "prepare", lambda: None)
+    monkeypatch.setattr(runs, "run", lambda overrides, place: made.append((overrides, place)))
+    last = [copying_model.train(times) for times in (1, 4)]
+    places = [place for _, place in made]
+    assert len({*places}) == 8 and all(each.parent == copying_model.PLACE for each in places)
+    assert last == [places[3], places[7]]
+    assert {"task.init=scratch", f"task.model={copying_model.PLACE}/start"} <= {*made[0][0]}
+    assert all(f"task.init={before}" in overrides for (overrides, _), before in zip(made[1:4], places))
+    assert all({"resume=auto", "trainer.keep=1"} <= {*overrides} for overrides, _ in made)
