@@ -22,7 +22,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Links to outputs/report/ become links to the site's copies."""
-    return markdown.replace(f"](../{REPORTS}/", "](report/")
+    inner = markdown.replace(f"](../../{REPORTS}/", "](../report/")  # of pages in a folder, such as the gallery's
+    return inner.replace(f"](../{REPORTS}/", "](report/")
 
 
 def on_page_content(html, page, config, files):
