@@ -138,5 +138,5 @@ def _keys_backward(rows: Tensor, group: _Group, kept: tuple[Tensor, ...], last: 
     kernels.keys_backward[Z * blocks, -(-m // COLUMNS)](
         rows, *group[:3], rows if group.hidden is None else group.hidden, *kept, *gradients, n, blocks, r, m,
         group.width, d, dv, *group.strides(), NEAR=group.around > 0, AROUND=max(group.around, 1),
-        HIDE=group.hidden is not None, LAST=last, **_sizes(group, precision))
+        HIDE=group.hidden is not None, LAST=last, num_warps=8, **_sizes(group, precision))   # 4 spill in float32
     return [g.sum(1, keepdim=True) if t.shape[1] < blocks else g for t, g in zip(group[:3], gradients)]
