@@ -26,15 +26,6 @@ def on_page_markdown(markdown, page, config, files):
     return inner.replace(f"](../{REPORTS}/", "](report/")
 
 
-def on_page_content(html, page, config, files):
-    """A picture that is no link yet opens in its full size when it is clicked: on a telephone it is small."""
-    return re.sub(r'(<a [^>]*>)?(<img [^>]*src="([^"]+)"[^>]*>)', linked, html)
-
-
-def linked(picture):
-    return picture[0] if picture[1] else f'<a href="{picture[3]}" title="full size">{picture[2]}</a>'
-
-
 class PlainDocstrings(griffe.Extension):
     """Formulas such as E <phi(x), phi(y)> and (*batch, m, d) are neither HTML nor emphasis."""
 

@@ -32,11 +32,17 @@ def test_every_picture_has_a_text(page):
     assert all(told.strip() for told in re.findall(r"!\[(.*?)\]\(", text)) and "<img" not in text
 
 
+def hook(name):
+    """A module of docs/ that mkdocs loads."""
+    spec = spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_table_of_verdicts_holds_the_index():
     """What site.js filters: a row a verdict, and choices that are values of their columns."""
-    spec = spec_from_file_location("site_verdicts", ROOT / "docs" / "site_verdicts.py")
-    site = module_from_spec(spec)
-    spec.loader.exec_module(site)
+    site = hook("site_verdicts")
     table = site.table_of_verdicts(ROOT)
     with open(ROOT / "outputs/report/index.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -85,6 +91,14 @@ def test_command_and_time_are_those_of_the_report(task, data, command, minutes, 
     assert command.strip("`").removeprefix("make ") == target
     seconds = float(re.search(r"(\d+) s of computing", report)[1])
     assert abs(int(minutes) - seconds / 60) < 1
+
+
+def test_pictures_of_the_site_open_in_full_size():
+    """But for those that lead elsewhere, as in the gallery's index."""
+    site = hook("site_pictures")
+    lone, led = '<img alt="a" src="../b.png" />', '<a href="c/"><img alt="d" src="d.png" /></a>'
+    shown = site.on_page_content(f"<p>{lone}</p><p>{led}</p>", None, None, None)
+    assert shown == f'<p><a href="../b.png" title="full size">{lone}</a></p><p>{led}</p>'
 
 
 def paragraphs_on_reports():
