@@ -73,7 +73,8 @@ class _Fused(torch.autograd.Function):
         near = (keys, values, bias, hidden)
         rows, groups = q.detach().contiguous(), _groups(after, near, flat)
         out, share, logsum = (q.new_empty(*q.shape[:3], k) for k in (groups[-1].values.shape[-1], 1, 1))
-        _forward(rows, groups, out, share, logsum, precision)
+        with torch.cuda.device_of(rows):            # that of the caller may be another one
+            _forward(rows, groups, out, share, logsum, precision)
         ctx.after, ctx.precision = after, precision
         ctx.save_for_backward(q, out, share, logsum, *near, *flat)
         return out, share, logsum
@@ -87,10 +88,11 @@ class _Fused(torch.autograd.Function):
         kept = logsum, grad, delta, gain
         rows, dq = q.detach().contiguous(), torch.zeros_like(q, memory_format=torch.contiguous_format)
         groups, gradients = _groups(ctx.after, inputs[:4], inputs[4:]), []
-        for i, group in enumerate(groups):
-            last = i == len(groups) - 1
-            _queries_backward(rows, group, kept, dq, last, ctx.precision)
-            gradients.append(_keys_backward(rows, group, kept, last, ctx.precision))
+        with torch.cuda.device_of(rows):
+            for i, group in enumerate(groups):
+                last = i == len(groups) - 1
+                _queries_backward(rows, group, kept, dq, last, ctx.precision)
+                gradients.append(_keys_backward(rows, group, kept, last, ctx.precision))
         near = [*gradients.pop(0)[:2], None, None] if groups[0].around else [None] * 4
         return None, None, dq, *near, *(g for part in gradients for g in part)
 

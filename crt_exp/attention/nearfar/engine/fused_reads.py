@@ -57,8 +57,9 @@ def _products(given: Tensor, table: Tensor, places: Tensor, none: float, rounded
     from crt_exp.attention.nearfar.engine import kernels      # which imports triton
 
     out = given.new_empty(places.shape)
-    kernels.read_logits[_programs(places)](given.contiguous(), table.contiguous(), places.contiguous(), out,
-                                           *_sizes(places, table), none, rounded, COLUMNS, _wide(table))
+    with torch.cuda.device_of(table):
+        kernels.read_logits[_programs(places)](given.contiguous(), table.contiguous(), places.contiguous(), out,
+                                               *_sizes(places, table), none, rounded, COLUMNS, _wide(table))
     return out
 
 
@@ -67,8 +68,9 @@ def _weighted(weight: Tensor, table: Tensor, places: Tensor) -> Tensor:
     from crt_exp.attention.nearfar.engine import kernels
 
     out = weight.new_empty(*places.shape[:2], table.shape[-1])
-    kernels.read_sums[_programs(places)[:1]](weight.contiguous(), table.contiguous(), places.contiguous(), out,
-                                             *_sizes(places, table), COLUMNS, _wide(table))
+    with torch.cuda.device_of(table):
+        kernels.read_sums[_programs(places)[:1]](weight.contiguous(), table.contiguous(), places.contiguous(), out,
+                                                 *_sizes(places, table), COLUMNS, _wide(table))
     return out
 
 
@@ -77,8 +79,10 @@ def _added(weight: Tensor, given: Tensor, table: Tensor, places: Tensor) -> Tens
     from crt_exp.attention.nearfar.engine import kernels
 
     grad = torch.zeros_like(table, memory_format=torch.contiguous_format)
-    kernels.read_backward[_programs(places)](weight.contiguous(), given.contiguous(), table.contiguous(),
-                                             places.contiguous(), grad, *_sizes(places, table), COLUMNS, _wide(table))
+    with torch.cuda.device_of(table):
+        kernels.read_backward[_programs(places)](weight.contiguous(), given.contiguous(), table.contiguous(),
+                                                 places.contiguous(), grad, *_sizes(places, table), COLUMNS,
+                                                 _wide(table))
     return grad
 
 
