@@ -91,7 +91,8 @@ def test_the_default_needs_no_data_and_learns(typed, tmp_path, monkeypatch):
     sizes = [f"task.sizes.{key}=null" for key in SIZES]
     code, out, err = typed("task.data_dir=null", "task.size=null", "attention=favorpp", "features.m=16",
                            "trainer.epochs=2", "trainer.batch=32", "trainer.lr=5e-3", *sizes)
-    assert code == 0 and err == "", err
+    progress = [line for line in err.splitlines() if line.startswith("step ")]      # where it takes 10 s or more
+    assert code == 0 and err.splitlines() == progress, err
     assert "imagenet (digits): accuracy" in out and "val, step 88" in out
     last = records(tmp_path / "run")[-1]
     assert last["final"] and last["split"] == "val" and 0.25 < last["accuracy"] < last["accuracy_top5"]
