@@ -73,7 +73,8 @@ LAYERS = {"both directions": (Sizes(8, 3, 9, True), {}), "across": (Sizes(8, 3, 
           "causal, with keys read": (Sizes(8, 2, 4, open=5), {"causal": True})}
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("both, with") else [])
+                                  for name in LAYERS])
 def test_attention_by_the_kernels(name, monkeypatch):
     """As on a GPU: without the C engine; grouped heads, padding."""
     (sizes, kind), g = LAYERS[name], torch.Generator().manual_seed(0)
