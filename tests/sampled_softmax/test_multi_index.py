@@ -12,11 +12,6 @@ from crt_exp.sampled_softmax import ExactSoftmax, MultiIndex, Quadratic, Sampled
 V, D, B = 120, 5, 4
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def head():
     return nn.Linear(D, V)

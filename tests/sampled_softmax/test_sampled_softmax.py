@@ -35,11 +35,6 @@ SIGNED = [TrigRF(), GERF(s=1, A=0.01), PoisRF(), PoisRFPlus(), Sum(TrigRF(), Pos
 DRAWS = 40_000
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def head():
     return nn.Linear(D, V)

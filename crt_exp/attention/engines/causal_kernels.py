@@ -55,6 +55,18 @@ def _logs(t, offset, w, bias, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _features(m, t, offset, other, other_offset, weights, bias, z, M, d, FEATURES: tl.constexpr, D: tl.constexpr,
+              PRECISION: tl.constexpr):
+    """Features from the m-th on, which of them there are, their rows, and their logs of the tokens of both sides."""
+    features = m + tl.arange(0, FEATURES)
+    there = features < M
+    w = _rows(weights, z * M + features, there, d, D)
+    shared = tl.load(bias + z * M + features, mask=there, other=NOTHING)
+    a, b = _logs(t, offset, w, shared, PRECISION), _logs(other, other_offset, w, shared, PRECISION)
+    return features, there, w, a, b
+
+
+@triton.jit
 def _finite(top):
     return tl.where(top == NOTHING, 0.0, top)
 
@@ -143,11 +155,8 @@ def forward(x, x_offset, y, y_offset, values, last, weights, bias, sums, total, 
         highest = tl.full((PIECE,), NOTHING, tl.float32)
         pairs, pair_top = tl.zeros((PIECE, PIECE), tl.float32), tl.full((PIECE, PIECE), NOTHING, tl.float32)
         for m in range(0, M, FEATURES):
-            features = m + tl.arange(0, FEATURES)
-            there = features < M
-            w = _rows(weights, z * M + features, there, d, D)
-            shared = tl.load(bias + z * M + features, mask=there, other=NOTHING)
-            a, b = _logs(vectors, offsets, w, shared, PRECISION), _logs(keys, key_offsets, w, shared, PRECISION)
+            features, there, w, a, b = _features(m, vectors, offsets, keys, key_offsets, weights, bias, z, M, d,
+                                                 FEATURES, D, PRECISION)
             before, weight, ref = _state(sums, total, top, place, features, there, dv, DV)
             logs = a + ref[None, :]
             new = tl.maximum(highest, tl.max(logs, 1))
@@ -197,11 +206,8 @@ def backward(x, x_offset, x_values, x_last, y, y_offset, values, last, weights, 
         grad, norms = tl.zeros((PIECE, D), tl.float32), tl.zeros((PIECE,), tl.float32)
         acc, pairs = tl.zeros((PIECE, DV), tl.float32), tl.zeros((PIECE, PIECE), tl.float32)
         for m in range(0, M, FEATURES):
-            features = m + tl.arange(0, FEATURES)
-            there = features < M
-            w = _rows(weights, z * M + features, there, d, D)
-            shared = tl.load(bias + z * M + features, mask=there, other=NOTHING)
-            a, b = _logs(vectors, offsets, w, shared, PRECISION), _logs(met, met_offsets, w, shared, PRECISION)
+            features, there, w, a, b = _features(m, vectors, offsets, met, met_offsets, weights, bias, z, M, d,
+                                                 FEATURES, D, PRECISION)
             before, weight, ref = _state(sums, total, top, place, features, there, dv, DV)
             q = tl.exp(a + ref[None, :])                 # at most 1, as all weights of pairs
             gain = tl.dot(own, tl.trans(before), input_precision=PRECISION) + own_last[:, None] * weight[None, :]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.engines.flash import HALF
-from crt_exp.attention.engines.protocol import Causal, Form, denominator_gradients
+from crt_exp.attention.engines.protocol import Causal, Form, denominator_gradients, tile_width
 
 SEGMENT, PIECE, FEATURES, TOKENS = 256, 16, 16, 32   # positions, tokens and features of a step; tokens of a summary's
 LARGEST_D = 128                                      # columns that a program holds in its registers
@@ -96,9 +96,8 @@ class _Sweep:
         self.parts = self.ahead + -(-L // SEGMENT)
         self.numbers = self.parts, self.ahead, self.before, S, M, d, dv
         self.map = [t.expand(*x.shape[:2], *t.shape[2:]).contiguous() for t in (form.rows * form.scale, form.bias)]
-        D, DV = (max(16, 1 << (width - 1).bit_length()) for width in (d, dv))
         exact = torch.get_float32_matmul_precision() == "highest" and v.dtype not in HALF
-        self.sizes = {"SEGMENT": SEGMENT, "FEATURES": FEATURES, "D": D, "DV": DV,
+        self.sizes = {"SEGMENT": SEGMENT, "FEATURES": FEATURES, "D": tile_width(d), "DV": tile_width(dv),
                       "PRECISION": "ieee" if exact else "tf32",
                       "num_warps": 8,   # registers for all that a piece holds
                       "num_stages": 1}  # nothing is read ahead of what the last piece writes

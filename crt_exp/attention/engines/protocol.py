@@ -76,3 +76,8 @@ def denominator_gradients(grad: Tensor, out: Tensor, grad_logsum: Tensor | None,
 def row_dots(a: Tensor, b: Tensor, dtype: torch.dtype, block: int = 512) -> Tensor:
     """sum_k a_tk b_tk of (B, H, T, k), without products of that size."""
     return torch.cat([(p.to(dtype) * q).sum(-1) for p, q in zip(a.split(block, 2), b.split(block, 2))], 2)
+
+
+def tile_width(columns: int) -> int:
+    """Of so many columns in a Triton program: a power of two, at least 16."""
+    return max(16, 1 << (columns - 1).bit_length())

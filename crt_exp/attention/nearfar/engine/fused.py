@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from crt_exp.attention.engines.protocol import tile_width
 from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, check_backward, log_weight, over
 
 ROWS = COLUMNS = 32     # queries and keys of a step
@@ -98,7 +99,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _sizes(group: _Group, precision: str) -> dict[str, int | str]:
-    D, DV = (max(16, 1 << (t.shape[-1] - 1).bit_length()) for t in (group.keys, group.values))
+    D, DV = (tile_width(t.shape[-1]) for t in (group.keys, group.values))
     return {"ROWS": ROWS, "COLUMNS": COLUMNS, "D": D, "DV": DV, "PRECISION": precision}
 
 

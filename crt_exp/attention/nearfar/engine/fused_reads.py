@@ -8,6 +8,7 @@ here.
 import torch
 from torch import Tensor
 
+from crt_exp.attention.engines.protocol import tile_width
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import check_backward
 
@@ -59,7 +60,8 @@ def _products(given: Tensor, table: Tensor, places: Tensor, none: float, rounded
     out = given.new_empty(places.shape)
     with torch.cuda.device_of(table):
         kernels.read_logits[_programs(places)](given.contiguous(), table.contiguous(), places.contiguous(), out,
-                                               *_sizes(places, table), none, rounded, COLUMNS, _wide(table))
+                                               *_sizes(places, table), none, rounded, COLUMNS,
+                                               tile_width(table.shape[-1]))
     return out
 
 
@@ -70,7 +72,7 @@ def _weighted(weight: Tensor, table: Tensor, places: Tensor) -> Tensor:
     out = weight.new_empty(*places.shape[:2], table.shape[-1])
     with torch.cuda.device_of(table):
         kernels.read_sums[_programs(places)[:1]](weight.contiguous(), table.contiguous(), places.contiguous(), out,
-                                                 *_sizes(places, table), COLUMNS, _wide(table))
+                                                 *_sizes(places, table), COLUMNS, tile_width(table.shape[-1]))
     return out
 
 
@@ -82,7 +84,7 @@ def _added(weight: Tensor, given: Tensor, table: Tensor, places: Tensor) -> Tens
     with torch.cuda.device_of(table):
         kernels.read_backward[_programs(places)](weight.contiguous(), given.contiguous(), table.contiguous(),
                                                  places.contiguous(), grad, *_sizes(places, table), COLUMNS,
-                                                 _wide(table))
+                                                 tile_width(table.shape[-1]))
     return grad
 
 
@@ -92,7 +94,3 @@ def _programs(places: Tensor) -> tuple[int, int]:
 
 def _sizes(places: Tensor, table: Tensor) -> tuple[int, ...]:
     return *places.shape[1:], *table.shape[1:]
-
-
-def _wide(table: Tensor) -> int:
-    return max(16, 1 << (table.shape[-1] - 1).bit_length())
