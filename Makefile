@@ -14,10 +14,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PARALLEL)   # tests start m
 STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
-# Every report: a page of conf/report, or a module of crt_exp/report whose first line says `make NAME: ...`
+# Every report: a page of conf/report
 PAGES   := $(basename $(notdir $(wildcard conf/report/*.yaml)))
-MODULES := $(shell sed -n 's/^"""make \([a-z0-9-]*\):.*/\1/p' crt_exp/report/*.py)
-REPORTS := $(sort $(filter-out demo report,$(PAGES) $(MODULES)))
+REPORTS := $(sort $(filter-out demo report,$(PAGES)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all gpu lint docs sweep-example report $(REPORTS)
@@ -26,12 +25,11 @@ help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo; echo "reports, each of them outputs/report/NAME.md:"; echo
-	@awk -v reports=' $(REPORTS) ' '{name = FILENAME; gsub(/.*\/|[.].*/, "", name); gsub(/_/, "-", name)} \
+	@awk -v reports=' $(REPORTS) ' '{name = FILENAME; gsub(/.*\/|[.].*/, "", name)} \
 	  /^title: / {gsub(/^title: "?|"$$/, ""); line[name] = $$0 line[name]} \
 	  /^data: / {sub(/^data: /, ""); line[name] = line[name] " (needs " $$0 ")"} \
-	  FNR == 1 && sub(/^"""make [a-z0-9-]*: /, "") {sub(/"""$$/, ""); line[name] = $$0} \
 	  END {for (name in line) if (index(reports, " " name " ")) printf "  %-18s %s\n", name, line[name]}' \
-	  conf/report/*.yaml crt_exp/report/*.py | sort
+	  conf/report/*.yaml | sort
 
 setup: $(STAMP)  ## create $(VENV) and install crt_exp in it (uv where it is on the PATH, pip else)
 

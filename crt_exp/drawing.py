@@ -59,13 +59,6 @@ def samplers(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
     return _listed("sampler", without, lambda name: _place(name, SAMPLERS))
 
 
-def left_out(without: Mapping[str, str]) -> str:
-    """The sentence of a caption that says what a report leaves out, and why; empty where that is nothing."""
-    reasons = dict.fromkeys(without.values())
-    named = [f"{', '.join(n for n, why in without.items() if why == reason)} ({reason})" for reason in reasons]
-    return f" Left out: {'; '.join(named)}." if named else ""
-
-
 def colour(name: str) -> str:
     """Of a map, of a sampler, of the exact kernel, or of attention: that of its map."""
     name = CALLED.get(name, name)

@@ -27,7 +27,7 @@ from crt_exp.features import Statistics
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import page as pages
 from crt_exp.runner.command_line import check_command_line
-from crt_exp.studies import bench_methods
+from crt_exp.studies import bench_nearfar
 
 LANGUAGES = {"python", "bash", "yaml", "make"}
 # by the recipes' tests below, and on two processes by test_sequence.py
@@ -250,7 +250,7 @@ def test_command_exists(words, recipes):
         case ("torchrun", *_, "split.py"):
             assert any(block.page.name == "sequence_parallel.md" for block in BLOCKS)  # run by test_sequence.py
         case ("python", "-m", "crt_exp.report.bench_nearfar", *arguments):
-            assert all(f'"{word}"' in inspect.getsource(bench_methods) for word in arguments if word.startswith("--"))
+            assert all(f'"{word}"' in inspect.getsource(bench_nearfar) for word in arguments if word.startswith("--"))
         case ("python", "-m", module):
             importlib.invalidate_caches()
             assert find_spec(module)
@@ -262,19 +262,14 @@ def check_report(name, arguments):
     report_command.parser().parse_args([name, *arguments])
     if name.endswith(".yaml"):
         return
-    if name in pages.names():
-        module, _, function = pages.load(name)["measure"].rpartition(".")
-        measure = getattr(importlib.import_module(module), function)
-        report_command.options_of(name, measure, [a for a in arguments if "=" in a])
-        return
-    report = importlib.import_module(f"crt_exp.report.{report_command.target(name)}")
-    report_command.options_of(name, report.main, [a for a in arguments if "=" in a])
+    module, _, function = pages.load(name)["measure"].rpartition(".")
+    measure = getattr(importlib.import_module(module), function)
+    report_command.options_of(name, measure, [a for a in arguments if "=" in a])
 
 
 def check_make(target, variables):
     makefile = (ROOT / "Makefile").read_text()
-    assert re.search(rf"^{target}:.*## ", makefile, re.M) or target.replace("-", "_") in report_command.targets() or (
-        target in pages.names())
+    assert re.search(rf"^{target}:.*## ", makefile, re.M) or target in pages.names()
     for name, value in variables.items():
         assert re.search(rf"^{name} +\?=", makefile, re.M)
         assert name != "SIZE" or value in ("small", "gpu", "full")

@@ -5,7 +5,6 @@ NAME.md and NAME.png.
 """
 
 import argparse
-import ast
 import importlib
 import inspect
 import math
@@ -21,37 +20,6 @@ from crt_exp.report import decide, draws, index, page, render
 from crt_exp.studies import cells
 
 SIZES = ("small", "gpu", "full")
-
-
-def targets() -> dict[str, str]:
-    """Name -> title, of the pages and of the modules that define `main(size, folder)`."""
-    declared = {name: page.load(name)["title"] for name in page.names()}
-    return dict(sorted({**modules(), **declared}.items()))
-
-
-def modules() -> dict[str, str]:
-    """The modules of this room that define `main(size, folder)`, with the first line of each; none is imported."""
-    result = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        module = ast.parse(path.read_text(encoding="utf-8"))
-        if any(takes_size(statement) for statement in module.body):
-            result[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
-    return result
-
-
-def takes_size(statement: ast.stmt) -> bool:
-    """Whether it is `def main(size, ...)`."""
-    if not isinstance(statement, ast.FunctionDef) or statement.name != "main":
-        return False
-    return [argument.arg for argument in statement.args.args][:1] == ["size"]
-
-
-def target(name: str) -> str:
-    """The module of a name, also of one with hyphens. Raises ConfigError for a name of none."""
-    known, module = targets(), name.replace("-", "_")
-    if module not in known:
-        raise unknown("report", name, list(known))
-    return module
 
 
 def options_of(report: str, function: Callable[..., None], words: Sequence[str]) -> dict[str, str]:
@@ -98,16 +66,13 @@ def render_all(folder: Path) -> None:
 def make(args: argparse.Namespace) -> None:
     if args.name is None:
         render_all(args.out)
-    elif args.name in page.names() or args.name.endswith(".yaml"):
+    else:
         print(f"written: {measure(args.name, args.size, args.out, args.keep, args.again, args.options)}")
         print(f"written: {render.write(page.Page(args.name, args.out))}")
-    else:
-        report = importlib.import_module(f"crt_exp.report.{target(args.name)}")
-        report.main(args.size, args.out, **options_of(args.name, report.main, args.options))
 
 
 def parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<18}{line}" for name, line in targets().items())
+    listed = "\n".join(f"  {name:<18}{page.load(name)['title']}" for name in page.names())
     made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"names:\n{listed}",
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("name", metavar="NAME", nargs="?", help="one of those below; without it, all are rendered")

@@ -73,7 +73,7 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     Approximate: Haar only as rotations grow; default 4 ceil(d log d). Lengths chi(d). Random signs of the rows make the
     mean zero however short the walk (which alone never leaves the rotations: at d = 1 it would stay at +1). Projections
     are dense: the walk visits two coordinates at a time, in thousands of steps, and was 30 times slower or more at
-    every d measured (python -m crt_exp.studies.bench_samplers).
+    every d measured (16, 64, 256).
     """
     m, d = check(m, d, batch, generator)
     steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole_number(rotations, "rotations", 0)
@@ -93,8 +93,8 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
 
     The Q of G = QR, G Gaussian, with a positive diagonal of R. Without that sign LAPACK's Q is not Haar (the mean of
     Q_00 is about -0.3 at d = 4), and exponential features, which are not even in omega, are biased. One batched call:
-    Householder on CPU, which was faster than a loop of single ones and, on one core, than the Cholesky way
-    (python -m crt_exp.studies.bench_samplers); Cholesky on GPUs, where all its steps are batched kernels (not yet
+    Householder on CPU, which was faster than a loop of single ones and, on one core, than the Cholesky way;
+    Cholesky on GPUs, where all its steps are batched kernels (not yet
     measured).
     """
     g = normal(shape, generator)

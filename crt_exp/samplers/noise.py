@@ -11,7 +11,7 @@ from crt_exp.precision import as_given
 
 # Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that
 # is transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024,
-# 37 at 2048; by transforms 14.3, 9.1, 10.3, 11.2 (python -m crt_exp.studies.bench_samplers 1). Not measured on GPUs.
+# 37 at 2048; by transforms 14.3, 9.1, 10.3, 11.2 (2026-11, one thread). Not measured on GPUs.
 MATRIX_FREE_FROM = 768
 RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
 

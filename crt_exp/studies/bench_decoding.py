@@ -5,8 +5,7 @@ A Llama of 8 layers, 8 heads, d = 64, random weights, float32, batch 1; favorpp 
 its preset `default`. The swapped models with their states, favorpp with all keys in its cache, and the own attention of
 the model take turns, so that load from outside hits them alike: a cell is the median of milliseconds a token after a
 prompt of that length and the fastest, and in brackets the median of its ratio to the own one of the same turn and that
-of the fastest. Then the same of the prompts, and the sizes of all tensors in the caches; below, the bars that near-far
-attention is to reach.
+of the fastest. Then the same of the prompts, and the sizes of all tensors in the caches.
 """
 
 import argparse
@@ -15,18 +14,18 @@ import os
 import statistics
 import time
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from crt_exp.mechanism import swap_attention
 from crt_exp.drawing import markdown
+from crt_exp.studies.timing import turns
 
 POSITIONS = (256, 1024, 2048, 4096, 8192)
 TURNS, PROMPT_TURNS = 25, 3
 NEAR_FAR, STATE, KEYS, OWN = "near-far", "recurrent state", "all keys", "the model's own"
-PROMPT_BARS = {256: 1.05, 1024: 1.05, 2048: 1.05, 4096: 0.8, 8192: 0.6}      # of the model's own time, at most
-EXACT_UNTIL, TOKEN_BAR, FAVOR_BAR = 2048, 1.1, 1.5               # of the own time up to there, else of favorpp's
 
 
 def models() -> tuple:
@@ -57,16 +56,11 @@ def after(prompt: Tensor, own, swapped, near_far) -> tuple[dict, dict[str, list[
     return caches, times
 
 
-def timed(caches: dict, turns: int) -> dict[str, list[float]]:
+def timed(caches: dict, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of every turn after a warm-up."""
-    times, token = {name: [] for name in caches}, torch.zeros(1, 1, dtype=torch.long)
-    for turn in range(turns + 3):
-        for name, (model, cache) in caches.items():
-            start = time.perf_counter()
-            model(token, past_key_values=cache, use_cache=True)
-            if turn > 2:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return times
+    token = torch.zeros(1, 1, dtype=torch.long)
+    return turns({name: partial(model, token, past_key_values=cache, use_cache=True)
+                  for name, (model, cache) in caches.items()}, rounds)
 
 
 def cell(times: list[float], own: list[float]) -> str:
@@ -81,36 +75,19 @@ def cache_size(cache) -> float:
 
 
 @torch.no_grad()
-def main(size: str = "small", positions: tuple[int, ...] = POSITIONS, turns: int = TURNS) -> None:
+def main(positions: tuple[int, ...] = POSITIONS, rounds: int = TURNS) -> None:
     warnings.filterwarnings("ignore", message=".*has no statistics yet.*")  # which features, matters not to the time
-    made, bars = models(), []
+    made = models()
     tokens, prompts, sizes = [], [], []
     for position in positions:
         caches, prompt = after(torch.randint(8000, (1, position)), *made)
-        token = timed(caches, turns)
+        token = timed(caches, rounds)
         for rows, times in ((tokens, token), (prompts, prompt)):
             rows.append([str(position), *(cell(t, times[OWN]) for t in times.values())])
         sizes.append([str(position), *(f"{cache_size(cache):.1f}" for _, cache in caches.values())])
-        bars += judged(position, *({name: statistics.median(t) for name, t in times.items()}
-                                   for times in (prompt, token)))
     names = ["position", NEAR_FAR, STATE, KEYS, OWN]
     for what, rows in (("ms a token", tokens), ("ms of the prompt", prompts), ("MiB of the cache", sizes)):
         print(f"{what}; {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}\n\n{markdown(names, rows)}\n")
-    print("\n".join(bars))
-
-
-def judged(position: int, prompt: dict[str, float], token: dict[str, float]) -> list[str]:
-    """The bars, of medians."""
-    ratios = []
-    if position in PROMPT_BARS:
-        ratios.append((f"prompt, at most {PROMPT_BARS[position]:g} of the own time",
-                      prompt[NEAR_FAR] / prompt[OWN], PROMPT_BARS[position]))
-    if position < EXACT_UNTIL:
-        ratios.append((f"token, at most {TOKEN_BAR:g} of the own time", token[NEAR_FAR] / token[OWN], TOKEN_BAR))
-    else:
-        ratios.append((f"token, at most {FAVOR_BAR:g} of favorpp's time", token[NEAR_FAR] / token[STATE], FAVOR_BAR))
-    return [f"- {position}: {bar}: {ratio:.2f}, {'reached' if ratio <= most else 'not reached'}"
-            for bar, ratio, most in ratios]
 
 
 def command_line() -> None:
@@ -121,7 +98,7 @@ def command_line() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    main(positions=tuple(args.positions), turns=args.turns)
+    main(tuple(args.positions), args.turns)
 
 
 if __name__ == "__main__":

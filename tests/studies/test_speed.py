@@ -13,7 +13,7 @@ from crt_exp.report.evidence import Verdict
 from crt_exp.report.page import Page, load
 from crt_exp.report.pages import speed as speed_page
 from crt_exp.samplers import orthogonal
-from crt_exp.studies import bench_methods, speed_draws
+from crt_exp.studies import bench_nearfar, speed_draws
 from crt_exp.studies import speed as study
 from crt_exp.studies.cells import Draw
 from crt_exp.studies.peers import chunked
@@ -112,11 +112,10 @@ def test_draws_at_small_lengths(tmp_path, monkeypatch):
     assert units == 4 * [0] + 4 * [1]
 
 
-def test_commands_that_time_print_a_line_for_each_method(capsys, monkeypatch):
+def test_the_command_that_times_prints_a_line_for_each_method(capsys, monkeypatch):
     monkeypatch.setattr("crt_exp.studies.speed.peers", lambda length: {})
-    bench_methods.print_times([8], 1, [])
+    monkeypatch.setattr("sys.argv", ["bench", "--lengths", "8", "--turns", "1", "--causal", "--forward", "--half",
+                                     "--without", "favorpp", "--threads", str(torch.get_num_threads())])
+    bench_nearfar.command_line()
     said = capsys.readouterr().out
-    assert said.count("favorpp causal") == 2 and "ratio to floor" in said
-    bench_methods.print_near_far([8], 1, causal=True, alone=True, half=True)
-    said = capsys.readouterr().out
-    assert "nearfar causal, bfloat16" in said and "ratio to nearfar causal" in said
+    assert "nearfar causal, bfloat16" in said and "ratio to nearfar causal" in said and "favorpp" not in said
