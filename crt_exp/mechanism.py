@@ -7,7 +7,7 @@ Nothing else builds these from configuration: tasks, studies, estimators, report
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -123,7 +123,7 @@ class Mechanism:
                               "favorpp")
         content = self.features.content
         if not isinstance(content, dict):
-            return content if content.kernel == kernel else type(content)(**vars(content) | {"kernel": kernel})
+            return content if content.kernel == kernel else replace(content, kernel=kernel)
         return construct(content, kernel=kernel)
 
     @cached_property

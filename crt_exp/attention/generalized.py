@@ -6,13 +6,14 @@ without projection is the Linear Transformer). It estimates no known kernel: it 
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from crt_exp.features.base import ONE, FeatureMap, Features, Projections
 from crt_exp.samplers import at_least_float32
+from crt_exp.schema import NotNegative
 
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
 FUNCTIONS = {"relu": torch.relu, "elu+1": lambda t: F.elu(t) + 1, "sigmoid": torch.sigmoid, "abs": torch.abs,
@@ -28,17 +29,10 @@ class Generalized(FeatureMap):
     """
 
     f: Function = "relu"
-    kernel_epsilon: float = 1e-3
+    kernel_epsilon: NotNegative = 1e-3
     projection: bool = True
 
     estimates = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.f not in get_args(Function):
-            raise ValueError(f"f = {self.f!r}: choose one of {', '.join(get_args(Function))}")
-        if not self.kernel_epsilon >= 0:
-            raise ValueError(f"kernel_epsilon = {self.kernel_epsilon}: it must not be negative")
 
     @property
     def positive(self) -> bool:

@@ -14,7 +14,6 @@ from crt_exp.features.base import Bound, FeatureMap, Features, Params
 from crt_exp.features.statistics import Statistics
 from crt_exp.kernels import Kernel
 from crt_exp.nested import Nested, mapped, shared
-from crt_exp.samplers.noise import precise
 
 
 @dataclass(frozen=True, init=False)
@@ -25,6 +24,8 @@ class Composite(FeatureMap):
     """
 
     parts: tuple[FeatureMap, ...] = ()
+
+    one_map = False
 
     def _set(self, **fields) -> None:
         for name, value in fields.items():
@@ -44,12 +45,6 @@ class Composite(FeatureMap):
 
     def fit(self, stats: Statistics) -> Params:
         return tuple(p.fit(stats) for p in self.parts)
-
-    def phi_q(self, x, noise, params) -> Features:
-        return self.bind(precise(noise, x.dtype), params).phi_q(x)
-
-    def phi_k(self, y, noise, params) -> Features:
-        return self.bind(precise(noise, y.dtype), params).phi_k(y)
 
     def _bound(self, noise: Nested, params: Params) -> list[Bound]:
         """Of each part."""

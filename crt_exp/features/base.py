@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.statistics import Statistics
-from crt_exp.kernels import Kernel, check_kernel, log_kernel
+from crt_exp.kernels import Kernel, log_kernel
 from crt_exp.nested import Nested, leaves, mapped
 from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, precise, transforming
+from crt_exp.schema import check, parameters
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
@@ -85,7 +86,9 @@ class Projections:
 class FeatureMap(ABC):
     """A pair of maps with E <phi_q(x), phi_k(y)> = kernel(x, y). Pure: noise and parameters are arguments.
 
-    Unbiased for every value of the parameters that does not depend on the noise: a stale fit costs variance only.
+    Unbiased for every value of the parameters that does not depend on the noise: a stale fit costs variance only. A map
+    says what it computes in `phi_q` (and `phi_k`, where that is another map), or in `bind`: each is made of the other.
+    Raises ConfigError for options that do not fit their annotations.
     """
 
     kernel: Kernel = "softmax"
@@ -100,7 +103,8 @@ class FeatureMap(ABC):
     second_moments = False  # whether it looks at covariances: O(L d^2) to take, d^2 numbers for a layer to keep
 
     def __post_init__(self):
-        check_kernel(self.kernel)
+        for name, (hint, _) in parameters(type(self)).items():
+            check(name, getattr(self, name), hint)
 
     @property
     def one_map(self) -> bool:
@@ -138,17 +142,18 @@ class FeatureMap(ABC):
         """Parameters that training has moved, brought back to where the map is defined."""
         return params
 
-    @abstractmethod
     def phi_q(self, x: Tensor, noise: Noise, params: Params = ()) -> Features:
         """Query features of x (..., L, d): broadcast to (..., L, width(m)), float32 at least."""
+        return self.bind(precise(noise, x.dtype), params).phi_q(x).dense()
 
     def phi_k(self, y: Tensor, noise: Noise, params: Params = ()) -> Features:
         """Key features; the same map unless said otherwise."""
-        return self.phi_q(y, noise, params)
+        return self.bind(precise(noise, y.dtype), params).phi_k(y).dense()
 
     def bind(self, noise: Noise, params: Params = ()) -> Bound:
         """Both maps as functions of the vectors alone, for callers that go through a set in chunks."""
-        return Bound(partial(self.phi_q, noise=noise, params=params), partial(self.phi_k, noise=noise, params=params))
+        phi_q = partial(self.phi_q, noise=noise, params=params)
+        return Bound(phi_q, phi_q if self.one_map else partial(self.phi_k, noise=noise, params=params))
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
         """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient,
@@ -190,9 +195,13 @@ def distinct(needed: Nested) -> list[Projections]:
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """A parameter (*batch, 1, k) as (*batch, 1, ..., 1, k), to broadcast with the product of x and y,
     batch dimensions first."""
-    pair_dims = max(x.ndim, y.ndim) - 1
-    batch = param.shape[:-2]
-    return param.reshape(*batch, *[1] * (pair_dims - len(batch)), param.shape[-1])
+    return placed(param, max(x.ndim, y.ndim))[..., 0, :]
+
+
+def placed(M: Tensor, ndim: int) -> Tensor:
+    """A matrix (*batch, k, d) for vectors of so many dimensions, batch dimensions first."""
+    batch = M.shape[:-2]
+    return M.reshape(*batch, *[1] * (ndim - 1 - len(batch)), *M.shape[-2:])
 
 
 def log_expm1(t: Tensor) -> Tensor:

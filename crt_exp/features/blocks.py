@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import ONE, FeatureMap, Features
-from crt_exp.samplers.noise import precise
 
 
 @dataclass(frozen=True)
 class InBlocks(FeatureMap):
     """A map whose `bind` gives features in blocks, and whose error is known relative to the kernel."""
 
-    def phi_q(self, x, noise, params) -> Features:
-        return self.bind(precise(noise, x.dtype), params).phi_q(x).dense()
-
-    def phi_k(self, y, noise, params) -> Features:
-        return self.bind(precise(noise, y.dtype), params).phi_k(y).dense()
+    one_map = False
 
     @abstractmethod
     def log_relative_variance(self, x: Tensor, y: Tensor, params) -> Tensor:

@@ -13,15 +13,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite, log_expm1
+from crt_exp.features.base import ONE, Bound, Features, align, check_finite, log_expm1, placed
 from crt_exp.features.blocks import Blocks, InBlocks, Selected, rows_of
 from crt_exp.features.coefficients import Coefficient
-from crt_exp.features.complex_exponential import (Field, diagonal_by_centres, diagonal_by_moments, exponential)
-from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2, sq_norm
+from crt_exp.features.complex_exponential import (CERF, Diagonal, Field, diagonal_by_centres, diagonal_by_moments,
+                                                  exponential)
+from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.precision import as_given
-from crt_exp.schema import whole_number
+from crt_exp.schema import Count, Positive
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 
 SEED = 0    # of k-means++
@@ -47,21 +48,12 @@ class ClusteredMap(InBlocks):
     vectors, and where k-means leaves a cluster empty; in use for centres of another dimension.
     """
 
-    queries: int = 2
-    keys: int = 2
+    queries: Count = 2
+    keys: Count = 2
     field: Field = "real"
     by: Literal["moments", "centres"] = "moments"
     fitted = on_vectors = True
     until_fitted = "no clusters yet, so it takes all vectors for one (M = 1, the features of FAVOR+)"
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("queries", "keys"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name, what="the number of clusters"))
-        if self.field not in ("real", "complex"):
-            raise ValueError(f"field = {self.field!r}: choose real or complex")
-        if self.by not in ("moments", "centres"):
-            raise ValueError(f"by = {self.by!r}: choose moments or centres")
 
     @property
     def pairs(self) -> int:
@@ -157,40 +149,14 @@ class _Side:
 
 
 class PairParams(NamedTuple):
+    """Those of the base of one pair of clusters, CERF with a diagonal M of real and imaginary entries."""
+
     size: Tensor       # (..., 1, d)
     imaginary: Tensor  # (..., 1, d), 0 or 1
 
-
-@dataclass(frozen=True)
-class PairBase(FeatureMap):
-    """The base of one pair of clusters: CERF with a diagonal M of real and imaginary entries."""
-
-    field: Field = "real"
-
-    def width(self, m: int) -> int:
-        return 2 * m if self.field == "complex" else m
-
-    def phi_q(self, x, noise, params) -> Features:
-        return self._phi(x, noise, params.size, params.imaginary, False)
-
-    def phi_k(self, y, noise, params) -> Features:
-        return self._phi(y, noise, 1 / params.size, -params.imaginary, True)
-
-    def _phi(self, x: Tensor, noise: Noise, size: Tensor, imaginary: Tensor, key: bool) -> Features:
-        noise, x = precise(noise, x.dtype), at_least_float32(x)
-        re = x * (size * (1 - imaginary.abs())).to(x)
-        im = x * (size * imaginary).to(x) if self.field == "complex" else None
-        base = -sq_norm(x) / 2 if self.kernel == "gaussian" else 0.0
-        return exponential(noise, re, im, base, False, key)
-
-    def log_relative_second_moment(self, x, y, params) -> Tensor:
-        return _log_second_moment(x, y, *(align(t.double(), x, y) for t in params))
-
-    def meeting(self, x: Tensor, y: Tensor, params: PairParams) -> Tensor:
-        """w = M x + M^-T y, complex (..., d)."""
-        size, imaginary = (align(t.double(), x, y) for t in params)
-        turn = torch.where(imaginary > 0, 1j, 1.0).to(torch.complex128)
-        return size * turn * x + y / (size * turn)
+    @property
+    def M(self) -> Tensor:
+        return Diagonal(self.size, self.imaginary > 0).matrix
 
 
 @dataclass(frozen=True)
@@ -198,7 +164,7 @@ class PairCoefficient(Coefficient):
     """lambda = exp(-|M x + M^-T y|^2 / (2 tau^2)), with moduli where M is imaginary (HRF (93)): it fires where the base
     of the pair is exact. Estimated by n trigonometric projections of the mapped vectors."""
 
-    tau: float = 1.0
+    tau: Positive = 1.0
     has_constant = False
 
     def rho(self, x, noise, params, key):
@@ -228,22 +194,18 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     coefficients; n of them, None: as many as of the bases. shared: one noise for all bases.
     """
 
-    tau: float = 1.0
+    tau: Positive = 1.0
     default: Literal["trig", "pos", "hyp"] | None = "trig"
     one_coefficient_noise = True
 
     def __post_init__(self):
         super().__post_init__()
-        if not (math.isfinite(self.tau) and self.tau > 0):
-            raise ValueError(f"tau = {self.tau}: the width of the coefficients must be a positive number")
-        if self.default not in (None, "trig", "pos", "hyp"):
-            raise ValueError(f"default = {self.default!r}: choose trig, pos, hyp or None")
         if self.default is None and self.pairs == 1:
             raise ValueError("one pair of clusters and no default base: there is nothing to weight; use CERF")
 
-    def made_of(self):
+    def _made(self):
         default = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, None: None}[self.default]
-        bases = (PairBase(self.kernel, self.field),) * self.pairs
+        bases = (CERF(self.kernel, field=self.field),) * self.pairs
         bases = bases if default is None else (*bases, default(self.kernel))
         return (PairCoefficient(tau=self.tau),) * (len(bases) - 1), bases
 
@@ -334,8 +296,7 @@ def check_dimension(centres: Tensor, x: Tensor) -> None:
 def _paired(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Rows (*batch, C, d) as (*batch, 1, ..., 1, C, d), to go with the pairs of x and y, batch dimensions first."""
     check_dimension(rows, x)
-    pairs, batch = max(x.ndim, y.ndim) - 1, rows.shape[:-2]
-    return rows.double().reshape(*batch, *[1] * (pairs - len(batch)), *rows.shape[-2:])
+    return placed(rows.double(), max(x.ndim, y.ndim))
 
 
 def _row(rows: Tensor, index: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from crt_exp.features.base import FeatureMap, Features, align, can_ask, check_fi
 from crt_exp.features.statistics import Statistics
 from crt_exp.kernels import angle
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
+from crt_exp.schema import Positive
 
 LEAST = 1e-3  # of sigma r: below it lambda is a quotient of two differences that vanish
 
@@ -27,10 +28,6 @@ class Coefficient(FeatureMap):
     kernel: None = None
     has_constant = True  # whether `a` may be other than 0
     columns = 2          # of rho, for each projection
-
-    def __post_init__(self):
-        if self.kernel is not None:
-            raise ValueError(f"kernel = {self.kernel!r}: a coefficient estimates no kernel")
 
     def width(self, m: int) -> int:
         return int(self.has_constant) + self.columns * m
@@ -47,6 +44,10 @@ class Coefficient(FeatureMap):
     def rho(self, x: Tensor, noise: Noise, params, key: bool) -> Tensor:
         """rho of x (..., L, d), or rho' for keys, (..., L, n columns), with 1/sqrt(n) and the sign inside."""
 
+    def weighted(self, rho: Tensor, params, key: bool) -> Tensor:
+        """The columns of lambda: [sqrt|a|, rho], with the sign of a on the side of the queries."""
+        return torch.cat([column(self.constant(params), rho, key), rho], -1) if self.has_constant else rho
+
     def left(self, rho: Tensor, params, key: bool) -> Tensor:
         """The columns of 1 - lambda, from those of `rho`."""
         return torch.cat([column(1 - self.constant(params), rho, key), rho if key else -rho], -1)
@@ -60,57 +61,20 @@ class Coefficient(FeatureMap):
         """Of the estimate made of one projection, float64; n iid ones divide it by n."""
 
     def phi_q(self, x, noise, params=()) -> Features:
-        return _with_constant(self.rho(x, noise, params, key=False), self.constant(params), self.has_constant, False)
+        return self._features(self.rho(x, noise, params, key=False), params, key=False)
 
     def phi_k(self, y, noise, params=()) -> Features:
-        return _with_constant(self.rho(y, noise, params, key=True), self.constant(params), self.has_constant, True)
+        return self._features(self.rho(y, noise, params, key=True), params, key=True)
 
-    def complement(self) -> "Complement":
-        """1 - lambda, to be estimated from the same projections."""
-        return Complement(of=self)
+    def _features(self, rho: Tensor, params, key: bool) -> Features:
+        columns = self.weighted(rho, params, key)
+        return Features(columns, torch.zeros_like(columns[..., :1]))
 
     def log_kernel(self, x, y) -> Tensor:
         return self.mean(x, y, self.fit(None)).log()
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         return torch.log1p(self.variance(x, y, params) / self.mean(x, y, params).square())
-
-
-@dataclass(frozen=True)
-class Complement(Coefficient):
-    """1 - lambda of another coefficient."""
-
-    of: Coefficient | None = None
-    has_constant = False
-
-    @property
-    def fitted(self) -> bool:
-        return self.of.fitted
-
-    @property
-    def columns(self) -> int:
-        return self.of.columns
-
-    def fit(self, stats):
-        return self.of.fit(stats)
-
-    def width(self, m):
-        return self.of.width_left(m)
-
-    def phi_q(self, x, noise, params=()):
-        return _features(self.rho(x, noise, params, key=False))
-
-    def phi_k(self, y, noise, params=()):
-        return _features(self.rho(y, noise, params, key=True))
-
-    def rho(self, x, noise, params, key):
-        return self.of.left(self.of.rho(x, noise, params, key), params, key)
-
-    def mean(self, x, y, params=()):
-        return 1 - self.of.mean(x, y, params)
-
-    def variance(self, x, y, params=()):
-        return self.of.variance(x, y, params)
 
 
 class BipolarCoefficient(Coefficient):
@@ -173,14 +137,11 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
     Statistics of zero vectors, which say nothing of r, give varrho = 1. Raises ValueError for sigma r < 1e-3.
     """
 
-    sigma: float | None = None
-    r: float | None = None
+    sigma: Positive | None = None
+    r: Positive | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        for name, value in (("sigma", self.sigma), ("r", self.r)):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} = {value}: it must be a positive number")
         if self.sigma is not None and self.r is not None:
             _check_product(self.sigma * self.r)
 
@@ -226,13 +187,11 @@ class GaussianCoefficient(Coefficient):
     """
 
     M: Any = 1.0
-    c: float = 1.0
+    c: Positive = 1.0
     has_constant = False
 
     def __post_init__(self):
         super().__post_init__()
-        if not (math.isfinite(self.c) and self.c > 0):
-            raise ValueError(f"c = {self.c}: the width of a Gaussian coefficient must be a positive number")
         M = torch.as_tensor(self.M, dtype=torch.float64)
         if M.ndim > 1 or not bool(M.isfinite().all()):
             raise ValueError(f"M = {self.M!r}: give a real number, or the d numbers of a diagonal")
@@ -260,15 +219,6 @@ def _check_product(product: float) -> None:
     if product < LEAST:
         raise ValueError(f"sigma r = {product:.3g}: below {LEAST} the coefficient is 0 / 0 (varrho -> 0): choose a "
                          "larger sigma, or the vectors are too short for a Gaussian hybrid")
-
-
-def _with_constant(rho: Tensor, constant: Tensor | float, present: bool, key: bool) -> Features:
-    """[sqrt|a|, rho], with the sign of a on the side of the queries."""
-    return _features(torch.cat([column(constant, rho, key), rho], -1) if present else rho)
-
-
-def _features(columns: Tensor) -> Features:
-    return Features(columns, torch.zeros_like(columns[..., :1]))
 
 
 def column(constant: Tensor | float, like: Tensor, key: bool) -> Tensor:

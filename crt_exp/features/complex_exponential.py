@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite, log_cosh
+from crt_exp.features.base import ONE, Bound, FeatureMap, Features, check_finite, log_cosh, placed
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.precision import as_given
-from crt_exp.samplers.noise import Noise, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32
 
 Field = Literal["real", "complex"]
 SIZES = (1e-2, 1e2)  # of a diagonal entry: beyond them a point off the centre has a huge variance
@@ -78,10 +78,10 @@ class CERF(FeatureMap):
     field: Field | None = None
     antithetic: bool = False
 
+    one_map = False
+
     def __post_init__(self):
         super().__post_init__()
-        if self.field not in (None, "real", "complex"):
-            raise ValueError(f"field = {self.field!r}: choose real or complex")
         if self.M is None:
             object.__setattr__(self, "field", self.field or "complex")
             return
@@ -111,21 +111,15 @@ class CERF(FeatureMap):
         return Bound(lambda x: self._phi(x, noise, params.M, key=False),
                      lambda y: self._phi(y, noise, for_keys, key=True))
 
-    def phi_q(self, x, noise, params) -> Features:
-        return self.bind(precise(noise, x.dtype), params).phi_q(x)
-
-    def phi_k(self, y, noise, params) -> Features:
-        return self.bind(precise(noise, y.dtype), params).phi_k(y)
-
     def _phi(self, x: Tensor, noise: Noise, M: Tensor, key: bool) -> Features:
         noise.check(x)
         x = at_least_float32(x)
         with as_given(x):
             M = _for_dimension(M, x).to(x.device)
-            re = _times(x, M.real if M.is_complex() else M)
-            im = _times(x, M.imag) if M.is_complex() else None
-            if im is None and self.field == "complex":
-                im = torch.zeros_like(re)
+            re = times(x, M.real.to(x.dtype))
+            im = None
+            if self.field == "complex":
+                im = times(x, M.imag.to(x.dtype)) if M.is_complex() else torch.zeros_like(re)
             base = -sq_norm(x) / 2 if self.kernel == "gaussian" else 0.0
             return exponential(noise, re, im, base, self.antithetic, key)
 
@@ -138,8 +132,9 @@ class CERF(FeatureMap):
 
     def meeting(self, x: Tensor, y: Tensor, params: CERFParams) -> Tensor:
         """w = M x + M^-T y, complex128 (..., d), pair by pair: what decides every variance and covariance."""
-        M = _for_dimension(params.M, x)
-        return _paired(M, x, y) + _paired(inverse_transposed(M), y, x)
+        x, y, M = (t.to(torch.complex128) for t in (x, y, _for_dimension(params.M, x)))
+        ndim = max(x.ndim, y.ndim)
+        return paired(x, M, ndim) + paired(y, inverse_transposed(M), ndim)
 
 
 def exponential(noise: Noise, re: Tensor, im: Tensor | None, base: Tensor | float, antithetic: bool, key: bool,
@@ -165,20 +160,15 @@ def inverse_transposed(M: Tensor) -> Tensor:
     return 1 / M if M.shape[-2] == 1 else torch.linalg.inv(M).mT
 
 
-def _times(x: Tensor, M: Tensor) -> Tensor:
-    M = M.to(x.dtype)
+def times(x: Tensor, M: Tensor) -> Tensor:
+    """M x for the rows of x (..., L, d)."""
     return x * M if M.shape[-2] == 1 else x @ M.mT
 
 
-def _paired(M: Tensor, x: Tensor, other: Tensor) -> Tensor:
-    """M x as complex128, for x that broadcasts with `other`, pair by pair."""
-    x = x.to(torch.complex128)
-    M = M.to(torch.complex128)
-    if M.shape[-2] == 1:
-        return align(M, x, other) * x
-    pair_dims, batch = max(x.ndim, other.ndim) - 1, M.shape[:-2]
-    M = M.reshape(*batch, *[1] * (pair_dims - len(batch)), *M.shape[-2:])
-    return (M @ x.unsqueeze(-1)).squeeze(-1)
+def paired(x: Tensor, M: Tensor, ndim: int) -> Tensor:
+    """M x for vectors x (..., d) that meet others, of which the larger have so many dimensions."""
+    M = placed(M, ndim)
+    return x * M[..., 0, :] if M.shape[-2] == 1 else (M @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def _matrix(M: Any) -> Tensor:

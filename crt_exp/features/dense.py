@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import Bound, FeatureMap, Features, check_finite, log_cosh
-from crt_exp.features.complex_exponential import inverse_transposed
+from crt_exp.features.base import Bound, FeatureMap, Features, check_finite, log_cosh, placed
+from crt_exp.features.complex_exponential import inverse_transposed, paired, times
 from crt_exp.features.exponential import PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.precision import as_given
-from crt_exp.samplers.noise import Noise, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32
 
 LARGEST_D = 256  # of full matrices: beyond, their decomposition takes longer than the features
 # Of the mean square, added to each direction of both sides. In sample it costs some hundredths of a nat. Where few
@@ -51,9 +51,6 @@ class Dense(PositiveExponential):
     """The features and their errors, whatever the parameters were fitted by."""
 
     fitted = True
-
-    def phi_k(self, y, noise, params):
-        return self.bind(precise(noise, y.dtype), params).phi_k(y)
 
     def bind(self, noise: Noise, params: SDERFParams) -> Bound:
         weight, G = self._weight(noise, params), params.balance
@@ -196,13 +193,8 @@ class SDERF(Dense):
 
 # ---- matrices, diagonal (..., 1, d) or full (..., d, d)
 
-def times(x: Tensor, M: Tensor) -> Tensor:
-    """M x for the rows of x (..., L, d)."""
-    return x * M if M.shape[-2] == 1 else x @ M.mT
-
-
 def _precise_times(x: Tensor, M: Tensor) -> Tensor:
-    """The same in the precision of x, whatever autocast says."""
+    """M x for the rows of x (..., L, d), in the precision of x, whatever autocast says."""
     with as_given(x):
         return times(x, M.to(x))
 
@@ -210,18 +202,6 @@ def _precise_times(x: Tensor, M: Tensor) -> Tensor:
 def turned(spread: Tensor, G: Tensor) -> Tensor:
     """G spread G^T."""
     return spread * G.square() if G.shape[-2] == 1 else G @ spread @ G.mT
-
-
-def placed(M: Tensor, ndim: int) -> Tensor:
-    """A matrix (*batch, k, d) for vectors of so many dimensions, batch dimensions first."""
-    batch = M.shape[:-2]
-    return M.reshape(*batch, *[1] * (ndim - 1 - len(batch)), *M.shape[-2:])
-
-
-def paired(x: Tensor, M: Tensor, ndim: int) -> Tensor:
-    """M x for vectors x (..., d) that meet others, of which the larger have so many dimensions."""
-    M = placed(M, ndim)
-    return x * M[..., 0, :] if M.shape[-2] == 1 else (M @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def sizes_of_a(root: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ there to zero.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise, transforming
+from crt_exp.schema import Positive, above, below
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8
@@ -42,8 +43,16 @@ class DiscreteParams(NamedTuple):
 class DiscreteRF(FeatureMap):
     """Base of the discrete maps; signed: value = prod_l sgn(x_l)^omega_l."""
 
-    def phi_q(self, x, noise: Noise, params: DiscreteParams) -> Features:
-        return self.bind(precise(noise, x.dtype), params).phi_q(x)
+    def fit(self, stats: Statistics) -> DiscreteParams:
+        shift = self._shift(stats)
+        return DiscreteParams(self._rate(stats, shift), shift)
+
+    def _shift(self, stats: Statistics) -> Tensor | None:
+        """c (..., 1, d), which is taken from all vectors."""
+        return None
+
+    def _rate(self, stats: Statistics, shift: Tensor | None) -> Tensor:
+        raise NotImplementedError
 
     def bind(self, noise: Noise, params: DiscreteParams) -> Bound:
         weight, half_odd = self._weights(noise, params)
@@ -143,23 +152,20 @@ def _tiny(x: Tensor) -> float:
 class PoisRF(DiscreteRF):
     """Poisson features with one rate lambda for all coordinates (CRT (11), (12), Theorem 3.4). `rate` fixes lambda."""
 
-    rate: float | None = None
+    rate: Positive | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.rate is not None and not self.rate > 0:
-            raise ValueError(f"rate = {self.rate}: the Poisson rate must be positive")
+    each_coordinate = False  # whether each has a rate of its own
 
     @property
     def fitted(self) -> bool:
         return self.rate is None
 
-    def fit(self, stats: Statistics) -> DiscreteParams:
+    def _rate(self, stats, shift):
         if self.rate is not None:
-            return DiscreteParams(torch.tensor([[float(self.rate)]], dtype=torch.float64))
-        products = _mean_sq_products(stats)
-        rate = products.mean(-1, keepdim=True).sqrt().clamp(min=MIN_RATE)
-        return DiscreteParams(check_finite(rate, "Poisson rate").unsqueeze(-2))
+            return torch.tensor([[float(self.rate)]], dtype=torch.float64)
+        products = _mean_sq_products(stats, shift)
+        products = products if self.each_coordinate else products.mean(-1, keepdim=True)
+        return check_finite(products.sqrt().clamp(min=MIN_RATE), "Poisson rate").unsqueeze(-2)
 
     def _quantile(self, g, rate):
         return poisson_quantile(g, rate.expand(*rate.shape[:-1], g.shape[-1]).squeeze(-2))
@@ -179,33 +185,27 @@ class PoisRF(DiscreteRF):
 class PoisCoordRF(PoisRF):
     """Poisson features with a rate per coordinate: the least variance of all discrete features for a given pair."""
 
-    def fit(self, stats: Statistics) -> DiscreteParams:
-        if self.rate is not None:
-            return super().fit(stats)
-        rate = _mean_sq_products(stats).sqrt().clamp(min=MIN_RATE)
-        return DiscreteParams(check_finite(rate, "Poisson rate").unsqueeze(-2))
+    each_coordinate = True
 
 
 @dataclass(frozen=True)
 class GeomRF(DiscreteRF):
     """Geometric features (CRT (13), (14), Theorem 3.5): bounded, p fitted numerically. `p` fixes it."""
 
-    p: float | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.p is not None and not 0 < self.p < 1:
-            raise ValueError(f"p = {self.p}: the geometric law needs 0 < p < 1")
+    p: Annotated[float, above(0), below(1)] | None = None
 
     @property
     def fitted(self) -> bool:
         return self.p is None
 
-    def fit(self, stats: Statistics) -> DiscreteParams:
+    def _rate(self, stats, shift):
         if self.p is not None:
-            return DiscreteParams(torch.tensor([[float(self.p)]], dtype=torch.float64))
-        p = optimal_p(stats.x.mean_abs.double() * stats.y.mean_abs.double())
-        return DiscreteParams(check_finite(p, "p")[..., None, None])
+            return torch.tensor([[float(self.p)]], dtype=torch.float64)
+        if shift is None:
+            sizes = [side.mean_abs.double() for side in (stats.x, stats.y)]
+        else:  # all shifted entries are positive, so the mean of |x - c| is mean(x) - c
+            sizes = [side.mean.double() - shift.squeeze(-2) for side in (stats.x, stats.y)]
+        return check_finite(optimal_p(sizes[0] * sizes[1]), "p")[..., None, None]
 
     def _quantile(self, g, rate):
         """P(omega >= k) = (1 - p)^k, so omega = floor(log(1 - u) / log(1 - p)) with 1 - u = Phi(-g)."""
@@ -232,13 +232,8 @@ class _Shifted(DiscreteRF):
     still unbiased, no longer positive.
     """
 
-    margin: float = 1e-2
+    margin: Positive = 1e-2
     fitted = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.margin > 0:
-            raise ValueError(f"margin = {self.margin}: it must be positive")
 
     def _shift(self, stats: Statistics) -> Tensor:
         low = torch.minimum(stats.x.minimum, stats.y.minimum).double()
@@ -251,32 +246,19 @@ class _Shifted(DiscreteRF):
 class PoisRFPlus(_Shifted, PoisRF):
     """PoisRF on shifted vectors: positive features (CRT 3.2.3)."""
 
-    def fit(self, stats):
-        c = self._shift(stats)
-        if self.rate is not None:
-            return DiscreteParams(PoisRF.fit(self, stats).rate, c)
-        products = _mean_sq_products(stats, c.squeeze(-2))
-        rate = products.mean(-1, keepdim=True).sqrt().clamp(min=MIN_RATE)
-        return DiscreteParams(check_finite(rate, "Poisson rate").unsqueeze(-2), c)
-
 
 @dataclass(frozen=True)
 class GeomRFPlus(_Shifted, GeomRF):
     """GeomRF on shifted vectors: positive, bounded features (CRT 3.2.3)."""
 
-    def fit(self, stats):
-        c = self._shift(stats)
-        if self.p is not None:
-            return DiscreteParams(GeomRF.fit(self, stats).rate, c)
-        shift = c.squeeze(-2)  # all shifted entries are positive, so the mean of |x - c| is mean(x) - c
-        p = optimal_p((stats.x.mean.double() - shift) * (stats.y.mean.double() - shift))
-        return DiscreteParams(check_finite(p, "p")[..., None, None], c)
 
-
-def _mean_sq_products(stats: Statistics, shift: Tensor | float = 0.0) -> Tensor:
+def _mean_sq_products(stats: Statistics, shift: Tensor | None) -> Tensor:
     """Mean of (x_l - c_l)^2 times mean of (y_l - c_l)^2, (..., d), float64."""
-    return math.prod((s.mean_sq.double() - 2 * shift * s.mean.double() + shift * shift).clamp(min=0)
-                     if isinstance(shift, Tensor) else s.mean_sq.double() for s in (stats.x, stats.y))
+    if shift is None:
+        return stats.x.mean_sq.double() * stats.y.mean_sq.double()
+    c = shift.squeeze(-2)
+    x, y = ((s.mean_sq.double() - 2 * c * s.mean.double() + c * c).clamp(min=0) for s in (stats.x, stats.y))
+    return x * y
 
 
 def optimal_p(t: Tensor, steps: int = 44) -> Tensor:

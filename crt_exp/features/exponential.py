@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from crt_exp.kernels import log_0f1
 from crt_exp.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise
+from crt_exp.schema import below
 
 
 LARGEST_A = 0.12  # of an A that is trained: at 1/8 the variance is infinite
@@ -98,9 +99,6 @@ class PositiveExponential(FeatureMap):
     def enter(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
         """What of factor x (..., L, d), a query or a key, enters the formula, and the factor that is left to it."""
         return x, factor
-
-    def phi_q(self, x, noise, params=()) -> Features:
-        return self.bind(precise(noise, x.dtype), params).phi_q(x)
 
     def bind(self, noise, params=()) -> Bound:
         if noise.matrix_free:
@@ -215,14 +213,9 @@ class OPRF(PositiveExponential):
     for every A < 1/8 that does not depend on omega. `A` fixes it instead. `antithetic` adds omega -> -omega pairs.
     """
 
-    A: float | None = None
+    A: Annotated[float, below(1 / 8)] | None = None
 
     until_fitted = "no parameters yet, so it takes A = 0"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.A is not None:
-            check_a(self.A)
 
     @property
     def fitted(self) -> bool:
@@ -266,10 +259,6 @@ class GERF(FeatureMap):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.s not in ("auto", 1, -1):
-            raise ValueError(f"s = {self.s!r}: choose 1, -1 or auto")
-        if self.search not in ("real", "complex"):
-            raise ValueError(f"search = {self.search!r}: choose real or complex")
         if self.A is not None:
             object.__setattr__(self, "A", complex(self.A))
             check_a(self.A)

@@ -21,7 +21,7 @@ from crt_exp.features.coefficients import (AngularCoefficient, BipolarCoefficien
 from crt_exp.features.exponential import SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.nested import Nested, mapped, shared
-from crt_exp.schema import whole_number
+from crt_exp.schema import Count, Positive
 from crt_exp.samplers.noise import DenseNoise, at_least_float32
 
 
@@ -34,18 +34,21 @@ class HybridMap(InBlocks):
     projections of the bases, or the pair (n, m).
     """
 
-    n: int | None = None
+    n: Count | None = None
     shared: bool = True
     one_coefficient_noise = False  # whether all coefficients are made of the same projections
 
     def __post_init__(self):
         super().__post_init__()
-        if self.n is not None:
-            object.__setattr__(self, "n", whole_number(self.n, "n", what="the number of coefficient projections"))
+        object.__setattr__(self, "_parts", self._made())  # once: their options are checked
 
     @abstractmethod
+    def _made(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+        """What `made_of` gives."""
+
     def made_of(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """p coefficients and p + 1 bases; the last base has what the coefficients leave to it."""
+        return self._parts
 
     @property
     def fitted(self) -> bool:
@@ -107,11 +110,10 @@ class HybridMap(InBlocks):
     def _weights(self, rhos: list[Tensor], params: tuple, key: bool) -> list[Tensor]:
         """Of each base, (..., L, R): [sqrt|a|, rho] of its coefficient, and for the last one of what these leave."""
         coefficients, _ = self.made_of()
-        constants = [c.constant(p) for c, p in zip(coefficients, params)]
-        weights = [torch.cat([column(a, rho, key), rho], -1) if c.has_constant else rho
-                   for c, a, rho in zip(coefficients, constants, rhos)]
+        weights = [c.weighted(rho, p, key) for c, rho, p in zip(coefficients, rhos, params)]
         if len(coefficients) == 1:
             return [*weights, coefficients[0].left(rhos[0], params[0], key)]
+        constants = [c.constant(p) for c, p in zip(coefficients, params)]
         rest = [column(1 - sum(constants), rhos[0], key), *(rho if key else -rho for rho in rhos)]
         return [*weights, torch.cat(rest, -1)]
 
@@ -164,14 +166,12 @@ class Hybrid(HybridMap):
     bases: tuple[FeatureMap, ...] = ()
 
     def __init__(self, coefficients: Sequence[Coefficient] | Coefficient, bases: Sequence[FeatureMap],
-                 n: int | None = None, shared: bool = True):
+                 n: Count | None = None, shared: bool = True):
         coefficients = (coefficients,) if isinstance(coefficients, Coefficient) else tuple(coefficients)
         bases = tuple(bases)
         if not coefficients or len(bases) != len(coefficients) + 1:
             raise ValueError(f"{len(coefficients)} coefficients and {len(bases)} bases: a hybrid has at least one "
                              "coefficient, and one base more than coefficients")
-        if not all(isinstance(c, Coefficient) for c in coefficients):
-            raise ValueError("the coefficients of a hybrid are maps such as AngularCoefficient, without a kernel")
         kernels = {b.kernel for b in bases}
         if len(kernels) > 1 or None in kernels or any(isinstance(b, SMREG) for b in bases):
             raise ValueError("the bases of a hybrid must all estimate the same kernel, softmax or gaussian")
@@ -180,7 +180,7 @@ class Hybrid(HybridMap):
             object.__setattr__(self, name, value)
         self.__post_init__()
 
-    def made_of(self):
+    def _made(self):
         return self.coefficients, self.bases
 
 
@@ -194,15 +194,10 @@ class Bipolar(HybridMap):
 
     base: Literal["hyp", "pos"] = "hyp"
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.base not in ("hyp", "pos"):
-            raise ValueError(f"base = {self.base!r}: choose hyp or pos")
-
     @abstractmethod
     def coefficient(self) -> BipolarCoefficient: ...
 
-    def made_of(self):
+    def _made(self):
         positive = HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
         return (self.coefficient(),), (positive, TrigRF(self.kernel))
 
@@ -216,7 +211,7 @@ class Bipolar(HybridMap):
 
         def features(x: Tensor, key: bool) -> Blocks:
             tau_x, omega_x = rows.project(x).split([of_coefficient.m, of_base.m], -1)
-            rho = self.coefficient().of_projections(tau_x, params[0][0], key)
+            rho = self.made_of()[0][0].of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
             return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
         return Bound(lambda x: features(x, False), lambda y: features(y, True))
@@ -252,12 +247,8 @@ class GaussianHybrid(Bipolar):
     sigma, r: see `BipolarGaussianCoefficient`.
     """
 
-    sigma: float | None = None
-    r: float | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.coefficient()  # which checks them
+    sigma: Positive | None = None
+    r: Positive | None = None
 
     def coefficient(self):
         return BipolarGaussianCoefficient(sigma=self.sigma, r=self.r)

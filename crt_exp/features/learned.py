@@ -5,6 +5,7 @@ of a sampler are what they begin as.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,16 +25,11 @@ class Hedgehog(FeatureMap):
     Raises ValueError for the Gaussian kernel: attention alone can learn.
     """
 
+    kernel: Literal["softmax"] = "softmax"
+
     learned = True
     estimates = False
     trainable = True
-    one_map = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.kernel != "softmax":
-            raise ValueError(f"hedgehog features are learned in attention and estimate no kernel (kernel = "
-                             f"{self.kernel}): choose another map")
 
     def projections(self, m: Nested) -> tuple[Projections, Projections]:
         return Projections(m, "queries", begin=""), Projections(m, "keys", begin="")

@@ -310,15 +310,15 @@ def test_smreg_is_below_softmax():
 
 
 BAD = {
-    "unknown kernel 'laplace'": lambda: OPRF(kernel="laplace"),
-    r"Re\(1 - 8A\)": lambda: OPRF(A=0.125),
-    r"Re\(1 - 8A\) ": lambda: GERF(A=0.2 + 1j, s=-1),
+    "kernel = laplace: it takes softmax or gaussian": lambda: OPRF(kernel="laplace"),
+    "A = 0.125: it takes a number below 0.125": lambda: OPRF(A=0.125),
+    r"Re\(1 - 8A\)": lambda: GERF(A=0.2 + 1j, s=-1),
     "needs a fixed s": lambda: GERF(A=0.1),
     "s = 2": lambda: GERF(s=2),
     "search = ": lambda: GERF(search="grid"),
-    "0 < p < 1": lambda: GeomRF(p=1.0),
-    "0 < p < 1 ?": lambda: GeomRFPlus(p=0.0),
-    "rate must be positive": lambda: PoisRF(rate=0),
+    "p = 1.0: it takes a number above 0 and below 1": lambda: GeomRF(p=1.0),
+    "p = 0.0: it takes a number above 0 and below 1": lambda: GeomRFPlus(p=0.0),
+    "rate = 0: it takes a number above 0": lambda: PoisRF(rate=0),
     "margin = 0": lambda: PoisRFPlus(margin=0),
     "m = 0": lambda: samplers.iid(0, 4),
     "m = -3": lambda: samplers.orthogonal(-3, 4),

@@ -23,7 +23,6 @@ from crt_exp.features import (
     PosRF,
     Product,
     Statistics,
-    Sum,
     TrigRF,
 )
 from crt_exp.features.complex_exponential import diagonal_by_centres, diagonal_by_moments
@@ -200,15 +199,25 @@ def test_zero_vectors_and_ties():
                          ids=repr)
 def test_a_hybrid_is_the_sum_of_its_products(phi):
     (coefficient,), bases = phi.made_of()
-    algebra = Sum(Product(coefficient, bases[0]), Product(coefficient.complement(), bases[1]))
     x, y = vectors(5, 3), vectors(6, 3, seed=1)
     params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 2, 3)
-    theirs = tuple((params[0][0], p) for p in params[1]), tuple((noise[0][0], n) for n in noise[1])
-    product = lambda f, n, p: f.phi_q(x, n, p).exp() @ f.phi_k(y, n, p).exp().mT
-    torch.testing.assert_close(product(phi, noise, params), product(algebra, theirs[1], theirs[0]))
-    torch.testing.assert_close(torch.cat([phi.phi_q(x, noise, params).exp(), phi.phi_k(x, noise, params).exp()], -1),
-                               torch.cat([algebra.phi_q(x, theirs[1], theirs[0]).exp(),
-                                          algebra.phi_k(x, theirs[1], theirs[0]).exp()], -1))
+
+    def weights(t, key):
+        of_coefficient = coefficient.rho(t, noise[0][0], params[0][0], key), params[0][0], key
+        return coefficient.weighted(*of_coefficient), coefficient.left(*of_coefficient)
+
+    def products(t, key):
+        parts = zip(weights(t, key), bases, noise[1], params[1])
+        return torch.cat([torch.einsum("lr,ld->lrd", w, (b.phi_k if key else b.phi_q)(t, n, p).exp()).flatten(-2)
+                          for w, b, n, p in parts], -1)
+
+    torch.testing.assert_close(phi.phi_q(x, noise, params).exp(), products(x, False))
+    torch.testing.assert_close(phi.phi_k(y, noise, params).exp(), products(y, True))
+    shares = [of_x @ of_y.mT for of_x, of_y in zip(weights(x, False), weights(y, True))]
+    torch.testing.assert_close(sum(shares), torch.ones(5, 6, dtype=torch.float64))
+    algebra = Product(coefficient, bases[0])
+    torch.testing.assert_close(algebra.phi_q(x, (noise[0][0], noise[1][0]), (params[0][0], params[1][0])).exp(),
+                               phi.phi_q(x, noise, params).exp()[:, :algebra.width((phi.n, 2))])
 
 
 def test_widths():

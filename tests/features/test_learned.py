@@ -60,7 +60,7 @@ def test_hedgehog_is_its_materialised_twin(causal, masked):
 
 
 def test_hedgehog_says_what_it_is_not():
-    with pytest.raises(ValueError, match="estimate no kernel"):
+    with pytest.raises(ValueError, match="it takes softmax"):
         Mechanism.of(features="hedgehog").map("gaussian")
     for law in (Hedgehog().log_kernel, Hedgehog().log_relative_second_moment):
         with pytest.raises(NotImplementedError, match="estimate no kernel"):

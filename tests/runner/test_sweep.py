@@ -60,11 +60,11 @@ def test_a_sweep_ends_with_its_table(typed, tmp_path):
 
 def test_one_run_of_a_sweep_fails(typed, tmp_path):
     """The others run, its error is told once and without a traceback, and the sweep as a whole has failed."""
-    code, out, err = typed(*WINE, "features=geom", "features.p=2.0,0.5", "features.m=4,8",
+    code, out, err = typed(*WINE, "features=gerf", "features.A=0.1,null", "features.m=4,8",
                            f"hydra.sweep.dir={tmp_path}/s")
     assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
-    assert f"the run in {tmp_path}/s/0 failed: features=geom: p = 2.0: the geometric law needs" in err
-    assert err.count("p = 2.0: the") == 1 and f"the run in {tmp_path}/s/1 failed: as one before it" in err
+    assert f"the run in {tmp_path}/s/0 failed: features=gerf: a fixed A needs a fixed s" in err
+    assert err.count("a fixed A") == 1 and f"the run in {tmp_path}/s/1 failed: as one before it" in err
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["2", "3"]
 
 
