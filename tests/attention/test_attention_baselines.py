@@ -99,7 +99,7 @@ BAD = {
     "float16 ends at 65504": lambda: call(x=torch.full((2, 4, 6, 4), 7e4).half()),
     "float16 ends at 65504 ?": lambda: call(x=torch.full((2, 4, 6, 4), torch.nan), phi=TrigRF(), params=()),
     "float16 ends at 65504  ?": lambda: call(y=torch.full((2, 4, 6, 4), 1e30), x=(2, 4, 6, 4), causal=True),
-    "f = 'softplus'": lambda: Generalized(f="softplus"),
+    "f = softplus: it takes relu": lambda: Generalized(f="softplus"),
     "kernel_epsilon = -1": lambda: Generalized(kernel_epsilon=-1),
     "need a noise": lambda: Generalized().phi_q(torch.zeros(2, 3)),
     "rank = 9": lambda: linformer(8, 9),

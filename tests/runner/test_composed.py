@@ -97,7 +97,7 @@ BAD = [
     ("task.split=[0.5,0.5]", "task.split = [0.5, 0.5]: it takes a list of 3 entries, each a number above 0"),
     ("task.dataset=123", "task.dataset = 123: it takes a string (write '\"123\"'"),
     ("task.scaling=log", "task.scaling = log: it takes standard, minmax or none"),
-    ("features.A=abc", "features.A = abc: it takes a number, or null"),
+    ("features.A=abc", "features.A = abc: it takes a number below 0.125, or null"),
     ("features=gerf features.A=abc", "features.A = abc: it takes a number, complex ones written as 0.1+0.2j, or null"),
     ("features=gerf features.s=2", "features.s = 2: it takes auto, 1 or -1"),
     ("sampler=givens sampler.rotations=-1", "sampler.rotations = -1"),
