@@ -72,6 +72,68 @@ class ClassSampler(nn.Module, ABC):
         return super()._apply(moved, recurse)
 
 
+class TableLaw(ClassSampler):
+    """A law of tables that are made of class vectors of dimension d: when they may be asked, and what of."""
+
+    looks_at_classes = True
+
+    def __init__(self, classes: int, d: int):
+        super().__init__(classes)
+        self.d = d
+        self.register_buffer("made", torch.zeros((), dtype=torch.bool))
+
+    @property
+    def built(self) -> bool:
+        return bool(self.made)
+
+    @torch.no_grad()
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
+        check_classes(weight, bias, self.classes, self.d)
+        check_finite(weight, bias, None)
+        self._rebuild(weight, bias, hidden)
+        self.made.fill_(True)
+
+    @abstractmethod
+    def _rebuild(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
+        """As `rebuild`, of finite vectors."""
+
+    @torch.no_grad()
+    def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        rows = check_rows(rows, self.classes)
+        check_classes(weight, bias, self.classes, self.d)
+        if not len(rows) or not self.built:
+            return
+        vectors, biases = weight.index_select(0, rows), None if bias is None else bias[rows]
+        check_finite(vectors, biases, rows)
+        if not self._update(rows, vectors, biases):
+            self.rebuild(weight, bias)
+
+    @abstractmethod
+    def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Takes over the finite vectors (r, d) and biases (r,) of sorted, distinct classes; False where the tables
+        cannot, and all have to be built again."""
+
+    def _check(self, hidden: Tensor) -> None:
+        if not self.built:
+            raise ValueError("the tables of this sampler were never made: call rebuild(weight) before the first draw")
+        if hidden.ndim != 2 or hidden.shape[1] != self.d:
+            raise ValueError(f"queries of shape {tuple(hidden.shape)}: this sampler takes (B, {self.d})")
+        check_queries(hidden)
+
+
+def blocks(step: int, *of_queries: Tensor | None):
+    """Tensors of all queries in parts of `step` queries; None stays None."""
+    step = max(1, step)
+    for start in range(0, max(1, len(of_queries[0])), step):
+        yield tuple(None if each is None else each[start:start + step] for each in of_queries)
+
+
+def joined(parts: list[Drawn]) -> Drawn:
+    """The draws of blocks of queries as one."""
+    targets = None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
+    return Drawn(torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets)
+
+
 def without(log_q: Tensor, target_log_q: Tensor) -> Tensor:
     """log of q_c / (1 - q_t), the law without the target: log_q (B, k), target_log_q (B,) of the law over all."""
     return log_q - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))[:, None]
@@ -100,3 +162,18 @@ def check_rows(rows: Tensor, classes: int) -> Tensor:
     if len(outside):
         raise ValueError(f"class {int(outside[0])} of an update is none of the {classes} classes (0 to {classes - 1})")
     return rows
+
+
+def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> None:
+    """Raises NotFinite naming the first class with a vector or bias that is not finite. rows: the numbers of the
+    classes (r,), None where they are all."""
+    if bool(weight.detach().sum().isfinite()) and (bias is None or bool(bias.detach().sum().isfinite())):
+        return
+    fine = weight.detach().isfinite().all(-1)
+    fine = fine if bias is None else fine & bias.detach().isfinite()
+    if bool(fine.all()):
+        return  # only the sum overflowed
+    place = int((~fine).nonzero()[0])
+    number = place if rows is None else int(rows[place])
+    raise NotFinite(f"the vector or bias of class {number} is not finite: the tables of the sampler keep what they "
+                    "were; look for the update that made it so")

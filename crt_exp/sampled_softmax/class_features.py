@@ -14,7 +14,6 @@ from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.nested import Nested, mapped
-from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers import DenseNoise
 
 FITTED_TO = 2**11  # queries and classes at most, evenly spaced: more would hardly change the parameters
@@ -56,8 +55,7 @@ class ClassFeatures(nn.Module):
         self._kept: tuple = (None, None)
 
     def fit(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
-        """Parameters for these class vectors (V, d) and queries (B, d), and constants for some of the classes."""
-        check_finite(weight, bias, None)
+        """Parameters for finite class vectors (V, d) and queries (B, d), and constants for some of the classes."""
         some = slice(None, None, spacing(len(weight), FITTED_TO))
         keys = self._unit(weight[some])
         queries = torch.cat([keys, -keys]) if hidden is None else self._unit(hidden)
@@ -161,21 +159,6 @@ def is_positive(phi: FeatureMap) -> bool:
     if isinstance(phi, Sum | Product):
         return all(map(is_positive, phi.parts)) and min(getattr(phi, "weights", (1.0,))) > 0
     return isinstance(phi, PositiveExponential)
-
-
-def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> None:
-    """Raises NotFinite naming the first class with a vector or bias that is not finite. rows: the numbers of the
-    classes (r,), None where they are all."""
-    if bool(weight.detach().sum().isfinite()) and (bias is None or bool(bias.detach().sum().isfinite())):
-        return
-    fine = weight.detach().isfinite().all(-1)
-    fine = fine if bias is None else fine & bias.detach().isfinite()
-    if bool(fine.all()):
-        return  # only the sum overflowed
-    place = int((~fine).nonzero()[0])
-    number = place if rows is None else int(rows[place])
-    raise NotFinite(f"the vector or bias of class {number} is not finite: the tables of the sampler keep what they "
-                    "were; look for the update that made it so")
 
 
 def spacing(count: int, most: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import ClassSampler, Drawn
+from crt_exp.sampled_softmax.base import ClassSampler, Drawn, blocks, joined
 from crt_exp.sampled_softmax.feature_law import FeatureLaw
 
 PAIRS = 2**20  # pairs of a query and a class at once, which stay in the cache
@@ -29,12 +29,12 @@ class DenseLaw(ClassSampler):
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        return joined([draw_dense(self._weights(h), t, k) for h, t in blocks(self.classes, hidden, targets)])
+        return joined([draw_dense(self._weights(h), t, k) for h, t in blocks(PAIRS // self.classes, hidden, targets)])
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         parts = [self.log_weights(self._logits(h)).log_softmax(-1).gather(1, i)
-                 for h, i in blocks(self.classes, hidden, ids)]
+                 for h, i in blocks(PAIRS // self.classes, hidden, ids)]
         return torch.cat(parts)
 
     @abstractmethod
@@ -89,12 +89,12 @@ class DenseFeatures(FeatureLaw):
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         parts = [draw_dense(self._weights(h), t, uniform.shape[1], u)
-                 for h, t, u in blocks(self.classes, hidden, targets, uniform)]
+                 for h, t, u in blocks(PAIRS // self.classes, hidden, targets, uniform)]
         return joined(parts)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         parts = []
-        for h, i in blocks(self.classes, hidden, ids):
+        for h, i in blocks(PAIRS // self.classes, hidden, ids):
             weights = self._weights(h)
             parts.append((weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64)).log().float())
         return torch.cat(parts)
@@ -127,16 +127,3 @@ def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | 
     ids = ids if given is None else torch.where(given >= 0, given, ids)
     log_q = (weights.gather(1, ids) / ends[:, -1:]).log().float()
     return Drawn(ids, log_q, None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1))
-
-
-def joined(parts: list[Drawn]) -> Drawn:
-    """The draws of blocks of queries as one."""
-    targets = None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
-    return Drawn(torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets)
-
-
-def blocks(classes: int, *of_queries: Tensor | None):
-    """Tensors of all queries in parts of as many queries as have PAIRS pairs with all classes; None stays None."""
-    step, count = max(1, PAIRS // classes), len(of_queries[0])
-    for start in range(0, max(1, count), step):
-        yield tuple(None if each is None else each[start:start + step] for each in of_queries)

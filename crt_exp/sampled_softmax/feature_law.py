@@ -8,14 +8,14 @@ from torch import Tensor
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_classes, check_queries, check_rows
-from crt_exp.sampled_softmax.class_features import ClassFeatures, check_finite
+from crt_exp.sampled_softmax.base import Drawn, TableLaw, check_classes
+from crt_exp.sampled_softmax.class_features import ClassFeatures
 
 UPDATED = 2**12   # classes of an update at once: what lies between then stays in the cache
 DEFENSIVE = 0.05  # share of the uniform law mixed with a signed estimate, whose positive part is zero for some classes
 
 
-class FeatureLaw(ClassSampler):
+class FeatureLaw(TableLaw):
     """q_c = (1 - defensive) q'_c + defensive / V, with q' made of phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}.
 
     proposal: a feature map, a Mechanism or the name of one. m, sampler: of the mechanism (default: those of the command
@@ -23,18 +23,15 @@ class FeatureLaw(ClassSampler):
     T, the less the estimate varies. defensive: by default 0 for maps whose features are positive and 0.05 for others.
     """
 
-    looks_at_classes = True
-
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, *, m: int | None = None,
                  sampler=None, temperature: float = 1.0, defensive: float | None = None, seed: int = 0):
-        super().__init__(classes)
+        super().__init__(classes, d)
         self.features = ClassFeatures(proposal, self.classes, d, m, sampler, temperature, seed)
         least = 0.0 if self.features.positive else DEFENSIVE
         self.defensive = least if defensive is None else float(defensive)
         if not 0 <= self.defensive < 1 or self.defensive == 0 < least:
             raise ValueError(f"defensive = {defensive}: a share of at least 0 and below 1, and above 0 for a map whose "
                              "features may be negative: classes of no probability would bias the normaliser")
-        self.register_buffer("made", torch.zeros((), dtype=torch.bool))
         self._queries: Tensor | None = None  # of the last draw, to fit parameters to
 
     # ---- what the laws do in their own ways
@@ -64,10 +61,6 @@ class FeatureLaw(ClassSampler):
 
     # ---- what they share
 
-    @property
-    def built(self) -> bool:
-        return bool(self.made)
-
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
         self._check(hidden)
@@ -82,15 +75,12 @@ class FeatureLaw(ClassSampler):
         self._check(hidden)
         return self._mixed(self._log_q(hidden, ids), self.classes)
 
-    @torch.no_grad()
-    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        check_classes(weight, bias, self.classes, self.features.d)
+    def _rebuild(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
         self.features.fit(weight, bias, self._queries if hidden is None else hidden)
         if not self._all_restored(weight, bias):
             self.features.fit_constants(weight, bias)
             self._all_restored(weight, bias)
         self._completed()
-        self.made.fill_(True)
 
     def _all_restored(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Puts the features of all classes in place. False where one of them outgrew the constants."""
@@ -101,27 +91,20 @@ class FeatureLaw(ClassSampler):
             self._restored(features, rows)
         return True
 
-    @torch.no_grad()
-    def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        rows = check_rows(rows, self.classes)
-        check_classes(weight, bias, self.classes, self.features.d)
-        if not len(rows) or not self.built:
-            return
-        weight_of, bias_of = weight.index_select(0, rows), None if bias is None else bias[rows]
-        check_finite(weight_of, bias_of, rows)
+    def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         for start in range(0, len(rows), UPDATED):
             some = slice(start, start + UPDATED)
-            features = self.features.of_classes(weight_of[some], _part(bias_of, some))
+            features = self.features.of_classes(weight[some], _part(bias, some))
             if features is None:
-                self.rebuild(weight, bias)
-                return
+                return False
             self._changed(rows[some], features)
+        return True
 
     @torch.no_grad()
     def drift(self, weight: Tensor, bias: Tensor | None = None) -> dict[str, float]:
         """vectors: by how much the features of all classes differ from those of the vectors that they have now, as root
         mean square of the differences over that of the features."""
-        check_classes(weight, bias, self.classes, self.features.d)
+        check_classes(weight, bias, self.classes, self.d)
         apart = of_all = 0.0
         for rows in self.features.blocks():
             now = self.features.of_classes(weight[rows], _part(bias, rows))
@@ -145,13 +128,6 @@ class FeatureLaw(ClassSampler):
             return log_q
         flat = torch.full_like(log_q, math.log(self.defensive / classes))
         return torch.logaddexp(log_q + math.log1p(-self.defensive), flat)
-
-    def _check(self, hidden: Tensor) -> None:
-        if not self.built:
-            raise ValueError("the tables of this sampler were never made: call rebuild(weight) before the first draw")
-        if hidden.ndim != 2 or hidden.shape[1] != self.features.d:
-            raise ValueError(f"queries of shape {tuple(hidden.shape)}: this sampler takes (B, {self.features.d})")
-        check_queries(hidden)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         self.features.check_saved(state_dict.get(f"{prefix}features._extra_state"), prefix)

@@ -11,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_classes, check_queries, check_rows
-from crt_exp.sampled_softmax.class_features import check_finite
+from crt_exp.sampled_softmax.base import Drawn, TableLaw, blocks, check_classes, joined
 from crt_exp.schema import whole_number
 
 STEPS = 10       # of Lloyd's algorithm in a rebuild, from the codewords that are there
 PAIRS = 2**22    # of a query and a cell, or of a class and a codeword, at once
 
 
-class MultiIndex(ClassSampler):
+class MultiIndex(TableLaw):
     """q_c in proportion to exp(o^_c): a cell in proportion to its classes times exp(o^), then a class of it, all alike.
 
     O(K d + K^2) a query, whatever V. codewords: K. The codewords are made by `rebuild`, k-means from random classes
@@ -27,11 +26,9 @@ class MultiIndex(ClassSampler):
     softmax with inverted multi-index (2025), the product quantiser with uniform draws within a cell.
     """
 
-    looks_at_classes = True
-
     def __init__(self, classes: int, d: int, codewords: int = 32, seed: int = 0):
-        super().__init__(classes)
-        self.d, self.seed = d, seed
+        super().__init__(classes, d)
+        self.seed = seed
         self.codewords = whole_number(codewords, "codewords", 1, "the number of codewords of each half")
         half, cells = (d + 2) // 2, self.codewords**2  # of d numbers, the bias, and a zero where these are odd
         self.register_buffer("books", torch.zeros(2, self.codewords, half))
@@ -39,35 +36,20 @@ class MultiIndex(ClassSampler):
         self.register_buffer("order", torch.arange(self.classes))                   # the classes, cell by cell
         self.register_buffer("place", torch.arange(self.classes))                   # of each class in it
         self.register_buffer("starts", torch.zeros(cells + 1, dtype=torch.long))    # of the cells in it
-        self.register_buffer("made", torch.zeros((), dtype=torch.bool))
-
-    @property
-    def built(self) -> bool:
-        return bool(self.made)
 
     # ---- tables
 
-    @torch.no_grad()
-    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        check_classes(weight, bias, self.classes, self.d)
-        check_finite(weight, bias, None)
+    def _rebuild(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
         halves = self._halves(weight, bias)
         books = self.books.clone() if self.built else self._first(halves)
         for _ in range(STEPS):
             books = torch.stack([centred(rows, book) for rows, book in zip(halves, books)])
         self.books.copy_(books)
         self._index(self._cells(halves))
-        self.made.fill_(True)
 
-    @torch.no_grad()
-    def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        rows = check_rows(rows, self.classes)
-        check_classes(weight, bias, self.classes, self.d)
-        if not len(rows) or not self.built:
-            return
-        weight, bias = weight[rows], None if bias is None else bias[rows]
-        check_finite(weight, bias, rows)
+    def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         self._index(self.cell.index_copy(0, rows, self._cells(self._halves(weight, bias))))
+        return True
 
     @torch.no_grad()
     def drift(self, weight: Tensor, bias: Tensor | None = None) -> dict[str, float]:
@@ -106,11 +88,7 @@ class MultiIndex(ClassSampler):
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
         self._check(hidden)
-        step = max(1, PAIRS // self.codewords**2)
-        parts = [self._drawn(hidden[i:i + step], None if targets is None else targets[i:i + step], k)
-                 for i in range(0, max(1, len(hidden)), step)]
-        ids, log_q, of_target = zip(*parts)
-        return Drawn(torch.cat(ids), torch.cat(log_q), None if targets is None else torch.cat(of_target))
+        return joined([self._drawn(h, t, k) for h, t in blocks(PAIRS // self.codewords**2, hidden, targets)])
 
     def _drawn(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
         logits = self._logits(hidden)                                                   # (b, K^2) float64
@@ -145,13 +123,6 @@ class MultiIndex(ClassSampler):
         halves = self._cut(F.pad(hidden.float(), (0, 1), value=1.0))
         first, second = (halves @ self.books.mT).double()
         return (first[:, :, None] + second[:, None, :]).flatten(1)
-
-    def _check(self, hidden: Tensor) -> None:
-        if not self.built:
-            raise ValueError("the tables of this sampler were never made: call rebuild(weight) before the first draw")
-        if hidden.ndim != 2 or hidden.shape[1] != self.d:
-            raise ValueError(f"queries of shape {tuple(hidden.shape)}: this sampler takes (B, {self.d})")
-        check_queries(hidden)
 
     def extra_repr(self) -> str:
         return f"classes={self.classes}, d={self.d}, codewords={self.codewords}"
