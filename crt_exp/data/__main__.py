@@ -8,7 +8,7 @@ from pathlib import Path
 
 from crt_exp.data import DataError, sources
 from crt_exp.data.fetch import fetch, inspect
-from crt_exp.data.sources import Source, data_root
+from crt_exp.data.sources import File, Source, data_root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +63,8 @@ def own_images(root: Path | None) -> list[Source]:
     if root is None or not (root / "images").is_dir():
         return []
     names = sorted(path.name for path in (root / "images").iterdir() if path.is_dir())
-    return [sources.images(name, "your own", 0) for name in names if f"images/{name}" not in sources.SOURCES]
+    own = [f"images/{name}" for name in names if f"images/{name}" not in sources.SOURCES]
+    return [Source(name, "imagenet mae pixels lra", "your own", (File(name),)) for name in own]
 
 
 def presence(source: Source, root: Path | None) -> str:

@@ -14,9 +14,10 @@ from typing import NoReturn
 import numpy as np
 
 from crt_exp.data import DataError, chess
-from crt_exp.data.sources import SOURCES, Source, missing, no_folder, task_folder
+from crt_exp.data.sources import SOURCES, Source, missing, no_folder, rows_of, task_folder
 
 CODINGS = ("ordinal", "onehot")
+BLANKS = ("yeast", "wifi", "boston")  # files whose columns stand apart by blanks, not by commas
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +31,9 @@ class Column:
 
     def encode(self, coding: str) -> np.ndarray:
         """(n, width) float64: the number, the place in the order, or one indicator per level; see `Table.encode`."""
-        if self.is_indicator(coding):
+        if self.levels is not None and not (coding == "ordinal" and self.ordered):
             return np.eye(len(self.levels))[self.values]
         return self.values[:, None].astype(np.float64)
-
-    def feature_names(self, coding: str) -> list[str]:
-        return [f"{self.name}={level}" for level in self.levels] if self.is_indicator(coding) else [self.name]
-
-    def is_indicator(self, coding: str) -> bool:
-        return self.levels is not None and not (coding == "ordinal" and self.ordered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +57,6 @@ class Table:
         """
         return np.hstack([column.encode(checked(coding)) for column in self.columns])
 
-    def feature_names(self, coding: str = "ordinal") -> list[str]:
-        """Names of the columns of `encode(coding)`: "length", or "sex=M" for an indicator."""
-        return [name for column in self.columns for name in column.feature_names(checked(coding))]
-
 
 def checked(coding: str) -> str:
     if coding not in CODINGS:
@@ -87,18 +78,6 @@ class Field:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-def ordered(name: str, levels: str) -> Field:
-    return Field(name, tuple(levels.split()), ordered=True)
-
-
-def unordered(name: str, levels: str) -> Field:
-    return Field(name, tuple(levels.split()))
-
-
-def numbers(names: str) -> tuple[Field, ...]:
-    return tuple(map(Field, names.split()))
-
-
 @dataclass(frozen=True)
 class Layout:
     """Columns of a file in their order; `target` names the one to predict, `dropped` the one that identifies the row.
@@ -107,57 +86,25 @@ class Layout:
     """
 
     fields: tuple[Field, ...]
-    target: str = "class"
-    separator: str | None = ","
-    dropped: str | None = None
+    target: str
+    separator: str | None
+    dropped: str | None
 
 
-# 28 and more than 29 rings do not occur.
-RINGS = " ".join(str(rings) for rings in range(1, 30) if rings != 28)
-PRICE = "low med high vhigh"
-HALF = "1 2 3 4"                          # the white king of the chess set stays in the triangle a1-d1-d4
-RANKS = "1 2 3 4 5 6 7 8"
+def read_layouts() -> dict[str, Layout]:
+    """Of columns.csv, a line for each column in the order of its file."""
+    fields: dict[str, dict[str, Field]] = {}
+    roles: dict[tuple[str, str], str] = {}
+    for row in rows_of("columns.csv"):
+        aliases = dict([row["aliases"].split(" = ")]) if row["aliases"] else {}
+        field = Field(row["column"], tuple(row["levels"].split()) or None, row["kind"] == "ordered", aliases)
+        fields.setdefault(row["table"], {})[field.name] = field
+        roles[row["table"], row["role"]] = field.name
+    return {name: Layout(tuple(each.values()), roles[name, "target"], None if name in BLANKS else ",",
+                         roles.get((name, "dropped"))) for name, each in fields.items()}
 
-LAYOUTS = {
-    "abalone": Layout((
-        unordered("sex", "M F I"),        # male, female, infant
-        *numbers("length diameter height whole_weight shucked_weight viscera_weight shell_weight"),
-        ordered("rings", RINGS)), target="rings"),
-    "banknote": Layout((*numbers("variance skewness curtosis entropy"), ordered("class", "0 1"))),
-    "car": Layout((
-        ordered("buying", PRICE), ordered("maint", PRICE), ordered("doors", "2 3 4 5more"),
-        ordered("persons", "2 4 more"), ordered("lug_boot", "small med big"), ordered("safety", "low med high"),
-        ordered("class", "unacc acc good vgood"))),
-    "yeast": Layout((
-        Field("sequence"), *numbers("mcg gvh alm mit erl pox vac nuc"),
-        unordered("class", "CYT NUC MIT ME3 ME2 ME1 EXC VAC POX ERL")), separator=None, dropped="sequence"),
-    "cmc": Layout((
-        Field("wife_age"), ordered("wife_education", "1 2 3 4"), ordered("husband_education", "1 2 3 4"),
-        Field("children"), ordered("wife_religion", "0 1"), ordered("wife_working", "0 1"),
-        unordered("husband_occupation", "1 2 3 4"), ordered("living_standard", "1 2 3 4"),
-        ordered("media_exposure", "0 1"), unordered("class", "1 2 3"))),
-    "nursery": Layout((
-        ordered("parents", "usual pretentious great_pret"),
-        ordered("has_nurs", "proper less_proper improper critical very_crit"),
-        ordered("form", "complete completed incomplete foster"), ordered("children", "1 2 3 more"),
-        ordered("housing", "convenient less_conv critical"), ordered("finance", "convenient inconv"),
-        ordered("social", "nonprob slightly_prob problematic"),
-        ordered("health", "recommended priority not_recom"),
-        ordered("class", "not_recom recommend very_recom priority spec_prior"))),
-    "wifi": Layout((*numbers("ws1 ws2 ws3 ws4 ws5 ws6 ws7"), unordered("class", "1 2 3 4")), separator=None),
-    "chess": Layout((
-        ordered("white_king_file", "a b c d"), ordered("white_king_rank", HALF),
-        ordered("white_rook_file", "a b c d e f g h"), ordered("white_rook_rank", RANKS),
-        ordered("black_king_file", "a b c d e f g h"), ordered("black_king_rank", RANKS),
-        ordered("class", " ".join(chess.CLASSES)))),
-    "wine": Layout((
-        Field("class", ("1", "2", "3"), aliases={"0": "2"}),  # a copy in circulation writes its 71 rows of class 2 as 0
-        *numbers("alcohol malic_acid ash alcalinity_of_ash magnesium total_phenols flavanoids nonflavanoid_phenols "
-                 "proanthocyanins color_intensity hue od280_od315 proline"))),
-    "boston": Layout((
-        *numbers("CRIM ZN INDUS"), ordered("CHAS", "0 1"), *numbers("NOX RM AGE DIS RAD TAX PTRATIO B LSTAT MEDV")),
-        target="MEDV", separator=None),
-}
+
+LAYOUTS = read_layouts()
 
 
 # ------------------------------------------------------------------------------------------------------ loading
@@ -182,19 +129,9 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
     return read(name, folder / Path(source_of(name).files[0].path).name)
 
 
-def names() -> dict[str, str]:
-    """Every table that `load` knows, with its size and where it comes from."""
-    official = {name: f"{source_of(name).files[0].rows} rows, {len(layout.fields) - 1 - bool(layout.dropped)} columns, "
-                      f"{describe_target(layout)}, {'embedded or ' if name in EMBEDDED else ''}official file"
-                for name, layout in LAYOUTS.items()}
-    return official | {"digits": "1797 rows, 64 columns, 10 classes, embedded",
-                       "breast_cancer": "569 rows, 30 columns, 2 classes, embedded",
-                       "iris": "150 rows, 4 columns, 3 classes, embedded"}
-
-
-def describe_target(layout: Layout) -> str:
-    levels = target_field(layout).levels
-    return f"{len(levels)} classes" if levels else "regression"
+def names() -> list[str]:
+    """Every table that `load` knows."""
+    return list(dict.fromkeys([*LAYOUTS, *EMBEDDED]))
 
 
 def target_field(layout: Layout) -> Field:
