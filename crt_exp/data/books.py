@@ -61,7 +61,7 @@ class Source(NamedTuple):
         hub = self.hub
         read = hub_documents(hub["name"], hub["config"], self.split, hub["column"], buffer=0,
                              data_files=hub["data_files"])
-        return islice(filter(str.strip, read(0, 0)), hub["documents"])
+        return islice(filter(str.strip, read(0)), hub["documents"])
 
     @contextmanager
     def as_files(self) -> Iterator[Sequence[Path]]:

@@ -13,8 +13,8 @@ from crt_exp.data import DataError
 def hub_examples(name: str, config: str | None = None, split: str = "train", rank: int = 0, world: int = 1,
                  seed: int = 0, buffer: int = 10_000, data_files: Any = None,
                  prepared: Callable[[Any], Any] = lambda stream: stream,
-                 otherwise: str = "Or give text files of your own.") -> Callable[[int, int], Iterator[dict[str, Any]]]:
-    """examples(epoch, skip): this process's part of the set in the order of the pass `epoch`, without the first `skip`.
+                 otherwise: str = "Or give text files of your own.") -> Callable[[int], Iterator[dict[str, Any]]]:
+    """examples(epoch): this process's part of the set in the order of the pass `epoch`.
 
     name: as on the hub, such as "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or a format such as "text",
     "json" or "webdataset" with `data_files`. The order of each pass is drawn in a window of `buffer` examples (0: as
@@ -27,9 +27,9 @@ def hub_examples(name: str, config: str | None = None, split: str = "train", ran
     load = partial(load_dataset, name, config, split=split, streaming=True, data_files=data_files)
     stream = prepared(from_hub(load, name, otherwise, first_of(data_files, split)))
 
-    def examples(epoch: int, skip: int) -> Iterator[dict[str, Any]]:
+    def examples(epoch: int) -> Iterator[dict[str, Any]]:
         shuffled = stream.shuffle(seed=order_seed(seed, epoch), buffer_size=buffer) if buffer else stream
-        return iter(split_dataset_by_node(shuffled, rank=rank, world_size=world).skip(skip))
+        return iter(split_dataset_by_node(shuffled, rank=rank, world_size=world))
 
     return examples
 

@@ -103,7 +103,7 @@ class Streamed:
         rows = plan.batch // plan.world // plan.micro
         passes = self.examples(self.hub["split"], rank=plan.rank, world=plan.world, seed=plan.seed,
                                buffer=self.hub["buffer"], prepared=self.encoded)
-        read = chain.from_iterable(self.whole(passes(epoch, 0)) for epoch in count())
+        read = chain.from_iterable(self.whole(passes(epoch)) for epoch in count())
         numbered = enumerate(chain.from_iterable(repeat(example, repeats) for example in read))
         mine = islice(numbered, plan.start * plan.micro * rows, None)
         while True:
@@ -111,7 +111,7 @@ class Streamed:
 
     def validation(self, plan: Plan) -> Iterator[list[Example]]:
         """This process's part of the first images, in order."""
-        read = self.whole(self.examples(self.hub["validation"], buffer=0, prepared=self.encoded)(0, 0))
+        read = self.whole(self.examples(self.hub["validation"], buffer=0, prepared=self.encoded)(0))
         first, last = (self.hub["validation_images"] * rank // plan.world for rank in (plan.rank, plan.rank + 1))
         mine = islice(enumerate(read), first, last)
         count = first

@@ -226,7 +226,7 @@ def hub_utterances(name: str, config: str | None, split: str, audio: str, text: 
                             "Or give files: task.source=files task.data_dir=DIR.")
 
     def utterances(epoch: int) -> Iterator[Utterance]:
-        for i, row in enumerate(examples(epoch, 0)):
+        for i, row in enumerate(examples(epoch)):
             if utterance := of_row(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
                 yield utterance
 

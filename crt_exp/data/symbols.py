@@ -1,6 +1,5 @@
 """What a recogniser writes: characters, words, or pieces of words, as numbers from 0 on; blank comes after the last."""
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from crt_exp.data import DataError
 from crt_exp.data.cache import cached, key_of, warn
+from crt_exp.data.sentence_pieces import loaded, unigram_model
 
 ALPHABET = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
 Kind = Literal["characters", "words", "pieces"]
@@ -40,12 +39,12 @@ class Symbols:
 
     @classmethod
     def of_pieces(cls, model: bytes) -> "Symbols":
-        processor = load(model)
+        processor = loaded(model)
         return cls("pieces", tuple(processor.id_to_piece(i) for i in range(processor.get_piece_size())), model)
 
     def __post_init__(self):
         object.__setattr__(self, "numbers", {entry: i for i, entry in enumerate(self.entries)})
-        object.__setattr__(self, "processor", load(self.pieces) if self.kind == "pieces" else None)
+        object.__setattr__(self, "processor", loaded(self.pieces) if self.kind == "pieces" else None)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -83,27 +82,9 @@ class Symbols:
 
 def trained(texts: list[str], size: int, cache_dir: str | Path | None) -> bytes:
     """A unigram model of sentencepiece, kept in `cache_dir` by its texts. Raises DataError for a size too small."""
-    key = key_of("sentencepiece 1", size, *texts)
-    return cached(cache_dir, key, lambda: {"model": np.frombuffer(train(texts, size), np.uint8)})["model"].tobytes()
+    def model() -> dict[str, np.ndarray]:
+        made = unigram_model(texts, f"{size} pieces of these {len(texts)} transcripts",
+                             "task.pieces, or task.symbols=characters", vocab_size=size, character_coverage=1.0)
+        return {"model": np.frombuffer(made, np.uint8)}
 
-
-def train(texts: list[str], size: int) -> bytes:
-    """One thread and the texts as they are, so that the same texts give the same pieces."""
-    from sentencepiece import SentencePieceTrainer
-
-    model = io.BytesIO()
-    try:
-        SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=size,
-                                   hard_vocab_limit=False, character_coverage=1.0, num_threads=1, bos_id=-1, eos_id=-1,
-                                   normalization_rule_name="identity", minloglevel=2)
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise DataError(f"sentencepiece makes no {size} pieces of these {len(texts)} transcripts: {reason}. Choose "
-                        "another task.pieces, or task.symbols=characters.") from None
-    return model.getvalue()
-
-
-def load(model: bytes):
-    from sentencepiece import SentencePieceProcessor
-
-    return SentencePieceProcessor(model_proto=model)
+    return cached(cache_dir, key_of("sentencepiece 1", size, *texts), model)["model"].tobytes()

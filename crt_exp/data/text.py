@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,18 +175,22 @@ def token_spans(texts: Iterable[str], tokenizer) -> Iterator[Spans]:
         yield from map(Spans, coded["input_ids"], coded["offset_mapping"])
 
 
-def pack(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:
-    """Join the texts and cut them into blocks [CLS] ... [SEP] of `length` tokens: (n, length) int32.
+def cut(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:
+    """Join the texts and cut them into pieces of `length` tokens: (n, length) int32.
 
-    What does not fill the last block is left out. Raises DataError where not one block is filled.
+    What does not fill the last one is left out. Raises DataError where not one is filled.
     """
-    body = body_length(tokenizer, length)
     arrays = (np.array(ids, np.int32) for ids in token_lists(texts, tokenizer))
     tokens = np.concatenate([np.zeros(0, np.int32), *arrays])
-    if len(tokens) < body:
-        raise DataError(f"The text has {len(tokens)} tokens, and one block of length {length} needs {body}. "
-                        "Give more text, or a shorter length.")
-    return framed(tokens[:len(tokens) // body * body].reshape(-1, body), tokenizer)
+    if len(tokens) < length:
+        raise DataError(f"The text has {len(tokens)} tokens, and one block needs {length}. Give more text, or a "
+                        "shorter length.")
+    return tokens[:len(tokens) // length * length].reshape(-1, length)
+
+
+def pack(texts: Iterable[str], tokenizer, length: int) -> np.ndarray:
+    """`cut` into blocks [CLS] ... [SEP] of `length` tokens: (n, length) int32."""
+    return framed(cut(texts, tokenizer, body_length(tokenizer, length)), tokenizer)
 
 
 def body_length(tokenizer, length: int) -> int:
@@ -205,18 +209,40 @@ def framed(bodies: np.ndarray, tokenizer) -> np.ndarray:
     return np.pad(bodies, ends, constant_values=marks).astype(np.int32)
 
 
-def local_blocks(paths: str | Path | Sequence[str | Path], tokenizer, length: int,
-                 cache_dir: str | Path | None = None) -> np.ndarray:
+Paths = str | Path | Sequence[str | Path]
+
+
+def local_blocks(paths: Paths, tokenizer, length: int, cache_dir: str | Path | None = None) -> np.ndarray:
     """`pack` of text files (see `text_files`), kept in `cache_dir` by their content: (n, length) int32.
     Raises DataError.
 
     WikiText-2: `local_blocks(official_file("wikitext2", "train"), ...)`.
     """
+    unknown = tokenizer.unk_token or "<unk>"
+    return made_of(paths, cache_dir, ("blocks 2", length, fingerprint(tokenizer)),
+                   lambda files: pack(lines_of(files, unknown), tokenizer, length))
+
+
+def made_of(paths: Paths, cache_dir: str | Path | None, key: Sequence[Any],
+            make: Callable[[list[Path]], np.ndarray]) -> np.ndarray:
+    """`make` of text files (see `text_files`), kept in `cache_dir` by the key and their content. Raises DataError."""
     files = text_files(paths)
     contents = [] if cache_dir is None else [f"{file.suffix}:{content(file)}" for file in files]
-    unknown = tokenizer.unk_token or "<unk>"
-    return cached(cache_dir, key_of("blocks 1", length, fingerprint(tokenizer), *contents),
-                  lambda: {"blocks": pack(lines_of(files, unknown), tokenizer, length)})["blocks"]
+    return cached(cache_dir, key_of(*key, *contents), lambda: {"made": make(files)})["made"]
+
+
+def made_tokenizer(paths: Paths, cache_dir: str | Path | None, key: Sequence[Any], make: Callable[[list[Path]], str],
+                   **marks: str):
+    """A tokenizer of transformers of the JSON that `make` gives, which is kept as in `made_of`."""
+    kept = made_of(paths, cache_dir, key, lambda files: np.frombuffer(make(files).encode(), np.uint8))
+    return fast_tokenizer(kept.tobytes().decode(), **marks)
+
+
+def fast_tokenizer(json: str, **marks: str):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json), **marks)
 
 
 def content(file: Path) -> str:
@@ -308,85 +334,39 @@ def masked_blocks(blocks: np.ndarray, rows: Sequence[int], masking: Masking,
 
 
 # ----------------------------------------------------------------------------------------------------- streams
-class Piece(NamedTuple):
-    """The tokens of one document from one of them on."""
-
-    epoch: int
-    document: int
-    token: int
-    ids: np.ndarray                                          # (tokens,) int32
-
-    def split(self, count: int) -> tuple[np.ndarray, "Piece"]:
-        """The first `count` tokens, or all, and the rest."""
-        head = self.ids[:count]
-        return head, self._replace(token=self.token + len(head), ids=self.ids[count:])
-
-
-class Stream:
+def stream(documents: Callable[[int], Iterable[str]], tokenizer, length: int, masking: Masking, batch: int,
+           seed: int = 0, rank: int = 0, start: int = 0) -> Iterator[dict[str, Tensor]]:
     """Masked batches packed from a stream of documents, without end: after the last document the next pass begins.
 
-    documents(epoch, skip): this process's texts in the order of the pass `epoch`, without the first `skip`. Iterating
-    yields {"input_ids", "labels"}, (B, L) int64 each, B = `batch` rows of this process. The position, a document and a
-    token of it, counts what was handed out: `state_dict` after a batch is what a checkpoint after its step needs, and
-    loading it reads the pass again up to there without tokenizing it.
+    documents(epoch): this process's texts in the order of the pass `epoch`. Yields {"input_ids", "labels"}, (B, L)
+    int64 each, B = `batch` rows of this process; from batch number `start` on: those before it are read, not masked.
     Raises DataError where a whole pass yields no token.
     """
+    body, tokens = body_length(tokenizer, length), tokens_of(documents, tokenizer)
+    for step in count():
+        bodies = np.fromiter(islice(tokens, batch * body), np.int32, batch * body).reshape(batch, body)
+        if step >= start:
+            ids = framed(bodies, tokenizer)
+            uniform = uniforms([generator_of(seed, rank, step)], ids.size).reshape(3, *ids.shape)
+            yield masking(ids, uniform)
 
-    def __init__(self, documents: Callable[[int, int], Iterable[str]], tokenizer, length: int, masking: Masking,
-                 batch: int, seed: int = 0, rank: int = 0):
-        self.documents, self.tokenizer, self.masking = documents, tokenizer, masking
-        self.batch, self.body, self.seed, self.rank = batch, body_length(tokenizer, length), seed, rank
-        self.load_state_dict({"epoch": 0, "step": 0, "document": 0, "token": 0})
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        while True:
-            ids = framed(self.blocks(), self.tokenizer)
-            uniform = uniforms([generator_of(self.seed, self.rank, self.step)], ids.size).reshape(3, *ids.shape)
-            self.step += 1
-            yield self.masking(ids, uniform)
-
-    def skip(self, batches: int) -> None:
-        """Go on as after so many more batches. It costs their tokenization, which `load_state_dict` does not."""
-        for _ in range(batches):
-            self.blocks()
-            self.step += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.rest.epoch, "step": self.step, "document": self.rest.document, "token": self.rest.token}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        place = state["epoch"], state["document"], state["token"]
-        self.step, self.rest, self.pieces = state["step"], Piece(*place, np.zeros(0, np.int32)), self.read(*place)
-
-    def read(self, epoch: int, document: int, token: int) -> Iterator[Piece]:
-        while True:
-            some = document + token > 0                     # the rest of a pass may be empty, not a whole one
-            for place, ids in enumerate(token_lists(self.documents(epoch, document), self.tokenizer), document):
-                if len(ids) > token:
-                    some = True
-                    yield Piece(epoch, place, token, np.array(ids[token:], np.int32))
-                token = 0
-            if not some:
-                raise DataError("The stream of text has no document with text in it for this process.")
-            epoch, document, token = epoch + 1, 0, 0
-
-    def blocks(self) -> np.ndarray:
-        """The next tokens of the stream: (batch, length - 2) int32."""
-        parts, wanted = [], self.batch * self.body
-        while wanted:
-            if not len(self.rest.ids):
-                self.rest = next(self.pieces)
-            head, self.rest = self.rest.split(wanted)
-            parts.append(head)
-            wanted -= len(head)
-        return np.concatenate(parts).reshape(self.batch, self.body)
+def tokens_of(documents: Callable[[int], Iterable[str]], tokenizer) -> Iterator[int]:
+    """Of pass after pass."""
+    for epoch in count():
+        some = False
+        for ids in token_lists(documents(epoch), tokenizer):
+            some = some or bool(ids)
+            yield from ids
+        if not some:
+            raise DataError("The stream of text has no document with text in it for this process.")
 
 
 # --------------------------------------------------------------------------------------------------------- hub
 def hub_documents(name: str, config: str | None = None, split: str = "train", column: str = "text", rank: int = 0,
                   world: int = 1, seed: int = 0, buffer: int = 10_000,
-                  data_files: Any = None) -> Callable[[int, int], Iterator[str]]:
-    """`documents` for `Stream`: a set of the Hugging Face hub, streamed, never stored whole.
+                  data_files: Any = None) -> Callable[[int], Iterator[str]]:
+    """`documents` for `stream`: a set of the Hugging Face hub, streamed, never stored whole.
 
     name: as on the hub, such as "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or a format such as "text" or
     "json" with `data_files`. The order of each pass is drawn in a window of `buffer` documents (0: as stored); ranks
@@ -394,8 +374,8 @@ def hub_documents(name: str, config: str | None = None, split: str = "train", co
     """
     examples = hub_examples(name, config, split, rank, world, seed, buffer, data_files)
 
-    def documents(epoch: int, skip: int) -> Iterator[str]:
-        for example in examples(epoch, skip):
+    def documents(epoch: int) -> Iterator[str]:
+        for example in examples(epoch):
             if column not in example:
                 raise DataError(f"{name} has no column {column!r}; it has {', '.join(example)}.")
             yield example[column]

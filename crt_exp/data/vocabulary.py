@@ -1,34 +1,26 @@
 """A WordPiece vocabulary made from text."""
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.cache import cached, key_of
-from crt_exp.data.text import content, lines_of, text_files
+from crt_exp.data.text import Paths, lines_of, made_of
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ALPHABET = 1000                                              # most frequent characters that are known
 
 
-def wordpieces(paths: str | Path | Sequence[str | Path], size: int, lowercase: bool = True,
-               cache_dir: str | Path | None = None) -> list[str]:
+def wordpieces(paths: Paths, size: int, lowercase: bool = True, cache_dir: str | Path | None = None) -> list[str]:
     """`size` pieces, or fewer where the text has no more, the special ones first; kept in `cache_dir` by content.
 
     The same text gives the same vocabulary, in every process.
     Raises DataError for a size without room for the characters.
     """
-    files = text_files(paths)
-    key = key_of("wordpiece 1", size, lowercase, *[f"{file.suffix}:{content(file)}" for file in files])
-    arrays = cached(cache_dir, key, lambda: {"words": encoded(trained(files, size, lowercase))})
-    return arrays["words"].tobytes().decode().split("\n")
-
-
-def encoded(words: list[str]) -> np.ndarray:
-    return np.frombuffer("\n".join(words).encode(), np.uint8)
+    words = made_of(paths, cache_dir, ("wordpiece 2", size, lowercase),
+                    lambda files: np.frombuffer("\n".join(trained(files, size, lowercase)).encode(), np.uint8))
+    return words.tobytes().decode().split("\n")
 
 
 def trained(files: list[Path], size: int, lowercase: bool) -> list[str]:

@@ -22,7 +22,7 @@ from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.glue import bucketed
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sentence_pieces import sentence_pieces
-from crt_exp.data.text import IGNORED, official_file
+from crt_exp.data.text import IGNORED, fast_tokenizer, official_file
 from crt_exp.models import encoders
 from crt_exp.models.carried import carried_losses
 from crt_exp.schema import Count, Whole, above, at_least, below, checked
@@ -211,9 +211,5 @@ class Books(SymbolTask):
 
 def of_saved(symbols: dict):
     """The tokenizer that a run keeps."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer.from_str(symbols["tokenizer"])
-    end = tokenizer.id_to_token(symbols["end"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=end)
+    end = fast_tokenizer(symbols["tokenizer"]).convert_ids_to_tokens(symbols["end"])
+    return fast_tokenizer(symbols["tokenizer"], eos_token=end, bos_token=end)

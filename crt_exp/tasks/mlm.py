@@ -175,7 +175,7 @@ class MLM(Task):
         if self.validation_text:
             return self.packed(self.validation_text)
         body = data.body_length(self.tokenizer, self.block)
-        lists = data.token_lists(self.documents(self.hub["validation"], buffer=0)(0, 0), self.tokenizer)
+        lists = data.token_lists(self.documents(self.hub["validation"], buffer=0)(0), self.tokenizer)
         ids = np.fromiter(islice(chain.from_iterable(lists), self.hub["validation_blocks"] * body), np.int32)
         if len(ids) < body:
             raise DataError(f"{self.hub['name']}, {self.hub['validation']}: {len(ids)} tokens fill no block of "
@@ -198,14 +198,13 @@ class MLM(Task):
         for rows in plan.rows(len(blocks), split):
             yield self.objective.batch(blocks, rows, self.masking, plan.rng)
 
-    def stream(self, plan: Plan) -> data.Stream:
+    def stream(self, plan: Plan) -> Iterator[Batch]:
         """From where the plan starts: a continued run reads, but does not mask, what came before."""
         documents = self.documents(self.hub["split"], rank=plan.rank, world=plan.world, seed=plan.seed,
                                    buffer=self.hub["buffer"])
         rows = plan.batch // plan.world // plan.micro
-        stream = data.Stream(documents, self.tokenizer, self.block, self.masking, rows, plan.seed, plan.rank)
-        stream.skip(plan.start * plan.micro)
-        return stream
+        return data.stream(documents, self.tokenizer, self.block, self.masking, rows, plan.seed, plan.rank,
+                           plan.start * plan.micro)
 
     # ---- model
 
