@@ -1,12 +1,9 @@
 """The committed draws of a page: outputs/report/<name>.csv, one schema for all (`crt_exp.studies.cells.Draw`)."""
 
-import csv
 import gzip
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -66,13 +63,3 @@ def write(name: str, draws: Iterable[Draw], folder: Path = FOLDER) -> Path:
     write_atomic(path, text if path == plain else gzip.compress(text, mtime=0))
     other.unlink(missing_ok=True)
     return path
-
-
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a csv file, a column for each key in the order in which they come."""
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()

@@ -1,20 +1,19 @@
 """make report: every verdict of the reports, on orderings that papers state and on bars and questions of our own, from
 their csv files."""
 
-import csv
 import re
 from collections import Counter
 from pathlib import Path
 
+import pandas as pd
+
 from crt_exp.drawing import markdown
-from crt_exp.report.draws import csv_text
 from crt_exp.report.evidence import WORDS
 from crt_exp.report.page import FAMILIES, Page, names
 from crt_exp.runner.run import write_atomic
 
 NAME = "index"
 WITHOUT = (NAME, "decide")  # judge nothing themselves
-FORMER = {"confirmed": "holds", "refuted": "fails", "open": "cannot tell here"}  # of csv files that hold verdicts
 
 
 def main(folder: Path) -> None:
@@ -25,22 +24,15 @@ def main(folder: Path) -> None:
     rows_of = {page.stem: verdicts(page) for page in pages}
     path = folder / f"{NAME}.md"
     write_atomic(path, text(pages, rows_of))
-    write_atomic(path.with_suffix(".csv"), csv_text([{"report": name, **row} for name, rows in rows_of.items()
-                                                     for row in rows]))
+    table = pd.DataFrame([{"report": name, **row} for name, rows in rows_of.items() for row in rows])
+    write_atomic(path.with_suffix(".csv"), table.to_csv(index=False, lineterminator="\n"))
     print(f"{summary(rows_of)}\nwritten: {path}, {path.with_suffix('.csv')}")
 
 
 def verdicts(page: Path) -> list[dict[str, str]]:
-    """Of a page that conf/report declares, from its draws; of another, the rows of its csv that judge a claim."""
-    if page.stem in names():
-        return [{key: str(value) for key, value in row.items()} for row in Page(page.stem, page.parent).rows()]
-    path = page.with_suffix(".csv")
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("verdict")]
-    return [{"family": "bars", **{key: value for key, value in row.items() if value},
-             "verdict": FORMER.get(row["verdict"], row["verdict"])} for row in rows]
+    """Of a page that conf/report declares, from its draws; of others none."""
+    rows = Page(page.stem, page.parent).rows() if page.stem in names() else []
+    return [{key: str(value) for key, value in row.items()} for row in rows]
 
 
 def text(pages: list[Path], verdicts_of: dict[str, list[dict[str, str]]]) -> str:
