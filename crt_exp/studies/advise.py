@@ -14,6 +14,7 @@ from crt_exp.advice.verdict import Advice
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, checked
 from crt_exp.studies import advise_data
+from crt_exp.studies.base import planned
 from crt_exp.studies.fidelity import made, named
 from crt_exp.studies.subject import length_of, opened, rows_of
 
@@ -48,13 +49,13 @@ class Advise:
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         start, panel = time.perf_counter(), self.panel(seed)
         arms, rows = self.arms(panel), list(done)
-        plan = [("arm", panel.losses, (arm,), arm.label) for arm in arms]
-        plan += [("cost", self.cost, (panel, arms, length), f"{length} tokens timed") for length in panel.timed()]
-        for step, (kind, compute, given, what) in list(enumerate(plan))[len(rows):]:
-            rows.append({"step": step, "epoch": 0, "split": kind, **compute(*given)})
-            print(f"advise: {what}, {step + 1} of {len(plan)} ({time.perf_counter() - start:.0f} s)", file=sys.stderr,
-                  flush=True)
-            yield rows[-1]
+        plan = [("arm", panel.losses, (arm,)) for arm in arms]
+        plan += [("cost", self.cost, (panel, arms, length)) for length in panel.timed()]
+        named = [*(arm.label for arm in arms), *(f"{length} tokens timed" for length in panel.timed())]
+        for row in planned(plan, rows):
+            print(f"advise: {named[len(rows) - 1]}, {len(rows)} of {len(plan)} ({time.perf_counter() - start:.0f} s)",
+                  file=sys.stderr, flush=True)
+            yield row
         if len(rows) == len(plan):
             losses = [{key: row[key] for key in ("loss", "again") if key in row} for row in rows[:len(arms)]]
             costs = {row["length"]: row for row in rows[len(arms):]}

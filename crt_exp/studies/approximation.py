@@ -25,6 +25,7 @@ from crt_exp.nested import Nested
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.studies import layers
+from crt_exp.studies.base import check_estimates, planned
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
 from crt_exp.studies.pairs import drawn, drawn_ratios, generator, log_relative_mse
 
@@ -67,17 +68,14 @@ class Approximation:
         if layers.is_measured_whole(mechanism):
             yield from layers.records(self.source, mechanism, self.samples, self.depth, seed, done)
             return
-        if not mechanism.estimates:
-            raise ValueError("attention=exact has no error: choose features=...")
+        check_estimates(mechanism)
         phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
         self.check(phi, mechanism, seed)
         plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
         plan += [("layer", self.of_layer, (phi, mechanism, m, i, seed)) for m in self.ms for i in numbers]
         plan += [("depth", self.of_depth, (phi, mechanism, m, seed)) for m in self.ms if self.depth]
         plan += [("test", self.of_all, (phi, mechanism, rows, seed))]
-        for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
-            rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
-            yield rows[-1]
+        yield from planned(plan, rows)
 
     def check(self, phi: FeatureMap, mechanism: Mechanism, seed: int) -> None:
         """Raises ValueError, before the first record, where map and sampler do not go together."""

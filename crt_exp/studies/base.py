@@ -1,6 +1,6 @@
 """What a study gives the runner: a task that trains nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from crt_exp.mechanism import Mechanism
@@ -21,3 +21,34 @@ class Study(Protocol):
 
     def summary(self, records: list[dict]) -> str:
         """One line for the terminal."""
+
+
+class Series(Study):
+    """A study with a record for each of some `values` of what it is `over`, the key of records and their split."""
+
+    over: str
+    values: Sequence[Any]
+
+    def of(self, value: Any, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        """The numbers of one value."""
+
+    def check(self, mechanism: Mechanism) -> None:
+        check_estimates(mechanism)
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        self.check(mechanism)
+        for step, value in list(enumerate(self.values))[len(done):]:
+            last = {"split": "test", "final": True} if step == len(self.values) - 1 else {"split": self.over}
+            yield {"step": step, "epoch": 0, self.over: value, **self.of(value, mechanism, seed), **last}
+
+
+def check_estimates(mechanism: Mechanism) -> None:
+    if not mechanism.estimates:
+        raise ValueError("attention=exact has no error: choose features=...")
+
+
+def planned(plan: Sequence[tuple], rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The records that `rows` lacks of a plan of (split, function, arguments), each added to the rows as it is made."""
+    for step, (split, compute, arguments) in list(enumerate(plan))[len(rows):]:
+        rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
+        yield rows[-1]

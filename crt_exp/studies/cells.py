@@ -23,6 +23,7 @@ from typing import Any
 import joblib
 from tqdm import tqdm
 
+from crt_exp.memory import in_new_process
 from crt_exp.runner.run import commit, machine, read_records
 
 PACKAGE = Path(__file__).parent.parent
@@ -93,13 +94,16 @@ class Cells:
     def __contains__(self, key: Key) -> bool:
         return json.dumps(key) in self.kept
 
-    def fill(self, keys: Sequence[Key], compute: Callable[..., Any], label: str, workers: int | None = None) -> "Cells":
-        """compute(**key) for every key that is missing, one process for each core at hand, each kept as it ends."""
+    def fill(self, keys: Sequence[Key], compute: Callable[..., Any], label: str, workers: int | None = None,
+             apart: bool = False) -> "Cells":
+        """compute(**key) for every key that is missing, one process for each core at hand, each kept as it ends.
+        apart: one at a time, each in a process that has done nothing else."""
+        workers = 1 if apart else workers
         missing = [key for key in keys if key not in self]
         cores = min(workers or joblib.cpu_count(), max(len(missing), 1))
         with without_interrupts():
             jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered", pre_dispatch=cores)(
-                joblib.delayed(timed)(compute, key) for key in in_time(missing))
+                joblib.delayed(timed)(compute, key, apart) for key in in_time(missing))
         for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
             self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code,
                         "commit": short_commit(), "date": str(date.today()), "versions": versions()})
@@ -138,9 +142,10 @@ def forget(name: str, folder: Path = Path("outputs")) -> None:
         path.replace(path.with_name("cells.jsonl.old"))
 
 
-def timed(compute: Callable[..., Any], key: Key) -> tuple[Key, Any, float]:
+def timed(compute: Callable[..., Any], key: Key, apart: bool = False) -> tuple[Key, Any, float]:
     start = time.perf_counter()
-    return key, compute(**key), time.perf_counter() - start
+    value = in_new_process(compute, **key) if apart else compute(**key)
+    return key, value, time.perf_counter() - start
 
 
 def short_commit() -> str:

@@ -5,7 +5,6 @@ centres of two clusters of queries and two of keys; signs of coordinates decide 
 points get a norm. Sizes, spreads and signs are options.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -16,13 +15,14 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.blocks import haar
 from crt_exp.schema import Count, NotNegative, Positive, Several, at_most, checked
-from crt_exp.studies.pairs import check_estimates, generator, log_relative_mse, squared_errors
+from crt_exp.studies.base import Series
+from crt_exp.studies.pairs import generator, log_relative_mse, squared_errors
 
 SIDES = 2  # clusters of queries, and of keys
 
 
 @checked("task")
-class Clusters:
+class Clusters(Series):
     """task=clusters: E (estimate - SM)^2 over random pairs of a query and a key, for each m and repetition.
 
     agreeing: the share of the coordinates in which centres of queries and keys have the same sign; 0 lets a real
@@ -31,27 +31,23 @@ class Clusters:
     seed; each repetition draws the noise again.
     """
 
-    metric, lower_is_better = "mse", True
+    metric, lower_is_better, over = "mse", True, "m"
 
     def __init__(self, d: Count, agreeing: Annotated[NotNegative, at_most(1)], spread: NotNegative, length: Positive,
                  points: Count, ms: Several[Count], pairs: Count, repeats: Count):
         self.d, self.agreeing, self.spread, self.length, self.points = d, agreeing, spread, length, points
-        self.ms, self.pairs, self.repeats = list(ms), pairs, repeats
+        self.values, self.pairs, self.repeats = list(ms), pairs, repeats
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        """One an m; `mse_of_repeats` has a number for each repetition, `zero` and `mean` are the controls: an estimate
+    def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        """`mse_of_repeats` has a number for each repetition, `zero` and `mean` are the controls: an estimate
         of 0, and the mean of SM."""
-        check_estimates(mechanism)
         phi, (xs, ys) = mechanism.map("softmax"), self.points_of(seed)
         params, (x, y) = phi.fit(Statistics.of(xs, ys)), self.random_pairs(xs, ys, seed)
         weight = (2 * (x * y).sum(-1)).exp()                                     # SM^2
-        for step, m in list(enumerate(self.ms))[len(done):]:
-            mse = (squared_errors(phi, replace(mechanism, m=m), x, y, params, self.repeats, 1, seed) * weight).mean(-1)
-            closed = (log_relative_mse(phi, x, y, params, m).exp() * weight).mean()
-            last = {"split": "test", "final": True} if step == len(self.ms) - 1 else {"split": "m"}
-            yield {"step": step, "epoch": 0, "m": m, "mse": mse.mean().item(), "mse_of_repeats": mse.tolist(),
-                   "closed_form": closed.item(), "columns": phi.width(m), "zero": weight.mean().item(),
-                   "mean": weight.sqrt().var(correction=0).item(), **last}
+        mse = (squared_errors(phi, replace(mechanism, m=m), x, y, params, self.repeats, 1, seed) * weight).mean(-1)
+        closed = (log_relative_mse(phi, x, y, params, m).exp() * weight).mean()
+        return {"mse": mse.mean().item(), "mse_of_repeats": mse.tolist(), "closed_form": closed.item(),
+                "columns": phi.width(m), "zero": weight.mean().item(), "mean": weight.sqrt().var(correction=0).item()}
 
     def centres(self, seed: int) -> tuple[Tensor, Tensor]:
         """Of queries and keys, (2, d) each, of length 1, with the signs as asked."""

@@ -17,7 +17,6 @@ from sklearn.random_projection import GaussianRandomProjection
 from crt_exp import drawing
 from crt_exp.estimators import RandomFeatures
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.memory import in_new_process
 
 WITHOUT = drawing.DENSE | dict.fromkeys(("gerf", *drawing.HYBRIDS), "its features differ for the two sides of the "
                                         "kernel, which one transform cannot give")
@@ -31,15 +30,12 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     cells = Cells(name, sources, keep)
     keys = [{"dtype": dtype, "process": process, **{key: size[key] for key in ("rounds", "rows", "columns", "width")}}
             for process, dtype in product(range(size["processes"]), DTYPES)]
-    cells.fill(keys, apart, name, workers=1)
+    cells.fill(keys, times, name, apart=True)
     for key in keys:
-        for (arm, step), times in ((place.split(": "), times) for place, times in cells[key].items()):
-            value = float(np.exp(np.log(times).mean()))
+        for place, spent in cells[key].items():
+            arm, step = place.split(": ")
+            value = float(np.exp(np.log(spent).mean()))
             yield cells.draw(key, key["dtype"], arm, step, value, key["process"])
-
-
-def apart(**key: Any) -> dict[str, list[float]]:
-    return in_new_process(times, **key)
 
 
 def times(dtype: str, process: int, rounds: int, rows: int, columns: int, width: int) -> dict[str, list[float]]:

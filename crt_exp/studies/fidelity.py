@@ -16,6 +16,7 @@ from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies import fidelity_files
+from crt_exp.studies.base import planned
 from crt_exp.memory import added, in_new_process
 from crt_exp.studies.subject import Subject, load
 from crt_exp.metrics import interval
@@ -118,9 +119,7 @@ class Fidelity:
                  for draw in range(self.draws_of(arm))]
         plan += [("cost", self.of_length, (subject, L)) for L in self.lengths_of(subject)]
         plan += [("test", self.of_all, (subject, rows))]
-        for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
-            rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
-            yield rows[-1]
+        yield from planned(plan, rows)
 
     def check(self, subject: Subject) -> None:
         """Raises ValueError, before the first record, for lengths and attention that do not go with the model."""

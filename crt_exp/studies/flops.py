@@ -6,7 +6,7 @@ each multiply-add of a product. Of "attention" the two products with values of w
 and that of a key.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Annotated, Any, Literal
@@ -21,7 +21,8 @@ from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, Several, at_least, checked
-from crt_exp.studies.pairs import (angles_of, at_angles, check_estimates, drawn, generator, log_relative_mse,
+from crt_exp.studies.base import Series
+from crt_exp.studies.pairs import (angles_of, at_angles, drawn, generator, log_relative_mse,
                                    squared_errors)
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ MOST = 2**20        # projections
 
 
 @checked("task")
-class Flops:
+class Flops(Series):
     """task=flops: for each budget, FLOPs a token, the most projections within it, and their error.
 
     The error is the root of the mean squared relative error over pairs of vectors of one length at angles from 0 to pi,
@@ -41,21 +42,15 @@ class Flops:
     budget, the record has m = 0, the FLOPs of one, and no error.
     """
 
-    metric, lower_is_better = "error", True
+    metric, lower_is_better, over = "error", True, "budget"
 
     def __init__(self, counted: Literal["features", "attention"], budgets: Several[Positive],
                  d: Annotated[int, at_least(2)], length: Positive, angles: Annotated[int, at_least(2)], groups: Count,
                  draws: Count):
-        self.counted, self.budgets, self.d, self.length = counted, list(budgets), d, length
+        self.counted, self.values, self.d, self.length = counted, list(budgets), d, length
         self.angles, self.groups, self.draws = angles, groups, draws
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        check_estimates(mechanism)
-        for step, budget in list(enumerate(self.budgets))[len(done):]:
-            last = {"split": "test", "final": True} if step == len(self.budgets) - 1 else {"split": "budget"}
-            yield {"step": step, "epoch": 0, "budget": budget, **self.within(mechanism, budget, seed), **last}
-
-    def within(self, mechanism: Mechanism, budget: float, seed: int) -> dict[str, Any]:
+    def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """m, columns, FLOPs and error of the most projections whose FLOPs a token are within the budget."""
         phi = mechanism.map("softmax")
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))

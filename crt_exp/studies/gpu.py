@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.memory import in_new_process
 
 HEADS, D = 16, 64
 ARMS = {"exact": {}, "favorpp": {"m": 256}, "nearfar": {}, "nearfar preset=bounded": {}}
@@ -47,18 +46,14 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
             for what in ("attention", "token")[:1 + causal]]
     keys += [{"what": model, "length": 0, "causal": False, "process": process, "device": device}
              for process in range(size["processes"]) for model in size["models"]]
-    cells.fill(keys, apart, name, workers=1)
+    cells.fill(keys, of_cell, name, apart=True)
     for key in keys:
         for setting, arm, metric, value in cells[key]:
             yield cells.draw(key, setting, arm, metric, value, key["process"], key["length"] or "")
 
 
-def apart(**key: Any) -> list[tuple[str, str, str, float]]:
-    """(setting, arm, metric, value) of a cell."""
-    return in_new_process(of_cell, **key)
-
-
 def of_cell(what: str, length: int, causal: bool, process: int, device: str) -> list[tuple[str, str, str, float]]:
+    """(setting, arm, metric, value) of each."""
     torch.manual_seed(process)
     direction = "causal" if causal else "both directions"
     if what == "attention":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from crt_exp.attention import NearFar
 from crt_exp.mechanism import Mechanism
+from crt_exp.studies.base import planned
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
 
 ERRORS = ("output_error", "uniform_error", "predicted_error")
@@ -30,9 +31,7 @@ def records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, 
     plan = [("layer", of_layer, (source, mechanism, samples, i, seed)) for i in numbers]
     plan += [("depth", of_depth, (source, mechanism, samples, seed))] if depth else []
     plan += [("test", of_all, (rows,))]
-    for step, (split, compute, arguments) in list(enumerate(plan))[len(done):]:
-        rows.append({"step": step, "epoch": 0, "split": split, **compute(*arguments)})
-        yield rows[-1]
+    yield from planned(plan, rows)
 
 
 def of_layer(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, i: int, seed: int) -> dict[str, Any]:

@@ -59,11 +59,6 @@ def log_relative_mse(phi: FeatureMap, x: Tensor, y: Tensor, params: Params, m: i
     return torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
 
 
-def check_estimates(mechanism: Mechanism) -> None:
-    if not mechanism.estimates:
-        raise ValueError("attention=exact has no error: choose features=...")
-
-
 # ---- pairs of vectors
 
 

@@ -1,7 +1,6 @@
 """Relative error of softmax estimates over the angle between two vectors of one length, measured and in closed form
 (HRF 4.1, Figures 2 and 5)."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from crt_exp.features import Statistics
@@ -9,30 +8,25 @@ from torch import Tensor
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, Several, at_least, checked
-from crt_exp.studies.pairs import angles_of, at_angles, check_estimates, generator, log_relative_mse, squared_errors
+from crt_exp.studies.base import Series
+from crt_exp.studies.pairs import angles_of, at_angles, generator, log_relative_mse, squared_errors
 
 
 @checked("task")
-class Pointwise:
+class Pointwise(Series):
     """task=pointwise: the root of the mean squared relative error at each angle, and the largest of them.
 
     A record for each length. Parameters are fitted to all pairs of a length together. `groups` are independent sets of
     draws, for intervals; the closed form is for iid projections.
     """
 
-    metric, lower_is_better = "largest_error", True
+    metric, lower_is_better, over = "largest_error", True, "length"
 
     def __init__(self, d: Annotated[int, at_least(2)], lengths: Several[Positive], angles: Annotated[int, at_least(2)],
                  groups: Count, draws: Count):
-        self.d, self.lengths, self.angles, self.groups, self.draws = d, list(lengths), angles, groups, draws
+        self.d, self.values, self.angles, self.groups, self.draws = d, list(lengths), angles, groups, draws
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        check_estimates(mechanism)
-        for step, r in list(enumerate(self.lengths))[len(done):]:
-            last = {"split": "test", "final": True} if step == len(self.lengths) - 1 else {"split": "length"}
-            yield {"step": step, "epoch": 0, "length": r, **self.at_length(mechanism, r, seed), **last}
-
-    def at_length(self, mechanism: Mechanism, r: float, seed: int) -> dict[str, Any]:
+    def of(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """error, closed_form: one number an angle; largest_of_groups: of each group of draws; mean: the largest error
         of the constant that is the mean of SM over the angles."""
         theta, phi = angles_of(self.angles), mechanism.map("softmax")

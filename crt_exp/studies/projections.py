@@ -1,7 +1,6 @@
 """Mean squared error of attention by random features against m, for one mechanism and sampler
 (the Hadamard report's setting)."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -13,29 +12,24 @@ from crt_exp.attention.reference import softmax_attention
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, Several, checked
+from crt_exp.studies.base import Series
 from crt_exp.studies.pairs import generator
 
 
 @checked("task")
-class Projections:
+class Projections(Series):
     """task=projections: q, k ~ N(0, scale^2), v ~ N(0, 1), L tokens of dimension d;
     MSE of the output against exact softmax attention."""
 
-    metric, lower_is_better = "mse", True
+    metric, lower_is_better, over = "mse", True, "m"
 
     def __init__(self, length: Count, d: Count, ms: Several[Count], samples: Count, scale: Positive = 1.0):
-        self.length, self.d, self.ms, self.samples, self.scale = length, d, list(ms), samples, scale
+        self.length, self.d, self.values, self.samples, self.scale = length, d, list(ms), samples, scale
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        if not mechanism.estimates:
-            raise ValueError("attention=exact has no error: choose features=...")
-        phi = mechanism.map("softmax")
-        for step, m in list(enumerate(self.ms))[len(done):]:
-            errors = torch.tensor(self.errors(phi, mechanism.sampler, m, seed), dtype=torch.float64)
-            last = {"split": "test", "final": True} if step == len(self.ms) - 1 else {"split": "m"}
-            yield {"step": step, "epoch": 0, "m": m, "mse": errors.mean().item(),
-                   "log_mse_mean": errors.log().mean().item(),
-                   "log_mse_std": errors.log().std().item() if self.samples > 1 else None, **last}
+    def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        errors = torch.tensor(self.errors(mechanism.map("softmax"), mechanism.sampler, m, seed), dtype=torch.float64)
+        return {"mse": errors.mean().item(), "log_mse_mean": errors.log().mean().item(),
+                "log_mse_std": errors.log().std().item() if self.samples > 1 else None}
 
     def errors(self, phi: FeatureMap, sampler, m: int, seed: int) -> list[float]:
         """The MSE of each sample: a draw of q, k, v, the same for every mechanism and m, and of the noise."""

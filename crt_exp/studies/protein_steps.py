@@ -20,7 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
 from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import added_by_step, in_new_process
+from crt_exp.memory import added_by_step
 from crt_exp.studies.timing import timed
 from crt_exp.swap.calibration import fill_statistics
 
@@ -59,7 +59,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
 
 def of_steps(cells: Cells, name: str, setting: str, key: Key, processes: int) -> Iterator[Draw]:
     keys = [{**key, "process": i} for i in range(processes)]
-    cells.fill(keys, in_process, f"{name}: {setting}", 1)
+    cells.fill(keys, times, f"{name}: {setting}", apart=True)
     for unit, each in enumerate(keys):
         for (arm, length, count), values in zip(key["cases"], cells[each]):
             for took in values:
@@ -69,7 +69,7 @@ def of_steps(cells: Cells, name: str, setting: str, key: Key, processes: int) ->
 def of_memory(cells: Cells, name: str, own: Mapping[str, Any]) -> Iterator[Draw]:
     keys = {(arm, length): {"name": arm, "length": length} for arm, length in product((*TIMED, FORMED), own["lengths"])
             if arm != FORMED or length <= own["long"]}
-    cells.fill([*keys.values()], memory_in_process, f"{name}: memory", 1)
+    cells.fill([*keys.values()], memory, f"{name}: memory", apart=True)
     for (arm, length), key in keys.items():
         yield cells.draw(key, MODEL, arm, "mib", cells[key], 0, length, "memory")
 
@@ -78,23 +78,11 @@ def of_drawing(cells: Cells, name: str, own: Mapping[str, Any]) -> Iterator[Draw
     common = {"names": ["exact", "favorpp"], "sizes": sizes_of(own["drawn"], {}, "sizes"), "m": own["m"],
               "positions": list(own["positions"]), "rounds": own["letters"]}
     keys = [{**common, "process": i} for i in range(own["processes"])]
-    cells.fill(keys, generation_in_process, f"{name}: drawing letters", 1)
+    cells.fill(keys, generation, f"{name}: drawing letters", apart=True)
     for unit, key in enumerate(keys):
         for (arm, position), values in zip(product(common["names"], common["positions"]), cells[key]):
             for took in values:
                 yield cells.draw(key, DRAWING, arm, "ms", took, unit, position, "time")
-
-
-def in_process(process: int, **arguments: Any) -> list[list[float]]:
-    return in_new_process(times, **arguments)
-
-
-def memory_in_process(name: str, length: int) -> float:
-    return in_new_process(memory, name=name, length=length)
-
-
-def generation_in_process(process: int, **arguments: Any) -> list[list[float]]:
-    return in_new_process(generation, **arguments)
 
 
 # ---- training steps
@@ -173,7 +161,7 @@ class ModelStep:
         self.optimizer.zero_grad(set_to_none=False)
 
 
-def times(part: Part, cases: Sequence[Sequence], rounds: int) -> list[list[float]]:
+def times(part: Part, cases: Sequence[Sequence], rounds: int, process: int = 0) -> list[list[float]]:
     """Milliseconds of a step in each round, in the order of cases (name, length, rows), which all take their turn in
     every round."""
     steps = {str(case): Case(*case).step(part) for case in cases}
@@ -193,8 +181,8 @@ def memory(name: str, length: int) -> float:
 
 
 @torch.no_grad()
-def generation(names: Sequence[str], positions: Sequence[int], rounds: int, sizes: Sizes,
-               m: int) -> list[list[float]]:
+def generation(names: Sequence[str], positions: Sequence[int], rounds: int, sizes: Sizes, m: int,
+               process: int = 0) -> list[list[float]]:
     """Milliseconds of a letter behind so many in each round: of each name and, within it, each position; all take
     their turn in every round, and each goes on from where its last letter was."""
     begun, token = {}, drawn(1, 1)

@@ -11,7 +11,8 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import Count, Positive, at_least, checked
-from crt_exp.studies.pairs import check_estimates, generator, log_relative_mse, squared_errors
+from crt_exp.studies.base import check_estimates
+from crt_exp.studies.pairs import generator, log_relative_mse, squared_errors
 from crt_exp.studies.uci import scaler
 
 

@@ -29,7 +29,6 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import in_new_process
 from crt_exp.studies.timing import turns
 
 D, BATCH, NEGATIVES = 64, 700, 40
@@ -80,7 +79,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
             for m, v in product(drawn["ms"], drawn["classes"])]
     keys += [{"timed": STEP, "classes": v, "m": step["m"], "rounds": rounds(v), "peers": v <= step["peers_up_to"]}
              for v in step["classes"]]
-    cells.fill(keys, timed, f"{name}: draws and steps", 1)
+    cells.fill(keys, timed, f"{name}: draws and steps", apart=True)
     for key in keys:
         for arm, measured in cells[key].items():
             named = f"{arm} m={key['m']}" if key["timed"] == DRAWN else arm
@@ -111,8 +110,8 @@ def rounds(classes: int) -> int:
 
 
 def timed(timed: str, **key: Any) -> dict[str, dict[str, list[float]]]:
-    """arm -> metric -> milliseconds of each round, in a process of its own."""
-    return in_new_process(draw_times if timed == DRAWN else step_times, **key)
+    """arm -> metric -> milliseconds of each round."""
+    return (draw_times if timed == DRAWN else step_times)(**key)
 
 
 # ---- cost

@@ -21,7 +21,6 @@ from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
 from crt_exp.studies import encoder_steps, runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import in_new_process
 from crt_exp.studies.predicted import predicted_errors
 from crt_exp.studies.training import HOME, Grid
 from crt_exp.swap.calibration import calibrate_attention
@@ -78,22 +77,14 @@ def looked(cells: Cells, name: str, setting: str, arms: Mapping[str, Sequence[st
 def encoder(cells: Cells, name: str, lengths: Sequence[int]) -> Iterator[Draw]:
     times = {n: {"seconds": n, "rounds": max(3, 150 // n)} for n in lengths}  # more for short audio, which varies more
     peaks = {(n, method): {"seconds": n, "method": method} for n in lengths for method in encoder_steps.METHODS}
-    cells.fill([*times.values()], encoder_times, f"{name}: encoder", 1)
-    cells.fill([*peaks.values()], encoder_memory, f"{name}: memory of the encoder", 1)
+    cells.fill([*times.values()], encoder_steps.times, f"{name}: encoder", apart=True)
+    cells.fill([*peaks.values()], encoder_steps.memory, f"{name}: memory of the encoder", apart=True)
     for n, key in times.items():
         for method, rounds in cells[key].items():
             for turn, ms in enumerate(rounds):
                 yield cells.draw(key, ENCODER, method, "seconds", ms / 1e3, turn, n)
     for (n, method), key in peaks.items():
         yield cells.draw(key, ENCODER, method, "mib", cells[key], 0, n)
-
-
-def encoder_times(seconds: int, rounds: int) -> dict[str, list[float]]:
-    return in_new_process(encoder_steps.times, seconds=seconds, rounds=rounds)
-
-
-def encoder_memory(seconds: int, method: str) -> float:
-    return in_new_process(encoder_steps.memory, seconds=seconds, method=method)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ two halves of a training step are timed apart.
 import csv
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +31,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
 from crt_exp.memory import added
+from crt_exp.studies.base import Series
 from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
 from crt_exp.studies.timing import milliseconds, turns
 
@@ -55,26 +56,22 @@ Times = dict[str, dict[str, list[float]]]  # method -> pass -> milliseconds of e
 
 
 @checked("task")
-class Speed:
+class Speed(Series):
     """task=speed: milliseconds of each method at each length. `what`: attention, large, small or vit."""
 
-    metric, lower_is_better = "ratio", True
+    metric, lower_is_better, over = "ratio", True, "length"
 
     def __init__(self, what: Literal[ALONE, *MODELS, VIT], lengths: Several[Count], rounds: Count, backward: bool):
-        self.what, self.lengths, self.rounds, self.backward = what, list(lengths), rounds, backward
+        self.what, self.values, self.rounds, self.backward = what, list(lengths), rounds, backward
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        """One record a length: <method>_ms, and `ratio`, FAVOR++ over the floor (attention) or over exact (models)."""
-        for step, length in list(enumerate(self.lengths))[len(done):]:
-            measured = self.measure(length)
-            last = {"split": "test", "final": True} if step == len(self.lengths) - 1 else {"split": "length"}
-            yield {"step": step, "epoch": 0, "length": length, **{f"{n}_ms": ms for n, (ms, _) in measured.items()},
-                   "ratio": measured["favorpp"][1], **last}
+    def check(self, mechanism: Mechanism) -> None:
+        """All methods are timed, whatever the run's own."""
 
-    def measure(self, length: int) -> dict[str, tuple[float, float]]:
-        made = works(self.what, length)
-        return interleaved({name: work.step if self.backward else work.infer for name, work in made.items()},
-                           self.rounds)
+    def of(self, length: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        """<method>_ms, and `ratio`, FAVOR++ over the floor (attention) or over exact (models)."""
+        steps = {name: work.step if self.backward else work.infer for name, work in works(self.what, length).items()}
+        measured = interleaved(steps, self.rounds)
+        return {f"{n}_ms": ms for n, (ms, _) in measured.items()} | {"ratio": measured["favorpp"][1]}
 
     def summary(self, records: list[dict]) -> str:
         """A table: a row a length, milliseconds of each method."""
@@ -342,8 +339,8 @@ def forward_backward(method: Method, tensors) -> None:
 # ---- memory
 
 
-def held_by(name: str, length: int, threads: int) -> float:
-    """`held` of one of `methods`. For a process of its own."""
+def held_by(name: str, length: int, threads: int, turn: int = 0) -> float:
+    """`held` of one of `methods`. For a process of its own, `turn` its number."""
     torch.set_num_threads(threads)
     return held(methods(length, [name])[name], length)
 

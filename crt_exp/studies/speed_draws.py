@@ -11,7 +11,6 @@ import torch
 
 from crt_exp.studies import speed
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import in_new_process
 from crt_exp.studies.speed import ALONE, CAUSAL, PEER_CAUSAL
 
 EXACT, PLAIN, LATER, MEMORY = "exact", "floor", "later", "memory"
@@ -33,7 +32,8 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
             for turn in range(size["turns"]) for part, share in shares(size)]
     peaks: list[Key] = [{"name": method, "length": n, "turn": turn, "threads": threads}
                         for method, n, turn in places(size)]
-    cells.fill([key for _, key in keys], times, f"{name}: time", 1).fill(peaks, peak, f"{name}: memory", 1)
+    cells.fill([key for _, key in keys], speed.sample, f"{name}: time", apart=True)
+    cells.fill(peaks, speed.held_by, f"{name}: memory", apart=True)
     for part, key in keys:
         for (what, length, _), spent in zip(key["cases"], cells[key]["ms"]):
             for method, passes in spent.items():
@@ -67,12 +67,3 @@ def places(size: Mapping[str, Any]) -> list[tuple[str, int, int]]:
               if name.endswith(CAUSAL)]
     return [(name, n, turn) for turn in range(size["near_far_turns"]) for name, n in dict.fromkeys(cases)
             if not turn or name.startswith("nearfar")]
-
-
-def times(**key: Any) -> dict[str, Any]:
-    return in_new_process(speed.sample, **key)
-
-
-def peak(name: str, length: int, turn: int, threads: int) -> float:
-    """MiB. turn: the number of the process, which has nothing else of its own."""
-    return in_new_process(speed.held_by, name=name, length=length, threads=threads)

@@ -17,7 +17,6 @@ from crt_exp.attention import DenominatorCount, attention, exact_attention
 from crt_exp.features import PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.memory import in_new_process
 from crt_exp.studies.projections import Projections
 
 MAPS = ("trig", "pos", "oprf")      # they stand for the exponential maps; discrete ones need exactly Gaussian rows
@@ -73,7 +72,7 @@ def biases(cells: Cells, name: str) -> Iterator[Draw]:
 def times(cells: Cells, name: str) -> Iterator[Draw]:
     keys = {(length, process): {"length": length, "rounds": ROUNDS, "process": process}
             for process in range(PROCESSES) for length in LENGTHS}
-    cells.fill([*keys.values()], times_of, f"{name}: times", workers=1)
+    cells.fill([*keys.values()], attention_times, f"{name}: times", apart=True)
     for (length, process), key in keys.items():
         for arm, seconds in cells[key].items():
             for features, kind in [arm.split(", ")] if ", " in arm else [(features, arm) for features in TIMED]:
@@ -101,12 +100,7 @@ def bias(kind: str, d: int) -> list[float]:
     return [measured.ratio[0].item(), measured.error[0].item(), measured.ratio[1].item(), measured.error[1].item()]
 
 
-def times_of(length: int, rounds: int, process: int) -> dict[str, list[float]]:
-    """process: its number; it has nothing else of its own."""
-    return in_new_process(attention_times, length=length, rounds=rounds)
-
-
-def attention_times(length: int, rounds: int) -> dict[str, list[float]]:
+def attention_times(length: int, rounds: int, process: int = 0) -> dict[str, list[float]]:
     """Seconds of attention, forward, of each map and kind, "trig, orthogonal", and "exact", in interleaved rounds.
 
     A new draw in each round, itself not counted. Denominators of trig that are not positive are no matter of time.

@@ -18,7 +18,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import in_new_process, peak, reset_peak
+from crt_exp.memory import peak, reset_peak
 from crt_exp.studies.predicted import predicted_error
 from crt_exp.studies.training import Grid
 
@@ -84,15 +84,11 @@ def of_long(cells: Cells, run: str, size: Mapping[str, Any], name: str) -> Itera
     given = size["long"]
     keys = {arm: {"run": run, "dataset": size["dataset"], "size": given["pixels"], "count": given["images"],
                   "arm": arm, "options": options} for arm, options in given["arms"].items()}
-    cells.fill([*keys.values()], long, f"{name}: long images", workers=1)  # timed, so one at a time
+    cells.fill([*keys.values()], long, f"{name}: long images", apart=True)
     for arm, key in keys.items():
         for metric, value in cells[key].items():
             yield cells.draw(key, given["setting"], arm, metric, value)
 
-
-
-def mechanism(name: str, m: int | None, seed: int = 0, **options: int) -> Mechanism:
-    return Mechanism.of(name, m=m, seed=seed) if m else Mechanism.of(name, seed=seed, **options)
 
 
 def shown(kept: vision.Kept, images: data.Images, rows: Sequence[int]) -> Tensor:
@@ -109,7 +105,7 @@ def layers(run: str, dataset: str, name: str, m: int, seed: int) -> list[dict[st
     """Of each layer: mean |x + y|^2 of its heads, and the errors: predicted of one entry of the kernel matrix, measured
     of the layer's output, and uniform attention's."""
     kept, held_out = vision.load(run), data.load(dataset)["val"]
-    model = mechanism(name, m, seed).swap(kept.model)
+    model = Mechanism.of(name, m=m, seed=seed).swap(kept.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # layers beyond uniform attention: the report says it
         calibrate_attention(model, [shown(kept, held_out, spread(held_out, CAPTURED))])
@@ -119,14 +115,11 @@ def layers(run: str, dataset: str, name: str, m: int, seed: int) -> list[dict[st
 
 
 def long(run: str, dataset: str, size: int, count: int, arm: str, options: dict[str, Any]) -> dict[str, float]:
-    """Accuracy, loss, milliseconds an image, peak memory on images of `size` pixels a side, positions interpolated."""
-    return in_new_process(long_here, run=run, dataset=dataset, size=size, count=count, name=arm.split()[0], **options)
-
-
-def long_here(run: str, dataset: str, size: int, count: int, name: str, m: int | None = None,
-              **options: int) -> dict[str, float]:
+    """Accuracy, loss, milliseconds an image, peak memory on images of `size` pixels a side, positions interpolated.
+    For a process of its own."""
     kept, held_out = vision.load(run, size), data.load(dataset)["val"]
-    model = kept.model if name == "exact" else mechanism(name, m, **options).swap(kept.model)
+    name = arm.split()[0]
+    model = kept.model if name == "exact" else Mechanism.of(name, **options).swap(kept.model)
     rows = spread(held_out, count)
     batches = [shown(kept, held_out, part) for part in np.array_split(rows, max(1, len(rows) // LONG_BATCH))]
     logits, times, before = [], [], reset_peak()

@@ -12,7 +12,7 @@ from typing import Any
 
 from crt_exp.studies import runs, texts
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import in_new_process, peak, reset_peak
+from crt_exp.memory import peak, reset_peak
 
 HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
@@ -223,7 +223,7 @@ def costs(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw
     keys = {(setting, arm): {"step": [*grid.common, *grid.settings[setting], *options, "seed=0"],
                              "sources": list(home.sources)}
             for setting in grid.settings for arm, options in grid.arms.items()}
-    cells.fill([*keys.values()], cost, f"{name}: steps", 1)
+    cells.fill([*keys.values()], cost, f"{name}: steps", apart=True)
     for (setting, arm), key in keys.items():
         for metric, value in cells[key].items():
             yield cells.draw(key, setting, arm, metric, value, 0, table="step")
@@ -242,12 +242,8 @@ def train(overrides: list[str], sources: list[str], kept: bool = False) -> dict[
 
 
 def cost(step: list[str], sources: list[str]) -> dict[str, float]:
-    """Of a training step: steps/s, the median of some, and the peak MiB of the run, in a process of its own."""
-    return in_new_process(timed_steps, overrides=step, sources=sources)
-
-
-def timed_steps(overrides: list[str], sources: list[str]) -> dict[str, float]:
-    short = [option for option in overrides if not option.startswith(("trainer.steps=", "trainer.log_every="))]
+    """Of a training step: steps/s, the median of some, and the peak MiB of the run. For a process of its own."""
+    short = [option for option in step if not option.startswith(("trainer.steps=", "trainer.log_every="))]
     start = reset_peak()
     records = runs.Home(HOME, tuple(sources)).passing([*short, f"trainer.steps={WARM + TIMED}", "trainer.log_every=1"])
     times = [record["time_s"] for record in records if record["split"] == "train"]

@@ -4,7 +4,7 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 y ~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` the same with scikit-learn's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from crt_exp.features import FeatureMap, Statistics
 from crt_exp.kernels import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Positive, Several, at_least, checked
+from crt_exp.studies.base import Series
 
 
 def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -69,25 +70,19 @@ def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
 
 
 @checked("task")
-class Variance:
+class Variance(Series):
     """task=variance: mean and standard deviation of the log variance over pairs, for each sigma."""
 
-    metric, lower_is_better = "log_variance", True
+    metric, lower_is_better, over = "log_variance", True, "sigma"
 
     def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, at_least(2)], sigmas: Several[Positive],
                  kernel: Kernel):
-        self.regime, self.pairs, self.sigmas, self.kernel = regime, pairs, list(sigmas), kernel
+        self.regime, self.pairs, self.values, self.kernel = regime, pairs, list(sigmas), kernel
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        if not mechanism.estimates:
-            raise ValueError("attention=exact has no variance: choose features=...")
+    def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         x, y = REGIMES[self.regime](self.pairs, 64, torch.Generator().manual_seed(seed))
-        phi = mechanism.map(self.kernel)
-        for step, sigma in list(enumerate(self.sigmas))[len(done):]:
-            values = log_variances(phi, sigma * x, sigma * y)
-            last = {"split": "test", "final": True} if step == len(self.sigmas) - 1 else {"split": "sigma"}
-            yield {"step": step, "epoch": 0, "sigma": sigma, "log_variance": values.mean().item(),
-                   "log_variance_std": values.std().item(), **last}
+        values = log_variances(mechanism.map(self.kernel), sigma * x, sigma * y)
+        return {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

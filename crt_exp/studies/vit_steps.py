@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.memory import added_by_step, in_new_process
+from crt_exp.memory import added_by_step
 from crt_exp.studies.timing import timed
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
@@ -30,12 +30,12 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     cells = Cells(name, sources, keep)
     keys = {place: {"tokens": place[0], "rounds": rounds(place[0]), "process": place[1]}
             for place in product(size["tokens"], range(size["processes"]))}
-    cells.fill([*keys.values()], of_process, f"{name}: training steps", workers=1)
+    cells.fill([*keys.values()], times, f"{name}: training steps", apart=True)
     peaks = {(n, arm): {"tokens": n, "name": arm} for n in size["memory"] for arm in methods(n)}
-    cells.fill([*peaks.values()], memory_of, f"{name}: memory", workers=1)
+    cells.fill([*peaks.values()], memory, f"{name}: memory", apart=True)
     for (n, process), key in keys.items():
-        for arm, times in cells[key].items():
-            yield from (cells.draw(key, MODEL, arm, "ms", ms, process, n) for ms in times)
+        for arm, spent in cells[key].items():
+            yield from (cells.draw(key, MODEL, arm, "ms", ms, process, n) for ms in spent)
     for (n, arm), key in peaks.items():
         yield cells.draw(key, MODEL, arm, "mib", cells[key], x=n)
 
@@ -43,15 +43,6 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
 def rounds(tokens: int) -> int:
     """Of each process: more of the short ones, whose times vary more."""
     return math.ceil(6 * min(1, 512 / tokens))
-
-
-def of_process(tokens: int, rounds: int, process: int) -> dict[str, list[float]]:
-    """process: its number; it has nothing else of its own."""
-    return in_new_process(times, tokens=tokens, rounds=rounds)
-
-
-def memory_of(tokens: int, name: str) -> float:
-    return in_new_process(memory, tokens=tokens, name=name)
 
 
 def methods(tokens: int) -> list[str]:
@@ -93,7 +84,7 @@ def image(tokens: int) -> Tensor:
     return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
 
 
-def times(tokens: int, rounds: int) -> dict[str, list[float]]:
+def times(tokens: int, rounds: int, process: int = 0) -> dict[str, list[float]]:
     """method -> milliseconds of a training step in each round; every method takes its turn in every round."""
     steps = {name: Step(name, tokens) for name in methods(tokens)}
     return timed(lambda step, given: step(given), steps, image(tokens), rounds)

@@ -13,7 +13,7 @@ SPEC = page.load("speed-gpu")
 def measured(monkeypatch, tmp_path, **size):
     """In this process, one turn each."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpu, "in_new_process", lambda call, **key: call(**key))
+    monkeypatch.setattr("crt_exp.studies.cells.in_new_process", lambda call, **key: call(**key))
     monkeypatch.setattr(gpu, "WARM", 0)
     monkeypatch.setattr(gpu, "TURNS", 1)
     return list(gpu.measure("mine", ["studies/gpu.py"], {"processes": 1, "models": [], "device": "cpu"} | size))

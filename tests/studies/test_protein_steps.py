@@ -66,9 +66,9 @@ def test_draws_of_steps_memory_and_letters(tmp_path, monkeypatch, one_thread):
     """The real measurement of tiny models on short rows, in this process, without training."""
     monkeypatch.chdir(tmp_path)
     small = {"heads": 2, "layers": 1, "d_ff": 8, "d": 16}
-    for name, value in {"A_STEP": 128, "SIZES": {MODEL: small, WIDE: small}, "WARM": 0, "HEADS": 1, "D": 8,
-                        "in_new_process": lambda run, **given: run(**given)}.items():
+    for name, value in {"A_STEP": 128, "SIZES": {MODEL: small, WIDE: small}, "WARM": 0, "HEADS": 1, "D": 8}.items():
         monkeypatch.setattr(protein_steps, name, value)
+    monkeypatch.setattr("crt_exp.studies.cells.in_new_process", lambda run, **given: run(**given))
     monkeypatch.setattr(training, "measure", lambda *_: iter([Draw("chains of proteomes", "exact", "loss", 2.9, 0)]))
     size = page.load("proteins-long")["sizes"]["small"]
     size |= {"lengths": [32, 64], "long": 64, "processes": 1, "positions": [8, 20], "letters": 2, "drawn": "tiny"}

@@ -100,7 +100,7 @@ def test_every_length_has_five_rounds_and_peaks_their_limits():
 def test_draws_at_small_lengths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(speed_draws, "PEER_CAUSAL", 64)
-    monkeypatch.setattr(speed_draws, "in_new_process", lambda call, **given: call(**given))  # all in this one
+    monkeypatch.setattr("crt_exp.studies.cells.in_new_process", lambda call, **given: call(**given))  # all in this one
     size = {"alone": [[32, 64]], "models": {"small": [32]}, "later": [64], "turns": 2, "memory": [],
             "near_far_turns": 2, "exact_memory": 64}
     made = [*speed_draws.measure("speed", ["studies/speed.py"], size)]
