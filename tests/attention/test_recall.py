@@ -15,8 +15,7 @@ from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.engine import native, reads
 from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.attention.nearfar.past import RecallState
-from crt_exp.attention.nearfar.engine.constants import LEAF
-from crt_exp.attention.nearfar.leaves import Pages, pages
+from crt_exp.attention.nearfar.engine.constants import DRAWN
 from crt_exp.swap.measured import OPENS, Measured, shared_out
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
@@ -41,7 +40,7 @@ def dense(x, y, v, sizes, keep):
     those that were chosen."""
     S, b, out = len(x), sizes.block, []
     places = recall.renewals(sizes, S)
-    _, epochs, pages = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
+    _, epochs = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
     for i in range(S):
         past = keep & (torch.arange(S) <= i)
         if i < places[0]:
@@ -52,9 +51,11 @@ def dense(x, y, v, sizes, keep):
         near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
         far = past & ~near & ~heavy
-        leaves = pages.of(t - 1, y[None].detach(), keep[None])
-        read = recall.opened(leaves, y[None], far[None], x[i][None, None], sizes).flatten()
+        read = recall.opened(y[None], far[None, None], x[i][None, None], sizes).flatten()
         read = read[read >= 0]
+        rounded = y.bfloat16().to(y.dtype) @ x[i].bfloat16().to(x.dtype)
+        best = rounded.masked_fill(~far, -torch.inf).topk(min(sizes.open, int(far.sum()))).indices
+        assert set(read.tolist()) == set(best.tolist())
         assert len(read) <= sizes.open and len(read.unique()) == len(read)
         assert far[read].all()                                       # each key counts once
         is_read = torch.zeros(S, dtype=torch.bool)
@@ -259,22 +260,14 @@ def test_one_key_of_many_is_found():
     assert few < 0.25 and many < 0.15
 
 
-@pytest.mark.parametrize("b, blocks", [(4, 1), (8, 7), (24, 3), (16, 27), (9, 5)])
-def test_the_leaves_hold_every_key_once(b, blocks):
-    """However many blocks there are; and so do the pages of fewer of them, which need not be sorted again."""
-    y = torch.randn(2, b * blocks, 4, generator=torch.Generator().manual_seed(0))
-    there = torch.rand(2, b * blocks, generator=torch.Generator().manual_seed(1)) < 0.8
-    found = Pages(b)
-    for n in range(1, blocks + 1):
-        leaves = found.of(n, y, there)
-        places = leaves.order.flatten(1)
-        assert torch.equal(places.sort(1).values, torch.arange(n * b).expand(2, -1))
-        assert leaves.order.shape[2] < 2 * LEAF + b % 2 * b
-        held = there.gather(1, places).view(leaves.order.shape)
-        assert torch.equal(held.sum(2), leaves.count)
-        mean = (reads.rows(y, leaves.order) * held.unsqueeze(-1)).sum(2) / leaves.count.clamp(min=1).unsqueeze(-1)
-        torch.testing.assert_close(leaves.mean, mean)
-    assert pages(27) == [(0, 16), (16, 4), (20, 4), (24, 1), (25, 1), (26, 1)]
+def test_centres_are_of_keys_from_everywhere():
+    """However many there are, and whatever small period they have."""
+    for keys in (5, 63, 64, 200, 1024, 4096, 5000):
+        places = recall.drawn(keys, DRAWN * 4, torch.device("cpu"))
+        assert len(places.unique()) == len(places) >= min(keys, DRAWN * 4)
+        assert places.min() >= 0 and places.max() < keys and len(places) < 2 * DRAWN * 4
+        if len(places) > 3:
+            assert all(len((places % period).unique()) > 1 for period in (2, 3, 4))
 
 
 @needs_library

@@ -1,8 +1,8 @@
 """Near-far attention of a sequence to itself in both directions, or to another one: see call.py, whose legend is that
 of this file.
 
-With `sizes.open` each query also reads that many keys of cells exactly, those that it asks for most (leaves.py); they
-leave their cells. Derived here.
+With `sizes.open` each query also reads that many keys of cells exactly, those that it asks for most; they leave their
+cells. Derived here.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,7 @@ from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import Gathered, Weighted, Window, nothing
 from crt_exp.attention.nearfar.engine.windows import gather
 from crt_exp.attention.nearfar.features import FarFeatures
-from crt_exp.attention.nearfar.leaves import Leaves, Pages
-from crt_exp.attention.nearfar.recall import in_parts, kept_of, opened, parts_of
+from crt_exp.attention.nearfar.recall import in_parts, opened, parts_of
 
 QUERIES = 256    # of a block, where there is no window
 
@@ -42,7 +41,6 @@ QUERIES = 256    # of a block, where there is no window
 class Chosen(NamedTuple):
     metric: Metric
     choice: Choice
-    leaves: Leaves | None      # of keys less their shift; None: no key is read
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Both:
             keys = y.float()
             measure = self._across(self.factor * keys, keep, rows) if self.cross else None
             sets = native.choose(x.float(), keys, self.sizes.heavy, self.sizes.cells, keep, self.factor, measure)
-            return Chosen(Metric(*sets[:3]), Choice(*sets[3:]), None)
+            return Chosen(Metric(*sets[:3]), Choice(*sets[3:]))
         dtype = compute_dtype(x, y)
         y = y.to(dtype)
         if self.cross:
@@ -76,7 +74,7 @@ class Both:
             metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
         y = without(y - metric.shift, keep)
         choice = Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep)
-        return Chosen(metric, choice, self._leaves(y, keep) if self.sizes.open else None)
+        return Chosen(metric, choice)
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> Metric:
         """Of keys (Z, S, d) of another sequence than the queries, which those of the codebook stand for."""
@@ -86,14 +84,9 @@ class Both:
             metric = Metric(metric.shift, *(t.expand(len(y), -1, -1) for t in known[1:]))
         return metric
 
-    def _leaves(self, y: Tensor, keep: Tensor | None) -> Leaves:
-        b = self.sizes.block
-        keys, there = (blocks(t, b).flatten(1, 2) for t in (y, kept_of(y, keep)))
-        return Pages(b).of(keys.shape[1] // b, keys, there)
-
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,)."""
-        (metric, choice, leaves), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
+        (metric, choice), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
         if self.in_c(x, y, v):
             sets, sizes = native.Sets(*metric, *choice), self.sizes
             tensors = x.float(), y.float(), v.float()
@@ -116,12 +109,12 @@ class Both:
         else:
             far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
         q = grouped(x, b)
-        result = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), leaves is not None, precise)
+        result = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), self.sizes.open > 0, precise)
         out, share = result.out, result.share
-        if leaves is not None:
+        if self.sizes.open:
             log_u = metric.log_weights(y) - level.gather(1, choice.cell)
             given = Celled(y, v, choice.pool, choice.cell, log_u, cells.mu.squeeze(1), cells.bias.squeeze(1))
-            out, share = self._reopened(q, result, given, leaves)
+            out, share = self._reopened(q, result, given)
         out, share = (ungrouped(t, *x.shape[1:3]) for t in (out, share))
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
@@ -130,12 +123,12 @@ class Both:
         spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
-    def _reopened(self, q: Tensor, gathered: Gathered, given: "Celled", leaves: Leaves) -> tuple[Tensor, Tensor]:
+    def _reopened(self, q: Tensor, gathered: Gathered, given: "Celled") -> tuple[Tensor, Tensor]:
         """Outputs and shares of the cells, where each query (Z, N, r, d) reads the keys that it asks for too."""
         b = None if self.cross else self.sizes.block
 
         def choose(q: Tensor, at: int) -> Tensor:
-            return torch.stack([opened(leaves, given.y, given.far(at + t, b), q[:, t], self.sizes)
+            return torch.stack([opened(given.y, given.far(at + t, b).unsqueeze(1), q[:, t], self.sizes)
                                 for t in range(q.shape[1])], 1)
 
         def read(q: Tensor, places: Tensor, *now: Tensor, at: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from crt_exp.attention.checks import check_inputs, check_result, compute_dtype
 from crt_exp.attention.nearfar.choice import Metric, Sizes
 from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
-from crt_exp.attention.nearfar.leaves import Leaves, Pages
 from crt_exp.attention.nearfar.padding import first_kept
 from crt_exp.attention.nearfar.recall import (
     Epoch,
@@ -59,16 +58,13 @@ class Known(NamedTuple):
     member: Tensor    # (Z, far): whether a key lies in a cell,
     cell: Tensor      # (Z, far): and in which
     sums: Tensor      # (Z, K, dv + d + 2): of the keys that are far
-    pages: Pages
 
     def of(self, heads: Tensor) -> "Known":
         """Those of some heads (of the batch and of keys)."""
         def own(t: Any) -> Any:
             return t[heads] if isinstance(t, Tensor) and t.ndim > 1 else t
 
-        pages = self.pages
-        taken = {page: Leaves(*map(own, each)) for page, each in pages.sorted.items()}
-        return tree_map(own, self._replace(pages=None))._replace(pages=Pages(pages.b, taken))
+        return tree_map(own, self)
 
 
 class KeptInC(NamedTuple):
@@ -224,7 +220,7 @@ class RecallState:
         seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
         lead = y.shape[1] - x.shape[2] - block * b
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
-        out, _ = in_chunks(known.epoch, known.pages, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
+        out, _ = in_chunks(known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
         return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
 
     def _in_c(self, x: Tensor) -> bool:
@@ -263,11 +259,9 @@ class RecallState:
             return known
         if known is None or known.epoch.start != start or known.blocks > blocks:
             metric = metric_of(y, keep, self.sizes) if known is None else known.epoch.metric
-            pages = Pages(b) if known is None else known.pages
-            leaves = pages.of(start // b - 1, y, keep)
-            epoch = Epoch.of(y, keep, self.sizes, start, stop, metric, leaves)
+            epoch = Epoch.of(y, keep, self.sizes, start, stop, metric)
             none = y.new_zeros(len(y), epoch.centres.shape[1], v.shape[-1] + y.shape[-1] + 2)
-            known = Known(0, epoch, epoch.pool, epoch.cell, none, pages)
+            known = Known(0, epoch, epoch.pool, epoch.cell, none)
         epoch, at, far = known.epoch, known.member.shape[1], blocks * b
         member, cell = known.member, known.cell
         if far > at:
@@ -276,8 +270,7 @@ class RecallState:
         done = known.blocks * b
         rows = rows_of(y[:, done:far], v[:, done:far], member[:, done:far], cell[:, done:far], epoch)
         sums = known.sums + one_hot(cell[:, done:far], epoch.centres.shape[1], rows.dtype).mT @ rows
-        known.pages.of(blocks, y, keep)
-        return Known(blocks, epoch, member, cell, sums, known.pages.only(blocks))
+        return Known(blocks, epoch, member, cell, sums)
 
 
 def _places(rows: list[int]) -> slice | list[int]:

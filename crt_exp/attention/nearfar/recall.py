@@ -2,10 +2,9 @@
 
 Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
 cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
-block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells and,
-besides, in leaves (leaves.py). A query ranks the leaves by what their best key may give it, looks at the keys of
-the best ones, LOOKED times `open` or a SHARE-th of all, and reads the `open` of them exactly that it asks for most;
-these leave their cells. So each key counts once.
+block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
+query looks at all of these in bfloat16, and reads the `open` of them exactly that it asks for most; they leave their
+cells. So each key counts once.
 
 What keys are measured by is of those before the first renewal; heavy keys and centres of cells are of the keys before
 the last one. Renewals lie where the sequence has grown by a half or so, at places that no sequence decides: outputs
@@ -40,9 +39,8 @@ from crt_exp.attention.nearfar.choice import (
 )
 from crt_exp.attention.nearfar.engine import native, reads
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
-from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAF, LEAST, LOOKED, PART, RENEWED, SHARE
+from crt_exp.attention.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
 from crt_exp.attention.nearfar.engine.sets import log_weight, over
-from crt_exp.attention.nearfar.leaves import Leaves, Pages, width
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
@@ -78,7 +76,6 @@ class Chosen(NamedTuple):
 
     metric: Metric | None = None
     epochs: tuple["Epoch", ...] | list["Epoch"] = ()
-    pages: Pages | None = None
 
 
 class Epoch(NamedTuple):
@@ -94,22 +91,17 @@ class Epoch(NamedTuple):
     centres: Tensor   # (Z, K, d), as z
 
     @classmethod
-    def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: Metric,
-           leaves: Leaves) -> "Epoch":
-        """Of keys y (Z, .., d), those before the window of the first block from `start` on, whose leaves are given;
-        keep (Z, ..). Cells are of the leaves' means."""
+    def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: Metric) -> "Epoch":
+        """Of keys y (Z, .., d), those before the window of the first block from `start` on; keep (Z, ..). Centres are
+        of some of them, DRAWN to 2 DRAWN for each cell."""
         far = start - sizes.block
         keep = keep[:, :far]
         z = metric.measured(y[:, :far], keep)
         score = z.square().sum(-1).masked_fill(~keep, -torch.inf)
         top = score.topk(min(sizes.heavy, far))
         pool = keep.scatter(1, top.indices, False)
-        order = leaves.order.flatten(1)
-        u = pool.gather(1, order).to(z.dtype).unsqueeze(-1)
-        sums = (torch.cat([reads.rows(z, order) * u, u], -1)).unflatten(1, leaves.order.shape[1:]).sum(2)
-        count = sums[..., -1]
-        centres = centres_of(sums[..., :-1] / count.clamp(min=LEAST).unsqueeze(-1), count.log(),
-                             min(sizes.cells, count.shape[1]))
+        at = drawn(far, DRAWN * sizes.cells, y.device)
+        centres = centres_of(z[:, at], torch.where(pool[:, at], 0.0, -torch.inf).to(z.dtype), min(sizes.cells, len(at)))
         return cls(start, stop, metric, top.indices, top.values > -torch.inf, pool, nearest(z, centres), centres)
 
     def cells(self, y: Tensor, keep: Tensor) -> Tensor:
@@ -125,7 +117,7 @@ class Recall:
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
-        return width(self.sizes.block) == LEAF and native.applies(*tensors)
+        return native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> "Chosen":
@@ -135,18 +127,16 @@ class Recall:
         places, y, first = renewals(self.sizes, y.shape[1]), kept.to(compute_dtype(x, y)), y.shape[1] - x.shape[2]
         if places[0] >= y.shape[1]:
             return Chosen()
-        metric, b = metric_of(y, keep, self.sizes, self.factor), self.sizes.block
+        metric = metric_of(y, keep, self.sizes, self.factor)
         if self.in_c(x, y):
             return Chosen(metric)
         keep = kept_of(y, keep)
-        pages = Pages(b)
-        epochs = [Epoch.of(y, keep, self.sizes, a, e, metric, pages.of(a // b - 1, y, keep))
-                  for a, e in zip(places, places[1:]) if e > first]
-        return Chosen(metric, epochs, pages)
+        return Chosen(metric, [Epoch.of(y, keep, self.sizes, a, e, metric)
+                               for a, e in zip(places, places[1:]) if e > first])
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: "Chosen") -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
-        (metric, epochs, pages), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
+        (metric, epochs), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
         x, y, v = x.to(dtype), without(y, keep).to(dtype), without(v, keep).to(dtype)
         first, until = S - L, min(renewals(self.sizes, S)[0], S)
         parts, predicted = [], x.new_zeros(len(y))
@@ -158,12 +148,11 @@ class Recall:
             return result.out, result.share.mean((1, 2)) * result.spread.sqrt()
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
-            out, predicted = self.within(epoch, pages, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
+            out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
             parts.append(out)
         return torch.cat(parts, 2), predicted
 
-    def within(self, epoch: Epoch, pages: Pages, x: Tensor, y: Tensor, v: Tensor,
-               keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
         S, b, keep = y.shape[1], self.sizes.block, kept_of(y, keep)
         first = (S - x.shape[2]) // b                             # the block of the first query
@@ -176,7 +165,7 @@ class Recall:
             member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
         far, cells = cells_of(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
         here = Seen(y, v, keep, member, cell, far, cells, first)
-        out, share = in_chunks(epoch, pages, here, q, self.sizes)
+        out, share = in_chunks(epoch, here, q, self.sizes)
         out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:] for t in (out, share))
         spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
@@ -244,29 +233,35 @@ class Seen(NamedTuple):
 
 
 @torch.no_grad()
-def opened(leaves: Leaves, y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -> Tensor:
-    """Places (Z, R, o) of the keys y (Z, S, d) that each query (Z, R, d) of a block reads, -1 where there are fewer: of
-    those that lie in its best leaves and are `member` (Z, S) the ones of the largest logits, in bfloat16."""
-    w = width(sizes.block)
-    places = leaves.best(q, max(LOOKED * sizes.open, leaves.order.shape[1] * w // SHARE) // w + 1)
-    member = F.pad(member, (0, max(0, leaves.order.shape[1] * w - member.shape[1])))
-    member = member.gather(1, places.flatten(1)).view(places.shape)
-    largest = reads.logits(q, y, torch.where(member, places, -1), rounded=True)
-    largest, at = largest.topk(min(sizes.open, places.shape[-1]), -1)
-    places = torch.where(largest > HIDDEN, places.gather(-1, at), -1)
+def opened(y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -> Tensor:
+    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: of those
+    that are `member` (Z, ..., S) the ones of the largest logits, with queries and keys in bfloat16."""
+    q, y = (t.to(torch.bfloat16).to(t.dtype) for t in (q, y))
+    logits = (q.flatten(1, -2) @ y.mT).view(*q.shape[:-1], y.shape[1]).masked_fill(~member, HIDDEN)
+    largest, places = logits.topk(min(sizes.open, y.shape[1]), -1)
+    places = torch.where(largest > HIDDEN, places, -1)
     return F.pad(places, (0, sizes.open - places.shape[-1]), value=-1)
 
 
-def in_chunks(epoch: Epoch, pages: Pages, seen: Seen, q: Tensor, sizes: Sizes,
+def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
+    """Places of `wanted` of so many keys, or up to twice as many: one of each run of as many, of which none is first or
+    last in all runs."""
+    step = max(1, keys // wanted)
+    run = torch.arange(keys // step, device=device)
+    return run * step + run * MIXED % step
+
+
+def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
               own: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`gathered` of queries (Z, N, r, d). own (r,): their places within a block; None: the tokens of a whole block, for
     each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
 
     def choose(q: Tensor, at: int) -> Tensor:
-        blocks_before = range(seen.first + at - 1, seen.first + at - 1 + q.shape[1])
-        leaves = [pages.of(count, seen.y, seen.keep) for count in blocks_before]
-        return torch.stack([opened(each, seen.y, seen.member, q[:, t], sizes) for t, each in enumerate(leaves)], 1)
+        far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * sizes.block      # keys of each block
+        place = torch.arange(seen.member.shape[1], device=q.device)
+        member = seen.member[:, None, None] & (place < far[:, None, None])
+        return opened(seen.y[:, :len(place)], member, q, sizes)
 
     def read(q: Tensor, places: Tensor, far: Tensor, *cells: Tensor, at: int) -> tuple[Tensor, Tensor]:
         here = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at)

@@ -43,7 +43,6 @@ static void open_bounded(Past *h) {
     for (int i = 0; i < SUMS; i++) memset(sums[i], 0, sizeof(float) * sizes[i]);
     for (int i = 0; i < n; i++) h->heavy[i] = -1;
     h->far = 0;
-    h->pages = 0;
 }
 
 /* Key j, whose z is given, joins its cell. */

@@ -2,13 +2,8 @@
 
 #pragma once
 
-#define LEAF 8          /* keys of a leaf, at least */
-#define GROWN 4         /* pages of which the next larger one is made */
-#define TURNS 3         /* of the power iteration that finds a main axis */
-#define SAMPLED 64      /* keys of a node, about, from which it is estimated */
-#define SPREADS 2.0f    /* standard deviations by which the best key of a leaf is guessed to exceed its mean */
-#define LOOKED 6        /* times as many keys as are read are looked at, */
-#define SHARE 16        /* or one of so many of all */
+#define DRAWN 16        /* keys for each cell, or up to twice as many, of which centres are made */
+#define MIXED 40507     /* of places: what decides which of some keys is drawn */
 #define AWAY 1e15f      /* where centres lie for which there is no key */
 #define RENEWED 128     /* tokens between renewals at least, */
 #define PART 2          /* and as a part of the sequence so far: a half */

@@ -8,7 +8,8 @@
 #include <immintrin.h>
 #endif
 
-enum { PIECE = 48, RANKED = 16, WIDE = 4 * LANES };      /* queries of a piece; of which leaves are ranked at once, at most */
+enum { PIECE = 48, AT_ONCE = 32, AHEAD = 128 };  /* queries of a piece; that look at keys at once, and one after the other */
+enum { PANEL = 16, FOUR = 64, LOOKED = 256 };  /* keys of a panel, of four of them, and that are looked at at once */
 
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
@@ -26,12 +27,10 @@ typedef struct {
 
 /* What the queries of a block see. */
 typedef struct {
-    int d, dp, dv, lv, n, K, open, looked;             /* looked: leaves whose keys are looked at */
-    int64_t leaves, most;                              /* most: numbers from one feature of the means to the next */
+    int d, dp, dv, lv, n, K, open;
     const float *Y, *V;                                /* (S, dp), (S, lv) */
-    const int32_t *in_cells, *cell;                    /* (leaves, LEAF): places, -1 for those that have no cell; (S) */
-    const float *reach;                                /* (leaves) */
-    const uint32_t *means, *panels;                    /* pairs of features: (dp / 2, most), (leaves, dp / 2, LEAF) */
+    const int32_t *cell;                               /* (S), -1 for keys that have none */
+    const uint32_t *panels;                            /* (S / PANEL up, dp / 2, PANEL): pairs of features */
     const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
     const uint8_t *keep;                               /* (S), or null */
     int64_t near, stop;                                /* the places of near keys */
@@ -47,36 +46,37 @@ typedef struct {
 /* What a piece of R queries works with. */
 typedef struct {
     float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
-    float *ranks;                                      /* (RANKED, most) */
-    uint32_t *pairs, *spread;                          /* (PIECE, dp / 2), and each LEAF times: queries, not in base 2 */
+    float *looks;                                      /* (AT_ONCE, LOOKED) */
+    uint32_t *pairs;                                   /* (AHEAD, dp / 2): queries, not in base 2 */
+    float *bar;                                        /* (AHEAD) */
+    int ahead, taken;                                  /* queries that have looked, and of these that have read */
+    int64_t seen;                                      /* up to where they have looked */
     float *top, *scale, *part;                         /* (PIECE) */
     float *read;                                       /* (PIECE, open up): logits, then changes of weight */
     int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
-    Some leaves, looked, chosen, spare[2];             /* (most), (looked LEAF), (most or looked LEAF) thrice */
+    Some best[AHEAD], chosen, spare[2];                /* of each query; and otherwise */
 } Work;
 
 typedef struct {
     const Recall *c;
-    int64_t z, far, fit;                               /* blocks that are far; leaves of which there is room */
+    int64_t z, far;                                    /* blocks that are far (bounded.c) */
     int64_t t, start;                                  /* the block whose past this is; the place of the renewal */
-    int pages;                                         /* whether each block has its leaves, and not renewals alone */
     Seen s;
     Work k;
-    int64_t *numbers;                                  /* (5): what is kept of these between calls */
-    float *Y, *V, *reach;
-    uint32_t *means, *panels, *pairs;                  /* pairs (LANES, dp / 2): of the means of some leaves */
+    int64_t *numbers;                                  /* (3): what is kept of these between calls */
+    float *Y, *V;
+    uint32_t *panels;
     int32_t *heavy;                                    /* (n): places, -1 where there are fewer */
-    int32_t *order, *in_cells, *cell;                  /* (S): places in leaves; the same, -1 for those without a cell */
+    int32_t *cell;                                     /* (S) */
     float *square;                                     /* (S): |z|^2 */
     float *shared, *values, *bias, *high, *mass;
     float *ysum, *zsum, *squares;                      /* (K, dp) twice, (K): sums over the keys of cells */
     float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
     float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
-    float *pooled, *counts;                            /* (fit, d), (fit): means of leaves */
+    float *drawn, *counts;                             /* (2 DRAWN K, d), (2 DRAWN K): keys of which centres are made */
     float *X, *apart, *Xt, *dots;                      /* (CHUNK, dp) twice, (dp, CHUNK), (K, CHUNK) */
-    float *along, *axis, *next, *mean;                 /* (S), (dp) thrice */
-    int32_t *sample;                                   /* (S) */
-    int64_t *nearest;                                  /* (fit) */
+    float *next;                                       /* (dp) */
+    int64_t *nearest;                                  /* (2 DRAWN K) */
     float *score, *u, *tilt, *relative;                /* bounded.c: (S) twice, (dp), (K): e^(level - the highest) */
 } Past;
 

@@ -91,7 +91,6 @@ void find_cells(Back *e) {
 static int go_by(Back *e) {
     Past *h = &e->h;
     const Recall *c = h->c;
-    h->pages = 0;
     for (int64_t i = 0; i < e->count; i++) {
         if (!advance(h, e->first + i)) return 0;
         const int ends = i + 1 == e->count || (e->first + i + 1) * c->block == following(h->start, c->block);
