@@ -30,8 +30,8 @@ INLINE void load_query(const Past *h, float factor, int64_t g, int64_t j, float 
 #pragma GCC visibility push(hidden)
 
 /* to (R, LOOKED): the products of R queries (R, dp / 2), AT_ONCE at most, with n keys of panels that lie `step` numbers
-   apart, LOOKED keys at most. There is memory for AT_ONCE queries and their products, and where n is no multiple of FOUR keys for
-   the panels of these. */
+   apart, LOOKED keys at most. There is memory for AT_ONCE queries and their products, and for the panels of n keys
+   rounded up to FOUR. */
 void look_at(const uint32_t *queries, int R, int dp, const uint32_t *panels, int step, int n, float *to);
 
 /* AHEAD queries from the i-th of block t on, and on to the next blocks for which the same keys are heavy, look at the

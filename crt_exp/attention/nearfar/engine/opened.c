@@ -99,7 +99,9 @@ static int select_largest(Some from, int k, Some to, const Some spare[2]) {
 
 /* ---- Looking ---- */
 
-enum { SHARE = 8, MANY = 2, SURELY = 3 };               /* one of SHARE panels sets the first bar, where there are so many; standard deviations */
+/* One of SHARE panels sets the first bar, where they hold MANY times as many keys as are read; so many standard
+   deviations more than these are let through. */
+enum { SHARE = 8, MANY = 2, SURELY = 3 };
 
 /* Where more are kept, the bar is raised. */
 INLINE int most_kept(int64_t open) { return (int)(2 * open > LOOKED ? 2 * open : LOOKED); }

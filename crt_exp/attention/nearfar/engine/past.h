@@ -8,8 +8,8 @@
 #include <immintrin.h>
 #endif
 
-enum { PIECE = 48, AT_ONCE = 32, AHEAD = 128 };  /* queries of a piece; that look at keys at once, and one after the other */
-enum { PANEL = 16, FOUR = 64, LOOKED = 256 };  /* keys of a panel, of four of them, and that are looked at at once */
+enum { PIECE = 48, AT_ONCE = 32, AHEAD = 128 };        /* queries of a piece; that look at once, and ahead of reading */
+enum { PANEL = 16, FOUR = 64, LOOKED = 256 };          /* keys of a panel, of four, and that are looked at at once */
 
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
