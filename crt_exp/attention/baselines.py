@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.features.base import can_ask, holds
 from crt_exp.samplers import at_least_float32
 from crt_exp.schema import Count, Whole, checked
 
@@ -122,13 +123,23 @@ def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, ke
     """Softmax attention by the fused kernels of torch, quadratic in time: arguments and result as `attention`; logits
     are scale x.y."""
     check_inputs(x, y, v, None, (), causal, key_mask)
-    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-    L, S = x.shape[2], y.shape[2]
-    causal = causal and L > 1  # a single query is the last one: it sees every key
-    allowed = None
     if key_mask is not None:
-        allowed = key_mask[:, None, None].expand(-1, 1, L, -1)
         y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
+    return fused_attention(x, y, v, causal, key_mask, scale)
+
+
+def fused_attention(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
+    """`exact_attention` of arguments that were checked, whose padding is finite."""
+    H, L = x.shape[1:3]
+    if L == 1 and y.shape[1] < H:  # the last query sees every key: those of the heads of a group are as of one head
+        out = _fused(x.squeeze(2).unflatten(1, (y.shape[1], -1)), y, v, False, key_mask, scale)
+        return out.flatten(1, 2).unsqueeze(2)
+    return _fused(x, repeat_heads(y, H), repeat_heads(v, H), causal and L > 1, key_mask, scale)
+
+
+def _fused(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
+    L, S = x.shape[2], y.shape[2]
+    allowed = None if key_mask is None else key_mask[:, None, None].expand(-1, 1, L, -1)
     if causal and (key_mask is not None or L != S):  # torch's own causal flag counts from the first key
         past = torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)
         allowed = past if allowed is None else allowed & past
@@ -140,6 +151,8 @@ def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, ke
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
     """Softmax attention over the allowed pairs; 0 for a query that sees no key, which would be NaN."""
     seen = allowed.any(-1, keepdim=True)
+    if can_ask(seen) and holds(seen):
+        return F.scaled_dot_product_attention(x, y, v, attn_mask=allowed, scale=scale)
     out = F.scaled_dot_product_attention(x, y, v, attn_mask=allowed | ~seen, scale=scale)
     return torch.where(seen, out, 0.0)
 

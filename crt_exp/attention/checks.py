@@ -4,6 +4,8 @@ sentence that says why.
 Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -12,6 +14,9 @@ from crt_exp.features.base import can_ask, holds
 from crt_exp.nested import Nested, leaves
 from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, transforming
+
+NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at 65504; "
+              "scale the vectors down, or use bfloat16 or float32")
 
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested, causal: bool,
@@ -137,5 +142,16 @@ def check_result(logs: Tensor) -> None:
     """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only:
     elsewhere the answer would have to be waited for."""
     if can_ask(logs) and not holds(logs < torch.inf):
-        raise NotFinite("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 "
-                        "ends at 65504; scale the vectors down, or use bfloat16 or float32")
+        raise NotFinite(NOT_FINITE)
+
+
+def all_finite(t: Tensor) -> bool:
+    """Whether the sum of all entries is finite, where it may be asked: one pass and two operators, which is what a
+    short call can bear."""
+    return not can_ask(t) or math.isfinite(t.sum(dtype=compute_dtype(t)).item())
+
+
+def check_entries(t: Tensor) -> None:
+    """Raises as `check_result` where they are not `all_finite`."""
+    if not all_finite(t):
+        raise NotFinite(NOT_FINITE)

@@ -34,14 +34,14 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     prepare(state, q, k, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
-    dv = state.columns = v.shape[-1]
-    if matrix:  # attention to the unit vectors
-        S = v.shape[2]
-        v = torch.cat([v, torch.eye(S, dtype=v.dtype, device=v.device).expand(*v.shape[:2], S, S)], -1)
-    if dropout > 0:
-        v = drop_keys(v, dropout)
-    out = state(q, k, v, keep)
-    return (out[..., :dv], out[..., dv:]) if matrix else (out, None)
+    if not matrix:
+        return state(q, k, drop_keys(v, dropout) if dropout > 0 else v, keep), None
+    S, dv = v.shape[2:]
+    v = torch.cat([v, torch.eye(S, dtype=v.dtype, device=v.device).expand(*v.shape[:2], S, S)], -1)
+    state.columns = dv              # the others are unit vectors
+    out = state(q, k, drop_keys(v, dropout) if dropout > 0 else v, keep)
+    state.columns = None
+    return out[..., :dv], out[..., dv:]
 
 
 def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None) -> None:
@@ -142,5 +142,7 @@ def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:
         if causal and not state.serves_causal:
             raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
                              "swap_attention(..., causal=True)")
-        state.cross = state.cross if cross is None else cross
-    state.causal = causal
+        if cross is not None and cross != state.cross:
+            state.cross = cross
+    if causal != state.causal:      # writing an attribute of a module takes as long as a small tensor operation
+        state.causal = causal

@@ -11,8 +11,8 @@ class SwappedTimmAttention(nn.Module):
     """timm.layers.Attention with its submodules and arguments."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        projected = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        return self._attend(x, *projected, attn_mask, is_causal)
+        projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return self._attend(x, *projected.unbind(), attn_mask, is_causal)
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
                 rope: Tensor | None = None) -> Tensor:
@@ -21,7 +21,9 @@ class SwappedTimmAttention(nn.Module):
             q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
         out, _ = attend(self.swapped, q, k, v, mask=None if causal else mask, causal=causal,
                         dropout=self.attn_drop.p if self.training else 0.0)
-        out = getattr(self, "norm", nn.Identity())(out.transpose(1, 2).flatten(2))
+        out = out.transpose(1, 2).flatten(2)
+        if hasattr(self, "norm"):
+            out = self.norm(out)
         if getattr(self, "gate", None) is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))

@@ -19,14 +19,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.baselines import exact_attention
-from crt_exp.attention.checks import check_gradient, check_inputs, check_result, compute_dtype, transformed
+from crt_exp.attention.baselines import exact_attention, fused_attention
+from crt_exp.attention.checks import (
+    all_finite,
+    check_entries,
+    check_gradient,
+    check_inputs,
+    compute_dtype,
+    transformed,
+)
 from crt_exp.attention.nearfar.both import Both
 from crt_exp.attention.nearfar.causal import Causal, Codebook
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.attention.nearfar.padding import Shift, first_kept
 from crt_exp.attention.nearfar.recall import Recall, exactly, renewals
+from crt_exp.features.base import can_ask
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
 
@@ -63,15 +71,13 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     check_inputs(x, y, v, None, (), causal, key_mask)
     check_sizes(sizes)
     _check(x, y, sizes, causal, cross, codebook, far)
-    if key_mask is not None and not cross and x.shape[2] == y.shape[2]:
-        x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)    # padding may hold NaN
-    exact, until = partial(_exactly, causal=causal, factor=factor), 0 if far is not None else sizes.exact_until
-    if causal and sizes.open:
-        if y.shape[2] <= renewals(sizes, 0)[0]:
-            return exact(x, y, v, key_mask)
-        return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
-    if not causal and y.shape[2] <= until:
+    own, until = not cross and x.shape[2] == y.shape[2], 0 if far is not None else sizes.exact_until
+    exact, recalls = partial(_exactly, causal=causal, factor=factor, own=own), causal and sizes.open > 0
+    if y.shape[2] <= (renewals(sizes, 0)[0] if recalls else 0 if causal else until):
         return exact(x, y, v, key_mask)
+    x = _clean(x, key_mask) if own else x
+    if recalls:
+        return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
     call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
     rest = partial(_from_first_token, call, factor=factor)
     if causal or key_mask is None or not until:
@@ -92,16 +98,34 @@ def by_rows(which: Tensor, first: Callable[..., Result], second: Callable[..., R
     return Result(*(torch.cat(both)[order] for both in zip(*parts)))
 
 
-def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float) -> Result:
+def _clean(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Queries of one sequence with its keys, whose padding may hold NaN."""
+    return x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
+
+
+def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float,
+             own: bool) -> Result:
     B, Hkv = y.shape[:2]
     if transformed(x, y, v):
+        x = _clean(x, key_mask) if own else x
         keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
         heads = (t.flatten(0, 1) for t in (x.unflatten(1, (Hkv, -1)), y, v))
         out = exactly(*heads, keep, factor**2, causal).unflatten(0, (B, Hkv)).flatten(1, 2)
     else:
-        out = exact_attention(x, y, v, causal=causal, key_mask=key_mask, scale=factor**2)
-        check_result(out.detach().sum().abs())
+        out = _fused(x, y, v, key_mask, causal, factor**2, own)
     return Result(out, out.new_zeros(B, Hkv))
+
+
+def _fused(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, scale: float, own: bool) -> Tensor:
+    """Padding that holds NaN, which is seldom, shows in the result, where that may be asked: then it is left out."""
+    if key_mask is None or can_ask(x):
+        out = fused_attention(x, y, v, causal, key_mask, scale)
+        if all_finite(out):
+            return out
+    if key_mask is not None:
+        out = exact_attention(_clean(x, key_mask) if own else x, y, v, causal=causal, key_mask=key_mask, scale=scale)
+    check_entries(out)
+    return out
 
 
 def _from_first_token(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,

@@ -121,9 +121,9 @@ class NearFar(LinearAttention):
         return self._attend(q, k, v, key_mask).out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
-        plain = partial(self._with_sizes, self.sizes)
         if self.first_order is not None or self.preset == "quality" or self.causal or k.shape[2] < LONG:
-            return plain(q, k, v, key_mask)
+            return self._with_sizes(self.sizes, q, k, v, key_mask)
+        plain = partial(self._with_sizes, self.sizes)
         long = partial(self._with_sizes, self.sizes._replace(first_order=True))
         if key_mask is None:
             return long(q, k, v, None)
