@@ -15,8 +15,8 @@ from crt_exp.nested import Nested, leaves
 from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, transforming
 
-NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at 65504; "
-              "scale the vectors down, or use bfloat16 or float32")
+NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
+              "65504; scale the vectors down, or use bfloat16 or float32")
 
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested, causal: bool,
