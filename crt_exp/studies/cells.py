@@ -5,6 +5,7 @@ of it, as a row of outputs/report/<name>.csv: what a page compares, and all that
 """
 
 import ast
+import csv
 import hashlib
 import json
 import os
@@ -51,6 +52,14 @@ class Draw:
     commit: str = ""
     date: str = ""
     versions: str = ""
+
+
+def committed(path: Path) -> list[dict[str, str]]:
+    """The rows of the draws of a page; none where there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 class OutOfTime(ValueError):
@@ -112,6 +121,12 @@ class Cells:
             raise OutOfTime(f"{label}: the time given is over and {left} of {len(keys)} cells are left; those that are "
                             "computed are kept, and the same command goes on")
         return self
+
+    def restore(self, key: Key, value: Any, rows: Sequence[dict[str, str]]) -> None:
+        """Takes over a cell that is not kept here from its committed draws: with their commit, date and versions."""
+        seconds = sum(float(row["seconds"] or 0) for row in rows)
+        self.kept.setdefault(json.dumps(key), {"key": key, "value": value, "seconds": seconds or "",
+                                               **{name: rows[0][name] for name in ("commit", "date", "versions")}})
 
     def draw(self, key: Key, setting: str, arm: str, metric: str, value: float | str, unit: str | int = "",
              x: float | int | str = "", table: str = "") -> Draw:

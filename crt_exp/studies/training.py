@@ -3,18 +3,18 @@
 Arms of one seed read the same rows in the same order and start from the same weights; that seed also draws their noise.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, groupby, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from crt_exp.studies import runs, texts
-from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.cells import Cells, Draw, Key, committed
 from crt_exp.memory import peak, reset_peak
 
-HOME = Path("outputs/runs")
+HOME, PAGES = Path("outputs/runs"), Path("outputs/report")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
 BEGIN = "exact models"  # the setting of runs that moved arms start from
 FINAL = ("step", "epoch", "split", "time_s", "final")
@@ -104,9 +104,18 @@ class Grid:
         options = [*self.common, *next(iter(self.begin.values())), "seed=0"]
         return {"overrides": options, "sources": list(home.sources), "kept": True}
 
+    def is_start(self, arm: str) -> bool:
+        """Whether moved arms start from its runs."""
+        return arm == self.start and bool(self.moved) and not self.begin
+
     def key(self, setting: str, arm: str, seed: int, home: runs.Home) -> Key:
-        kept = {"kept": True} if arm == self.start and self.moved and not self.begin else {}
+        kept = {"kept": True} if self.is_start(arm) else {}
         return {"overrides": self.options(setting, arm, seed, home), "sources": list(home.sources), **kept}
+
+    def step_key(self, setting: str, arm: str, home: runs.Home) -> Key:
+        """Of what a step costs."""
+        return {"step": [*self.common, *self.settings[setting], *self.arms[arm], "seed=0"],
+                "sources": list(home.sources)}
 
 
 def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
@@ -116,10 +125,52 @@ def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
     """The draws of a grid, or of all `grids`: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of
-    seed 0). A run that all moved arms start from is the only arm of the setting BEGIN."""
+    seed 0). A run that all moved arms start from is the only arm of the setting BEGIN. keep: what stands among the
+    committed draws is not trained again, so that a page gets more seeds in the time of these; of pages of one grid."""
     home, cells = runs.Home(HOME, tuple(sources)), Cells(name, sources, keep)
+    if keep and "grids" not in size:  # two of them could share a setting
+        restore(Grid(**size), home, cells, committed(PAGES / f"{name}.csv"))
     for each in size.get("grids", [size]):
         yield from measured(Grid(**each), home, cells, name)
+
+
+def restore(grid: Grid, home: runs.Home, cells: Cells, rows: Sequence[dict[str, str]]) -> None:
+    """The cells of runs and of their steps from the draws, but of runs in whose weights others start."""
+    drawn: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        table = "step" if row["table"] == "step" else ""
+        drawn.setdefault((row["setting"], row["arm"], row["unit"], table), []).append(row)
+    for setting, arm in product(grid.settings, grid.arms):
+        timed = drawn.get((setting, arm, "0", "step"))
+        if timed:
+            cells.restore(grid.step_key(setting, arm, home), numbers(timed), timed)
+        for seed in range(0 if grid.is_start(arm) else grid.count(arm, setting)):
+            own = drawn.get((setting, arm, str(seed), ""))
+            if own:
+                cells.restore(grid.key(setting, arm, seed, home), value_of(grid, drawn, setting, arm, seed), own)
+
+
+def value_of(grid: Grid, drawn: Mapping[tuple[str, ...], Sequence[dict[str, str]]], setting: str, arm: str,
+             seed: int) -> dict[str, Any]:
+    """What `train` returned, as far as `of_run` draws it."""
+    own = drawn[setting, arm, str(seed), ""]
+    if any(row["metric"] == "diverged" for row in own):
+        return {"diverged": "as drawn"}
+    curve = [{"step": int(step), **numbers(at)} for step, at in
+             groupby((row for row in own if row["table"] == "validation"), lambda row: row["x"])]
+    sources = {"": (arm, str(seed))}
+    if arm == grid.start and seed == 0:
+        sources |= {prefix: (name, "") for prefix, name in grid.baselines.items()}
+    last = {}
+    for suffix, place in {"": setting, **{end: f"{setting}, {name}" for end, name in grid.apart.items()}}.items():
+        for prefix, of in sources.items():
+            tested = [row for row in drawn.get((place, *of, ""), ()) if row["table"] == "test"]
+            last |= {f"{prefix}{metric}{suffix}": value for metric, value in numbers(tested).items()}
+    return {"curve": curve, "last": last}
+
+
+def numbers(rows: Iterable[dict[str, str]]) -> dict[str, float]:
+    return {row["metric"]: float(row["value"]) for row in rows}
 
 
 def measured(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:
@@ -130,9 +181,10 @@ def measured(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[D
     passed = [setting for setting in grid.settings if gate(grid, home, cells, setting)]
     train_all(grid, home, cells, passed, every, f"{name}: training")
     for setting in grid.settings:
-        for arm in [arm for arm in grid.names(setting) if setting in passed or arm in first]:
-            for seed in range(grid.count(arm, setting)):
-                yield from of_run(grid, cells, grid.key(setting, arm, seed, home), setting, arm, seed)
+        for arm, seed in [(arm, seed) for arm in grid.names(setting) for seed in range(grid.count(arm, setting))]:
+            key = grid.key(setting, arm, seed, home)
+            if setting in passed or key in cells:
+                yield from of_run(grid, cells, key, setting, arm, seed)
     if grid.cost:
         yield from costs(grid, home, cells, name)
 
@@ -220,9 +272,7 @@ def placed(grid: Grid, setting: str, key: str) -> tuple[str, str]:
 
 
 def costs(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:
-    keys = {(setting, arm): {"step": [*grid.common, *grid.settings[setting], *options, "seed=0"],
-                             "sources": list(home.sources)}
-            for setting in grid.settings for arm, options in grid.arms.items()}
+    keys = {(setting, arm): grid.step_key(setting, arm, home) for setting, arm in product(grid.settings, grid.arms)}
     cells.fill([*keys.values()], cost, f"{name}: steps", apart=True)
     for (setting, arm), key in keys.items():
         for metric, value in cells[key].items():
