@@ -45,9 +45,9 @@ class Baseline(AttentionLayer):
 
 
 class Buffer:
-    """Rows (., ., used, .) of a tensor that may be longer. It grows at its end, to twice the length where it is full,
-    so that keeping a row costs O(1); a state that is not the last one to have written there gets a buffer of its
-    own."""
+    """Rows (., ., used, .) of a tensor that may be longer. A prompt gets as many as it has; where it is full it grows
+    to twice the length, so that keeping a row costs O(1). A state that is not the last one to have written there gets
+    a buffer of its own."""
 
     def __init__(self, tensor: Tensor, used: int = 0):
         self.tensor, self.used = tensor, used
@@ -55,7 +55,8 @@ class Buffer:
     def added(self, length: int, new: Tensor) -> "Buffer":
         end, buffer = length + new.shape[2], self
         if self.used != length or end > self.tensor.shape[2]:
-            larger = self.tensor.new_empty(*self.tensor.shape[:2], max(64, 2 * end), self.tensor.shape[3])
+            room = max(64, 2 * end if length else end)
+            larger = self.tensor.new_empty(*self.tensor.shape[:2], room, self.tensor.shape[3])
             larger[:, :, :length] = self.tensor[:, :, :length]
             buffer = Buffer(larger)
         buffer.tensor[:, :, length:end] = new

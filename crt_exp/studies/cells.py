@@ -124,8 +124,8 @@ class Cells:
 
     def restore(self, key: Key, value: Any, rows: Sequence[dict[str, str]]) -> None:
         """Takes over a cell that is not kept here from its committed draws: with their commit, date and versions."""
-        seconds = sum(float(row["seconds"] or 0) for row in rows)
-        self.kept.setdefault(json.dumps(key), {"key": key, "value": value, "seconds": seconds or "",
+        seconds = next((float(row["seconds"]) for row in rows if row["seconds"]), "")
+        self.kept.setdefault(json.dumps(key), {"key": key, "value": value, "seconds": seconds,
                                                **{name: rows[0][name] for name in ("commit", "date", "versions")}})
 
     def draw(self, key: Key, setting: str, arm: str, metric: str, value: float | str, unit: str | int = "",

@@ -181,10 +181,11 @@ def measured(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[D
     passed = [setting for setting in grid.settings if gate(grid, home, cells, setting)]
     train_all(grid, home, cells, passed, every, f"{name}: training")
     for setting in grid.settings:
-        for arm, seed in [(arm, seed) for arm in grid.names(setting) for seed in range(grid.count(arm, setting))]:
-            key = grid.key(setting, arm, seed, home)
-            if setting in passed or key in cells:
-                yield from of_run(grid, cells, key, setting, arm, seed)
+        for arm in grid.names(setting):
+            for seed in range(grid.count(arm, setting)):
+                key = grid.key(setting, arm, seed, home)
+                if setting in passed or key in cells:
+                    yield from of_run(grid, cells, key, setting, arm, seed)
     if grid.cost:
         yield from costs(grid, home, cells, name)
 

@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from crt_exp.report import page
+from crt_exp.report import draws, page
 from crt_exp.runner.command_line import check_command_line
-from crt_exp.studies import runs, training
+from crt_exp.studies import cells, runs, training
 from crt_exp.studies.training import Grid
 
 GRIDS = {(name, size): spec for name in page.names() for size, spec in page.load(name).get("sizes", {}).items()
@@ -50,6 +50,24 @@ def test_other_arms_are_trained_where_the_gate_is_passed(tmp_path, monkeypatch):
     assert [draw.arm for draw in draws if draw.metric == "diverged"] == ["relu", "relu"]
     assert [draw.x for draw in draws if draw.table == "validation"][:2] == [5, 10]
     assert sum(draw.seconds != "" for draw in draws) == 12 and all(draw.versions for draw in draws)
+
+
+def test_committed_draws_stand_for_runs_where_seeds_are_added(tmp_path, monkeypatch):
+    """With `keep` the draws stay as they are committed, and only the new seeds are trained."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(training, "train", lambda overrides, sources, kept=False: (
+        started.append(overrides[-1]) or trained(overrides, sources)))
+    size = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "gated": ["uniform"], "least": 0.5, "seeds": 2,
+            "settings": {"passes": ["gap=1"], "fails": ["gap=0"]}, "baselines": {"unigram_": "unigram"}, "workers": 1,
+            "arms": {arm: [f"attention={arm}"] for arm in ("exact", "uniform", "favorp", "relu")}, "cost": False}
+    path = draws.write("grid", training.measure("grid", ["tasks/lra.py"], size), training.PAGES)
+    before, started[:] = path.read_bytes(), []
+    cells.forget("grid")
+    draws.write("grid", training.measure("grid", ["tasks/lra.py"], size, keep=True), training.PAGES)
+    assert path.read_bytes() == before and not started
+    draws.write("grid", training.measure("grid", ["tasks/lra.py"], size | {"seeds": 3}, keep=True), training.PAGES)
+    assert set(started) == {"seed=2"} and set(before.splitlines()) < set(path.read_bytes().splitlines())
 
 
 def trained(overrides, sources, kept=False):

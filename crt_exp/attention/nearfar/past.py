@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -91,6 +92,7 @@ class RecallState:
         self.firsts: list[int | None] = []        # of each row: the place of its first real token
         self.known: dict[int, Known | KeptInC] = {}         # by that place
         self.own: set[int] = set()                # of those, the ones that no other state looks at
+        self.until = renewals(sizes, 0)[0]        # tokens that see all keys
 
     @property
     def kept(self) -> Kept | None:
@@ -108,7 +110,10 @@ class RecallState:
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
         groups = {place for place in self.firsts if place is not None}
         if len(groups) == 1 and None not in self.firsts and max(groups) <= start:         # most often
-            return self._read(*groups, self._rows(*groups), x).to(v.dtype)
+            first, = groups
+            alone = x.shape[2] == 1 and len(self.buffers) == 2 and self.length - first <= self.until
+            out = self._all_keys(first, x) if alone else self._read(first, self._rows(first), x)
+            return out.to(v.dtype)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
         for first in groups:
             rows, lead = self._rows(first), max(0, first - start)
@@ -182,9 +187,16 @@ class RecallState:
             keep = masks[0][:, 0, :, 0].repeat_interleave(self.heads, 0)
         return y.flatten(0, 1), v.flatten(0, 1), keep
 
+    def _all_keys(self, first: int, x: Tensor) -> Tensor:
+        """Outputs of one token of each row, x (B, H, 1, d), where all keys are exact and none is left out: in few
+        operators, for one token is short."""
+        y, v = (buffer.tensor[:, :, first:self.length] for buffer in self.buffers)
+        x = x.to(y.dtype).reshape(len(x), self.heads, -1, x.shape[3])    # the queries of a group, which see the same
+        return F.scaled_dot_product_attention(x, y, v, scale=1.0).view(len(x), -1, 1, v.shape[3])
+
     def _read(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
-        T, S, until = x.shape[2], self.length - first, renewals(self.sizes, 0)[0]
+        T, S, until = x.shape[2], self.length - first, self.until
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
         if until >= S:
             out = _joined([exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)], 0)
@@ -242,7 +254,7 @@ class RecallState:
             known = known._replace(kept=known.kept.clone())
             self.own.add(first)
         self.known[first] = known = known._replace(blocks=blocks)
-        short, parts = max(0, min(x.shape[2], renewals(self.sizes, 0)[0] - S + x.shape[2])), []
+        short, parts = max(0, min(x.shape[2], self.until - S + x.shape[2])), []
         for run, at in self._runs(rows):
             y, v, keep = self._tokens(run, first)
             stop = S - x.shape[2] + short
