@@ -21,11 +21,11 @@ def mapped(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> N
 
     A leaf that stands in several places gives one result, which stands in all of them: shared noises stay shared.
     """
-    found, results = leaves(tree), {}
-    for leaf in found:
+    every, results = leaves(tree), {}
+    for leaf in every:
         if id(leaf) not in results:
             results[id(leaf)] = function(leaf)
-    return _rebuilt(tree, iter([results[id(leaf)] for leaf in found]), empty)
+    return _rebuilt(tree, iter([results[id(leaf)] for leaf in every]), empty)
 
 
 def shared(one: Nested, other: Nested) -> bool:

@@ -25,12 +25,12 @@ def read(path: Path) -> dict[str, Any]:
     lines = [Line(number, len(raw) - len(raw.lstrip(" ")), raw.strip("\n"))
              for number, raw in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
     try:
-        found, rest = mapping(significant(lines), 0)
+        content, rest = mapping(significant(lines), 0)
     except ValueError as error:
         raise ValueError(f"{path}, {error}") from None
     if rest:
         raise ValueError(f"{path}, line {rest[0].number}: it is indented unlike the lines above it")
-    return found
+    return content
 
 
 def significant(lines: list[Line]) -> list[Line]:
@@ -48,29 +48,29 @@ def significant(lines: list[Line]) -> list[Line]:
 
 def mapping(lines: list[Line], indent: int) -> tuple[dict[str, Any], list[Line]]:
     """The keys at this indentation, and the lines behind them."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     while lines and lines[0].indent == indent and not lines[0].text.startswith("- "):
         line, lines = lines[0], lines[1:]
         key, colon, value = line.text.partition(":")
-        if not colon or value[:1] not in ("", " ") or key in found:
+        if not colon or value[:1] not in ("", " ") or key in keys:
             raise ValueError(f"line {line.number}: it takes `key: value`, each key once")
         if not value.strip() and lines and (lines[0].indent > indent or lines[0].text.startswith("- ")):
-            found[unquoted(key)], lines = nested(lines, indent)
+            keys[unquoted(key)], lines = nested(lines, indent)
         else:
-            found[unquoted(key)] = scalar(value.strip(), line.number)
-    return found, lines
+            keys[unquoted(key)] = scalar(value.strip(), line.number)
+    return keys, lines
 
 
 def nested(lines: list[Line], indent: int) -> tuple[Any, list[Line]]:
     if not lines[0].text.startswith("- "):
         return mapping(lines, lines[0].indent)
-    inner, found = lines[0].indent, []
+    inner, entries = lines[0].indent, []
     while lines and lines[0].indent == inner and lines[0].text.startswith("- "):
         text = lines[0].text[2:].strip()
         key, colon, value = text.partition(": ")
-        found.append({key: scalar(value.strip(), lines[0].number)} if colon else scalar(text, lines[0].number))
+        entries.append({key: scalar(value.strip(), lines[0].number)} if colon else scalar(text, lines[0].number))
         lines = lines[1:]
-    return found, lines
+    return entries, lines
 
 
 def scalar(text: str, number: int) -> Any:

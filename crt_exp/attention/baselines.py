@@ -297,7 +297,7 @@ class Linformer(Baseline):
         if causal:
             raise ValueError("linformer mixes all keys: it cannot be causal")
         if most < S:
-            raise ValueError(f"linformer was made for up to {most} keys but {S} came")
+            raise ValueError(f"linformer was made for up to {most} keys, got {S}")
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         if key_mask is not None:
             y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))

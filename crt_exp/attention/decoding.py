@@ -157,7 +157,7 @@ class DecodingState:
                              f"have changed since (now {version}): start a new state, and keep them fixed while "
                              "decoding")
         if self.kept is not None and self._batch != x.shape[0]:
-            raise ValueError(f"the decoding state holds {self._batch} sequences but {x.shape[0]} came")
+            raise ValueError(f"the decoding state holds {self._batch} sequences, got {x.shape[0]}")
 
 
 class RecurrentPast:

@@ -35,7 +35,7 @@ def read(path: str | Path, target: str | None, kind: Kind | None = None) -> tupl
     texts = {name: [None if row[i].strip().lower() in MISSING else row[i].strip() for _, row in rows]
              for i, name in enumerate(names)}
     there = np.array([text is not None for text in texts[target]])
-    told = [f"{(~there).sum()} of {len(rows)} rows have no {target} and are left out"] if not there.all() else []
+    notes = [f"{(~there).sum()} of {len(rows)} rows have no {target} and are left out"] if not there.all() else []
     texts = {name: [text for text, kept in zip(column, there) if kept] for name, column in texts.items()}
     labels = texts.pop(target)
     if not labels or not texts:
@@ -43,11 +43,11 @@ def read(path: str | Path, target: str | None, kind: Kind | None = None) -> tupl
     values, classes = target_of(path, target, labels, kind)
     columns = []
     for name, column in texts.items():
-        made = column_of(path, name, column, told)
+        made = column_of(path, name, column, notes)
         columns += [] if made is None else [made]
     if not columns:
-        raise DataError(f"{path}: no column beside {target} can be used: {'; '.join(told)}")
-    return Table(path.stem, tuple(columns), values, classes, str(path)), "; ".join(told)
+        raise DataError(f"{path}: no column beside {target} can be used: {'; '.join(notes)}")
+    return Table(path.stem, tuple(columns), values, classes, str(path)), "; ".join(notes)
 
 
 def cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -91,13 +91,13 @@ def target_of(path: Path, name: str, labels: list[str], kind: Kind | None) -> tu
     return np.array([classes.index(text) for text in labels], np.int64), classes
 
 
-def column_of(path: Path, name: str, texts: list[str | None], told: list[str]) -> Column | None:
+def column_of(path: Path, name: str, texts: list[str | None], notes: list[str]) -> Column | None:
     """None, and reported, for a column that says nothing about other rows."""
     present = [text for text in texts if text is not None]
     if missing := len(texts) - len(present):
-        told.append(f"{name}: {missing} of {len(texts)} values are missing")
+        notes.append(f"{name}: {missing} of {len(texts)} values are missing")
     if not present:
-        told[-1] = f"{name} is empty and left out"
+        notes[-1] = f"{name} is empty and left out"
         return None
     if all(map(is_number, present)):
         values = np.array([np.nan if text is None else float(text) for text in texts])
@@ -106,7 +106,7 @@ def column_of(path: Path, name: str, texts: list[str | None], told: list[str]) -
         return Column(name, values)
     levels = sorted(set(present))
     if len(levels) > max(2, min(MOST_LEVELS, len(texts) // 2)):
-        told.append(f"{name} has {len(levels)} different texts and is left out")
+        notes.append(f"{name} has {len(levels)} different texts and is left out")
         return None
     levels += ["(missing)"] if missing else []
     return Column(name, np.array([levels.index(text or "(missing)") for text in texts], np.int64), tuple(levels))

@@ -38,7 +38,7 @@ def utterances(path: str | Path, split: str, faults: Faults) -> Iterator[Utteran
 
 
 def entries(path: Path) -> list[Entry]:
-    found = []
+    marked = []
     for number, row in rows(path):
         place = f"{path}, line {number}"
         if missing := [name for name in NEEDED if not isinstance(row.get(name), str)]:
@@ -47,15 +47,15 @@ def entries(path: Path) -> list[Entry]:
         split = row.get("split") or by_hash(row["audio"])
         if split not in SPLITS:
             raise DataError(f"{place}: split = {split}: it takes {', '.join(SPLITS)}")
-        found.append((bool(row.get("split")),
+        marked.append((bool(row.get("split")),
                       Entry(place, path.parent / row["audio"], " ".join(row["text"].split()), split)))
-    if not found:
+    if not marked:
         raise DataError(f"{path} names no audio: it takes the columns audio and text, and a line for each file")
-    told = {said for said, _ in found}
-    if len(told) > 1:
-        place = next(entry.place for said, entry in found if not said)
+    known = {said for said, _ in marked}
+    if len(known) > 1:
+        place = next(entry.place for said, entry in marked if not said)
         raise DataError(f"{place}: it has no split, and other lines have one: give all of them, or none")
-    return [entry for _, entry in found]
+    return [entry for _, entry in marked]
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict]]:
@@ -75,12 +75,12 @@ def objects(path: Path, text: str) -> Iterator[tuple[int, dict]]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number}: it is not JSON: {error.msg}") from None
-        if not isinstance(found, dict):
+        if not isinstance(value, dict):
             raise DataError(f"{path}, line {number}: it is not a JSON object")
-        yield number, found
+        yield number, value
 
 
 def by_hash(name: str) -> str:

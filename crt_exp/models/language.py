@@ -121,7 +121,7 @@ class SequenceModel(nn.Module):
     def _check_length(self, length: int) -> None:
         most = self.description.length
         if length > most:
-            raise ValueError(f"this model has learned positions for {most} symbols but {length} came")
+            raise ValueError(f"this model has learned positions for {most} symbols, got {length}")
 
 
 class LanguageModel(SequenceModel):

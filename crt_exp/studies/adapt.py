@@ -193,16 +193,16 @@ def adapted(setting: str, seed: int, steps: int, arm: str, transfer: int, lora: 
     """Loss and CPU seconds at each of PLACES; of a step of transfer and of training: seconds and bytes for the backward
     pass."""
     model = swapped(setting, seed, steps, arm)
-    found = {"swapped": (tested(model, setting, seed), 0.0)}
+    places = {"swapped": (tested(model, setting, seed), 0.0)}
     seconds = taught(model, setting, seed, transfer) if arm not in (EXACT, UNIFORM) else 0.0
-    found["transferred"] = (tested(model, setting, seed), seconds)
+    places["transferred"] = (tested(model, setting, seed), seconds)
     if arm != UNIFORM:
         more = low_rank(model, setting, seed, lora, transfer)
-        found["transfer, LoRA"] = (tested(model, setting, seed), seconds + more)
+        places["transfer, LoRA"] = (tested(model, setting, seed), seconds + more)
         model = swapped(setting, seed, steps, arm)
         alone = low_rank(model, setting, seed, transfer + lora, 0)
-        found["LoRA"] = (tested(model, setting, seed), alone)
-    return {"places": found, "steps": of_steps(setting, seed, steps, arm)}
+        places["LoRA"] = (tested(model, setting, seed), alone)
+    return {"places": places, "steps": of_steps(setting, seed, steps, arm)}
 
 
 def swapped(setting: str, seed: int, steps: int, arm: str) -> nn.Module:
@@ -256,9 +256,9 @@ def of_steps(setting: str, seed: int, steps: int, arm: str, rounds: int = 5) -> 
     model, rows = swapped(setting, seed, steps, arm), SETTINGS[setting].rows("train", 5, ROWS)
     if not learned(swapped_layers(model)):
         return {}
-    found = {"trained": cost(lambda: loss_of(model.train(), rows), rounds)}
+    costs = {"trained": cost(lambda: loss_of(model.train(), rows), rounds)}
     taught = Transferring(model).train()
-    return found | {"transferred": cost(lambda: transfer_loss(taught, rows), rounds)}
+    return costs | {"transferred": cost(lambda: transfer_loss(taught, rows), rounds)}
 
 
 def cost(loss: Callable[[], Tensor], rounds: int) -> tuple[float, float]:

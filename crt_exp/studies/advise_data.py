@@ -92,12 +92,12 @@ def spoken(source: str) -> list[speech.Utterance]:
     """Of a table that names files and their text, or of a folder of audio, without text."""
     path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
     if path.is_file():
-        found = [each for split in speech_table.SPLITS for each in speech_table.utterances(path, split, faults)]
+        heard = [each for split in speech_table.SPLITS for each in speech_table.utterances(path, split, faults)]
     else:
         parts = [(file, speech.header(file, faults)) for file in speech_table.audio_files(source, "task.audio")]
-        found = [speech.Utterance(file.stem, "", (part,)) for file, part in parts if part]
-    faults.settle(len(found))
-    return speech.usable(found, float("inf"), faults)
+        heard = [speech.Utterance(file.stem, "", (part,)) for file, part in parts if part]
+    faults.settle(len(heard))
+    return speech.usable(heard, float("inf"), faults)
 
 
 def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:

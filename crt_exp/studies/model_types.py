@@ -158,17 +158,17 @@ def padded(model: nn.Module, batch: dict[str, Any]) -> dict[str, dict[str, Any]]
     and honours it itself."""
     if "input_ids" not in batch:
         return {}
-    found = {}
+    cases = {}
     for name, tokens in (("padding on the right", slice(-3, None)), ("padding on the left", slice(0, 3))):
         mask = torch.ones_like(batch["input_ids"])
         mask[1, tokens] = 0
         case = batch | {"attention_mask": mask}
         try:
             if all(t.isfinite().all() for t in outputs(model, case)) and not padding_leak(model, case):
-                found[name] = case
+                cases[name] = case
         except Exception:
             continue
-    return found
+    return cases
 
 
 @torch.no_grad()

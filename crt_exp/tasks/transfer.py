@@ -166,9 +166,9 @@ class Recorded:
     @torch.no_grad()
     def __call__(self, *args: Tensor, **batch: Tensor):
         _, out = self.model(*args, **batch)
-        found = [t.squares for t in self.model.teachers if t.squares is not None]
+        taught = [t.squares for t in self.model.teachers if t.squares is not None]
         self.totals = tuple([float(part) + before for part, before in zip(side, self._before(i, side))]
-                            for i, side in enumerate(zip(*found)))
+                            for i, side in enumerate(zip(*taught)))
         return out
 
     def _before(self, i: int, side: tuple[Tensor, ...]) -> Iterator[float]:

@@ -104,7 +104,7 @@ BAD = {
     "need a noise": lambda: Generalized().phi_q(torch.zeros(2, 3)),
     "rank = 9": lambda: linformer(8, 9),
     "it cannot be causal": lambda: linformer(8, 2, causal=True)(*torch.zeros(3, 2, 4, 6, 4)),
-    "up to 4 keys but 6": lambda: linformer(4, 2)(*torch.zeros(3, 2, 4, 6, 4)),
+    "up to 4 keys, got 6": lambda: linformer(4, 2)(*torch.zeros(3, 2, 4, 6, 4)),
     "as many of both": lambda: identity_attention(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 1, 4, 3)),
     "takes both of each new token": lambda: DecodingState(PosRF(), samplers.iid(5, 4)).step(
         torch.zeros(1, 1, 1, 4), *torch.zeros(2, 1, 1, 2, 4)),

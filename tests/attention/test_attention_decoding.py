@@ -115,5 +115,5 @@ def test_state_follows_a_beam():
     state.select(torch.tensor([1, 1, 0]))
     out = step(state, [1, 1, 0], 1)
     assert_same([out[:, :, 0]], [case(causal=True)[[1, 1, 0], :, 1].detach()])
-    with pytest.raises(ValueError, match="holds 3 sequences but 2 came"):
+    with pytest.raises(ValueError, match="holds 3 sequences, got 2"):
         step(state, [0, 1], 2)

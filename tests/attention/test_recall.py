@@ -352,7 +352,7 @@ def test_what_is_refused():
         attend(x, y, v, SIZES._replace(open=-1))
     with pytest.raises(ValueError, match="NaN or infinite"):
         attend(x, y * torch.nan, v)
-    with pytest.raises(ValueError, match="holds 2 sequences but 1 came"):
+    with pytest.raises(ValueError, match="holds 2 sequences, got 1"):
         state = RecallState(SIZES, 1)
         state.take(y, v)
         state.take(y[:1], v[:1])

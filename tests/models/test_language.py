@@ -233,7 +233,7 @@ def test_bad_sizes():
         sizes_of("tiny", {"heads": 3}, "task.sizes")
     with pytest.raises(ConfigError, match="have an odd one"):
         Description(11, 32, SIZES | {"heads": 16}, True, "rotary")
-    with pytest.raises(ValueError, match="positions for 32 symbols but 33 came"):
+    with pytest.raises(ValueError, match="positions for 32 symbols, got 33"):
         model_of()(tokens(1, 33))
     with pytest.raises(ValueError, match="without key_mask"):
         model = model_of()

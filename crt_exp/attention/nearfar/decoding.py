@@ -130,7 +130,7 @@ class NearFarState:
             raise ValueError(f"the decoding state belongs to version {self.version} of the codebook, which has changed "
                              f"since (now {version}): start a new state, and keep it fixed while decoding")
         if self.kept is not None and len(self.kept.sums) != len(y):
-            raise ValueError(f"the decoding state holds {len(self.kept.sums)} sequences but {len(y)} came")
+            raise ValueError(f"the decoding state holds {len(self.kept.sums)} sequences, got {len(y)}")
 
     def _book(self, batch: int, dtype: torch.dtype) -> Codebook:
         """Of all key heads of a batch."""

@@ -22,7 +22,7 @@ from crt_exp.samplers.noise import precise
 
 
 class FarKeys(NamedTuple):
-    """Keys in the blocks by whose sums they are told apart."""
+    """Keys in the blocks by whose sums they are distinguished."""
 
     y: Tensor       # (N, B, H, b, d), less the shift
     v: Tensor       # (N, B, H, b, dv)

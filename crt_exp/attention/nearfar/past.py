@@ -132,7 +132,7 @@ class RecallState:
             raise ValueError(f"the decoding state belongs to version {self.version} of the layer, now {version}")
         (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
         if self.buffers and len(self.firsts) != B:
-            raise ValueError(f"the decoding state holds {len(self.firsts)} sequences but {B} came")
+            raise ValueError(f"the decoding state holds {len(self.firsts)} sequences, got {B}")
         self.firsts = self.firsts if self.buffers else [None] * B
         parts = [y.to(dtype), v.to(dtype)]
         if len(self.buffers) == len(Kept._fields) or not (key_mask is None or bool(key_mask.all())):
