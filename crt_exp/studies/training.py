@@ -4,12 +4,15 @@ Arms of one seed read the same rows in the same order and start from the same we
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain, groupby, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
+
+from crt_exp.runner.run import as_committed_with
 from crt_exp.studies import runs, texts
 from crt_exp.studies.cells import Cells, Draw, Key, committed
 from crt_exp.memory import peak, reset_peak
@@ -126,21 +129,35 @@ def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
     """The draws of a grid, or of all `grids`: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of
     seed 0). A run that all moved arms start from is the only arm of the setting BEGIN. keep: what stands among the
-    committed draws is not trained again, so that a page gets more seeds in the time of these; of pages of one grid."""
+    committed draws and is asked for by the same options is not trained again, so that a page gets more seeds in the
+    time of these; of pages of one grid."""
     home, cells = runs.Home(HOME, tuple(sources)), Cells(name, sources, keep)
     if keep and "grids" not in size:  # two of them could share a setting
-        restore(Grid(**size), home, cells, committed(PAGES / f"{name}.csv"))
+        restore(Grid(**size), grids_before(name), home, cells, committed(PAGES / f"{name}.csv"))
     for each in size.get("grids", [size]):
         yield from measured(Grid(**each), home, cells, name)
 
 
-def restore(grid: Grid, home: runs.Home, cells: Cells, rows: Sequence[dict[str, str]]) -> None:
-    """The cells of runs and of their steps from the draws, but of runs in whose weights others start."""
+def grids_before(name: str) -> list[Grid]:
+    """Those of the page's file as it was when its draws were committed."""
+    text = as_committed_with(f"conf/report/{name}.yaml", f"{PAGES}/{name}.csv")
+    known = {each.name for each in fields(Grid)}
+    return [Grid(**{key: value for key, value in size.items() if key in known})
+            for size in ((yaml.safe_load(text) or {}).get("sizes", {}) if text else {}).values()
+            if {"settings", "arms", "metrics"} <= {*size}]
+
+
+def restore(grid: Grid, before: Sequence[Grid], home: runs.Home, cells: Cells, rows: Sequence[dict[str, str]]) -> None:
+    """The cells of runs and of their steps from the draws of grids that asked for them by the same options, but of runs
+    in whose weights others start."""
     drawn: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         table = "step" if row["table"] == "step" else ""
         drawn.setdefault((row["setting"], row["arm"], row["unit"], table), []).append(row)
     for setting, arm in product(grid.settings, grid.arms):
+        if not any(setting in old.settings and arm in old.arms and
+                   old.options(setting, arm, 0, home) == grid.options(setting, arm, 0, home) for old in before):
+            continue
         timed = drawn.get((setting, arm, "0", "step"))
         if timed:
             cells.restore(grid.step_key(setting, arm, home), numbers(timed), timed)

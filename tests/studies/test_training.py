@@ -53,7 +53,7 @@ def test_other_arms_are_trained_where_the_gate_is_passed(tmp_path, monkeypatch):
 
 
 def test_committed_draws_stand_for_runs_where_seeds_are_added(tmp_path, monkeypatch):
-    """With `keep` the draws stay as they are committed, and only the new seeds are trained."""
+    """With `keep` the draws stay as they are committed, and only new seeds are trained, and what has other options."""
     monkeypatch.chdir(tmp_path)
     started = []
     monkeypatch.setattr(training, "train", lambda overrides, sources, kept=False: (
@@ -63,11 +63,24 @@ def test_committed_draws_stand_for_runs_where_seeds_are_added(tmp_path, monkeypa
             "arms": {arm: [f"attention={arm}"] for arm in ("exact", "uniform", "favorp", "relu")}, "cost": False}
     path = draws.write("grid", training.measure("grid", ["tasks/lra.py"], size), training.PAGES)
     before, started[:] = path.read_bytes(), []
+    monkeypatch.setattr(training, "grids_before", lambda name: [Grid(**size)])
     cells.forget("grid")
     draws.write("grid", training.measure("grid", ["tasks/lra.py"], size, keep=True), training.PAGES)
     assert path.read_bytes() == before and not started
     draws.write("grid", training.measure("grid", ["tasks/lra.py"], size | {"seeds": 3}, keep=True), training.PAGES)
     assert set(started) == {"seed=2"} and set(before.splitlines()) < set(path.read_bytes().splitlines())
+    cells.forget("grid")
+    started.clear()
+    [*training.measure("grid", ["tasks/lra.py"], size | {"settings": {"passes": ["gap=1", "steps=9"]}}, keep=True)]
+    assert len(started) == 8
+
+
+def test_options_before_are_those_of_the_commit_of_the_draws():
+    before = training.grids_before("lra")
+    if not before:
+        pytest.skip("no history, as of a downloaded archive")
+    assert {"ListOps"} <= {setting for grid in before for setting in grid.settings}
+    assert training.grids_before("no such page") == []
 
 
 def trained(overrides, sources, kept=False):
