@@ -19,7 +19,7 @@ from crt_exp.studies.flops import TOKENS, columns, count
 from crt_exp.studies.pairs import drawn, generator
 from crt_exp.studies.rollouts import one_thread
 
-ROUNDS, CALLS = 5, 20  # of a time: how often all take their turn, and calls of one turn
+ROUNDS, CALLS = 5, 10  # of a time: how often all take their turn, and calls of one turn
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
@@ -64,13 +64,14 @@ def on_sphere(rows: int, d: int) -> Tensor:
 
 
 def milliseconds(layer: torch.nn.Module, d: int, length: int) -> float:
-    """Of ranking the patches of one image, the mean of some calls."""
+    """Of processor time, which other work on the machine hardly changes: of ranking the patches of one image, the mean
+    of some calls."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(CALLS):
         column_sums(layer, q, k)
-    return 1e3 * (time.perf_counter() - begin) / CALLS
+    return 1e3 * (time.process_time() - begin) / CALLS
 
 
 def flops(mechanism: Mechanism, d: int, length: int) -> int:
