@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from crt_exp.report.evidence import Claim, independent
+from crt_exp.report.evidence import Claim, Unmeasured, independent
 from crt_exp.report.page import Page
 
 FASTER, FLAT, STEADY = 4.0, 0.85, 1.1  # what is to be reached
@@ -38,8 +38,11 @@ BARS = [
         "drawing letters", ("favorpp", 8000), ("favorpp", 100), STEADY)]
 
 
-def bars(page: Page) -> Iterator[tuple[str, Claim]]:
+def bars(page: Page) -> Iterator[tuple[str, Claim | Unmeasured]]:
     for bar in BARS:
         ratios = bar.ratios(page).to_numpy()
-        yield bar.setting, Claim(bar.text, independent(ratios - bar.bound if bar.metric == "letters_per_s" else
-                                                       bar.bound - ratios), "times")
+        beyond = ratios - bar.bound if bar.metric == "letters_per_s" else bar.bound - ratios
+        if len(ratios) > 1:
+            yield bar.setting, Claim(bar.text, independent(beyond), "times")
+        else:
+            yield "", Unmeasured(bar.text, "cannot tell here", "fewer than two processes took these lengths")

@@ -15,7 +15,8 @@ def first_lines(page: Page) -> list[str]:
     places = times(page, STEP)
     faster = [f"{x:,.0f}" for x in places if times(page, ("a step", CONTROL))[x] <= places[x]]
     said = won_by("the log-uniform law", beaten, len(arms) * len(beaten))
-    return [f"{said} A step with it takes less time than with features down the tree at {' and '.join(faster)} classes."]
+    return [f"{said} A step with it takes less time than with features down the tree at {' and '.join(faster)} "
+            "classes."]
 
 
 def worse(page: Page, metric: str, setting: str, arms: list[str]) -> list[str]:
