@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crt_exp.report import draws, page, render
+from crt_exp.report.evidence import Unmeasured
 from crt_exp.report.page import Page
 from crt_exp.report.pages import proteins_long
 from crt_exp.studies import protein_steps, training
@@ -30,6 +31,14 @@ def test_bars_are_judged_by_process(speed, word, tmp_path):
     verdicts = Page("proteins-long", tmp_path).families["bars"]
     assert [verdict.word for verdict in verdicts] == 5 * [word]
     assert {verdict.claim.difference.n for verdict in verdicts} == {3}
+
+
+def test_bars_without_draws_say_what_is_left():
+    first, *_ = Page("proteins-long", COMMITTED).families["bars"]
+    if isinstance(first, Unmeasured):
+        assert "only medians are left; of this difference the mean over processes, +10.4 ± 0.335" in str(first)
+    else:
+        assert first.claim.difference.n > 1
 
 
 def test_every_part_steps_with_its_own_attention(one_thread, monkeypatch):

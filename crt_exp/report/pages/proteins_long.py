@@ -22,7 +22,7 @@ class Bar(NamedTuple):
     bound: float
 
     def ratios(self, page: Page) -> pd.Series:
-        """By process."""
+        """By process; empty where only medians over processes are left."""
         over, under = (page.values(self.metric, self.setting, arm, "time", x, log=True)
                        for arm, x in (self.over, self.under))
         return (over / under).dropna()
@@ -45,4 +45,12 @@ def bars(page: Page) -> Iterator[tuple[str, Claim | Unmeasured]]:
         if len(ratios) > 1:
             yield bar.setting, Claim(bar.text, independent(beyond), "times")
         else:
-            yield "", Unmeasured(bar.text, "cannot tell here", "fewer than two processes took these lengths")
+            yield "", Unmeasured(bar.text, "cannot tell here", left(page, bar.text))
+
+
+def left(page: Page, text: str) -> str:
+    """What is still known where the times of the processes are not."""
+    known = [page.values(metric, arm=text).to_numpy(float) for metric in ("beyond", "beyond_ci95")]
+    said = [f"{mean:+.3g} ± {half:.3g} times" for mean, half in zip(*known)]
+    return "; ".join(["of the times of the processes only medians are left",
+                      *(f"of this difference the mean over processes, {each}" for each in said)])
