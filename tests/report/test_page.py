@@ -1,6 +1,7 @@
 """Pages are functions of committed draws and their file: rendered again they are the same."""
 
 import math
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,18 @@ def test_files_name_rooms_arms_and_measurements_that_exist(name):
         assert {claim[key] for key in ("better", "worse", "arm") if key in claim} <= known, claim["text"]
     assert (frame[["commit", "date"]] != "").all().all()
     assert len(spec.get("claims", [])) <= 5, "more claims of the paper than a page names"
+
+
+def test_draws_are_of_commits_that_can_be_looked_at():
+    """A "+" marks a tree with changes."""
+    root = COMMITTED.parents[1]
+    known = subprocess.run(["git", "-C", str(root), "rev-list", "HEAD"], capture_output=True, text=True).stdout.split()
+    if len(known) < 100:
+        pytest.skip("no history, as of an archive or a shallow clone")
+    short = {digest[:12] for digest in known}
+    for name in MEASURED:
+        named = {commit.rstrip("+") for commit in draws.read(name, COMMITTED)["commit"] if commit}
+        assert named <= short, name
 
 
 def test_verdicts_are_those_of_the_draws(tmp_path):
