@@ -9,7 +9,6 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -112,8 +111,7 @@ class RecallState:
         if len(groups) == 1 and None not in self.firsts and max(groups) <= start:         # most often
             first, = groups
             alone = x.shape[2] == 1 and len(self.buffers) == 2 and self.length - first <= self.until
-            out = self._all_keys(first, x) if alone else self._read(first, self._rows(first), x)
-            return out.to(v.dtype)
+            return (self._all_keys(first, x) if alone else self._read(first, self._rows(first), x)).to(v.dtype)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
         for first in groups:
             rows, lead = self._rows(first), max(0, first - start)
@@ -188,11 +186,11 @@ class RecallState:
         return y.flatten(0, 1), v.flatten(0, 1), keep
 
     def _all_keys(self, first: int, x: Tensor) -> Tensor:
-        """Outputs of one token of each row, x (B, H, 1, d), where all keys are exact and none is left out: in few
-        operators, for one token is short."""
-        y, v = (buffer.tensor[:, :, first:self.length] for buffer in self.buffers)
-        x = x.to(y.dtype).reshape(len(x), self.heads, -1, x.shape[3])    # the queries of a group, which see the same
-        return F.scaled_dot_product_attention(x, y, v, scale=1.0).view(len(x), -1, 1, v.shape[3])
+        """`_read` of one token of each row, x (B, H, 1, d), where all keys are exact and none is left out: as short as
+        the work is."""
+        y, v = (buffer.tensor[:, :, first:self.length].flatten(0, 1) for buffer in self.buffers)
+        out = exactly(x.to(y.dtype).reshape(len(y), -1, 1, x.shape[3]), y, v, None)
+        return out.reshape(*x.shape[:3], v.shape[2])
 
     def _read(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
