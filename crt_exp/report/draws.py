@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 
 from crt_exp.runner.run import write_atomic
-from crt_exp.studies.cells import Draw
+from crt_exp.studies.cells import PAGES, Draw
 
 COLUMNS = [field.name for field in fields(Draw)]
-FOLDER = Path("outputs/report")
+FOLDER = PAGES
 LARGEST = 2**20  # bytes of a file that is not compressed
 
 

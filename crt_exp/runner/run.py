@@ -340,10 +340,10 @@ def commit() -> str | None:
     return _git(root, "rev-parse", "HEAD") + ("+changes" if changed else "")
 
 
-def as_committed_with(file: str, other: str) -> str:
-    """The text of a file of the repository at the last commit of another one; empty where history has none."""
+def as_committed_with(file: str, others: str) -> str:
+    """The text of a file of the repository at the last commit of others, a pattern; empty where history has none."""
     root = Path(crt_exp.__file__).parent.parent
-    last = _git(root, "log", "-1", "--format=%H", "--", other) if (root / ".git").exists() else ""
+    last = _git(root, "log", "-1", "--format=%H", "--", others) if (root / ".git").exists() else ""
     return _git(root, "show", f"{last}:{file}") if last else ""
 
 

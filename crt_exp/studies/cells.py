@@ -6,6 +6,7 @@ of it, as a row of outputs/report/<name>.csv: what a page compares, and all that
 
 import ast
 import csv
+import gzip
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from crt_exp.memory import in_new_process
 from crt_exp.runner.run import commit, machine, read_records
 
 PACKAGE = Path(__file__).parent.parent
+PAGES = Path("outputs/report")  # where draws are committed
 Key = dict[str, Any]
 
 
@@ -54,12 +56,13 @@ class Draw:
     versions: str = ""
 
 
-def committed(path: Path) -> list[dict[str, str]]:
-    """The rows of the draws of a page; none where there is no such file."""
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def committed(name: str) -> list[dict[str, str]]:
+    """The rows of the draws of a page, as text; none where it has none."""
+    for path, opened in ((PAGES / f"{name}.csv", open), (PAGES / f"{name}.csv.gz", gzip.open)):
+        if path.is_file():
+            with opened(path, "rt", newline="", encoding="utf-8") as file:
+                return list(csv.DictReader(file))
+    return []
 
 
 class OutOfTime(ValueError):

@@ -14,10 +14,10 @@ import yaml
 
 from crt_exp.runner.run import as_committed_with
 from crt_exp.studies import runs, texts
-from crt_exp.studies.cells import Cells, Draw, Key, committed
+from crt_exp.studies.cells import PAGES, Cells, Draw, Key, committed
 from crt_exp.memory import peak, reset_peak
 
-HOME, PAGES = Path("outputs/runs"), Path("outputs/report")
+HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
 BEGIN = "exact models"  # the setting of runs that moved arms start from
 FINAL = ("step", "epoch", "split", "time_s", "final")
@@ -133,14 +133,14 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     time of these; of pages of one grid."""
     home, cells = runs.Home(HOME, tuple(sources)), Cells(name, sources, keep)
     if keep and "grids" not in size:  # two of them could share a setting
-        restore(Grid(**size), grids_before(name), home, cells, committed(PAGES / f"{name}.csv"))
+        restore(Grid(**size), grids_before(name), home, cells, committed(name))
     for each in size.get("grids", [size]):
         yield from measured(Grid(**each), home, cells, name)
 
 
 def grids_before(name: str) -> list[Grid]:
     """Those of the page's file as it was when its draws were committed."""
-    text = as_committed_with(f"conf/report/{name}.yaml", f"{PAGES}/{name}.csv")
+    text = as_committed_with(f"conf/report/{name}.yaml", f"{PAGES}/{name}.csv*")
     known = {each.name for each in fields(Grid)}
     return [Grid(**{key: value for key, value in size.items() if key in known})
             for size in ((yaml.safe_load(text) or {}).get("sizes", {}) if text else {}).values()
@@ -164,15 +164,18 @@ def restore(grid: Grid, before: Sequence[Grid], home: runs.Home, cells: Cells, r
         for seed in range(0 if grid.is_start(arm) else grid.count(arm, setting)):
             own = drawn.get((setting, arm, str(seed), ""))
             if own:
-                cells.restore(grid.key(setting, arm, seed, home), value_of(grid, drawn, setting, arm, seed), own)
+                value, commits = value_of(grid, drawn, setting, arm, seed)
+                if len(commits) == 1:  # a cell has one
+                    cells.restore(grid.key(setting, arm, seed, home), value, own)
 
 
 def value_of(grid: Grid, drawn: Mapping[tuple[str, ...], Sequence[dict[str, str]]], setting: str, arm: str,
-             seed: int) -> dict[str, Any]:
-    """What `train` returned, as far as `of_run` draws it."""
+             seed: int) -> tuple[dict[str, Any], set[str]]:
+    """What `train` returned, as far as `of_run` draws it, and the commits of these draws."""
     own = drawn[setting, arm, str(seed), ""]
+    commits = {row["commit"] for row in own}
     if any(row["metric"] == "diverged" for row in own):
-        return {"diverged": "as drawn"}
+        return {"diverged": "as drawn"}, commits
     curve = [{"step": int(step), **numbers(at)} for step, at in
              groupby((row for row in own if row["table"] == "validation"), lambda row: row["x"])]
     sources = {"": (arm, str(seed))}
@@ -183,7 +186,8 @@ def value_of(grid: Grid, drawn: Mapping[tuple[str, ...], Sequence[dict[str, str]
         for prefix, of in sources.items():
             tested = [row for row in drawn.get((place, *of, ""), ()) if row["table"] == "test"]
             last |= {f"{prefix}{metric}{suffix}": value for metric, value in numbers(tested).items()}
-    return {"curve": curve, "last": last}
+            commits |= {row["commit"] for row in tested}
+    return {"curve": curve, "last": last}, commits
 
 
 def numbers(rows: Iterable[dict[str, str]]) -> dict[str, float]:

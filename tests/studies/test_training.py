@@ -61,18 +61,23 @@ def test_committed_draws_stand_for_runs_where_seeds_are_added(tmp_path, monkeypa
     size = {"metrics": ["loss"], "tested": ["loss"], "higher": False, "gated": ["uniform"], "least": 0.5, "seeds": 2,
             "settings": {"passes": ["gap=1"], "fails": ["gap=0"]}, "baselines": {"unigram_": "unigram"}, "workers": 1,
             "arms": {arm: [f"attention={arm}"] for arm in ("exact", "uniform", "favorp", "relu")}, "cost": False}
-    path = draws.write("grid", training.measure("grid", ["tasks/lra.py"], size), training.PAGES)
+    path = draws.write("grid", training.measure("grid", ["tasks/lra.py"], size), draws.FOLDER)
     before, started[:] = path.read_bytes(), []
     monkeypatch.setattr(training, "grids_before", lambda name: [Grid(**size)])
     cells.forget("grid")
-    draws.write("grid", training.measure("grid", ["tasks/lra.py"], size, keep=True), training.PAGES)
+    draws.write("grid", training.measure("grid", ["tasks/lra.py"], size, keep=True), draws.FOLDER)
     assert path.read_bytes() == before and not started
-    draws.write("grid", training.measure("grid", ["tasks/lra.py"], size | {"seeds": 3}, keep=True), training.PAGES)
+    draws.write("grid", training.measure("grid", ["tasks/lra.py"], size | {"seeds": 3}, keep=True), draws.FOLDER)
     assert set(started) == {"seed=2"} and set(before.splitlines()) < set(path.read_bytes().splitlines())
     cells.forget("grid")
     started.clear()
     [*training.measure("grid", ["tasks/lra.py"], size | {"settings": {"passes": ["gap=1", "steps=9"]}}, keep=True)]
     assert len(started) == 8
+    path.write_text(path.read_text().replace(",unigram,loss,3.0,,,test,,", ",unigram,loss,3.0,,,test,,another"))
+    cells.forget("grid")
+    started.clear()
+    [*training.measure("grid", ["tasks/lra.py"], size, keep=True)]
+    assert len(started) == 2, "a baseline of another commit than its run"
 
 
 def test_options_before_are_those_of_the_commit_of_the_draws():
