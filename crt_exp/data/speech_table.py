@@ -48,7 +48,7 @@ def entries(path: Path) -> list[Entry]:
         if split not in SPLITS:
             raise DataError(f"{place}: split = {split}: it takes {', '.join(SPLITS)}")
         marked.append((bool(row.get("split")),
-                      Entry(place, path.parent / row["audio"], " ".join(row["text"].split()), split)))
+                       Entry(place, path.parent / row["audio"], " ".join(row["text"].split()), split)))
     if not marked:
         raise DataError(f"{path} names no audio: it takes the columns audio and text, and a line for each file")
     known = {said for said, _ in marked}
