@@ -140,14 +140,15 @@ def new_figure(*args, **kwargs):
 
 
 def plain_ticks(axis) -> None:
-    """Numbers as they are, on an axis of logarithms that may span less than a decade; of many, decades alone."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    """Numbers as they are, and millions, on an axis of logarithms that may span less than a decade; of many, decades
+    alone."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
     first, last = axis.get_data_interval()
     few = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 7)
     axis.set_major_locator(LogLocator(subs=(1,) if last >= DECADES * first > 0 else few))
-    axis.set_major_formatter(StrMethodFormatter("{x:,.9g}"))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1e6:,.9g}M" if x >= 1e6 else f"{x:,.9g}"))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -4,7 +4,8 @@ A panel is {kind, title, settings, arms, metric, table, ...}; it is drawn for ea
 
     kind: lines     mean of `metric` over x, one line an arm, with a band of its 95% interval; log: [x, y]; scale: log,
                     the geometric mean, without the band; dotted: arms with another line than their colour's;
-                    less: an arm whose value is subtracted, paired by unit
+                    less: an arm whose value is subtracted, paired by unit; within: [low, high], the values that are
+                    shown, where some are as good as 0
     kind: points    mean of `metric` against the mean of `against`, one point an arm, named; log: [x]; relative: an
                     arm by whose means both are divided
     kind: dots      one row an arm: its mean with the 95% interval; log: [x]; less: an arm whose value is subtracted,
@@ -86,6 +87,8 @@ def lines(ax, page: Page, panel: dict[str, Any], setting: str | None) -> None:
     name_axes(ax, page, panel, setting, "step", metric.heading)
     if "x" in panel.get("log", []):
         plain_ticks(ax.xaxis)
+    if "within" in panel:
+        ax.set_ylim(panel["within"])
     label_ends(ax, ends)
 
 
