@@ -14,6 +14,8 @@ from crt_exp.features.base import can_ask, holds
 from crt_exp.samplers import at_least_float32
 from crt_exp.schema import Count, Whole, checked
 
+VECTOR = 16     # fewer keys than a vector of floats holds: torch's kernel for CPUs gives 0 for queries that are NaN
+
 
 class Baseline(AttentionLayer):
     """Subclasses define `attend` for x, y and v. Seed and number of the layer, and whether it is cross-attention, make
@@ -145,8 +147,10 @@ def _fused(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | Non
         past = torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)
         allowed = past if allowed is None else allowed & past
     if allowed is None:
-        return F.scaled_dot_product_attention(x, y, v, is_causal=causal, scale=scale)
-    return _masked_softmax(x, y, v, allowed, scale)
+        out = F.scaled_dot_product_attention(x, y, v, is_causal=causal, scale=scale)
+    else:
+        out = _masked_softmax(x, y, v, allowed, scale)
+    return out + 0.0 * x.sum(-1, keepdim=True) if S < VECTOR else out
 
 
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:

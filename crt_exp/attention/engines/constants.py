@@ -11,5 +11,6 @@ def numbers(header: Path) -> dict[str, str]:
 
 _NUMBERS = numbers(Path(__file__).with_suffix(".h"))
 CHUNK, FAN, LEVELS = (int(_NUMBERS[name]) for name in ("CHUNK", "FAN", "LEVELS"))
-NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = (int(_NUMBERS[name]) for name in ("NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY"))
+NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY, BAD_SIZES = (
+    int(_NUMBERS[name]) for name in ("NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY", "BAD_SIZES"))
 TINY, EXHAUSTED = float(_NUMBERS["TINY"]), float(_NUMBERS["EXHAUSTED"])

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.baselines import exact_attention, fused_attention
+from crt_exp.attention.baselines import VECTOR, exact_attention, fused_attention
 from crt_exp.attention.checks import (
     all_finite,
     check_entries,
@@ -117,14 +117,19 @@ def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: b
 
 
 def _fused(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, scale: float, own: bool) -> Tensor:
-    """Padding that holds NaN, which is seldom, shows in the result, where that may be asked: then it is left out."""
+    """Padding that holds NaN, which is seldom, shows in the result, where that may be asked: then it is left out. The
+    kernel for few keys hides it."""
+    few = y.shape[2] < VECTOR
     if key_mask is None or can_ask(x):
         out = fused_attention(x, y, v, causal, key_mask, scale)
-        if all_finite(out):
+        if all_finite(out) and (not few or all_finite(y)):
             return out
     if key_mask is not None:
-        out = exact_attention(_clean(x, key_mask) if own else x, y, v, causal=causal, key_mask=key_mask, scale=scale)
+        x, y = _clean(x, key_mask) if own else x, torch.where(key_mask[:, None, :, None], y, 0.0)
+        out = exact_attention(x, y, v, causal=causal, key_mask=key_mask, scale=scale)
     check_entries(out)
+    if few:
+        check_entries(y)
     return out
 
 

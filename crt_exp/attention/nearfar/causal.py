@@ -32,7 +32,7 @@ from crt_exp.attention.nearfar.choice import (
 )
 from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import block_sums
-from crt_exp.attention.nearfar.engine.constants import HIDDEN, LEAST
+from crt_exp.attention.nearfar.engine.constants import AWAY, HIDDEN, LEAST
 from crt_exp.attention.nearfar.engine.sets import Weighted, Window, nothing
 from crt_exp.attention.nearfar.engine.windows import gather
 from crt_exp.attention.nearfar.features import FarFeatures
@@ -42,7 +42,7 @@ class Codebook(NamedTuple):
     """What causal attention measures keys by and sorts them into: of earlier sequences."""
 
     metric: Metric
-    centres: Tensor   # (Z or 1, K, d), keys as they come
+    centres: Tensor   # (Z or 1, K, d), keys as they come; a copy of the first is no centre, there being too few
 
     def at(self, rows: slice) -> "Codebook":
         return Codebook(self.metric.at(rows), self.centres if len(self.centres) == 1 else self.centres[rows])
@@ -52,8 +52,10 @@ class Codebook(NamedTuple):
 
     @property
     def measured(self) -> Tensor:
-        """The centres as z, (Z or 1, K, d)."""
-        return (self.centres - self.metric.shift) @ self.metric.root
+        """The centres as z, (Z or 1, K, d), AWAY where they are none: between equal ones rounding would decide."""
+        copies = (self.centres == self.centres[:, :1]).all(-1, keepdim=True)
+        copies = copies & (torch.arange(copies.shape[1], device=copies.device) > 0).unsqueeze(-1)
+        return ((self.centres - self.metric.shift) @ self.metric.root).masked_fill(copies, AWAY)
 
     @property
     def level(self) -> Tensor:
@@ -164,7 +166,8 @@ class Causal:
     def _in_c(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, book: Codebook) -> tuple[Tensor, Tensor]:
         learned = (*book.metric, book.measured, book.level)
         shift, tilt, root, centres, level = (t.expand(len(y), *t.shape[1:]) for t in learned)
-        sizes = {"block": self.sizes.block, "heavy": self.sizes.heavy, "cells": centres.shape[1], "open": 0, "until": 0}
+        most = {"block": min(self.sizes.block, y.shape[1]), "heavy": min(self.sizes.heavy, y.shape[1])}
+        sizes = {**most, "cells": centres.shape[1], "open": 0, "until": 0}
         given = native.Given(keep, shift, root, sizes, self.factor, native.Book(tilt, centres, level))
         result = native.recall(x.float(), y.float(), v.float(), given)
         return result.out, result.share.mean((1, 2)) * result.spread.sqrt()

@@ -14,7 +14,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.attention.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE, STEEPEST
+from crt_exp.attention.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE, SAME, SHARPEST, STEEPEST
 
 class Sizes(NamedTuple):
     """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
@@ -79,6 +79,19 @@ def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
 # ---- which keys ------------------------------------------------------------------------------------------------------
 
 
+def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of (..., n), k <= n, from the largest on, and their places: of equal ones the first, whatever
+    stands behind them, which topk does not promise."""
+    values, places = t.topk(k)
+    if not k:
+        return values, places
+    least, slot = values[..., -1:], torch.arange(k, device=t.device)
+    above = (values > least).sum(-1, keepdim=True)
+    place = torch.arange(t.shape[-1], device=t.device)
+    ties = torch.where(t == least, place, t.shape[-1]).topk(k, largest=False).values
+    return values, torch.where(slot < above, places, ties.gather(-1, (slot - above).clamp(min=0)))
+
+
 def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
     """|z|^2 / 2 + w (Z, S), the log of the mean of e^(x.y) under Gaussian queries; -inf for masked keys."""
     score = _squares(z) / 2 + w
@@ -88,15 +101,16 @@ def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
 def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tensor:
     """Centres (Z, K, d) of cells of the vectors z (Z, S, d) with weights e^log_u (Z, S), -inf for those that do not
     count; cells <= S. `picks` at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
-    far or at first to the mean; and one pass of Lloyd's algorithm."""
+    far or at first to the mean, of equal vectors one alone; and one pass of Lloyd's algorithm. Where fewer vectors
+    differ than there are cells, the last centres are AWAY."""
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
     D, picked = _to_nearest(z, squares, mean), []
+    log_u = log_u.masked_fill(_seen_before(z, squares), -torch.inf)
     while (left := cells - picks * len(picked)) > 0:
-        best = (log_u + D.log()).topk(min(picks, left))
-        chosen = best.indices                                                                   # (Z, picks)
-        new = best.values > -torch.inf              # fewer different keys than cells: no key is near to the rest
+        values, chosen = largest(log_u + D.log(), min(picks, left))                             # (Z, picks)
+        new = values > -torch.inf                   # fewer different keys than cells: no key is near to the rest
         here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
         picked.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
         if len(picked) == 1:
@@ -118,9 +132,22 @@ def nearest(z: Tensor, centres: Tensor) -> Tensor:
 
 
 def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
-    """Squared distances (Z, S) to the nearest of the centres (Z, k, d); squares |z|^2."""
+    """Squared distances (Z, S) to the nearest of the centres (Z, k, d), 0 to one that is the same; squares |z|^2."""
     offsets = centres.square().sum(-1).unsqueeze(-2)
-    return torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares).clamp(min=0)
+    near = torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares)
+    return torch.where(near > SAME * squares, near, 0.0)
+
+
+def _seen_before(z: Tensor, squares: Tensor) -> Tensor:
+    """Which of z (Z, S, d) are the same as one of a lower place (Z, S); squares |z|^2. Along a line that tells vectors
+    apart equal ones are neighbours."""
+    slope = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype).sqrt().cos()
+    order = (z * slope).sum(-1).sort(dim=1, stable=True).indices
+    along = z.gather(1, order.unsqueeze(-1).expand_as(z))
+    apart = (along[:, 1:] - along[:, :-1]).square().sum(-1)
+    same = torch.zeros_like(squares, dtype=torch.bool)
+    same[:, 1:] = apart <= SAME * squares.gather(1, order[:, 1:])
+    return torch.zeros_like(same).scatter(1, order, same)
 
 
 class Choice(NamedTuple):
@@ -137,10 +164,10 @@ class Choice(NamedTuple):
     def of(cls, y: Tensor, metric: Metric, heavy: int, cells: int, keep: Tensor | None) -> "Choice":
         """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy keys and cells than keys are taken."""
         z, w = y @ metric.root, metric.log_weights(y)
-        top = scores(z, w, keep).topk(min(heavy, y.shape[1]))
-        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, top.indices, False)
+        score, places = largest(scores(z, w, keep), min(heavy, y.shape[1]))
+        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, places, False)
         centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(cells, y.shape[1]))
-        return cls(top.indices, top.values > -torch.inf, pool, nearest(z, centres), centres)
+        return cls(places, score > -torch.inf, pool, nearest(z, centres), centres)
 
     def at(self, rows: slice) -> "Choice":
         return Choice(*(t[rows] for t in self))
@@ -156,6 +183,26 @@ class Cells(NamedTuple):
     mu: Tensor
     bias: Tensor
     spread: Tensor
+
+
+@torch.no_grad()
+def log_mean_below(mu: Tensor, sd: Tensor, bar: Tensor) -> Tensor:
+    """Log of the mean of e^l over l < bar, where l is normal with that mean and deviation: at most `bar`, and mu where
+    sd is 0 and bar above it. No gradient.
+
+    With t = (bar - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). Where Phi's arguments are negative the
+    squares, which would cancel, are taken out: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
+    """
+    sd = sd.clamp(min=SHARPEST)
+    t = (bar - mu) / sd
+    whole = torch.where(t >= sd, mu + sd.square() / 2, torch.where(t > 0, bar - t.square() / 2, bar))
+    return whole + _log_phi(t - sd) - _log_phi(t)
+
+
+def _log_phi(u: Tensor) -> Tensor:
+    """log Phi(u), without -u^2 / 2 where u is negative."""
+    below = torch.special.erfcx(u.clamp(max=0) / -(2**0.5)).div(2)
+    return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
 
 
 def weights(y: Tensor, metric: Metric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:

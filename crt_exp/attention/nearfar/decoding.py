@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype
+from crt_exp.attention.checks import check_entries, check_inputs, compute_dtype
 from crt_exp.attention.nearfar.causal import Codebook, cells_of, displaced, outer, slope
 from crt_exp.attention.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
@@ -61,13 +61,13 @@ class NearFarState:
         if x.shape[2] != y.shape[2]:
             raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
         self._check(y, version)
+        x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
+        check_entries(x)
         out = v.new_empty(*x.shape[:3], v.shape[3])
         for i in range(x.shape[2]):
             at = slice(i, i + 1)
-            seen = None if key_mask is None else key_mask[:, at]
-            self._take(y[:, :, at], v[:, :, at], seen)
-            query = x[:, :, i] if seen is None else torch.where(seen[:, None] | x[:, :, i].isfinite(), x[:, :, i], 0.0)
-            out[:, :, i] = self._read(query, self.kept)
+            self._take(y[:, :, at], v[:, :, at], None if key_mask is None else key_mask[:, at])
+            out[:, :, i] = self._read(x[:, :, i], self.kept)
         return out
 
     @torch.no_grad()
@@ -153,6 +153,7 @@ class NearFarState:
         at = places[:, None, :, None].expand(-1, Hkv, -1, -1)                             # (B, Hkv, t, 1)
         y, v = (t.take_along_dim(at, 2).to(dtype) for t in (y, v))
         y, v = (torch.where(seen[:, None, :, None], t, 0.0) for t in (y, v))              # padding may hold NaN
+        check_entries(y)
         self.kept = self._with(kept, y, v, slots, seen)
 
     def _with(self, kept: Kept, y: Tensor, v: Tensor, slots: Tensor, seen: Tensor) -> Kept:

@@ -21,6 +21,7 @@ from crt_exp.attention.nearfar.call import Result, by_rows, check_sizes, near_fa
 from crt_exp.attention.nearfar.causal import Codebook
 from crt_exp.attention.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.attention.nearfar.decoding import NearFarState
+from crt_exp.attention.nearfar.engine.constants import AWAY
 from crt_exp.attention.nearfar.features import FarFeatures, check_positive
 from crt_exp.attention.nearfar.past import RecallState
 from crt_exp.compiling import outside_graphs
@@ -286,7 +287,7 @@ class CodebookMaker:
         self.cells = cells
 
     def unfitted(self, d: int) -> Fitted:
-        """All keys score alike, and all are nearest to the first of centres that are all 0."""
+        """All keys score alike, and there is one centre."""
         zero = torch.zeros(1, d)
         return Fitted(zero, zero.clone(), torch.zeros(d, d), torch.zeros(self.cells, d))
 
@@ -299,8 +300,10 @@ class CodebookMaker:
         metric = Metric.of(x, y, None, None)
         few = min(self.cells, y.shape[1])
         places = centres_of((y - metric.shift) @ metric.root, metric.log_weights(y - metric.shift), few)
+        none = (places.abs() > AWAY / 2).any(-1, keepdim=True)     # more centres than vectors that differ
         centres = torch.linalg.solve_triangular(metric.root, places, upper=False, left=False) + metric.shift
-        return Fitted(*metric, torch.cat([centres, centres[:, -1:].expand(-1, self.cells - few, -1)], 1))
+        centres = torch.where(none, centres[:, :1], centres)
+        return Fitted(*metric, torch.cat([centres, centres[:, :1].expand(-1, self.cells - few, -1)], 1))
 
 
 class FittedAgain(FittedOnce):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from crt_exp.attention.baselines import Buffer
-from crt_exp.attention.checks import check_inputs, check_result, compute_dtype
+from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype
 from crt_exp.attention.nearfar.choice import Metric, Sizes
 from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
@@ -107,6 +107,7 @@ class RecallState:
         start = self.length
         self._take(y, v, key_mask, version)
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
+        check_entries(x)
         groups = {place for place in self.firsts if place is not None}
         if len(groups) == 1 and None not in self.firsts and max(groups) <= start:         # most often
             first, = groups
@@ -239,13 +240,13 @@ class RecallState:
 
     def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """The C engine takes a prompt at once, and goes on from what it knows after it."""
-        S, known, options = self.length - first, self.known.get(first), options_of(self.sizes)
+        S, known = self.length - first, self.known.get(first)
         blocks = (S - 1) // self.sizes.block - 1
         if known is None or known.room < S or known.blocks > blocks:
             y, _, keep = self._tokens(rows, first)
             metric = metric_of(y, keep, self.sizes) if known is None else known.metric
             room = max(LEAST_ROOM, 2 * S)
-            none = native.room_for_steps(y, self.kept.values.shape[-1], options, room)
+            none = native.room_for_steps(y, self.kept.values.shape[-1], options_of(self.sizes, room), room)
             known = KeptInC(blocks, room, metric, none)
             self.own.add(first)
         elif known.blocks < blocks and first not in self.own:
@@ -257,6 +258,7 @@ class RecallState:
             y, v, keep = self._tokens(run, first)
             stop = S - x.shape[2] + short
             near = [exactly(x[at, :, :short], y[:, :stop], v[:, :stop], keep)] if short else []
+            options = options_of(self.sizes, known.room)
             given = native.Given(keep, *(t[at] for t in (known.metric.shift, known.metric.root)), options)
             rest = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
             parts.append(_joined([*near, rest], 2))

@@ -4,7 +4,7 @@ Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d,
 cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
 block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
 query looks at all of these in bfloat16, and reads the `open` of them exactly that it asks for most; they leave their
-cells. So each key counts once.
+cells, and what is left there lies below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
 
 What keys are measured by is of those before the first renewal; heavy keys and centres of cells are of the keys before
 the last one. Renewals lie where the sequence has grown by a half or so, at places that no sequence decides: outputs
@@ -30,6 +30,8 @@ from crt_exp.attention.nearfar.choice import (
     blocks,
     centres_of,
     grouped,
+    largest,
+    log_mean_below,
     mean_spread,
     moments,
     nearest,
@@ -40,7 +42,6 @@ from crt_exp.attention.nearfar.choice import (
 from crt_exp.attention.nearfar.engine import native, reads
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
-from crt_exp.attention.nearfar.engine.sets import log_weight, over
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
@@ -59,16 +60,19 @@ def _whole(tokens: int, block: int) -> int:
     return -(-tokens // block) * block
 
 
-def options_of(sizes: Sizes) -> dict[str, int]:
-    """What the C engine is given."""
-    names = ("block", "heavy", "cells", "open")
-    return {name: getattr(sizes, name) for name in names} | {"until": renewals(sizes, 0)[0]}
+def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
+    """What the C engine is given for at most so many keys, which are more than a block."""
+    most = {name: min(getattr(sizes, name), keys) for name in ("heavy", "cells", "open")}
+    return most | {"block": sizes.block, "until": renewals(sizes, 0)[0]}
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> Metric:
-    """Of keys factor y (Z, S, d): of those that are far at the first renewal."""
+    """Of keys factor y (Z, S, d): of those that are far at the first renewal. The norm of root root^T, their second
+    moments, is made 1: |x root|^2 tau is the variance of the logits of a query x over a cell shaped like all keys."""
     far = renewals(sizes, 0)[0] - sizes.block
-    return Metric.of(None, y[:, :far] * factor, None, None if keep is None else keep[:, :far])
+    metric = Metric.of(None, y[:, :far] * factor, None, None if keep is None else keep[:, :far])
+    size = torch.linalg.matrix_norm(metric.root @ metric.root.mT, keepdim=True)
+    return metric._replace(root=metric.root * size.rsqrt())
 
 
 class Chosen(NamedTuple):
@@ -98,11 +102,11 @@ class Epoch(NamedTuple):
         keep = keep[:, :far]
         z = metric.measured(y[:, :far], keep)
         score = z.square().sum(-1).masked_fill(~keep, -torch.inf)
-        top = score.topk(min(sizes.heavy, far))
-        pool = keep.scatter(1, top.indices, False)
+        highest, places = largest(score, min(sizes.heavy, far))
+        pool = keep.scatter(1, places, False)
         at = drawn(far, DRAWN * sizes.cells, y.device)
         centres = centres_of(z[:, at], torch.where(pool[:, at], 0.0, -torch.inf).to(z.dtype), min(sizes.cells, len(at)))
-        return cls(start, stop, metric, top.indices, top.values > -torch.inf, pool, nearest(z, centres), centres)
+        return cls(start, stop, metric, places, highest > -torch.inf, pool, nearest(z, centres), centres)
 
     def cells(self, y: Tensor, keep: Tensor) -> Tensor:
         """The nearest ones of keys y (Z, m, d), (Z, m)."""
@@ -143,14 +147,20 @@ class Recall:
         if first < until:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
         if metric is not None and self.in_c(x, y, v):
-            given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes), self.factor)
+            given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes, S), self.factor)
             result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
-            return result.out, result.share.mean((1, 2)) * result.spread.sqrt()
+            return result.out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
             out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
             parts.append(out)
         return torch.cat(parts, 2), predicted
+
+    @torch.no_grad()
+    def _deviation(self, x: Tensor, metric: Metric, spread: Tensor) -> Tensor:
+        """Of the logits of the last queries (Z, G, L, d) over cells of that spread (Z,): (Z,)."""
+        along = self.factor * x[:, :, -self.sizes.block:] @ metric.root.unsqueeze(1)
+        return (along.square().sum(-1).mean((1, 2)) * spread).sqrt()
 
     def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
@@ -168,7 +178,7 @@ class Recall:
         out, share = in_chunks(epoch, here, q, self.sizes)
         out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:] for t in (out, share))
         spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
-        return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
+        return out, share.detach().mean((1, 2, 3)) * self._deviation(x, epoch.metric, spread)
 
 
 def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True) -> Tensor:
@@ -215,7 +225,7 @@ def far_sums(epoch: Epoch, member: Tensor, cell: Tensor, y: Tensor, v: Tensor, b
 def cells_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Cells]:
     """[V, N] and the cells of sums (Z, N, K, dv + d + 2) of `rows_of` the keys."""
     far, metric = torch.cat([sums[..., :dv], sums[..., -1:]], -1), epoch.metric
-    cells = summed(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1))
+    cells = summed(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1), mass=False)
     return far, cells._replace(mu=cells.mu + metric.shift.unsqueeze(1))
 
 
@@ -235,12 +245,13 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def opened(y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -> Tensor:
     """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: of those
-    that are `member` (Z, ..., S) the ones of the largest logits, with queries and keys in bfloat16."""
-    q, y = (t.to(torch.bfloat16).to(t.dtype) for t in (q, y))
+    that are `member` (Z, ..., S) the ones of the largest logits, with queries and keys in bfloat16, whose products are
+    summed up in float64 on CPUs, so that equal keys tie wherever they lie."""
+    wide = torch.float64 if q.device.type == "cpu" else q.dtype
+    q, y = (t.to(torch.bfloat16).to(wide) for t in (q, y))
     logits = (q.flatten(1, -2) @ y.mT).view(*q.shape[:-1], y.shape[1]).masked_fill(~member, HIDDEN)
-    largest, places = logits.topk(min(sizes.open, y.shape[1]), -1)
-    places = torch.where(largest > HIDDEN, places, -1)
-    return F.pad(places, (0, sizes.open - places.shape[-1]), value=-1)
+    highest, places = largest(logits, min(sizes.open, y.shape[1]))
+    return torch.where(highest > HIDDEN, places, -1)
 
 
 def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
@@ -271,8 +282,9 @@ def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
 
 
 def parts_of(q: Tensor, v: Tensor, open: int) -> int:
-    """How many of the blocks of queries (Z, N, r, d) read `open` keys and values at a time."""
-    return max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * open * (q.shape[-1] + v.shape[-1])))
+    """How many of the blocks of queries (Z, N, r, d) read `open` keys and values (Z, S, dv) at a time."""
+    read = min(open, v.shape[1])
+    return max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + v.shape[-1])))
 
 
 def in_parts(choose: Callable[..., Tensor], read: Callable[..., tuple[Tensor, Tensor]], size: int, q: Tensor,
@@ -293,7 +305,7 @@ def in_parts(choose: Callable[..., Tensor], read: Callable[..., tuple[Tensor, Te
 
 def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> tuple[Tensor, Tensor]:
     """What queries (Z, m, r, d) gather, (Z, m, r, dv), and how much of their weight lies in cells (Z, m, r, 1): a
-    softmax over near, heavy and read keys and the cells, from each of which the keys that are read are taken away."""
+    softmax over near, heavy and read keys and what is left in the cells."""
     m = q.shape[1]
     here = seen.first + torch.arange(m, device=q.device).unsqueeze(1)
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
@@ -305,18 +317,31 @@ def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b
         heavy = reads.rows(seen.y, epoch.heavy).unsqueeze(1)
         logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
         values.append(reads.rows(seen.v, epoch.heavy).unsqueeze(1))
-    of_cells = q @ seen.cells.mu.mT + seen.cells.bias.unsqueeze(-2)                             # (Z, m, r, K)
-    logits.append(of_cells + log_weight(seen.far).unsqueeze(-2))
-    values.append(seen.far[..., :-1] * over(seen.far[..., -1:]))
     exact = reads.logits(q, seen.y, places)                                                     # (Z, m, r, o)
-    there = places >= 0
     cell = seen.cell.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
-    before = of_cells.gather(-1, cell).masked_fill(~there, HIDDEN)
+    left, each = left_in_cells(epoch, seen, q, exact.masked_fill(places < 0, torch.inf), cell)
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
-    shares = [torch.exp(t - top) for t in logits]
-    less = torch.exp(before - top)
-    change = torch.exp(exact - top) - less
-    total = sum(t.sum(-1, keepdim=True) for t in shares) + change.sum(-1, keepdim=True)
+    shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)
+    far = (each * left).sum(-1, keepdim=True)
+    total = sum(t.sum(-1, keepdim=True) for t in (*shares, read)) + far
+    more = read - each.gather(-1, cell).masked_fill(places < 0, 0.0)      # than as one of those that are left
     out = sum(share @ value for share, value in zip(shares, values))
-    out = out + reads.sums(change, seen.v, places)
-    return out / total, (shares[-1].sum(-1, keepdim=True) - less.sum(-1, keepdim=True)) / total
+    out = out + each @ seen.far[..., :-1] + reads.sums(more, seen.v, places)
+    return out / total, far / total
+
+
+def left_in_cells(epoch: Epoch, seen: Seen, q: Tensor, exact: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """How many keys of each cell are left (Z, m, r, K) where queries (Z, m, r, d) have read those of logits `exact`
+    (Z, m, r, o), inf for none, in these cells; and the log of what each of them weighs, -inf where none is left.
+
+    They lie below the least logit that is read: each counts as the mean of e^l over those of a normal law that do. Its
+    deviation is what a cell has for this query if it is shaped like all keys. What that adds to x.mu carries no
+    gradient: the keys that are left are fixed, and move with the mean.
+    """
+    mu = q @ seen.cells.mu.mT
+    with torch.no_grad():
+        read = torch.zeros_like(mu).scatter_add(-1, cell, exact.isfinite().to(mu.dtype))
+        left = seen.far[..., -1].unsqueeze(-2) - read
+        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * seen.cells.spread.unsqueeze(-2)
+        more = log_mean_below(mu, variance.sqrt(), exact.amin(-1, keepdim=True)) - mu
+    return left, torch.where(left > 0, mu + more, -torch.inf)

@@ -72,8 +72,8 @@ static int takes_a_place(Past *h, int64_t j, int32_t *gone) {
 /* The keys of block s become far. */
 static void pass_block(Past *h, int64_t s) {
     const Recall *c = h->c;
-    const int dp = h->s.dp, n = h->s.n;
-    int32_t out[n + 1];
+    const int dp = h->s.dp;
+    int32_t out[CHUNK];                                        /* each key that becomes heavy makes one leave at most */
     int leaving = 0;
     for (int64_t j = s * c->block, stop = j + c->block; j < stop; j += CHUNK) {
         const int m = stop - j < CHUNK ? (int)(stop - j) : CHUNK;
@@ -147,7 +147,7 @@ static void add_to_sums(Back *e, const float *dN) {
         if (!(N > LEAST)) continue;
         float *dmu = e->dmu + (n + k) * dp;
         add_row(dmu, -e->dbias[k], h->tilt, d);
-        const float dtau = e->tau[k] > 0 ? e->dbias[k] / (2 + e->tau[k]) / N : 0;
+        const float dtau = h->tau[k] > 0 ? e->dbias[k] / (2 + h->tau[k]) / N : 0;
         e->weight[k] += dN[k] - dot(dmu, mu, d) / N + dtau * (2 * square_sum(zmean, dp) - h->squares[k] / N);
         add_row(e->dvalue + k * lv, 1, e->dfar + (n + k) * lv, lv);
         add_row(e->sum + k * dp, 1 / N, dmu, d);
@@ -196,13 +196,17 @@ static void block_backward(Back *e, int64_t t, const int32_t *held, const int32_
     const int dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = h->s.K;
     const int64_t b = c->block, first = c->S - c->L, start = t * b > first ? t * b : first;
     const int64_t tokens = least_of((t + 1) * b, c->S) - start, near = least_of((t + 1) * b, c->S) - (t ? t - 1 : 0) * b;
-    float dN[K];
+    float *dN = e->dN;
     show_heavy(h, held);
-    find_cells(e);
+    place_cells_of(h);
+    for (int k = 0; k < K; k++) {
+        const float N = h->mass[n + k];
+        put_row(e->zmean + k * dp, N > 0 ? 1 / N : 0, h->zsum + k * dp, dp);
+    }
     memset(e->dmu, 0, sizeof(float) * (n + K) * dp);
     memset(e->dfar, 0, sizeof(float) * (n + K) * lv);
     memset(e->dbias, 0, sizeof(float) * K);
-    memset(dN, 0, sizeof dN);
+    memset(dN, 0, sizeof(float) * K);
     for (int64_t i = 0; i < tokens * c->G; i += PIECE) {
         const int R = (int)least_of(PIECE, tokens * c->G - i), ld = up(R);
         piece_backward(e, NULL, t, i, R);

@@ -218,8 +218,18 @@ typedef struct {
     int64_t key[PICKS];
 } Best;
 
-static void consider(Best *best, int most, float value, int64_t key) {
+/* Whether two keys are the same. */
+static int alike(const Pick *e, int64_t i, int64_t j) {
+    const float *a = e->Z + i / CHUNK * CHUNK * e->dp + i % CHUNK, *b = e->Z + j / CHUNK * CHUNK * e->dp + j % CHUNK;
+    float apart = 0;
+    for (int p = 0; p < e->d; p++) apart += (a[p * CHUNK] - b[p * CHUNK]) * (a[p * CHUNK] - b[p * CHUNK]);
+    return apart <= SAME * e->square[j];
+}
+
+static void consider(const Pick *e, Best *best, int most, float value, int64_t key) {
     if (!(value > -INFINITY) || (best->count == most && !(value > best->value[most - 1]))) return;
+    for (int i = 0; i < best->count; i++)
+        if (alike(e, best->key[i], key)) return;
     int i = best->count < most ? best->count++ : most - 1;
     for (; i > 0 && best->value[i - 1] < value; i--) {
         best->value[i] = best->value[i - 1];
@@ -230,7 +240,7 @@ static void consider(Best *best, int most, float value, int64_t key) {
 }
 
 /* Lowers the squared distances D to those from centres [first, first + m), or begins them, and finds the keys with the
-   largest u D. */
+   largest u D, of equal ones the first. */
 static Best farthest(Pick *e, int first, int m, int begin, int most) {
     Best best = {0};
     offsets(e, first, m);
@@ -239,11 +249,12 @@ static Best farthest(Pick *e, int first, int m, int begin, int most) {
         for (int j = 0; j < CHUNK; j += LANES) {
             vec near = e->offset[first] - 2.0f * AT(e->dots + j), zero = {0};
             for (int k = 1; k < m; k++) near = minimum(near, e->offset[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
-            near = maximum(near + AT(e->square + t + j), zero);
+            const vec square = AT(e->square + t + j);
+            near = choose(near + square > SAME * square, near + square, zero);
             vec D = AT(e->D + t + j) = begin ? near : minimum(near, AT(e->D + t + j));
             vec value = AT(e->log_u + t + j) + log2_of(D);
             if (best.count == most && !(largest(value) > best.value[most - 1])) continue;
-            for (int i = 0; i < LANES; i++) consider(&best, most, value[i], t + j + i);
+            for (int i = 0; i < LANES; i++) consider(e, &best, most, value[i], t + j + i);
         }
     }
     return best;

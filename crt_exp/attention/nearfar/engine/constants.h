@@ -10,5 +10,7 @@
 #define PICKS 8         /* centres that are chosen at a time */
 #define RIDGE 1e-6      /* of the mean square of queries, added to their second moments */
 #define STEEPEST 60.0f  /* nats by which the weight of a key may exceed that of its cell's centre, where that is older */
+#define SAME 1e-6f      /* squared distances that are a smaller part of the squared length are those of equal vectors */
+#define SHARPEST 1e-6f  /* the least deviation of the logits of a cell, nats */
 #define LEAST 1e-30f    /* weights below it count as none */
 #define HIDDEN (-1e30f) /* the logit of a key that is not there */

@@ -6,5 +6,5 @@ from crt_exp.attention.engines.constants import numbers
 
 _NUMBERS = numbers(Path(__file__).with_suffix(".h"))
 PICKS, RENEWED, PART, DRAWN, MIXED = (int(_NUMBERS[name]) for name in ("PICKS", "RENEWED", "PART", "DRAWN", "MIXED"))
-RIDGE, LEAST, HIDDEN, AWAY, STEEPEST = (
-    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "STEEPEST"))
+RIDGE, LEAST, HIDDEN, AWAY, STEEPEST, SAME, SHARPEST = (
+    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "STEEPEST", "SAME", "SHARPEST"))

@@ -1,7 +1,7 @@
 """Near-far attention on CPUs in float32, in C. In both directions, and to another sequence: the twin of
 nearfar/choice.py in the choice of the sets, and of windows.py, cell_sums.py and block_sums.py in what they give
-(choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py (looks.c, opened.c, recall.c,
-recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is called for both.
+(choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py (looks.c, opened.c, left.c,
+recall.c, recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is called for both.
 
 Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy keys, K
 cells.
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.attention.engines import native
-from crt_exp.attention.engines.native import NO_MEMORY, NOT_FINITE, View
+from crt_exp.attention.engines.constants import BAD_SIZES, NO_MEMORY, NOT_FINITE
+from crt_exp.attention.engines.native import View
 from crt_exp.attention.nearfar.choice import Metric
 from crt_exp.attention.nearfar.engine.sets import check_backward
 
@@ -260,6 +261,9 @@ def _do(name: str, call: ctypes.Structure) -> None:
     status = getattr(native.library(), name)(ctypes.byref(call))
     if status == NO_MEMORY:
         raise MemoryError(f"no memory for near-far attention of {call.S} tokens with d = {call.d}")
+    if status == BAD_SIZES:
+        sizes = ", ".join(f"{size} = {getattr(call, size)}" for size in ("block", "heavy", "cells", "open"))
+        raise ValueError(f"near-far attention of {call.S} keys with {sizes}: none can be more than there are keys")
     if status == NOT_FINITE:
         check_result(torch.tensor(torch.inf, device="cpu"))
 

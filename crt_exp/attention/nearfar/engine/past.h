@@ -32,6 +32,7 @@ typedef struct {
     const int32_t *cell;                               /* (S), -1 for keys that have none */
     const uint32_t *panels;                            /* (S / PANEL up, dp / 2, PANEL): pairs of features */
     const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
+    const float *rows, *tau;                           /* (d, dp): root; (K): of the cells */
     const uint8_t *keep;                               /* (S), or null */
     int64_t near, stop;                                /* the places of near keys */
 } Seen;
@@ -43,6 +44,12 @@ typedef struct {
     int n;
 } Some;
 
+/* What is left in the cells: how many keys, the least logit that was read, in base 2, and what logits deviate by where tau
+   is 1. */
+typedef struct {
+    float *number, *bar, *along, *turned;              /* (K, PIECE), (PIECE), (PIECE), (PIECE, dp) */
+} Left;
+
 /* What a piece of R queries works with. */
 typedef struct {
     float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
@@ -52,8 +59,9 @@ typedef struct {
     int ahead, taken;                                  /* queries that have looked, and of these that have read */
     int64_t seen;                                      /* up to where they have looked */
     float *top, *scale, *part;                         /* (PIECE) */
-    float *read;                                       /* (PIECE, open up): logits, then changes of weight */
+    float *read;                                       /* (PIECE, open up): logits, then weights */
     int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
+    Left left;
     Some best[AHEAD], chosen, spare[2];                /* of each query; and otherwise */
 } Work;
 
@@ -70,7 +78,7 @@ typedef struct {
     int32_t *cell;                                     /* (S) */
     float *square;                                     /* (S): |z|^2 */
     float *shared, *values, *bias, *high, *mass;
-    float *ysum, *zsum, *squares;                      /* (K, dp) twice, (K): sums over the keys of cells */
+    float *ysum, *zsum, *squares, *tau;                /* (K, dp) twice, (K): sums over the keys of cells; (K) */
     float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
     float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
     float *drawn, *counts;                             /* (2 DRAWN K, d), (2 DRAWN K): keys of which centres are made */
@@ -86,10 +94,11 @@ typedef struct {
     struct End *ends;                                  /* of each renewal */
     int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
     float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
-    float *zmean, *tau;                                /* (K, dp), (K): of the cells of a block, with h.shared, ... */
-    float *sum, *slope, *dvalue, *dmu, *dbias, *dfar;  /* (K, dp), (K), (K, lv): over blocks; (M, dp), (K), (M, lv) */
-    float *A, *B, *Q, *Qt, *G, *Gt, *O, *back;         /* (2 b + M, PIECE) twice, of a piece; (K, dp) */
-    float *zslope, *weight, *states;                   /* bounded.c: (K, dp), (K) over blocks; (STEP, states_size) */
+    float *sum, *dvalue, *dmu, *dfar;                  /* (K, dp), (K, lv): over blocks; (M, dp), (M, lv) */
+    float *A, *B, *Q, *Qt, *G, *Gt, *O;                /* (2 b + M, PIECE) twice, of a piece */
+    float *zmean, *dbias, *dN;                         /* bounded.c: (K, dp), (K), (K): of a block */
+    float *slope, *zslope, *weight;                    /* bounded.c: (K), (K, dp), (K): over blocks */
+    float *states;                                     /* bounded.c: (STEP, states_size) */
     float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
 } Back;
 
@@ -131,10 +140,18 @@ void load_past(Past *h);
 /* Which of the centres is nearest to keys [j, j + m), m <= CHUNK. */
 void find_nearest(Past *h, int64_t j, int m, int32_t *which);
 
-/* Backward (recall_backward.c). The sums of the cells, each with its numbers; the cells of a block from their sums. */
+/* Cells after reads (left.c). R queries (R, dp), times `factor`, that have read nothing yet; the r-th one reads n keys of
+   these cells and logits, in base 2. */
+void begin_left(const Seen *s, Left *left, int R, int ld, const float *Q, float factor);
+void leave(Left *left, int r, int ld, const int32_t *places, const float *logits, int n, const int32_t *cell);
+
+/* From logits (K, ld) of the means of cells, in base 2: what each of the keys that are left weighs relative to e^top (ld),
+   0 where there are none. */
+void weigh_left(const Seen *s, const Left *left, const float *top, int ld, float *logits);
+
+/* Backward (recall_backward.c). The sums of the cells, each with its numbers. */
 enum { SUMS = 5 };
 void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]);
-void find_cells(Back *e);
 
 /* The head in the backward pass, in that memory and more. open_back returns 0 where memory ended; what it took is given
    back by close_back all the same. */

@@ -1,7 +1,7 @@
 /* Causal near-far attention that remembers: the twin of attention/nearfar/recall.py, whose names these are.
 
    One thread takes one head of keys, block by block. Behind the window the keys go to their cells. A query looks at all
-   of them, in bfloat16, and reads those of the largest logits; what cells weigh for these is taken off. Logits are in
+   of them, in bfloat16, and reads those of the largest logits; cells weigh what is left in them (left.c). Logits are in
    base 2; dense ones have keys as rows and the queries of a piece as columns, as in near_far.c, those of keys that are
    looked at lie side by side.
 
@@ -62,6 +62,7 @@ static void open_keys(Past *h, int R) {
     const Seen *s = &h->s;
     Work *k = &h->k;
     look_further(h, R);
+    begin_left(s, &k->left, R, up(R), k->Q, LN2);
     for (int r = 0; r < R; r++) {
         int32_t *places = k->places + r * s->open;
         float *logits = k->read + r * up(s->open), top = k->top[r];
@@ -69,6 +70,7 @@ static void open_keys(Past *h, int R) {
         dots(s->Y, places, read, k->Q + r * s->dp, s->dp, logits);
         for (int i = 0; i < read; i++) top = logits[i] > top ? logits[i] : top;
         for (int i = read; i < s->open; i++) places[i] = -1;
+        leave(&k->left, r, up(R), places, logits, read, s->cell);
         k->top[r] = top;
     }
 }
@@ -120,15 +122,17 @@ static void attend_piece(Past *h, int R, const int64_t *until) {
     }
     if (s->open) open_keys(h, R);
     else memset(k->count, 0, sizeof(int32_t) * R);
+    if (s->open) weigh_left(s, &k->left, k->top, ld, shared + s->n * ld);
     const vec most = (vec){0} + 126.0f;
     for (int j = 0; j < ld; j += LANES) {
         vec sum = {0}, far = {0}, top = AT(k->top + j);
         for (int i = 0; i < near; i++) sum += AT(k->A + i * ld + j) = exp2_of(AT(k->A + i * ld + j) - top);
         for (int i = 0; i < M; i++) {
             float *A = shared + i * ld + j;
-            vec weight = AT(A) = s->mass[i] > 0 ? exp2_of(minimum(AT(A) + s->bias[i] - top, most)) : (vec){0};
-            if (i < s->n) sum += weight;
-            else far += s->mass[i] * weight;
+            if (!s->open || i < s->n)
+                AT(A) = s->mass[i] > 0 ? exp2_of(minimum(AT(A) + s->bias[i] - top, most)) : (vec){0};
+            if (i < s->n) sum += AT(A);
+            else far += AT(A) * (s->open ? load_vec(k->left.number + (i - s->n) * ld + j) : (vec){0} + s->mass[i]);
         }
         AT(k->scale + j) = sum + far;
         AT(k->part + j) = far;
@@ -136,22 +140,16 @@ static void attend_piece(Past *h, int R, const int64_t *until) {
     product(ALL, R, s->dv, near, k->A, 1, ld, s->V + s->near * lv, lv, k->O, lv, 0);
     product(ALL, R, s->dv, M, shared, 1, ld, s->values, lv, k->O, lv, 1);
     for (int r = 0; r < R; r++) {
-        float *change = k->read + r * up(s->open), all = 0, taken = 0;
+        float *more = k->read + r * up(s->open);                 /* than as one of those that are left */
         const int32_t *places = k->places + r * s->open;
         const int n = k->count[r];
+        for (int j = n; j < up(n); j++) more[j] = -INFINITY;
         for (int j = 0; j < n; j += LANES) {
-            float less[LANES];
-            const int here = n - j < LANES ? n - j : LANES;
-            for (int e = 0; e < LANES; e++) {
-                less[e] = e < here ? shared[(s->n + s->cell[places[j + e]]) * ld + r] : 0;
-                if (e >= here) change[j + e] = -INFINITY;
-            }
-            AT(change + j) = exp2_of(AT(change + j) - k->top[r]) - AT(less);
-            all += total(AT(change + j)), taken += total(AT(less));
+            AT(more + j) = exp2_of(AT(more + j) - k->top[r]);
+            k->scale[r] += total(AT(more + j));
         }
-        k->scale[r] += all;
-        k->part[r] -= taken;
-        add_rows(s->V, lv, change, places, n, k->O + r * lv);
+        for (int j = 0; j < n; j++) more[j] -= shared[(s->n + s->cell[places[j]]) * ld + r];
+        add_rows(s->V, lv, more, places, n, k->O + r * lv);
     }
 }
 
@@ -174,7 +172,7 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
     const Piece pieces[] = {
         {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 2}, {&h->cell, S}, {&h->square, S},
         {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
-        {&h->zsum, K * dp}, {&h->squares, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
+        {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
         {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
     return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
 }
@@ -190,6 +188,7 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
         {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv},
         {&k->looks, AT_ONCE * LOOKED + 2 * PAD}, {&k->pairs, (ahead + AT_ONCE) * dp / 2}, {&k->bar, ahead},
         {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + PAD},
+        {&k->left.number, K * PIECE}, {&k->left.bar, PIECE}, {&k->left.along, PIECE}, {&k->left.turned, PIECE * dp},
         {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->best[0].value, ahead * best},
         {&k->best[0].place, ahead * best}, {&k->chosen.value, best}, {&k->chosen.place, best},
         {&k->spare[0].value, best}, {&k->spare[0].place, best}, {&k->spare[1].value, best},
@@ -222,7 +221,7 @@ void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
     }
     h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
                   .open = c->open, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels, .shared = h->shared,
-                  .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass,
+                  .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass, .rows = h->rows, .tau = h->tau,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
     h->t = h->numbers[0];
     if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2];
@@ -377,7 +376,7 @@ static int renew(Past *h, int64_t t) {
     memset(h->values + n * h->s.lv, 0, sizeof(float) * K * h->s.lv);
     for (int64_t j = 0; j < far; j += CHUNK) to_cells(h, j, far - j < CHUNK ? far - j : CHUNK, NULL);
     for (int k = 0; k < K; k++) {
-        float apart[dp];
+        float *apart = h->next;
         for (int p = 0; p < dp; p++) apart[p] = h->ysum[k * dp + p] - h->mass[n + k] * h->shift[p];
         product(ALL, 1, d, d, apart, dp, 1, h->rows, dp, h->zsum + k * dp, dp, 0);
         for (int p = d; p < dp; p++) h->zsum[k * dp + p] = 0;
@@ -392,14 +391,14 @@ float place_cells_of(Past *h) {
         const float N = h->mass[n + k], scale = N > 0 ? 1 / N : 0;
         put_row(h->shared + (n + k) * dp, scale, h->ysum + k * dp, dp);
         float tau = scale * (h->squares[k] - scale * square_sum(h->zsum + k * dp, dp));
-        if (!(tau > 0)) tau = 0;
-        h->bias[n + k] = log2f(1 + tau / 2);
+        h->tau[k] = tau = tau > 0 ? tau : 0;
+        h->bias[n + k] = 0;
         h->high[n + k] = N > 0 ? (float)ilogbf(N) + 1 : HIDDEN;
         float weight = N;
         if (h->c->tilt) {
             const float *mu = h->shared + (n + k) * dp;
-            h->bias[n + k] += LOG2E * (h->c->level[h->z * h->c->cells + k] - dot(h->tilt, mu, dp) +
-                                       dot(h->tilt, h->shift, dp));
+            h->bias[n + k] = log2f(1 + tau / 2) + LOG2E * (h->c->level[h->z * h->c->cells + k] - dot(h->tilt, mu, dp) +
+                                                           dot(h->tilt, h->shift, dp));
             weight *= h->relative[k];
         }
         spread += weight * tau, all += weight;

@@ -3,11 +3,9 @@
    First the past goes by once more, and what the cells were at the end of each renewal is kept; then blocks are taken
    from the last to the first, and the keys that had joined are taken off the sums of their cells again. What a key gives
    to its cell it gives to all later blocks of the renewal: gradients to the sums of cells are added up until the block
-   at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1]; a key that is read
-   also takes its share of the weight of its cell away.
+   at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1].
 
-   Per cell, for keys j of it: mu and V are means and sums over them, tau = mean |z_j|^2 - |mean z|^2, so that
-   dy_j = dmu / N + root (2 dtau / N) (z_j - mean z) and dv_j = dV. */
+   Per cell, for keys j of it: mu and V are means and sums over them, so that dy_j = dmu / N and dv_j = dV. */
 
 #include "past.h"
 
@@ -75,18 +73,6 @@ static void take_off(Back *e, const int32_t *cell, int64_t t) {
     }
 }
 
-void find_cells(Back *e) {
-    Past *h = &e->h;
-    const int dp = h->s.dp, n = h->s.n;
-    place_cells_of(h);
-    for (int k = 0; k < h->s.K; k++) {
-        const float N = h->mass[n + k];
-        put_row(e->zmean + k * dp, N > 0 ? 1 / N : 0, h->zsum + k * dp, dp);
-        const float tau = N > 0 ? (h->squares[k] - square_sum(h->zsum + k * dp, dp) / N) / N : 0;
-        e->tau[k] = tau > 0 ? tau : 0;
-    }
-}
-
 /* The past of all blocks. */
 static int go_by(Back *e) {
     Past *h = &e->h;
@@ -101,22 +87,30 @@ static int go_by(Back *e) {
 
 /* Gradients to the keys [j, stop) of cells from those to the sums. */
 static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
-    Past *h = &e->h;
-    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv;
-    for (; j < stop; j += CHUNK) {
-        const int m = stop - j < CHUNK ? stop - j : CHUNK;
-        measure(h, j, m);
-        for (int i = 0; i < m; i++)
-            put_row(h->X + i * dp, cell[j + i] >= 0 ? e->slope[cell[j + i]] : 0, h->X + i * dp, dp);
-        product(ALL, m, d, d, h->X, dp, 1, h->rootT, dp, h->apart, dp, 0);
-        for (int i = 0; i < m; i++) {
-            const int k = cell[j + i];
-            if (k < 0) continue;
-            add_row(e->dY + (j + i) * dp, 1, h->apart + i * dp, d);
-            add_row(e->dY + (j + i) * dp, 1, e->sum + k * dp, d);
-            add_row(e->dV + (j + i) * lv, 1, e->dvalue + k * lv, lv);
-        }
+    const int d = e->h.s.d, dp = e->h.s.dp, lv = e->h.s.lv;
+    for (; j < stop; j++) {
+        const int k = cell[j];
+        if (k < 0) continue;
+        add_row(e->dY + j * dp, 1, e->sum + k * dp, d);
+        add_row(e->dV + j * lv, 1, e->dvalue + k * lv, lv);
     }
+}
+
+/* What R queries have read, their logits in h.k.read, and what is left in the cells, in base 2 and relative to top (ld),
+   from the logits of these (K, ld). */
+static void read_again(Back *e, const int32_t *cell, const int32_t *places, int R, int ld, float *logits) {
+    Past *h = &e->h;
+    const Recall *c = h->c;
+    const int dp = h->s.dp;
+    begin_left(&h->s, &h->k.left, R, ld, e->Q, 1);
+    for (int r = 0; r < R; r++) {
+        const int32_t *own = places + r * c->open;
+        float *read = h->k.read + r * up(c->open);
+        int n = 0;
+        for (; n < c->open && own[n] >= 0; n++) read[n] = LOG2E * dot(e->Q + r * dp, key(h, own[n]), dp);
+        leave(&h->k.left, r, ld, own, read, n, cell);
+    }
+    weigh_left(&h->s, &h->k.left, e->top, ld, logits);
 }
 
 void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
@@ -124,6 +118,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     const Recall *c = h->c;
     const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, K = h->s.K, M = n + K, ld = up(R);
     const int64_t first = c->S - c->L, b = c->block, from = t > 0 ? (t - 1) * b : 0;
+    int32_t *places = h->k.places;
     const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
     const int near = (int)(stop - from);
     float *A = e->A, *B = e->B, *shared = A + near * ld, *dshared = B + near * ld;
@@ -136,6 +131,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
         memcpy(e->G + r * lv, grad, sizeof(float) * dv);
         e->bar[r] = dot(grad, of(c->out, h->z, g) + (j - first) * c->out.token, dv);
         e->top[r] = c->logsum[at];
+        if (c->open) memcpy(places + r * c->open, c->places + at * c->open, sizeof(int32_t) * c->open);
     }
     transpose(ld, d, e->Q, dp, e->Qt, ld);
     for (int p = 0; p < d * ld; p += LANES) AT(e->Qt + p) *= LOG2E;
@@ -151,6 +147,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
             if (from + j > place || !there(h, from + j)) A[j * ld + r] = HIDDEN;
         }
     const vec most = (vec){0} + 126.0f;
+    if (c->open) read_again(e, cell, places, R, ld, shared + n * ld);
     for (int j = 0; j < near; j++)
         for (int r = 0; r < ld; r += LANES) {
             const vec weight = AT(A + j * ld + r) = exp2_of(AT(A + j * ld + r) - AT(e->top + r));
@@ -160,19 +157,18 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
         for (int r = 0; r < ld; r += LANES) {
             float *a = shared + j * ld + r, *g = dshared + j * ld + r;
             const float mass = h->mass[j], bias = h->bias[j];
-            const vec weight = AT(a) = mass > 0 ? exp2_of(minimum(AT(a) + bias - AT(e->top + r), most)) : (vec){0};
-            AT(g) = weight * (AT(g) - mass * AT(e->bar + r));
+            if (!c->open || j < n) AT(a) = mass > 0 ? exp2_of(minimum(AT(a) + bias - AT(e->top + r), most)) : (vec){0};
+            AT(g) = AT(a) * (AT(g) - mass * AT(e->bar + r));
         }
     memset(e->O, 0, sizeof(float) * ld * dp);
     for (int r = 0; r < R; r++) {                       /* keys that are read */
-        const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens, at = (h->z * c->G + g) * c->L + j - first;
-        const float *q = e->Q + r * dp, *grad = e->G + r * lv;
+        const float *q = e->Q + r * dp, *grad = e->G + r * lv, *read = h->k.read + r * up(c->open);
         for (int o = 0; o < c->open; o++) {
-            const int64_t place = c->places[at * c->open + o];
+            const int64_t place = places[r * c->open + o];
             if (place < 0) break;
             const float *y = key(h, place), *v = h->V + place * lv;
             const int k = n + cell[place];
-            const float weight = exp2f(LOG2E * dot(q, y, dp) - e->top[r]), less = shared[k * ld + r];
+            const float weight = exp2f(read[o] - e->top[r]), less = shared[k * ld + r];
             const float gain = dot(grad, v, lv) - e->bar[r];
             add_row(e->dV + place * lv, weight - less, grad, lv);
             add_row(e->dY + place * dp, weight * gain, q, dp);
@@ -186,7 +182,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     product(ALL, M, d, R, dshared, ld, 1, e->Q, dp, e->dmu, dp, 1);
     product(ALL, R, d, near, B, 1, ld, h->Y + from * dp, dp, e->O, dp, 1);
     product(ALL, R, d, M, dshared, 1, ld, h->shared, dp, e->O, dp, 1);
-    for (int k = 0; k < K; k++)
+    for (int k = 0; k < K && !c->open; k++)
         for (int r = 0; r < R; r++) e->dbias[k] += dshared[(n + k) * ld + r];
     for (int r = 0; r < R; r++) {
         const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
@@ -194,19 +190,15 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     }
 }
 
-/* From the gradients of a block to means, biases and values of cells: those to their sums. */
+/* From the gradients of a block to means and values of cells: those to their sums. */
 static void add_sums(Back *e) {
     Past *h = &e->h;
-    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = h->s.K;
-    for (int k = 0; k < K; k++) {
-        const float N = h->mass[n + k], scale = N > 0 ? 1 / N : 0;
-        const float dtau = e->tau[k] > 0 ? scale * e->dbias[k] / (1 + e->tau[k] / 2) : 0;   /* 2 dtau / N */
-        put_row(e->back + k * dp, -dtau, e->zmean + k * dp, dp);
-        add_row(e->sum + k * dp, scale, e->dmu + (n + k) * dp, d);
+    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    for (int k = 0; k < h->s.K; k++) {
+        const float N = h->mass[n + k];
+        add_row(e->sum + k * dp, N > 0 ? 1 / N : 0, e->dmu + (n + k) * dp, d);
         add_row(e->dvalue + k * lv, N > 0, e->dfar + (n + k) * lv, lv);
-        e->slope[k] += dtau;
     }
-    product(ALL, K, d, d, e->back, dp, 1, h->rootT, dp, e->sum, dp, 1);
 }
 
 int backward_head(Back *e) {
@@ -219,14 +211,12 @@ int backward_head(Back *e) {
     load_end(e, end);
     memset(e->sum, 0, sizeof(float) * K * dp);
     memset(e->dvalue, 0, sizeof(float) * K * lv);
-    memset(e->slope, 0, sizeof(float) * K);
     for (int64_t t = e->first + e->count - 1; t >= e->first; t--) {
         const int64_t tokens = least_of((t + 1) * b, c->S) - (t * b > c->S - c->L ? t * b : c->S - c->L);
         load_heavy(h, end->heavy, h->shared, h->values, h->mass);
-        find_cells(e);
+        place_cells_of(h);
         memset(e->dmu, 0, sizeof(float) * (n + K) * dp);
         memset(e->dfar, 0, sizeof(float) * (n + K) * lv);
-        memset(e->dbias, 0, sizeof(float) * K);
         for (int64_t i = 0; i < tokens * c->G; i += PIECE)
             piece_backward(e, end->cell, t, i, (int)least_of(PIECE, tokens * c->G - i));
         for (int i = 0; i < n; i++) {
@@ -243,7 +233,6 @@ int backward_head(Back *e) {
         give_keys(e, end->cell, 0, (t - 1) * b);
         memset(e->sum, 0, sizeof(float) * K * dp);
         memset(e->dvalue, 0, sizeof(float) * K * lv);
-        memset(e->slope, 0, sizeof(float) * K);
         if (t > e->first) load_end(e, --end);
     }
     return 1;
@@ -264,10 +253,10 @@ int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     e->count = (c->S - 1) / c->block - e->first + 1;
     open_past(&e->h, c, z, memory);
     const Piece pieces[] = {
-        {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->slope, K}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
-        {&e->dbias, K}, {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
-        {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}, {&e->back, K * dp}, {&e->zmean, K * dp},
-        {&e->tau, K}, {&e->zslope, bounded * K * dp}, {&e->weight, bounded * K},
+        {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
+        {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
+        {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}, {&e->zmean, bounded * K * dp},
+        {&e->dbias, bounded * K}, {&e->dN, bounded * K}, {&e->slope, bounded * K}, {&e->zslope, bounded * K * dp}, {&e->weight, bounded * K},
         {&e->states, bounded * STEP * states}};
     const size_t number = sizeof pieces / sizeof *pieces;
     e->memory = all_of(sizeof(float) * place_pieces(pieces, number, NULL));

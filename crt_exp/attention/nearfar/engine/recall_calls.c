@@ -19,9 +19,19 @@ static int backward(const Recall *c, int64_t z, float *memory) {
     return done;
 }
 
+/* Places are of 32 bits, and memory is for no more heavy keys, cells (but for given ones) and reads than keys. */
+static int fits(const Recall *c) {
+    const int64_t most = c->room < c->S ? c->S : c->room, few = 1 << 20;
+    const int64_t cells = c->tilt ? few : most;
+    return most < INT32_MAX / PAD && c->L <= c->S && c->d > 0 && c->d < few && c->dv > 0 && c->dv < few && c->block > 0 &&
+           c->block <= most && c->heavy >= 0 && c->heavy <= most && c->open >= 0 && c->open <= most && c->cells > 0 &&
+           c->cells <= cells;
+}
+
 /* body(c, z, memory) returns 0 where memory ended. */
 static int each_head(const Recall *c, int (*body)(const Recall *c, int64_t z, float *memory)) {
     int bad = OK;
+    if (!fits(c)) return BAD_SIZES;
 #pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
     {
         const unsigned mode = without_denormals();
