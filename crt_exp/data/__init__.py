@@ -22,10 +22,13 @@ def check_regular(path) -> None:
 
 def read_text(path: str | Path, named: str) -> str:
     """A file of UTF-8 text, without the byte order mark that some editors write. named: as messages call it.
-    Raises DataError."""
+    Line ends become line feeds. Raises DataError, also for what is no regular file."""
     try:
+        check_regular(Path(path).expanduser())
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{named} is not UTF-8 text: save it as UTF-8") from None
     except OSError as error:
         raise DataError(f"{named} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise DataError(f"{named} is {error}") from None

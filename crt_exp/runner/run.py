@@ -270,7 +270,7 @@ def read_records(path: Path) -> list[dict]:
     except UnicodeDecodeError as error:
         line = kept[:error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: not UTF-8 text") from None
-    records = [read_json(line, path, i) for i, line in enumerate(text.splitlines(), 1)]
+    records = [read_json(line, path, i) for i, line in enumerate(text.split("\n")[:-1], 1)]
     if kept != whole:
         write_atomic(path, kept)
     return records
