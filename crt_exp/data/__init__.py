@@ -5,6 +5,7 @@ Light on purpose: importing it pulls in no heavy library, so that an error about
 
 import os
 import stat
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 
@@ -18,6 +19,15 @@ def check_regular(path) -> None:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         raise ValueError("a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device, not a file")
+
+
+def check_classes(labels: Iterable[Hashable], where: str) -> None:
+    """labels: of the training rows, or the names of the classes. Raises DataError where there is only one: whatever is
+    learnt of it has accuracy 1."""
+    different = set(labels)
+    if len(different) < 2:
+        raise DataError(f"{where}: every example is of one class ({', '.join(map(str, different)) or 'none'}): "
+                        "classification takes examples of at least 2")
 
 
 def read_text(path: str | Path, named: str) -> str:

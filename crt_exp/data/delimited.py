@@ -30,11 +30,12 @@ def table(path: Path, text: str, separator: str, quoting: int = QUOTED) -> tuple
         return [], []
     names = [name.strip() for name in rows[0].cells]
     if twice := next((name for i, name in enumerate(names) if name and name in names[:i]), None):
-        raise DataError(f"{path}, line {rows[0].line}: the header must give each column a name of its own, and {twice!r} "
-                        "stands there twice")
+        raise DataError(f"{path}, line {rows[0].line}: the header must give each column a name of its own, and "
+                        f"{twice!r} stands there twice")
     for line, cells in rows[1:]:
         if len(cells) != len(names):
-            raise DataError(f"{path}, line {line}: {len(cells)} cells, {len(names)} expected{advice(separator, quoting)}")
+            raise DataError(f"{path}, line {line}: {len(cells)} cells, {len(names)} expected"
+                            + advice(separator, quoting))
     return names, rows[1:]
 
 

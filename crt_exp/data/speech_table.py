@@ -120,8 +120,8 @@ def rows(path: Path) -> Iterator[tuple[int, dict]]:
     names, read = table(path, text, ",") if path.suffix == ".csv" else table(path, text, "\t", PLAIN)
     for line, cells in read:
         if broken := next((name for name, cell in zip(names, cells) if "\n" in cell or "\t" in cell), None):
-            raise DataError(f"{path}, line {line}: the cell of {broken} holds a line end or a tab: does a quotation mark "
-                            "not end?")
+            raise DataError(f"{path}, line {line}: the cell of {broken} holds a line end or a tab: does a quotation "
+                            "mark not end?")
         yield line, dict(zip(names, cells))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.data import labelled
+from crt_exp.data import check_classes, labelled
 from crt_exp.data.glue import by_length
 from crt_exp.data.labelled import LONGEST, SPLITS, Dataset, Labelled
 from crt_exp.data.rows import few, masked, padded
@@ -48,6 +48,7 @@ class LRA(SequenceTask):
     def __post_init__(self):
         self.arena = labelled.load(self.dataset, self.data_dir, self.rules, self.scale, self.data_seed, self.held_out,
                                    self.cache_dir)
+        check_classes(self.arena.splits["train"].labels.tolist(), f"task.dataset={self.dataset}, training split")
         whole = max(int(lengths_of(self.arena.splits[split], 1).max()) for split in SPLITS)
         self.row_length = min(whole, LONGEST) if self.max_length is None else self.max_length
         self.description = self.new_description(self.arena.symbols + 1, self.row_length, causal=False)
