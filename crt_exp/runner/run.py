@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 import crt_exp
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.runner.configuration import overrides
+from crt_exp.runner.inputs import check_inputs
 from crt_exp.runner.processes import SWEEP
 
 # may differ between a run and its continuation
@@ -40,20 +41,21 @@ class Run:
     """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
 
     Of several processes only the one with `main` reads and writes; the others' `records` stay empty. It locks the
-    directory, so that a second run in it is refused (ConfigError) while this one lives.
+    directory, so that a second run in it is refused (ConfigError) while this one lives. A run that goes on must have
+    the configuration and the inputs (runner/inputs.py) that it began with: ConfigError where it has others.
 
     Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued,
     then those of this one.
     """
 
-    def __init__(self, cfg: DictConfig, directory: str | Path, main: bool = True):
+    def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
         self.directory, self.main, self.cfg, self.mirror = Path(directory), main, cfg, None
         self.metrics = self.directory / "metrics.jsonl"
         self.existed, self.records = True, []
         self.lock = Lock(self.directory) if main else None
         try:
             if main:
-                self._open(cfg)
+                self._open(cfg, task)
         except BaseException:
             self.lock.release()
             raise
@@ -62,9 +64,10 @@ class Run:
 
         seed_everything(cfg.seed)
 
-    def _open(self, cfg: DictConfig) -> None:
+    def _open(self, cfg: DictConfig, task: Any) -> None:
         """Reads what an earlier run left, and writes what this one is."""
         self.existed = self._refuse_used(cfg)
+        check_inputs(self.directory, OmegaConf.to_container(cfg.task, resolve=True), task, self.existed)
         self.records = read_records(self.metrics)
         write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")

@@ -6,6 +6,7 @@ the test part is read once, with the best one.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from sklearn.dummy import DummyClassifier, DummyRegressor
 from tqdm import tqdm
 
 from crt_exp.data import own_table
-from crt_exp.data.tabular import load
+from crt_exp.data.tabular import file_of, load
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
@@ -57,6 +58,7 @@ class UCI:
         if scaling == "none" and np.isnan(self.features).any():
             raise ValueError(f"task.scaling = none: values are missing ({self.note}), and become the mean only where "
                              "columns are scaled")
+        self.file = None if csv is not None else file_of(dataset, data_dir)
         self.scaling, self.split, self.repeats, self.draws = scaling, tuple(split), repeats, draws
         self.sigmas = list(sigmas)
         self.metric = "accuracy" if self.table.classes is not None else "r2"
@@ -64,6 +66,9 @@ class UCI:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
             raise ValueError(f"task.split = {list(split)}: a part of the {len(self.table)} rows of {dataset} is empty")
+
+    def inputs(self) -> list[Path | None]:
+        return [self.file]
 
     @staticmethod
     def read(dataset: str, data_dir: str | None, csv: str | None, target: str | None, kind: str | None):

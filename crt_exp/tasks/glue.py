@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data import check_classes, glue
+from crt_exp.data.sources import task_folder
 from crt_exp.data.text import check_vocabulary
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import glue_metrics
@@ -62,6 +63,9 @@ class GLUE(Task):
         self.texts["train"] = self.texts["train"].subsample(self.examples, self.examples_seed)
         if self.described.names:
             check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
+
+    def inputs(self) -> list[Path | None]:
+        return [] if self.source == "hub" else [task_folder(self.described.source.name, self.data_dir)]
 
     @cached_property
     def encoded(self) -> dict[str, glue.Encoded]:

@@ -6,6 +6,7 @@ of retrieval, L symbols of the longest.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -57,6 +58,9 @@ class LRA(SequenceTask):
             self.arena.splits[split] = data.take(few(len(data), self.evaluated))
 
     # ---- data
+
+    def inputs(self) -> list[Path | None]:
+        return [labelled.folder_of(self.dataset, self.data_dir)]
 
     def length(self, split: str) -> int:
         return len(self.arena.splits[split])
