@@ -28,21 +28,21 @@ LISTED = 1000                # files with a digest of their own; of more, folder
 Digests = dict[str, dict[str, str]]   # of each option, by the name below what the option names
 
 
-def check_inputs(directory: Path, given: Mapping[str, Any], task: Any, goes_on: bool) -> None:
-    """Writes inputs.json for a new run; of one that goes on, raises ConfigError naming what has changed since.
+def check_inputs(directory: Path, given: Mapping[str, Any], task: Any, goes_on: bool) -> str:
+    """What inputs.json is to hold. Raises ConfigError for a run that goes on and whose inputs are others, naming them.
 
     given: the options of the task.
     """
-    from crt_exp.runner.run import write_atomic
-
     path, now = directory / NAME, digests(named(given, task), directory)
-    if not goes_on or not path.is_file():
-        if goes_on and now:
-            warn("%s was begun without digests of its inputs: they are taken to be as they were", directory)
-        if now:
-            write_atomic(path, json.dumps(now, indent=1) + "\n")
-        return
-    if changed := differing(read_json(path.read_text(encoding="utf-8"), path), now):
+    if goes_on and path.is_file():
+        check_same(directory, read_json(path.read_text(encoding="utf-8"), path), now)
+    elif goes_on and now:
+        warn("%s was begun without digests of its inputs: they are taken to be as they were", directory)
+    return json.dumps(now, indent=1) + "\n"
+
+
+def check_same(directory: Path, old: Mapping[str, Any], now: Digests) -> None:
+    if changed := differing(old, now):
         more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise ConfigError(f"{directory} was run with other inputs: {', '.join(changed[:3])}{more}. Bring back what was "
                           "there, or choose another hydra.run.dir")

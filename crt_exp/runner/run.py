@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 import crt_exp
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.runner.configuration import overrides
+from crt_exp.runner.inputs import NAME as INPUTS
 from crt_exp.runner.inputs import check_inputs
 from crt_exp.runner.processes import SWEEP
 
@@ -67,9 +68,10 @@ class Run:
     def _open(self, cfg: DictConfig, task: Any) -> None:
         """Reads what an earlier run left, and writes what this one is."""
         self.existed = self._refuse_used(cfg)
-        check_inputs(self.directory, OmegaConf.to_container(cfg.task, resolve=True), task, self.existed)
+        read = check_inputs(self.directory, OmegaConf.to_container(cfg.task, resolve=True), task, self.existed)
         self.records = read_records(self.metrics)
         write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        write_atomic(self.directory / INPUTS, read)
         write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
 
     def _refuse_used(self, cfg: DictConfig) -> bool:

@@ -74,8 +74,9 @@ def place(tmp_path):
 
 
 def begun(place, **given):
-    task = SimpleNamespace(inputs=lambda: [given.pop(DATA)]) if DATA in given else SimpleNamespace()
-    check_inputs(place / "run", given, task, goes_on=(place / "run" / NAME).exists())
+    task = SimpleNamespace(inputs=lambda: [given[DATA]]) if DATA in given else SimpleNamespace()
+    file = place / "run" / NAME
+    file.write_text(check_inputs(place / "run", given, task, goes_on=file.exists()))
 
 
 CHANGES = {"other": (lambda data: (data / "b.txt").write_bytes(b"B.txt" * 5000), "b.txt (of {}) has changed"),
@@ -128,9 +129,9 @@ def test_links_in_circles_and_many_files(place, monkeypatch):
     assert sorted(digests({"text": [place / "data"]}, place / "run")["text"]) == [".", "sub"]
 
 
-def test_a_run_without_files_writes_nothing(place):
+def test_names_that_are_no_files_have_no_digests(place):
     begun(place, model=None, init="scratch")
-    assert not (place / "run" / NAME).exists()
+    assert (place / "run" / NAME).read_text() == "{}\n"
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_uci_run(tmp_path):
     assert lines[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in lines[:5]) / 5)
     versions = json.loads((tmp_path / "a" / "versions.json").read_text())
     assert versions["seed"] == 0 and versions["packages"]["torch"]
-    files = ["config.yaml", "metrics.jsonl", "run.log", "versions.json"]
+    files = ["config.yaml", "inputs.json", "metrics.jsonl", "run.log", "versions.json"]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == files
 
 
