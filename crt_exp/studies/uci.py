@@ -6,6 +6,7 @@ the test part is read once, with the best one.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,7 @@ class UCI:
         self.file = None if csv is not None else file_of(dataset, data_dir)
         self.scaling, self.split, self.repeats, self.draws = scaling, tuple(split), repeats, draws
         self.sigmas = list(sigmas)
+        self.drawn = DrawnOnce()
         self.metric = "accuracy" if self.table.classes is not None else "r2"
         if len(self.table) < 20:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
@@ -133,8 +135,8 @@ class UCI:
 
     def evaluate(self, mechanism: Mechanism, split: Split, seed: int) -> dict[str, float]:
         """Tunes sigma on validation and scores the test part once; ties go to the smaller sigma."""
-        sampler = DrawnOnce(mechanism.sampler)
-        fitted = [self.estimator(mechanism, sampler, sigma, seed).fit(split.x[0], split.y[0]) for sigma in self.sigmas]
+        self.drawn = DrawnOnce()
+        fitted = [self.estimator(mechanism, sigma, seed).fit(split.x[0], split.y[0]) for sigma in self.sigmas]
         validation = [model.score(split.x[1], split.y[1]) for model in fitted]
         best = int(np.argmax(validation))
         return {"sigma": self.sigmas[best], f"validation_{self.metric}": validation[best],
@@ -145,25 +147,27 @@ class UCI:
         model = DummyClassifier() if self.metric == "accuracy" else DummyRegressor()
         return float(model.fit(split.x[0], split.y[0]).score(split.x[2], split.y[2]))
 
-    def estimator(self, mechanism: Mechanism, sampler: "DrawnOnce", sigma: float, seed: int):
+    def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         gamma = sigma**2 / 2
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
+        sampler = partial(self.drawn, mechanism.sampler)
         return kind(mechanism.map("gaussian"), sampler, mechanism.m, gamma=gamma, random_state=seed)
 
 
 class DrawnOnce:
-    """A sampler that answers a generator in the same state with the same rows: all bandwidths have them, and those of
+    """Answers a generator in the same state with the same rows of a sampler: all bandwidths have them, and those of
     5000 columns take 20 seconds."""
 
-    def __init__(self, sampler: Callable[..., Noise]):
-        self.sampler, self.kept = sampler, {}
+    def __init__(self):
+        self.kept: dict[tuple, tuple[Noise, torch.Tensor]] = {}
 
-    def __call__(self, m: int, d: int, generator: torch.Generator, **options: Any) -> Noise:
+    def __call__(self, sampler: Callable[..., Noise], m: int, d: int, generator: torch.Generator,
+                 **options: Any) -> Noise:
         key = m, d, generator.get_state().numpy().tobytes(), str(options)
         if key not in self.kept:
-            self.kept[key] = self.sampler(m, d, generator, **options), generator.get_state()
+            self.kept[key] = sampler(m, d, generator, **options), generator.get_state()
         noise, after = self.kept[key]
         generator.set_state(after)
         return noise

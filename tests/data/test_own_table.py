@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -209,14 +210,16 @@ def test_all_bandwidths_have_the_rows_of_one_draw(tmp_path):
         drawn.append(m)
         return blocks.orthogonal(m, d, *args, **options)
 
-    task, given = task_of(tmp_path / "t.csv", target="y"), mechanism.sampler
-    split = task.divide(0, 0)
-    plain = [task.estimator(mechanism, given, sigma, 7).fit(split.x[0], split.y[0]).state_ for sigma in task.sigmas]
-    once = uci.DrawnOnce(sampler)
-    for sigma, state in zip(task.sigmas, plain):
-        fitted = task.estimator(mechanism, once, sigma, 7).fit(split.x[0], split.y[0])
-        assert torch.equal(fitted.state_, state)
+    task, given = task_of(tmp_path / "t.csv", target="y"), SimpleNamespace(
+        estimates=True, map=mechanism.map, sampler=sampler, m=4)
+    split, states = task.divide(0, 0), []
+    for sigma in task.sigmas:
+        states.append(task.estimator(given, sigma, 7).fit(split.x[0], split.y[0]).state_)
     assert drawn == [4]
+    for sigma, state in zip(task.sigmas, states):
+        task.drawn = uci.DrawnOnce()
+        assert torch.equal(task.estimator(given, sigma, 7).fit(split.x[0], split.y[0]).state_, state)
+    assert drawn == [4] * 4
 
 
 def test_thousands_of_columns_take_seconds(tmp_path):

@@ -15,6 +15,7 @@ from crt_exp.config import CONF, ConfigError, located
 from crt_exp.data.speech import Part, Utterance
 from crt_exp.runner import inputs
 from crt_exp.runner.inputs import DATA, NAME, OPTIONS, check_inputs, digests
+from crt_exp.studies.advise import Advise
 from crt_exp.studies.uci import UCI
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.librispeech import LibriSpeech, Split
@@ -177,6 +178,10 @@ def test_a_run_goes_on_with_the_inputs_that_it_began_with_alone(task, typed, tmp
 def test_audio_that_a_table_names_is_read_too(tmp_path):
     write_librispeech(tmp_path, texts=("A", "B"))
     files = sorted(tmp_path.rglob("*.flac"))
+    (tmp_path / "t.csv").write_text("audio,text\n" + "".join(f"{file},x\n" for file in files))
+    advise = Advise.__new__(Advise)
+    advise.audio = str(tmp_path / "t.csv")
+    assert advise.inputs() == files
     task = LibriSpeech.__new__(LibriSpeech)
     task.splits = {"train": Split([Utterance("a", "A", (Part(str(file), 1.0),)) for file in files], [], np.zeros(2))}
     assert list(task.inputs()) == files
