@@ -5,6 +5,7 @@ Light on purpose: importing it pulls in no heavy library, so that an error about
 
 import os
 import stat
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 
@@ -20,12 +21,24 @@ def check_regular(path) -> None:
         raise ValueError("a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device, not a file")
 
 
+def check_classes(labels: Iterable[Hashable], where: str) -> None:
+    """labels: of the training rows, or the names of the classes. Raises DataError where there is only one: whatever is
+    learnt of it has accuracy 1."""
+    different = set(labels)
+    if len(different) < 2:
+        raise DataError(f"{where}: every example is of one class ({', '.join(map(str, different)) or 'none'}): "
+                        "classification takes examples of at least 2")
+
+
 def read_text(path: str | Path, named: str) -> str:
     """A file of UTF-8 text, without the byte order mark that some editors write. named: as messages call it.
-    Raises DataError."""
+    Line ends become line feeds. Raises DataError, also for what is no regular file."""
     try:
+        check_regular(Path(path).expanduser())
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{named} is not UTF-8 text: save it as UTF-8") from None
     except OSError as error:
         raise DataError(f"{named} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise DataError(f"{named} is {error}") from None

@@ -51,7 +51,7 @@ class Source(NamedTuple):
             words = [len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip()]
             yield str(file), [f"{line}\n" for line in lines_of([file], unknown)], words
         for i, text in enumerate(self._streamed()):
-            lines = [f"{line}\n" for line in text.splitlines() if line.strip()]
+            lines = [f"{line}\n" for line in text.split("\n") if line.strip()]
             yield f"{self.hub['name']}, {self.split}, document {i}", lines, [len(line.split()) + 1 for line in lines]
 
     def _streamed(self) -> Iterable[str]:

@@ -101,8 +101,8 @@ def digest(path: Path, kind: str) -> str:
 
 def sha256_of_rows(path: Path) -> str:
     """Independent of line ends, blank lines, a missing last line end, and spaces around or as separators."""
-    text = path.read_bytes().decode("utf-8", "replace")
-    rows = (line.split(",") if "," in line else line.split() for line in text.splitlines() if line.strip())
+    text = path.read_text(encoding="utf-8", errors="replace")  # line ends become line feeds
+    rows = (line.split(",") if "," in line else line.split() for line in text.split("\n") if line.strip())
     plain = "\n".join(",".join(field.strip() for field in row) for row in rows)
     return hashlib.sha256(plain.encode()).hexdigest()
 

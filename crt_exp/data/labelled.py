@@ -18,7 +18,7 @@ import numpy as np
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, glue, images, listops, pathfinder
-from crt_exp.data.sources import no_folder
+from crt_exp.data.sources import no_folder, task_folder
 from crt_exp.data.cache import cached, key_of
 from crt_exp.data.image_values import squared
 from crt_exp.data.text import content, numbered_lines, official_file
@@ -74,6 +74,12 @@ def load(dataset: Dataset, data_dir: str | None, rules: dict[str, Any], preset: 
     if dataset == "text":
         return texts(data_dir, held_out)
     return Arena(pairs(data_dir) if data_dir else passages(seed, cache_dir), BYTES, 2, together=2)
+
+
+def folder_of(dataset: Dataset, data_dir: str | None) -> Path | None:
+    """What is read; None for what is drawn."""
+    own = {"image": "images/cifar10", "text": "glue/SST-2", "retrieval": "wikitext2"}
+    return task_folder(own.get(dataset, dataset), data_dir) if data_dir or dataset in own else None
 
 
 # ---- drawn -----------------------------------------------------------------------------------------------------------

@@ -70,7 +70,10 @@ class Faults:
         self.noted.append(f"{place}: {reason}")
 
     def settle(self, left: int) -> None:
-        """Raises DataError where anything was noted, or where nothing is left of it."""
+        """Raises DataError where anything was noted that is not left out, or where nothing is left."""
+        if not self.noted and left == 0:
+            raise DataError(f"{self.what}: there are none. Training, validation and test each need some; in a table of "
+                            "your own the column split says which are which")
         if not self.noted:
             return
         more = [f"and {len(self.noted) - 3} more"] if len(self.noted) > 3 else []

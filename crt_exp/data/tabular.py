@@ -116,17 +116,29 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
     others refuse it. Raises DataError for an unknown name, and for a file that is missing or is not the published one,
     down to its number of rows.
     """
-    if name in EMBEDDED and not (data_dir and name in LAYOUTS):
+    if is_embedded(name, data_dir):
         no_folder(data_dir, f"task.dataset={name}, which is embedded")
         return EMBEDDED[name](name)
     if name not in LAYOUTS:
         near = difflib.get_close_matches(str(name), names(), n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise DataError(f"There is no table {name!r}.{hint} Known: {', '.join(names())}.")
-    folder = task_folder("uci", data_dir)
-    if folder is None:
+    path = file_of(name, data_dir)
+    if path is None:
         raise missing(f"uci/{name}", None)
-    return read(name, folder / Path(source_of(name).files[0].path).name)
+    return read(name, path)
+
+
+def is_embedded(name: str, data_dir: str | Path | None) -> bool:
+    return name in EMBEDDED and not (data_dir and name in LAYOUTS)
+
+
+def file_of(name: str, data_dir: str | Path | None) -> Path | None:
+    """The official file that is read; None for a set that needs none, and where nobody says where the files are."""
+    folder = task_folder("uci", data_dir)
+    if folder is None or is_embedded(name, data_dir):
+        return None
+    return folder / Path(source_of(name).files[0].path).name
 
 
 def names() -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.data import DataError
+from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import cached, key_of
 from crt_exp.data.hub import hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
@@ -87,6 +87,7 @@ def fingerprint(tokenizer) -> str:
 # ------------------------------------------------------------------------------------------------------- files
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each line, without line ends and byte order mark. Raises DataError."""
+    check_file(path)
     try:
         with open(path, "rb") as stream:
             for number, raw in enumerate(stream, 1):
@@ -110,7 +111,19 @@ def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         if not inside:
             raise DataError(f"{path}: no {' '.join(SUFFIXES)} file in this folder.")
         files += inside
+    for file in files:
+        check_file(file)
     return files
+
+
+def check_file(file: Path) -> None:
+    """Raises DataError for what is no regular file: a pipe would be waited for without end."""
+    try:
+        check_regular(file)
+    except OSError as error:
+        raise DataError(f"{file}: the file cannot be read ({error.strerror or error}).") from None
+    except ValueError as error:
+        raise DataError(f"{file} is {error}.") from None
 
 
 def lines_of(files: Iterable[Path], unknown: str = "[UNK]") -> Iterator[str]:

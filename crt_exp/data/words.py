@@ -77,7 +77,14 @@ def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) ->
 
 
 def official_parts(name: str, data_dir: str | Path | None) -> list[Text]:
-    return [text_of(official_file(name, split, data_dir), name) for split in ("train", "valid", "test")]
+    return [text_of(path, name) for path in files_of(name, data_dir)]
+
+
+def files_of(name: str, data_dir: str | Path | None) -> list[Path]:
+    """What is read: the official files, or the one text."""
+    if name not in OFFICIAL:
+        return [Path(name).expanduser()]
+    return [official_file(name, split, data_dir) for split in ("train", "valid", "test")]
 
 
 def text_of(path: Path, source: str) -> Text:

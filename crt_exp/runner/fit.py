@@ -169,7 +169,7 @@ def fit(cfg, task, mechanism) -> float | None:
 def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
     """The records of a task that only measures."""
     raise_interrupts()
-    with Run(cfg, output_directory()) as current:
+    with Run(cfg, task, output_directory()) as current:
         if not finished(current.records):
             if hasattr(task, "directory"):  # of studies that go on from a state of their own
                 task.directory = current.directory
@@ -189,7 +189,7 @@ def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
     config = instantiate(cfg.trainer, _convert_="all")
     world = start_world(config)
     raise_interrupts()
-    with ending_together(world), open_run(cfg, world) as current:
+    with ending_together(world), open_run(cfg, task, world) as current:
         if not world.broadcast(finished(current.records)):
             Trainer(config, task, mechanism, current, world, cfg.seed).fit()
             if world.main:
@@ -197,11 +197,11 @@ def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
     return current.records, current.directory
 
 
-def open_run(cfg, world) -> Run | None:
+def open_run(cfg, task, world) -> Run | None:
     """The run directory, on every process; where the first cannot have it, all end with the exit code of that error."""
     current, problem = None, None
     try:
-        current = Run(cfg, output_directory(), world.main)
+        current = Run(cfg, task, output_directory(), world.main)
     except (ValueError, OSError) as error:
         if world.size == 1:
             raise

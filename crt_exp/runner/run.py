@@ -25,6 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 import crt_exp
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.runner.configuration import overrides
+from crt_exp.runner.inputs import NAME as INPUTS
+from crt_exp.runner.inputs import check_inputs
 from crt_exp.runner.processes import SWEEP
 
 # may differ between a run and its continuation
@@ -40,20 +42,21 @@ class Run:
     """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
 
     Of several processes only the one with `main` reads and writes; the others' `records` stay empty. It locks the
-    directory, so that a second run in it is refused (ConfigError) while this one lives.
+    directory, so that a second run in it is refused (ConfigError) while this one lives. A run that goes on must have
+    the configuration and the inputs (runner/inputs.py) that it began with: ConfigError where it has others.
 
     Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued,
     then those of this one.
     """
 
-    def __init__(self, cfg: DictConfig, directory: str | Path, main: bool = True):
+    def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
         self.directory, self.main, self.cfg, self.mirror = Path(directory), main, cfg, None
         self.metrics = self.directory / "metrics.jsonl"
         self.existed, self.records = True, []
         self.lock = Lock(self.directory) if main else None
         try:
             if main:
-                self._open(cfg)
+                self._open(cfg, task)
         except BaseException:
             self.lock.release()
             raise
@@ -62,11 +65,13 @@ class Run:
 
         seed_everything(cfg.seed)
 
-    def _open(self, cfg: DictConfig) -> None:
+    def _open(self, cfg: DictConfig, task: Any) -> None:
         """Reads what an earlier run left, and writes what this one is."""
         self.existed = self._refuse_used(cfg)
+        read = check_inputs(self.directory, OmegaConf.to_container(cfg.task, resolve=True), task, self.existed)
         self.records = read_records(self.metrics)
         write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        write_atomic(self.directory / INPUTS, read)
         write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
 
     def _refuse_used(self, cfg: DictConfig) -> bool:
@@ -270,7 +275,7 @@ def read_records(path: Path) -> list[dict]:
     except UnicodeDecodeError as error:
         line = kept[:error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: not UTF-8 text") from None
-    records = [read_json(line, path, i) for i, line in enumerate(text.splitlines(), 1)]
+    records = [read_json(line, path, i) for i, line in enumerate(text.split("\n")[:-1], 1)]
     if kept != whole:
         write_atomic(path, kept)
     return records

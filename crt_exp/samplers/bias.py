@@ -47,7 +47,7 @@ def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: 
     """For metrics: mean bias over random pairs of x (n, d) and y (n, d), and its standard error;
     {} for exact samplers."""
     g = torch.Generator().manual_seed(0)
-    if sampler(x.shape[-1], x.shape[-1], g).gaussian:
+    if sampler(2, 2, g).gaussian:  # whatever the dimension is
         return {}
     i, j = torch.randint(len(x), (pairs,), generator=g), torch.randint(len(y), (pairs,), generator=g)
     bias = measured_bias(phi, sampler, x[i], y[j], params, generator=g)

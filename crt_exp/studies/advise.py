@@ -11,6 +11,7 @@ from crt_exp.advice.call import LEAST, SAMPLES, arms_of, concluded, split
 from crt_exp.advice.panel import Panel
 from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import Advice
+from crt_exp.data.speech_table import entries
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, checked
 from crt_exp.studies import advise_data
@@ -61,6 +62,11 @@ class Advise:
             costs = {row["length"]: row for row in rows[len(arms):]}
             self.advice = concluded(panel, arms, losses, costs, self.tolerance)
             yield {"step": len(plan), "epoch": 0, "split": "test", **self.final(self.advice), "final": True}
+
+    def inputs(self) -> list[Path]:
+        """The audio that a table names."""
+        table = Path(self.audio or "").expanduser()
+        return [entry.audio for entry in entries(table)] if table.is_file() else []
 
     def panel(self, seed: int) -> Panel:
         """Raises DataError and ValueError for a model, data and a length that do not go together."""

@@ -9,8 +9,9 @@ from crt_exp.mechanism import Mechanism
 class Study(Protocol):
     """A task without training: it measures, and yields records for metrics.jsonl.
 
-    It may have `uses`, as tasks that train do; `keep(records, directory)`, which leaves tables and pictures in the run
-    directory at the end; and `directory`, which is set to the run directory, for a state that records go on from.
+    It may have `uses` and `inputs()`, as tasks that train do; `keep(records, directory)`, which leaves tables and
+    pictures in the run directory at the end; and `directory`, which is set to the run directory, for a state that
+    records go on from.
     """
 
     metric: str  # the key of the final record that a sweep optimises

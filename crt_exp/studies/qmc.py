@@ -1,12 +1,13 @@
 """Mean squared error of softmax estimates over pairs of rows of a table, for one map and sampler (HRF 4.1, Table 1)."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from crt_exp.data.tabular import load
+from crt_exp.data.tabular import file_of, load
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence
@@ -32,8 +33,12 @@ class QMC:
         self.name, self.scaling, self.length = dataset, scaling, length
         self.pairs, self.groups, self.draws = pairs, groups, draws
         table = load(dataset, data_dir).encode("ordinal")
+        self.file = file_of(dataset, data_dir)
         rows = torch.from_numpy(scaler(table, scaling)(table)).double()
         self.rows = length * rows / rows.square().sum(-1).mean().sqrt()          # (rows, d)
+
+    def inputs(self) -> list[Path | None]:
+        return [self.file]
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         check_estimates(mechanism)

@@ -110,7 +110,7 @@ def errors(attention: list[str], start: list[str], sources: list[str]) -> list[d
 def calibrate(task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                # of layers that uniform attention is nearer to: it is a draw
-        calibrate_attention(model, [task.inputs(batch) for batch in batches])
+        calibrate_attention(model, [task.arguments(batch) for batch in batches])
 
 
 def swapped(attention: list[str], start: list[str], sources: list[str], seed: int) -> tuple[Task, nn.Module]:

@@ -55,6 +55,11 @@ class Task(Protocol):
         """
         return None
 
+    def inputs(self) -> Iterable[Path | None]:
+        """Files and folders of data that it reads: those of task.data_dir and of $CRT_DATA. What options such as
+        task.text and task.init name is known without (runner/inputs.py). A run that goes on must read the same."""
+        return ()
+
     def check_split(self, parts: int) -> None:
         """Raises ConfigError where the sequences cannot be split over so many processes (trainer.sequence_parallel)."""
         raise ConfigError(f"trainer.sequence_parallel = {parts}: task={type(self).__name__.lower()} has no sequences "

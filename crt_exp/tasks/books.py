@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
 import numpy as np
@@ -110,6 +111,9 @@ class Books(SymbolTask):
             return {split: Source([official_file("wikitext2", name, self.data_dir)]) for split, name in NAMES.items()}
         given = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
         return {split: books.files_of(paths) for split, paths in given.items() if paths is not None}
+
+    def inputs(self) -> list[Path]:
+        return [file for source in self.sources().values() for file in source.files]
 
     def made_tokenizer(self, source: Source):
         """That of task.tokenizer, of task.init, or one made from the training text."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.data import glue
+from crt_exp.data import check_classes, glue
+from crt_exp.data.sources import task_folder
 from crt_exp.data.text import check_vocabulary
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import glue_metrics
@@ -60,6 +61,11 @@ class GLUE(Task):
         self.texts = {part: glue.load(self.dataset, part, self.data_dir, self.source) for part in parts}
         self.published = len(self.texts["train"])
         self.texts["train"] = self.texts["train"].subsample(self.examples, self.examples_seed)
+        if self.described.names:
+            check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
+
+    def inputs(self) -> list[Path | None]:
+        return [] if self.source == "hub" else [task_folder(self.described.source.name, self.data_dir)]
 
     @cached_property
     def encoded(self) -> dict[str, glue.Encoded]:

@@ -11,6 +11,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import images as data
 from crt_exp.data.image_stream import Hub, Streamed
 from crt_exp.data.loading import Draw, Folders, Loader, Micro, fitting_workers
+from crt_exp.data.sources import task_folder
 from crt_exp.schema import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
 
@@ -43,6 +44,10 @@ class ImageTask(Task):
             self.validation = "held_out"
             splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
         return Folders(splits)
+
+    def inputs(self) -> list[Path | None]:
+        streamed = self.hub["name"] is not None
+        return [] if self.embedded or streamed else [task_folder(f"images/{self.dataset}", self.data_dir)]
 
     @property
     def embedded(self) -> bool:

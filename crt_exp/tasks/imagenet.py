@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
+from crt_exp.data import check_classes
 from crt_exp.data.loading import Draw, drawing
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
@@ -79,6 +80,7 @@ class ImageNet(ImageTask):
 
     def __post_init__(self):
         super().__post_init__()
+        check_classes(self.classes, self.source_name)
         self.description = self.described()
         self.description.check()
         self.mixes = bool(self.augment["mixup"] or self.augment["cutmix"])

@@ -184,6 +184,10 @@ class LibriSpeech(Task):
         return speech.hub_utterances(hub["name"], hub["config"], hub[split], hub["audio"], hub["text"], faults,
                                      data_files=hub["data_files"], **options)
 
+    def inputs(self) -> Iterator[Path]:
+        for split in self.splits.values():
+            yield from (Path(part.name) for each in split.utterances for part in each.parts if part.content is None)
+
     def new_symbols(self, utterances: dict[str, list[speech.Utterance]]) -> Symbols:
         """Characters of LibriSpeech are known beforehand; the rest is made from the transcripts of training."""
         if self.symbols == "characters" and self.corpus == "librispeech":
@@ -348,12 +352,12 @@ class LibriSpeech(Task):
         return (f"joiner: a micro-batch of {self.batch_seconds:g} s holds at most {cells} cells (utterances x frames x "
                 f"symbols), {logits} of logits for {symbols} symbols and {before} before them")
 
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+    def arguments(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch[name] for name in INPUTS if name in batch}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         self.pace.begin("training", batch["seconds"])
-        return model(**self.inputs(batch)).mean()
+        return model(**self.arguments(batch)).mean()
 
     def weight(self, batch: Batch) -> int:
         return len(batch["rows"])                            # none where none could be read
@@ -366,7 +370,7 @@ class LibriSpeech(Task):
         for name, search in searches.items():
             for batch in reader.batches(split):
                 self.pace.begin(name, batch["seconds"])
-                losses, hypotheses = model(**self.inputs(batch), search=search)
+                losses, hypotheses = model(**self.arguments(batch), search=search)
                 self.pace.end(name)
                 loss += float(losses.double().sum()) if name == "greedy" and batch["rows"] else 0.0
                 for row, hypothesis in zip(batch["rows"], hypotheses):

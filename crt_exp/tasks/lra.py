@@ -6,6 +6,7 @@ of retrieval, L symbols of the longest.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.data import labelled
+from crt_exp.data import check_classes, labelled
 from crt_exp.data.glue import by_length
 from crt_exp.data.labelled import LONGEST, SPLITS, Dataset, Labelled
 from crt_exp.data.rows import few, masked, padded
@@ -48,6 +49,7 @@ class LRA(SequenceTask):
     def __post_init__(self):
         self.arena = labelled.load(self.dataset, self.data_dir, self.rules, self.scale, self.data_seed, self.held_out,
                                    self.cache_dir)
+        check_classes(self.arena.splits["train"].labels.tolist(), f"task.dataset={self.dataset}, training split")
         whole = max(int(lengths_of(self.arena.splits[split], 1).max()) for split in SPLITS)
         self.row_length = min(whole, LONGEST) if self.max_length is None else self.max_length
         self.description = self.new_description(self.arena.symbols + 1, self.row_length, causal=False)
@@ -56,6 +58,9 @@ class LRA(SequenceTask):
             self.arena.splits[split] = data.take(few(len(data), self.evaluated))
 
     # ---- data
+
+    def inputs(self) -> list[Path | None]:
+        return [labelled.folder_of(self.dataset, self.data_dir)]
 
     def length(self, split: str) -> int:
         return len(self.arena.splits[split])

@@ -154,6 +154,9 @@ class MLM(Task):
         names = {"train": "train", "validation": "valid", "test": "test"}
         return {split: [data.official_file("wikitext2", name, self.data_dir)] for split, name in names.items()} | own
 
+    def inputs(self) -> list[Path]:
+        return [file for files in self.files.values() for file in files]
+
     @cached_property
     def blocks(self) -> dict[str, np.ndarray]:
         """(blocks, block) int32 of each split that is not streamed."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from crt_exp.data import images
 from crt_exp.data.images import DIGITS
 from crt_exp.data.image_values import VALUES, squared
 from crt_exp.data.rows import few
+from crt_exp.data.sources import task_folder
 from crt_exp.schema import Count, above, at_least, at_most, below, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SymbolTask
@@ -55,6 +57,10 @@ class Pixels(SymbolTask):
         squared(self.splits["train"], 0, self.size, self.channels)  # images that are too small are refused at once
 
     # ---- data
+
+    def inputs(self) -> list[Path | None]:
+        embedded = self.dataset == DIGITS and self.data_dir is None
+        return [] if embedded else [task_folder(f"images/{self.dataset}", self.data_dir)]
 
     def split(self) -> dict[str, images.Images]:
         loaded = images.load(self.dataset, self.data_dir)

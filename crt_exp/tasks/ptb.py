@@ -107,6 +107,9 @@ class PTB(Task):
 
     # ---- text
 
+    def inputs(self) -> list[Path]:
+        return [] if self.chain else data.files_of(self.corpus, self.data_dir)
+
     def length(self, split: str) -> int:
         return len(getattr(self.text, PARTS[split]))
 

@@ -8,6 +8,7 @@ floor that no model can get below. Legend: B rows of a batch, L tokens of the lo
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
-from crt_exp.data.sources import no_folder
+from crt_exp.data.sources import no_folder, task_folder
 from crt_exp.data.protein_families import Families, Options
 from crt_exp.data.glue import by_length
 from crt_exp.data.protein import LETTERS, Chains, Rows, Singles
@@ -63,6 +64,9 @@ class TrEMBL(SymbolTask):
         self.check_options()
         self.index = self.made.drawn(self.generated) if self.made else protein.uniprot(self.data_dir, self.cache_dir)
         self.rows = {split: self.rows_of(rows, split) for split, rows in self.split().items()}
+
+    def inputs(self) -> list[Path | None]:
+        return [] if self.made else [task_folder("protein", self.data_dir)]
 
     # ---- options
 

@@ -370,3 +370,12 @@ def test_missing_names_what_the_user_needs():
     assert "ptb.train.txt" in message and "fetch ptb --dir DIR" in message and "task.data_dir=DIR/ptb" in message
     message = str(missing("mnist", Path("/data/mnist/t10k-images-idx3-ubyte.gz"), 2))
     assert "t10k-images" in message and "fetch mnist --dir /data" in message and "task.data_dir=/data/mnist" in message
+
+
+def test_rows_of_a_digest_end_at_line_feeds_alone(tmp_path):
+    """Line ends of Windows are no others; those that Unicode knows are characters of a row."""
+    def of(content):
+        (tmp_path / "t").write_bytes(content.encode())
+        return sha256_of_rows(tmp_path / "t")
+
+    assert of("a,b\r\nc,d") == of("a,b\nc,d\n") and of("a,b\u2028c,d\n") != of("a,b\nc,d\n")

@@ -21,6 +21,7 @@ from crt_exp.data.text import (
     hub_documents,
     local_blocks,
     masked_blocks,
+    numbered_lines,
     official_file,
     pack,
     text_files,
@@ -318,3 +319,12 @@ def test_a_word_without_end_is_refused(tmp_path):
     path.write_text("some words\n" + "x" * 100_001 + " and more\n")
     with pytest.raises(DataError, match="a.txt, line 2: a word of 100001 characters, and at most 100000 are taken"):
         byte_pairs([path], 300)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["the text", "in a folder"])
+def test_a_pipe_is_no_text(inside, tmp_path):
+    os.mkfifo(tmp_path / "t.txt")
+    with pytest.raises(DataError, match="t.txt is a pipe, socket or device, not a file"):
+        text_files(tmp_path if inside else tmp_path / "t.txt")
+    with pytest.raises(DataError, match="t.txt is a pipe, socket or device, not a file"):
+        list(numbered_lines(tmp_path / "t.txt"))

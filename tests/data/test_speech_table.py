@@ -1,10 +1,12 @@
 """task.corpus=table: audio and transcripts that a csv or jsonl file names."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import soundfile
+from refusals import check_refused
 
 from crt_exp.data import DataError
 from crt_exp.data.speech import Faults
@@ -57,3 +59,67 @@ def test_tables_that_are_none_name_the_line(name, text, message, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         entries(tmp_path / name)
+
+COMMON_VOICE = [('"Come, he said, it is late', "0.wav"), ("Yes.", "1.wav"), ('No," she said', "2.wav"),
+                ('"Never', "3.wav"), ("a\u2028b\x85c\x0bd\x0ce", "4.wav"), ("Well", "5.wav")]
+
+
+@pytest.mark.parametrize("name", ["t.tsv", "t.jsonl", "t.csv"])
+def test_quotation_marks_commas_and_line_ends_of_unicode_cut_no_transcript(name, folder):
+    objects = [json.dumps({"text": text, "audio": audio}, ensure_ascii=False) for text, audio in COMMON_VOICE]
+    cells = ['"{}",{}'.format(text.replace('"', '""'), audio) for text, audio in COMMON_VOICE]
+    lines = {"t.tsv": ["text\taudio", *("\t".join(line) for line in COMMON_VOICE)], "t.jsonl": objects,
+             "t.csv": ["text,audio", *cells]}
+    (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
+    found = [(entry.text, entry.audio.name) for entry in entries(folder / name)]
+    assert found == [(" ".join(text.split()), audio) for text, audio in COMMON_VOICE]
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("t.csv", "audio,text\n0.wav,well, no\n", "line 2: 3 cells, 2 expected; a cell that holds ','"),
+    ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "line 2: the cell of text holds a line end or a tab"),
+    ("t.csv", "audio,text\n0.wav,\"a\tb\"\n", "line 2: the cell of text holds a line end or a tab"),
+    ("t.tsv", "audio\ttext\n0.wav\ta\tb\n", "line 2: 3 cells, 2 expected; a cell holds no tab"),
+    ("t.csv", "audio,text,text\n0.wav,a,b\n", "'text' stands there twice"),
+    ("t.jsonl", '{"audio": "0.wav", "text": "a", "text": "b"}\n', "line 1: 'text' stands there twice"),
+    ("t.jsonl", "[" * 100_000, "line 1: it is"),
+    ("t.csv", "audio,text\n,x\n", "line 2: audio = '' is no name"),
+    ("t.csv", "audio,text\n0.wav," + "x" * 140_000, "line 2: a cell of more than 131072 characters")])
+def test_cells_that_would_be_cut_or_overwritten_are_refused_by_their_line(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        entries(tmp_path / name)
+
+
+def paths_of(folder):
+    """Seven paths of one file."""
+    (folder / "sub").mkdir()
+    (folder / "link.wav").symlink_to("0.wav")
+    (folder / "hard.wav").hardlink_to(folder / "0.wav")
+    (folder / "again").symlink_to(folder)
+    return ["0.wav", "./0.wav", "sub/../0.wav", "again/0.wav", "link.wav", "hard.wav", str(folder / "0.wav")]
+
+
+def test_one_file_is_of_one_split_by_whatever_path(folder):
+    paths = paths_of(folder)
+    (folder / "t.csv").write_text("\n".join(["audio,text", *(f"{path},x" for path in paths)]))
+    assert len({entry.split for entry in entries(folder / "t.csv")}) == 1
+    for path in paths[1:]:
+        (folder / "t.csv").write_text(f"audio,text,split\n0.wav,x,train\n{path},x,train\n{path},x,test\n")
+        with pytest.raises(DataError, match="line 4: .* of split test, and the same audio is of split train in line 2"):
+            entries(folder / "t.csv")
+
+
+def test_a_pipe_is_no_table(tmp_path):
+    os.mkfifo(tmp_path / "t.csv")
+    with pytest.raises(DataError, match="t.csv is a pipe, socket or device, not a file"):
+        entries(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize("without", ["train", "validation", "test"])
+def test_a_split_without_utterances_ends_the_run_before_it_trains(without, folder, typed):
+    lines = [f"{i}.wav,a,{split}" for i, split in enumerate(2 * ["train", "validation", "test"]) if split != without]
+    (folder / "t.csv").write_text("\n".join(["audio,text,split", *lines]))
+    found = typed("task=librispeech", "task.corpus=table", f"task.data_dir={folder / 't.csv'}", "attention=exact",
+                  "logger=none", f"hydra.run.dir={folder / 'run'}")
+    check_refused(found, [f"{without} utterances: there are none", "the column split"], folder / "run")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.runner.run import LOCK, Lock
+from crt_exp.runner.run import LOCK, Lock, read_records
 from crt_exp.runner.run import commit
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_uci_run(tmp_path):
     assert lines[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in lines[:5]) / 5)
     versions = json.loads((tmp_path / "a" / "versions.json").read_text())
     assert versions["seed"] == 0 and versions["packages"]["torch"]
-    files = ["config.yaml", "metrics.jsonl", "run.log", "versions.json"]
+    files = ["config.yaml", "inputs.json", "metrics.jsonl", "run.log", "versions.json"]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == files
 
 
@@ -339,3 +339,9 @@ def test_official_sets(name, typed, tmp_path):
 def test_a_run_notes_the_commit():
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     assert commit().removesuffix("+changes") == head
+
+
+def test_records_end_at_line_feeds_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"note": "a\u2028b\x85c"}\n{"step": 1}\n{"st', encoding="utf-8")
+    assert read_records(path) == [{"note": "a\u2028b\x85c"}, {"step": 1}]

@@ -222,7 +222,7 @@ def test_loss_of_a_step_is_the_mean_over_its_utterances(digits):
     batches = list(task.batches("train", Plan(batch=8)))
     assert len({task.weight(batch) for batch in batches}) > 1
     with torch.no_grad():
-        losses = torch.cat([model(**task.inputs(batch)) for batch in batches])
+        losses = torch.cat([model(**task.arguments(batch)) for batch in batches])
         weighed = sum(float(task.loss(model, batch)) * task.weight(batch) for batch in batches)
     assert weighed / sum(map(task.weight, batches)) == pytest.approx(float(losses.mean()), rel=1e-5)
 

@@ -15,7 +15,7 @@ from crt_exp.train import main
 
 TESTS = Path(__file__).parents[2]
 ENVIRONMENT = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
-FILES = ["checkpoints", "config.yaml", "curves.png", "metrics.jsonl", "run.log", "versions.json"]
+FILES = ["checkpoints", "config.yaml", "curves.png", "inputs.json", "metrics.jsonl", "run.log", "versions.json"]
 BASE = ("--config-dir", str(TESTS / "toy_conf"), "task=toy", "logger=none")
 ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
 PLAIN = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
