@@ -16,6 +16,7 @@ from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, output_directory, override,
                                           overrides)
+from crt_exp.runner.curves import CURVES
 from crt_exp.runner.curves import draw as draw_curves
 from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together, remove_empty
 from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, torchrun
@@ -175,9 +176,9 @@ def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
                 task.directory = current.directory
             for record in task.records(mechanism, cfg.seed, done=list(current.records)):
                 ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
+                if ending and hasattr(task, "keep"):  # a run is done when all its files are there
+                    task.keep([*current.records, record | ending], current.directory)
                 current.log(**record, **ending)
-            if hasattr(task, "keep"):
-                task.keep(current.records, current.directory)
     return current.records, current.directory
 
 
@@ -192,8 +193,8 @@ def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
     with ending_together(world), open_run(cfg, world) as current:
         if not world.broadcast(finished(current.records)):
             Trainer(config, task, mechanism, current, world, cfg.seed).fit()
-            if world.main:
-                draw_curves(current.records, task.metric, current.directory)
+        if world.main and not (current.directory / CURVES).is_file():
+            draw_curves(current.records, task.metric, current.directory)
     return current.records, current.directory
 
 
