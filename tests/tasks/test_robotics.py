@@ -313,6 +313,7 @@ def test_random_actions_need_no_training(typed, tmp_path):
 @pytest.mark.parametrize("options, words", [
     (["task=locomotion", "task.environment=Ant-v9"], ["environment 'Ant-v9'", "Ant-v5"]),
     (["task=locomotion", "task.strategy.population=5"], ["task.strategy.population = 5", "even"]),
+    (["task=sweep", "task.particles=5000"], ["task.particles = 5000", "at least 2 and at most 256"]),
     (["task=sweep", "task.policy.patch=5"], ["task.patch = 5", "16 pixels"]),
     (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"])])
 def test_what_is_refused(typed, tmp_path, options, words):
