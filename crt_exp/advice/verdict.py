@@ -43,7 +43,8 @@ class Row:
 
     @property
     def worst(self) -> float:
-        return self.above + self.above_ci95
+        worst = self.above + self.above_ci95
+        return worst if math.isfinite(worst) else math.inf
 
 
 @dataclass
@@ -229,4 +230,4 @@ def cells_of(advice: Advice, row: Row) -> list[str]:
 
 
 def shown(value: float, half: float) -> str:
-    return f"{value:.4f} ± {half:.4f}"
+    return f"{value:.4f} ± {half:.4f}" if math.isfinite(value) else "not finite"

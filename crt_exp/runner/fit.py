@@ -81,6 +81,11 @@ def _part_of(override: str) -> str | None:
     return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
 
 
+def given(node: str) -> list[str]:
+    """The overrides of a node of the configuration, or of keys below it."""
+    return [o for o in overrides() if f"{o.split('=')[0].lstrip('+~')}.".startswith(f"{node}.")]
+
+
 def check_used(task) -> None:
     """Choices that the task, with its options, does not use."""
     unused = [o for o in overrides() if (part := _part_of(o)) and part not in task.uses]
@@ -101,6 +106,9 @@ def check_study(cfg, task, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} runs on one process: leave torchrun and trainer.processes out")
+    if unused := given("trainer"):
+        raise ConfigError(f"task={choice('task')}, which has no use for the trainer, does not use {' '.join(unused)}: "
+                          "leave that out")
     if hasattr(task, "uses"):
         check_used(task)
     if not mechanism.estimates and mechanism.name != "exact" and not measures_whole(cfg, mechanism):
@@ -130,6 +138,9 @@ def check_training(cfg, task, mechanism) -> None:
         task.check_shards()
     if config.adapt:
         task.check_adapters()
+    elif unused := given("trainer.lora"):
+        raise ConfigError(f"trainer.adapt=null does not use {' '.join(unused)}: give trainer.adapt=lora, or leave that "
+                          "out")
     planned_steps(config, task, processes)
     check_used(task)
     if choice("attention"):

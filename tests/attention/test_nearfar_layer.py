@@ -267,6 +267,15 @@ def test_the_study_of_approximation_takes_it(typed):
     assert "relative error of the output" in out and "of the last hidden states" in out
 
 
+def test_a_list_of_keys_to_open_is_no_longer_than_the_model():
+    made = [Mechanism.of("nearfar", open=[4, 8]).layer(2, 8, causal=True, layer=i) for i in range(2)]
+    nearfar_layer.check_listed(made)
+    nearfar_layer.check_listed(made[:1], 2)      # of a model that has the other one, which was not swapped
+    for count in (1, None):
+        with pytest.raises(ValueError, match="open holds 2 numbers, and the model has 1 attention layers"):
+            nearfar_layer.check_listed(made[:1], count)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("options", [{"open": 5}, {"open": 9, "exact_until": 24}], ids=str)
 def test_a_graph_for_any_length_ends_before_keys_are_opened(causal, options, fresh_graphs):
