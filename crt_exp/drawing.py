@@ -5,7 +5,6 @@ behind the others of its kind and in a colour made of its name, until it gets a 
 """
 
 import colorsys
-import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from crt_exp.features import FeatureMap, GeomRFPlus, PoisRFPlus
 from crt_exp.features.discrete import DiscreteRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
+from crt_exp.whole_files import whole
 
 DECADES = 1000  # times the least number of an axis: from there on decades alone fit beside each other
 EXACT = "#000000"
@@ -120,9 +120,9 @@ def _listed(group: str, without: Mapping[str, str], key) -> tuple[str, ...]:
 
 
 def save_figure(figure, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
-    os.replace(temporary, path)
+    """Raises OSError, naming the file, where it cannot be written; then an older one stays."""
+    with whole(path) as part:
+        figure.savefig(part, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
 
 
 def new_figure(*args, **kwargs):

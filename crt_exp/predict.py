@@ -124,9 +124,9 @@ def files_of(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise DataError(f"input={place}: there is no such file or folder")
-    files = sorted(place / name for name in data.below(place))
+    files = sorted(place / name for name in data.image_files(place))
     if not files:
-        raise DataError(f"input={place}: this folder holds no image ({' '.join(data.SUFFIXES)})")
+        raise DataError(f"input={place}: this folder holds no image ({' '.join(data.endings())})")
     return files
 
 

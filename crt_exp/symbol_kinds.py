@@ -4,7 +4,6 @@ Each kind says what a prompt is, which symbols may be drawn, and how sequences a
 model behind its mark for a beginning, and is part of what is written.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from crt_exp.config import ConfigError
 from crt_exp.data import image_values
 from crt_exp.data.images import read
+from crt_exp.whole_files import whole
 
 
 class Kind(Protocol):
@@ -136,7 +136,5 @@ class Pixels:
 
 
 def write_text(text: str, output: str) -> None:
-    path = Path(output)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text)
-    os.replace(part, path)
+    with whole(Path(output)) as part:
+        part.write_text(text)

@@ -4,6 +4,7 @@
 ones. `TokenPanel` (tokens.py) reads texts, `BatchPanel` (batches.py) images and audio.
 """
 
+import math
 import statistics
 import time
 import warnings
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.arms import Arm
+from crt_exp.advice.arms import EXACT, Arm
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.mechanism import Mechanism
 from crt_exp.memory import added, give_back
+from crt_exp.nonfinite import NotFinite
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.calibration import fill_statistics, learns, swapped_states
 from crt_exp.swap.swap import unswap_attention
@@ -130,9 +132,17 @@ class Panel(Bench):
                 yield
 
     def losses(self, arm: Arm) -> dict[str, list[float]]:
-        """Of each judged piece: `loss`, nats, and where pieces can be repeated `again`."""
+        """Of each judged piece: `loss`, nats, and where pieces can be repeated `again`. Raises NotFinite where they are
+        not, of the model's own attention."""
         with self.having(arm), torch.no_grad():
-            return {"loss": [self.loss(i) for i in range(self.count)], **self.again()}
+            losses = {"loss": [self.loss(i) for i in range(self.count)], **self.again()}
+        odd = [i for each in losses.values() for i, loss in enumerate(each) if not math.isfinite(loss)]
+        if odd and arm.name == EXACT:
+            where = next((f"; its parameter {name} holds NaN or infinity" for name, p in self.model.named_parameters()
+                          if not bool(p.isfinite().all())), "")
+            raise NotFinite(f"the model's own loss on {self.noun} number {odd[0]} is not finite, so nothing can be "
+                            f"compared with it{where}")
+        return losses
 
     @torch.no_grad()
     def layers(self, arm: Arm) -> list[dict[str, Any]]:

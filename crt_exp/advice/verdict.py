@@ -5,7 +5,6 @@ and, where the model itself uses what it has read, within `RECALL` on repeated t
 pass is MARGIN times as fast at every length that was timed.
 """
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 
 from crt_exp.advice.arms import EXACT, FLOOR, Arm
 from crt_exp.metrics import interval
+from crt_exp.whole_files import whole, write_rows
 
 TOLERANCE = 0.02   # nats: 2% of the perplexity
 RECALL = 0.1       # nats on repeated text
@@ -43,7 +43,8 @@ class Row:
 
     @property
     def worst(self) -> float:
-        return self.above + self.above_ci95
+        worst = self.above + self.above_ci95
+        return worst if math.isfinite(worst) else math.inf
 
 
 @dataclass
@@ -103,13 +104,13 @@ class Advice:
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "advise.md").write_text("\n\n".join([self.markdown(), *self.notes, f"```python\n{self.code}\n```\n"]))
-        with open(folder / "advise.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["attention", "above", "above_ci95", "again", "again_ci95", "step_ms", "mib", "speedup",
-                             "pays_from", *(f"ms_{L}" for L in self.rows[0].ms)])
-            writer.writerows([row.arm.label, row.above, row.above_ci95, row.again, row.again_ci95, row.step, row.mib,
-                              row.speedup, row.pays_from, *row.ms.values()] for row in self.rows)
+        with whole(folder / "advise.md") as part:
+            part.write_text("\n\n".join([self.markdown(), *self.notes, f"```python\n{self.code}\n```\n"]))
+        head = ["attention", "above", "above_ci95", "again", "again_ci95", "step_ms", "mib", "speedup", "pays_from",
+                *(f"ms_{L}" for L in self.rows[0].ms)]
+        write_rows(folder / "advise.csv", [head, *(
+            [row.arm.label, row.above, row.above_ci95, row.again, row.again_ci95, row.step, row.mib, row.speedup,
+             row.pays_from, *row.ms.values()] for row in self.rows)])
         save_figure(figure(self), folder / "advise.png")
 
 
@@ -229,4 +230,4 @@ def cells_of(advice: Advice, row: Row) -> list[str]:
 
 
 def shown(value: float, half: float) -> str:
-    return f"{value:.4f} ± {half:.4f}"
+    return f"{value:.4f} ± {half:.4f}" if math.isfinite(value) else "not finite"

@@ -245,6 +245,8 @@ class Exact(Baseline):
 class Identity(Baseline):
     """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
 
+    can_cross = False
+
     def past(self):
         return NoPast()
 
@@ -262,6 +264,8 @@ class Uniform(Baseline):
 @checked("attention")
 class Window(Baseline):
     """Own and neighbouring blocks of `block` tokens and the `first` tokens, exactly: the control without a far view."""
+
+    can_cross = False    # a place of one sequence is none of another
 
     def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
         super().__init__(heads, d, **sizes)

@@ -15,6 +15,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,39 +23,42 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.cache import alone, key_of, warn
+from crt_exp.data.endings import Sieve
 
-FORMAT = 2
+FORMAT = 3
 BLOCK = 1 << 22                                              # bytes that are read at once
 BATCH = 1 << 14                                              # entries that are written at once
 LONGEST = 1 << 24                                            # bytes of an entry; proteins have up to 45,000
 SAMPLED = 1 << 30                                            # bytes of an index file: larger ones are sampled
 LONGEST_NAME = 16                                            # bytes of an accession; UniProt's have 10, isoforms 13
-HEADER = re.compile(rb"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|\S")
-SUFFIXES = (".fasta", ".fa", ".fasta.gz", ".fa.gz")
+HEADER = re.compile(rb"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)")   # without the version of the sequence
+SUFFIXES = (".fasta", ".fa", ".faa", ".fas", ".pep")         # not .fna: nucleotides, whose letters are known too
+ENDINGS = (*SUFFIXES, *(ending + ".gz" for ending in SUFFIXES))
 ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": f"S{LONGEST_NAME}", "hashes": np.uint32,
           "files": np.uint16}
 UNKNOWN = 255
 
 
 class Entry(NamedTuple):
-    """One sequence: its accession, its letters as numbers, and the line of its header."""
+    """One sequence: its accession, its letters as numbers, the line of its header, and whether that is UniProt's."""
 
     accession: bytes
     tokens: bytes
     line: int
+    official: bool
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def fasta_files(folder: Path) -> list[Path]:
-    """Those of a folder, by name."""
-    return sorted(path for path in folder.glob("*") if path.name.endswith(SUFFIXES) and path.is_file())
+    """Those of a folder, by name; says in a line what else lies there."""
+    return Sieve(ENDINGS).only(folder, folder.iterdir())
 
 
 def stem(path: Path) -> str:
     """The name without .fasta and .gz."""
-    return path.name.removesuffix(".gz").rsplit(".", 1)[0]
+    return (path.stem if path.suffix.lower() == ".gz" else path.name).rsplit(".", 1)[0]
 
 
 def entries(path: Path, letters: str) -> Iterator[Entry]:
@@ -63,36 +67,37 @@ def entries(path: Path, letters: str) -> Iterator[Entry]:
     for line, record in records(path):
         header, _, body = record.partition(b"\n")
         accession = name_of(path, line, header)
-        tokens = body.translate(table, b"\r\n")
+        tokens = body.translate(table, b"\n")
         if UNKNOWN in tokens:
             raise unknown_letter(path, line, accession, body, letters)
         if not tokens:
             raise DataError(f"{path}, line {line}: {accession.decode(errors='replace')} has no sequence.")
-        yield Entry(accession, tokens, line)
+        yield Entry(accession, tokens, line, is_official(header))
+
+
+def is_official(header: bytes) -> bool:
+    return header.startswith((b"sp|", b"tr|"))
 
 
 def name_of(path: Path, line: int, header: bytes) -> bytes:
-    """UniProt's accession; of another header its first word, or where that is longer than what is kept a digest of it.
+    """UniProt's accession; of another header its first word; where that is longer than what is kept a digest of it.
     Raises DataError, naming the line."""
-    if not header.startswith((b"sp|", b"tr|")):
-        word = (header.split() or [b""])[0]
-        if not word:
-            raise DataError(f"{path}, line {line}: the header names no sequence: write >NAME.")
-        return word if len(word) <= LONGEST_NAME else hashlib.sha256(word).hexdigest()[:LONGEST_NAME].encode()
-    match = HEADER.match(header)
+    match = HEADER.match(header) if is_official(header) else re.match(rb"\s*(\S+)", header)
+    if match is None and is_official(header):
+        raise DataError(f"{path}, line {line}: {shown(b'>' + header)} names no accession, as >sp|P12345|NAME does.")
     if match is None:
-        raise DataError(f"{path}, line {line}: {shown(b'>' + header)} is no header of UniProt, which begins "
-                        ">sp|P12345|NAME or >tr|A0A0B1|NAME.")
-    if len(match[1]) > LONGEST_NAME:
-        raise DataError(f"{path}, line {line}: the accession {shown(match[1])} has {len(match[1])} letters, and at "
-                        f"most {LONGEST_NAME} are kept: shorten it.")
-    return match[1]
+        raise DataError(f"{path}, line {line}: the header names no sequence: write >NAME.")
+    return match[1] if len(match[1]) <= LONGEST_NAME else digest(match[1])
+
+
+def digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest()[:LONGEST_NAME].encode()
 
 
 def records(path: Path) -> Iterator[tuple[int, bytes]]:
     """Each entry without its ">", and the line that it begins at. Raises DataError."""
     line, pieces, end = 1, [], None                         # of the entry that is being read; a line feed held back
-    for block in blocks(path):
+    for block in with_line_feeds(blocks(path)):
         if end is None and not block.startswith(b">"):
             begins = shown(block.partition(b"\n")[0])
             raise DataError(f"{path}, line 1: {begins} is no header: a FASTA file begins with '>'.")
@@ -109,6 +114,18 @@ def records(path: Path) -> Iterator[tuple[int, bytes]]:
     if end is None:
         raise DataError(f"{path}: the file is empty.")
     yield line, b"".join((*pieces, end))
+
+
+def with_line_feeds(read: Iterable[bytes]) -> Iterator[bytes]:
+    """The same content with its lines ended by line feeds, where they end with carriage returns, or with both."""
+    held = b""                                               # a carriage return whose line feed may come next
+    for block in read:
+        block = held + block
+        held = b"\r" if block.endswith(b"\r") else b""
+        if block := block.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n"):
+            yield block
+    if held:
+        yield b"\n"
 
 
 def blocks(path: Path) -> Iterator[bytes]:
@@ -132,7 +149,7 @@ def unknown_letter(path: Path, line: int, accession: bytes, body: bytes, letters
     """The error for the first letter of an entry that is none of `letters`."""
     known = letters.encode()
     for number, row in enumerate(body.split(b"\n"), line + 1):
-        for letter in row.rstrip(b"\r"):
+        for letter in row:
             if letter not in known:
                 return DataError(f"{path}, line {number}: {shown(bytes([letter]))} in {accession.decode()} is no amino "
                                  f"acid; known are {letters}.")
@@ -140,7 +157,7 @@ def unknown_letter(path: Path, line: int, accession: bytes, body: bytes, letters
 
 
 def shown(content: bytes) -> str:
-    text = content.decode("ascii", "backslashreplace").rstrip("\r")
+    text = content.decode("ascii", "backslashreplace")
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
@@ -179,10 +196,9 @@ class Index:
 
     def place(self, row: int, letters: str) -> str:
         """File and line of a sequence, for messages: it reads that file again."""
-        path = self.paths[int(self.files[row])]
-        wanted = bytes(self.accessions[row])
-        lines = (entry.line for entry in entries(path, letters) if entry.accession == wanted)
-        return f"{path}, line {next(lines)}"
+        file = int(self.files[row])
+        before = row - int(np.searchsorted(self.files, file))                        # of the same file
+        return f"{self.paths[file]}, line {next(islice(entries(self.paths[file], letters), before, None)).line}"
 
 
 def indexed(files: Sequence[Path], letters: str, cache_dir: str | Path | None = None) -> Index:
@@ -227,19 +243,41 @@ def build(files: Sequence[Path], letters: str, folder: Path) -> None:
         for number, file in enumerate(files):
             for entry in entries(file, letters):
                 writer.add(entry, number)
+    tell_apart(folder, np.frombuffer(writer.official, bool))
     manifest = {"format": FORMAT, "sources": before, "digests": {name: digests(folder / name) for name in ARRAYS}}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
+def tell_apart(folder: Path, official: np.ndarray) -> None:
+    """Sequences of headers that begin with the same word, as >protein 1 and >protein 2 do, get names of their own:
+    digests of their letters, so that copies keep one name. official (n,) bool: UniProt's headers, which stay."""
+    rows = np.flatnonzero(~official)
+    if not len(rows):
+        return
+    tokens, ends, names, hashes = (np.memmap(folder / name, ARRAYS[name], "r+")
+                                   for name in ("tokens", "ends", "accessions", "hashes"))
+    _, place, count = np.unique(names[rows], return_inverse=True, return_counts=True)
+    made: dict[bytes, dict[int, bytes]] = {}
+    for row in rows[count[place] > 1].tolist():
+        letters = tokens[ends[row - 1] if row else 0:ends[row]].tobytes()
+        made.setdefault(bytes(names[row]), {})[row] = digest(letters)
+    for row, own in ((row, own) for rows_of in made.values() if len(set(rows_of.values())) > 1
+                     for row, own in rows_of.items()):
+        names[row], hashes[row] = own, hash_of(own)
+    for array in (names, hashes):
+        array.flush()
+
+
 class Writer:
-    """The arrays of an index as files that grow."""
+    """The arrays of an index as files that grow; `official` has a byte for each entry."""
 
     def __init__(self, folder: Path):
-        self.folder, self.pending, self.end = folder, [], 0
+        self.folder, self.pending, self.end, self.official = folder, [], 0, bytearray()
         self.files = {name: (folder / name).open("wb") for name in ARRAYS}
 
     def add(self, entry: Entry, file: int) -> None:
         self.pending.append((entry.tokens, entry.accession, file))
+        self.official.append(entry.official)
         if len(self.pending) == BATCH:
             self.flush()
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.images import Images
+from crt_exp.whole_files import whole
 
 VALUES = 256
 
@@ -63,6 +64,5 @@ def grid(rows: list[list[np.ndarray]], gap: int = 2) -> np.ndarray:
 
 def save(values: np.ndarray, path: Path) -> None:
     """A PNG, whole or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    picture(values).save(part, "PNG")
-    os.replace(part, path)
+    with whole(path) as part:
+        picture(values).save(part, "PNG")

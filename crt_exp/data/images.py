@@ -1,8 +1,8 @@
 """Images by class: folders in the official layout, and scikit-learn's digits where no folder is named.
 
 A folder holds train/<class>/ and val/<class>/ with the images anywhere below each class, as ImageNet, Imagenette and
-the original tiny-imagenet (train/<class>/images/) have them; or <class>/ alone, which is divided here. Files are listed
-at once and read when a row is asked for.
+the original tiny-imagenet (train/<class>/images/) have them, or folders whose names mean these, such as training_set/
+and test_set/; or <class>/ alone, which is divided here. Files are listed at once and read when a row is asked for.
 """
 
 import os
@@ -18,9 +18,11 @@ import numpy as np
 
 from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import warn
+from crt_exp.data.endings import Sieve
+from crt_exp.data.endings import images as endings
 from crt_exp.data.sources import SOURCES, task_folder
+from crt_exp.data.split_names import meant, split_folders
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 SPLITS = ("train", "val")
 DIGITS = "digits"
 SHARE = 0.2                                                  # of a folder without splits is held out
@@ -69,15 +71,16 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
     root = task_folder(f"images/{dataset}", data_dir)
     if root is None or not root.is_dir():
         raise missing(dataset, root)
-    if not any((root / split).is_dir() for split in SPLITS):
+    if not (folders := layout(root)):
         return divided(root)
-    files_of = {split: listed(root / split) for split in SPLITS}
+    files_of = {split: listed(root / folders[split]) for split in SPLITS}
     train, val = (set(files_of[split]) for split in SPLITS)
     if train != val:
-        only = [words for words in (differing(train - val, "train"), differing(val - train, "val")) if words]
-        raise DataError(f"{root}: train/ and val/ hold different classes: {', '.join(only)}.\n"
-                        "Put the same class folders into both.")
-    return {split: of_files(root, split, files) for split, files in files_of.items()}
+        only = [words for words in (differing(train - val, folders["train"]), differing(val - train, folders["val"]))
+                if words]
+        raise DataError(f"{root}: {' and '.join(f'{folders[split]}/' for split in SPLITS)} hold different classes: "
+                        f"{', '.join(only)}.\nPut the same class folders into both.")
+    return {split: of_files(root, folders[split], files) for split, files in files_of.items()}
 
 
 def divided(root: Path) -> dict[str, Images]:
@@ -106,34 +109,103 @@ def missing(dataset: str, root: Path | None) -> DataError:
 
 
 # --------------------------------------------------------------------------------------------------- folders
+def layout(root: Path) -> dict[str, str]:
+    """The folders of "train" and "val", by their names; empty where none lies there. Says which where they are called
+    otherwise. Raises DataError, saying what lies there, where one is missing or several mean the same."""
+    names = folders_in(root)
+    if not set(SPLITS) <= set(names):
+        named = named_splits(root, names)
+    else:
+        named = dict(zip(SPLITS, SPLITS))
+    return {split: innermost(root, name) for split, name in named.items()}
+
+
+def named_splits(root: Path, names: Sequence[str]) -> dict[str, str]:
+    """Where there is no val but a test, that is it: val is the split that is tested."""
+    found = split_folders(names)
+    if not found:
+        return {}
+    split_of = {"train": "train", "val": "val" if "val" in found else "test"}
+    if doubled := [found[split] for split in split_of.values() if len(found.get(split, ())) > 1]:
+        raise not_splits(root, names, f"{slashed(doubled[0])} mean the same split")
+    if gone := [split for split in SPLITS if split_of[split] not in found]:
+        raise not_splits(root, names, f"{slashed(*found.values())} name{'s' if len(found) == 1 else ''} a split, and "
+                                      f"{root / gone[0]} is not there")
+    named = {split: found[own][0] for split, own in split_of.items()}
+    others = sorted(set(names) - set(named.values()))
+    warn("%s: %s is read as train and %s as val%s", root, *(f"{name}/" for name in named.values()),
+         f"; {slashed(others)} {'are' if others[1:] else 'is'} not read" if others else "")
+    return named
+
+
+def not_splits(root: Path, names: Sequence[str], reason: str) -> DataError:
+    return DataError(f"{root} holds {slashed(names)}: {reason}.\nPut the images into train/<class>/ and val/<class>/; "
+                     "a class whose name means a split can be read there alone.")
+
+
+def slashed(*names: Sequence[str]) -> str:
+    """The first names of folders, as one reads them."""
+    every = [f"{name}/" for listed in names for name in listed]
+    return ", ".join(every[:4]) + (f" and {len(every) - 4} more" if len(every) > 4 else "")
+
+
+def innermost(root: Path, name: str) -> str:
+    """Archives hold seg_train/seg_train/<class>: a folder with nothing but one of its own split is looked into."""
+    inside = folders_in(root / name)
+    if len(inside) == 1 and (own := meant(inside[0])) and own.split == meant(Path(name).name).split:
+        return innermost(root, f"{name}/{inside[0]}")
+    return name
+
+
+def folders_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+
+
 def listed(folder: Path) -> dict[str, list[str]]:
     """Image files of each class folder, as sorted paths below it. Raises DataError for a class without any."""
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not there: a folder of images holds train/<class>/ and val/<class>/.")
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    classes, sieve = folders_in(folder), Sieve(endings())
     if odd := [name for name in classes if readable(name) != name]:
         raise DataError(f"{folder}: the name of the class folder {readable(odd[0])!r} is not UTF-8: rename it")
     if not classes:
         raise DataError(f"{folder} holds no class folders: images lie in {folder.name}/<class>/.")
-    files_of = {name: sorted(below(folder / name)) for name in classes}
+    files_of = {name: sorted(below(folder / name, sieve)) for name in classes}
+    sieve.tell(folder)
+    check_classes(folder, files_of)
     empty = [name for name, files in files_of.items() if not files]
     if empty:
         more = f", and {len(empty) - 1} more class folders hold none" if empty[1:] else ""
-        raise DataError(f"{folder / empty[0]} holds no image ({' '.join(SUFFIXES)}){more}. Fill it, or remove it from "
+        raise DataError(f"{folder / empty[0]} holds no image ({' '.join(endings())}){more}. Fill it, or remove it from "
                         "train/ and val/.")
     return files_of
 
 
-def below(folder: Path, prefix: str = "", above: frozenset = frozenset()) -> Iterator[str]:
-    """Image files of a folder and those in it. Raises DataError for a link to a folder above it."""
+def check_classes(folder: Path, files_of: dict[str, list[str]]) -> None:
+    """Raises DataError for classes that hold splits, as <class>/train/ and a folder around the whole set do."""
+    for name, files in files_of.items():
+        inside = {path.split("/", 1)[0] for path in files if "/" in path}
+        if splits := split_folders(inside):
+            raise not_splits(folder, [*files_of], f"{name}/ would be a class, and {slashed(*splits.values())} in it "
+                                                  "name splits; where the set lies in it, name that folder")
+
+
+def image_files(folder: Path) -> list[str]:
+    """The images below a folder, as sorted paths below it; says in a line what else lies there."""
+    sieve = Sieve(endings())
+    files = sorted(below(folder, sieve))
+    sieve.tell(folder)
+    return files
+
+
+def below(folder: Path, sieve: Sieve, prefix: str = "", above: frozenset = frozenset()) -> Iterator[str]:
+    """Files that a sieve takes, of a folder and those in it. Raises DataError for a link to a folder above it."""
     status = os.stat(folder)
     place = status.st_dev, status.st_ino
     if place in above:
         raise DataError(f"{readable(str(folder))} is, or lies behind, a link to a folder above it: remove the link")
     for entry in os.scandir(folder):
         if entry.is_dir():
-            yield from below(Path(entry.path), f"{prefix}{entry.name}/", above | {place})
-        elif entry.name.lower().endswith(SUFFIXES):
+            yield from below(Path(entry.path), sieve, f"{prefix}{entry.name}/", above | {place})
+        elif sieve.takes(entry.name):
             yield prefix + entry.name
 
 

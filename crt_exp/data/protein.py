@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.fasta import Index, fasta_files, indexed
+from crt_exp.data.fasta import SUFFIXES, Index, fasta_files, indexed
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
@@ -57,8 +57,8 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Index:
         raise missing("protein", folder and folder / "UP000000625_83333.fasta")
     files = fasta_files(folder)
     if not files:
-        raise DataError(f"{folder} holds no FASTA file (.fasta, .fa, with or without .gz). Put UniProt's there: "
-                        "`python -m crt_exp.data fetch protein`.")
+        raise DataError(f"{folder} holds no FASTA file ({' '.join(SUFFIXES)}, with or without .gz). Put UniProt's "
+                        "there: `python -m crt_exp.data fetch protein`.")
     return indexed(files, LETTERS, cache_dir)
 
 
@@ -72,7 +72,7 @@ def held_out_by_file(index: Index, names: Sequence[str] | None) -> np.ndarray:
     unknown = [name for name in names if name not in index.names]
     if unknown:
         raise ConfigError(f"task.held_out_files: {unknown[0]} is none of the files {', '.join(index.names)}")
-    out = np.isin(index.files, [index.names.index(name) for name in names])
+    out = np.isin(index.files, [place for place, name in enumerate(index.names) if name in names])
     if out.all():
         raise ConfigError("task.held_out_files: every file is held out, and none is left to train on")
     return out

@@ -20,11 +20,11 @@ import torch
 
 from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import warn
+from crt_exp.data.endings import AUDIO, Sieve
 from crt_exp.data.hub import hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
 from crt_exp.data.text import numbered_lines
 
-SUFFIXES = (".flac", ".wav")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = "speech/free-spoken-digit-dataset"
 SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  # 0 to 4 are the official test set
@@ -32,6 +32,7 @@ LENGTHS = range(3, 9)              # digits of a string
 GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
 SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
 RATES = (1000, 768_000)            # Hz of audio that is read
+UNKNOWN = (2**31, 2**32)           # bytes, about: written in the header of a WAV whose end was not known, as of a pipe
 FINEST = 10_000                    # denominator of a ratio of rates: within a ten-thousandth, and at most 320,001 taps
 
 
@@ -100,8 +101,9 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> li
 def of_subset(subset: str, data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
     folder = subset_folder(subset, data_dir)
     audio, texts = {}, {}
-    for path in sorted(folder.glob("*/*/*")):
-        if path.suffix in SUFFIXES and audio.setdefault(path.stem, path) != path:
+    files = (path for path in folder.glob("*/*/*") if not path.name.endswith(".trans.txt"))
+    for path in Sieve(AUDIO).only(folder, files):
+        if audio.setdefault(path.stem, path) != path:
             faults.add(str(path), f"{audio[path.stem]} has the same name")
     for path in sorted(folder.glob("*/*/*.trans.txt")):
         for name, entry in transcripts(path):
@@ -164,7 +166,7 @@ def recordings(data_dir: str | None, faults: Faults) -> list[Recording]:
     if folder is None or not folder.is_dir():
         raise missing(DIGITS, folder)
     result = []
-    for path in sorted(folder.glob("*.wav")):
+    for path in Sieve(AUDIO).only(folder, folder.iterdir()):
         named = re.fullmatch(r"(\d)_([a-z]+)_(\d+)", path.stem)
         if named is None:
             faults.add(str(path), "its name is not <digit>_<speaker>_<index>.wav")
@@ -262,14 +264,15 @@ def seconds_of(source: Path | io.BytesIO) -> float:
         info = soundfile.info(source, verbose=True)
     except (soundfile.SoundFileError, OSError, TypeError, ValueError) as error:
         raise BadAudio(f"cannot be read ({reason(error)})") from None
-    if cut := re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M):
+    cut = re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M)
+    if cut and not any(abs(int(cut[1]) - size) <= 4096 for size in UNKNOWN):
         raise BadAudio(f"is cut off: {cut[2]} of {cut[1]} bytes of audio are there")
+    if info.format == "WAV":
+        check_wav_end(source, info.samplerate)
     if info.frames == 0:
         raise BadAudio("holds no audio: 0 samples")
     if not RATES[0] <= info.samplerate <= RATES[1]:
         raise BadAudio(f"is at {info.samplerate} Hz: rates from {RATES[0]} to {RATES[1]} Hz are taken")
-    if info.format == "WAV":
-        check_wav_end(source, info.samplerate)
     return info.frames / info.samplerate
 
 

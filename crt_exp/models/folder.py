@@ -26,13 +26,13 @@ def refuse_adapters(path: Path, named: str) -> None:
 
 
 @contextmanager
-def whole_folder(directory: Path) -> Iterator[Path]:
-    """A folder to write to, which in the end becomes `<directory>/model` in place of an older one.
+def whole_folder(directory: Path, name: str = MODEL) -> Iterator[Path]:
+    """A folder to write to, which in the end becomes `<directory>/<name>` in place of an older one.
 
     Raises OSError where it cannot be written: then nothing of it is left, and the older one stays.
     """
-    temporary, final = directory / f".{MODEL}.{os.getpid()}", directory / MODEL
-    for left in directory.glob(f".{MODEL}.*"):
+    temporary, final = directory / f".{name}.{os.getpid()}", directory / name
+    for left in directory.glob(f".{name}.*"):
         shutil.rmtree(left, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)

@@ -22,6 +22,10 @@ from crt_exp.studies import cells
 SIZES = ("small", "gpu", "full")
 
 
+class PagesFailed(ValueError):
+    """Some pages cannot be made; their errors are said."""
+
+
 def options_of(report: str, function: Callable[..., None], words: Sequence[str]) -> dict[str, str]:
     """KEY=VALUE for the keyword-only parameters of a function that makes or measures a report. Raises ConfigError for
     other words."""
@@ -54,13 +58,27 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
 
 
 def render_all(folder: Path) -> None:
-    for name in page.names():
-        if draws.there(name, folder):
-            print(f"written: {render.write(page.Page(name, folder))}")
-        else:
-            print(f"{name}: no draws yet; `make {name}` measures them")
+    """Raises PagesFailed in the end where a page cannot be made of its draws; the others are."""
+    failed = [name for name in page.names() if not rendered(name, folder)]
+    if failed:
+        raise PagesFailed(f"not made: {', '.join(failed)}; nor decide and the index, which rest on all pages")
     print(f"written: {decide.write(folder)}")
     index.main(folder)
+
+
+def rendered(name: str, folder: Path) -> bool:
+    """Whether a page has no draws yet, or is written; says what hinders it."""
+    if not draws.there(name, folder):
+        print(f"{name}: no draws yet; `make {name}` measures them")
+        return True
+    try:
+        print(f"written: {render.write(page.Page(name, folder))}")
+        return True
+    except (ValueError, LookupError, TypeError, DataError) as error:  # of draws that a page cannot be made of
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"crt_exp.report: {name}: {error}", file=sys.stderr)
+        return False
 
 
 def make(args: argparse.Namespace) -> None:

@@ -3,12 +3,14 @@
 import gzip
 from collections.abc import Iterable
 from dataclasses import asdict, fields
+from io import StringIO
 from pathlib import Path
 
 import pandas as pd
 
 from crt_exp.runner.run import write_atomic
 from crt_exp.studies.cells import PAGES, Draw
+from crt_exp.studies.draw_files import whole_text
 
 COLUMNS = [field.name for field in fields(Draw)]
 FOLDER = PAGES
@@ -18,11 +20,11 @@ LARGEST = 2**20  # bytes of a file that is not compressed
 def read(name: str, folder: Path = FOLDER) -> pd.DataFrame:
     """The draws of a page; settings, arms, units and tables are strings, empty where they do not apply.
 
-    Raises FileNotFoundError where none are committed, ValueError for a file that is not of this schema.
+    Raises FileNotFoundError where none are committed, ValueError for a file that is not of this schema or not whole.
     """
     path = path_of(name, folder)
     text = dict.fromkeys(("table", "setting", "arm", "unit", "commit", "date", "versions"), str)
-    frame = pd.read_csv(path, dtype=text, keep_default_na=False, na_values={}, low_memory=False)
+    frame = pd.read_csv(StringIO(whole_text(path)), dtype=text, keep_default_na=False, na_values={}, low_memory=False)
     if [*frame.columns] != COLUMNS:
         raise ValueError(f"{path}: got the columns {', '.join(frame.columns)}, expected {', '.join(COLUMNS)}")
     frame["seconds"] = pd.to_numeric(frame["seconds"]).fillna(0.0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.config import ConfigError, unknown
-from crt_exp.models.folder import ADAPTER, TRAINED, save_tensors
+from crt_exp.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
 from crt_exp.schema import Count, Positive, at_least, below
 from crt_exp.swap import families
 
@@ -151,11 +151,13 @@ class Adapters:
 
     def keep(self, tensors: dict[str, Tensor], directory: Path) -> None:
         """Writes `<directory>/adapter`, in peft's format, for the model that the task's module holds, and next to it
-        what else was trained."""
+        what else was trained. Raises OSError where it cannot."""
+        with whole_folder(directory, ADAPTER) as folder:
+            self.write(tensors, inner(self.model), folder)
+
+    def write(self, tensors: dict[str, Tensor], prefix: str, folder: Path) -> None:
         from safetensors.torch import save_file
 
-        prefix, folder = inner(self.model), directory / ADAPTER
-        folder.mkdir(parents=True, exist_ok=True)
         low = {name: t for name, t in tensors.items() if ".lora_" in name}
         own = {f"base_model.model.{name.removeprefix(prefix).replace('.default.', '.')}": t for name, t in low.items()}
         save_file({name: t.detach().cpu().contiguous() for name, t in own.items()},

@@ -20,6 +20,7 @@ from crt_exp.config import ConfigError
 from crt_exp.ranks import rank
 from crt_exp.runner.configuration import in_sweep, output_directory, override, place
 from crt_exp.runner.processes import Preempted, clear_when_early, lost_process
+from crt_exp.whole_files import FULL, reason
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation",
@@ -58,7 +59,7 @@ def mistakes_said() -> Iterator[None]:
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
-        shown = out_of_memory(error) if isinstance(error, (RuntimeError, MemoryError)) else error
+        shown = out_of_memory(error) if isinstance(error, (RuntimeError, MemoryError)) else placed(error)
         if shown is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         remove_empty(output_directory())
@@ -111,6 +112,13 @@ def out_of_memory(error: Exception) -> Exception | None:
     size = f"{int(asked[1]) / 2**30:.1f} GiB were asked for" if asked else first
     return ConfigError(f"out of memory: {size}; choose a smaller features.m, trainer.batch (larger "
                        "trainer.accumulate) or task")
+
+
+def placed(error: Exception) -> Exception:
+    """Of a full disk with the run directory, where the error names no file: it is what a run writes to."""
+    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+        return OSError(f"{output_directory()} cannot be written: {reason(error)}")
+    return error
 
 
 def interrupted(error: Preempted | KeyboardInterrupt) -> Stopped:

@@ -16,6 +16,7 @@ from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, output_directory, override,
                                           overrides)
+from crt_exp.runner.curves import CURVES
 from crt_exp.runner.curves import draw as draw_curves
 from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together, remove_empty
 from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, torchrun
@@ -80,6 +81,11 @@ def _part_of(override: str) -> str | None:
     return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
 
 
+def given(node: str) -> list[str]:
+    """The overrides of a node of the configuration, or of keys below it."""
+    return [o for o in overrides() if f"{o.split('=')[0].lstrip('+~')}.".startswith(f"{node}.")]
+
+
 def check_used(task) -> None:
     """Choices that the task, with its options, does not use."""
     unused = [o for o in overrides() if (part := _part_of(o)) and part not in task.uses]
@@ -100,6 +106,9 @@ def check_study(cfg, task, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} runs on one process: leave torchrun and trainer.processes out")
+    if unused := given("trainer"):
+        raise ConfigError(f"task={choice('task')}, which has no use for the trainer, does not use {' '.join(unused)}: "
+                          "leave that out")
     if hasattr(task, "uses"):
         check_used(task)
     if not mechanism.estimates and mechanism.name != "exact" and not measures_whole(cfg, mechanism):
@@ -129,6 +138,9 @@ def check_training(cfg, task, mechanism) -> None:
         task.check_shards()
     if config.adapt:
         task.check_adapters()
+    elif unused := given("trainer.lora"):
+        raise ConfigError(f"trainer.adapt=null does not use {' '.join(unused)}: give trainer.adapt=lora, or leave that "
+                          "out")
     planned_steps(config, task, processes)
     check_used(task)
     if choice("attention"):
@@ -175,9 +187,9 @@ def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
                 task.directory = current.directory
             for record in task.records(mechanism, cfg.seed, done=list(current.records)):
                 ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
+                if ending and hasattr(task, "keep"):  # a run is done when all its files are there
+                    task.keep([*current.records, record | ending], current.directory)
                 current.log(**record, **ending)
-            if hasattr(task, "keep"):
-                task.keep(current.records, current.directory)
     return current.records, current.directory
 
 
@@ -192,8 +204,8 @@ def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
     with ending_together(world), open_run(cfg, task, world) as current:
         if not world.broadcast(finished(current.records)):
             Trainer(config, task, mechanism, current, world, cfg.seed).fit()
-            if world.main:
-                draw_curves(current.records, task.metric, current.directory)
+        if world.main and not (current.directory / CURVES).is_file():
+            draw_curves(current.records, task.metric, current.directory)
     return current.records, current.directory
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,7 @@ from crt_exp.runner.configuration import overrides
 from crt_exp.runner.inputs import NAME as INPUTS
 from crt_exp.runner.inputs import check_inputs
 from crt_exp.runner.processes import SWEEP
+from crt_exp.whole_files import whole
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep",
@@ -116,8 +118,7 @@ class Run:
     def note(self, line: str) -> None:
         """Appends a line with the time of day to run.log, which is for reading alone."""
         if self.main:
-            with (self.directory / LOG).open("a", encoding="utf-8") as file:
-                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+            append_line(self.directory / LOG, f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", sync=False)
 
     def rewind(self, count: int) -> None:
         """Takes back all but the first `count` records: what an interrupted run wrote after the
@@ -139,7 +140,8 @@ class Run:
     def __exit__(self, kind, error, trace) -> None:
         try:
             if kind is not None and self.directory.is_dir():
-                self.note(f"ended by {kind.__name__}: {error}")
+                with suppress(OSError):  # the disk may be what ended it
+                    self.note(f"ended by {kind.__name__}: {error}")
             if self.mirror is not None:
                 self.mirror.pictures(sorted(self.directory.glob("*.png")))
                 self.mirror.finish(failed=kind is not None)
@@ -246,7 +248,7 @@ def free_name(name: Callable[[int], Path]) -> Path:
     return next(path for path in map(name, itertools.count(1)) if not path.exists())
 
 
-def append_line(path: Path, line: str) -> None:
+def append_line(path: Path, line: str, sync: bool = True) -> None:
     """Appends and syncs a line; where the disk refuses it, takes back the part that was written."""
     with path.open("ab", buffering=0) as file:
         size = file.tell()
@@ -254,7 +256,8 @@ def append_line(path: Path, line: str) -> None:
         try:
             if file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         except OSError as error:
             os.truncate(path, size)
             raise OSError(f"cannot write to {path}: {error.strerror}; "
@@ -283,12 +286,10 @@ def read_records(path: Path) -> list[dict]:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file so that a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with whole(path) as temporary, temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:

@@ -68,7 +68,9 @@ class Quadratic(DenseLaw):
             raise ValueError(f"alpha = {alpha}: the weight of the squared logit is a finite number of at least 0")
 
     def log_weights(self, logits: Tensor) -> Tensor:
-        return logits.square_().mul_(self.alpha).log1p_()
+        if not self.alpha:
+            return logits.zero_()
+        return nn.functional.softplus(logits.abs_().log_().mul_(2).add_(math.log(self.alpha)))  # squares overflow
 
 
 class DenseFeatures(FeatureLaw):

@@ -96,9 +96,11 @@ class MultiIndex(TableLaw):
         target_log_q = None
         if targets is not None:
             own = self.cell[targets][:, None]
+            logits = levelled(logits, counts)
             log_z = (logits + counts.log()).logsumexp(-1, keepdim=True)
             target_log_q = (logits.gather(1, own) - log_z).float()[:, 0]
             counts = counts.scatter_add(1, own, -torch.ones_like(own))
+        logits = levelled(logits, counts)
         weights = logits + counts.log()                                                 # -inf for an empty cell
         log_z = weights.logsumexp(-1, keepdim=True)
         ends = (weights - log_z).exp().cumsum(-1)
@@ -114,23 +116,38 @@ class MultiIndex(TableLaw):
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         self._check(hidden)
-        logits = self._logits(hidden)
-        log_z = (logits + self.starts.diff().log()).logsumexp(-1, keepdim=True)
+        counts = self.starts.diff()
+        logits = levelled(self._logits(hidden), counts)
+        log_z = (logits + counts.log()).logsumexp(-1, keepdim=True)
         return (logits.gather(1, self.cell[ids]) - log_z).float()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """o^ of every cell, (b, K^2) float64."""
         halves = self._cut(F.pad(hidden.float(), (0, 1), value=1.0))
-        first, second = (halves @ self.books.mT).double()
+        up, across = power_of_two(halves), power_of_two(self.books)                     # products may overflow
+        first, second = (halves / up @ (self.books / across).mT).double() * up.double() * across.double()
         return (first[:, :, None] + second[:, None, :]).flatten(1)
 
     def extra_repr(self) -> str:
         return f"classes={self.classes}, d={self.d}, codewords={self.codewords}"
 
 
+def levelled(logits: Tensor, counts: Tensor) -> Tensor:
+    """Logits (b, K^2) less the largest of a cell with classes: beside 1e20 the log of a count would be lost."""
+    return logits - logits.masked_fill(counts == 0, -math.inf).amax(-1, keepdim=True)
+
+
+def power_of_two(t: Tensor) -> Tensor:
+    """The least above the largest entry, by which division is exact: squares of what is left do not overflow."""
+    largest = t.abs().amax() if t.numel() else t.new_zeros(())
+    return torch.ldexp(t.new_ones(()), torch.frexp(largest).exponent.clamp(-120, 120))
+
+
 def nearest(rows: Tensor, book: Tensor) -> Tensor:
     """The nearest codeword (K, half) of each row (n, half), (n,)."""
     step = max(1, PAIRS // len(book))
+    scale = torch.maximum(power_of_two(rows), power_of_two(book))
+    rows, book = rows / scale, book / scale
     length = book.square().sum(-1) / 2
     return torch.cat([(length - part @ book.mT).argmin(-1) for part in rows.split(step)])
 

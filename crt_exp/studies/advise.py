@@ -44,6 +44,8 @@ class Advise:
         self.attentions, self.samples, self.calibration = attentions, samples, calibration
         for each in attentions or ():
             made(each, *named(each))
+        if attentions is not None:
+            arms_of([named(each) for each in attentions], True)
         self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
         self.advice: Advice | None = None
 

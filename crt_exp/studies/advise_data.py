@@ -29,7 +29,7 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise DataError(f"task.images = {folder}: there is no such folder")
-    files = sorted(images.below(place))
+    files = images.image_files(place)
     judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
 
     def read(i: int) -> Tensor:

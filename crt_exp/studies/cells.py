@@ -6,8 +6,8 @@ of it, as a row of outputs/report/<name>.csv: what a page compares, and all that
 
 import ast
 import csv
-import gzip
 import hashlib
+import io
 import json
 import os
 import signal
@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from crt_exp.memory import in_new_process
 from crt_exp.runner.run import commit, machine, read_records
+from crt_exp.studies.draw_files import whole_text
 
 PACKAGE = Path(__file__).parent.parent
 PAGES = Path("outputs/report")  # where draws are committed
@@ -58,10 +59,9 @@ class Draw:
 
 def committed(name: str) -> list[dict[str, str]]:
     """The rows of the draws of a page, as text; none where it has none."""
-    for path, opened in ((PAGES / f"{name}.csv", open), (PAGES / f"{name}.csv.gz", gzip.open)):
+    for path in (PAGES / f"{name}.csv", PAGES / f"{name}.csv.gz"):
         if path.is_file():
-            with opened(path, "rt", newline="", encoding="utf-8") as file:
-                return list(csv.DictReader(file))
+            return list(csv.DictReader(io.StringIO(whole_text(path), newline="")))
     return []
 
 

@@ -1,8 +1,9 @@
 """The table and the picture that a run of task=fidelity leaves in its directory."""
 
-import csv
 from pathlib import Path
 from typing import Any
+
+from crt_exp.whole_files import whole, write_rows
 
 NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attention", "cosine": "cosine",
          "above": "nats above exact"}
@@ -37,11 +38,10 @@ def write(records: list[dict], directory: Path) -> None:
     rows += [{"attention": label, "length": r["length"], "ms": ms, "mib": r["mib"][label]}
              for r in records if r["split"] == "cost" for label, ms in r["ms"].items()]
     rows += [{key: value for key, value in each.items() if key != "label"} for each in records[-1]["attentions"]]
-    with open(directory / "fidelity.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-    figure(records).savefig(directory / "fidelity.png", dpi=120)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    write_rows(directory / "fidelity.csv", [columns, *([row.get(key, "") for key in columns] for row in rows)])
+    with whole(directory / "fidelity.png") as part:
+        figure(records).savefig(part, format="png", dpi=120)
 
 
 def figure(records: list[dict]):

@@ -3,7 +3,6 @@
 Everything is drawn by matplotlib from the positions of bodies: no display and no GL is needed.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from crt_exp.drawing import new_figure
 from crt_exp.studies.rollouts import Player, prepared
+from crt_exp.whole_files import whole
 
 EVERY, PER_SECOND = 2, 10           # orders to the servos for each frame; frames of a second
 INK, KEPT = "0.25", "tab:red"
@@ -33,8 +33,7 @@ def film(player: Player, theta: Tensor, seed: int, path: Path, most: int = 120) 
             draw_world(axes[0], world)
             writer.grab_frame()
 
-    part = path.with_name(f"{path.stem}.{os.getpid()}.gif")
-    with writer.saving(figure, str(part), dpi=70):
+    with whole(path, ".gif") as part, writer.saving(figure, str(part), dpi=70):
         seen, ended, total = world.reset(seed), False, 0.0
         world.watch = watch
         while not ended:
@@ -44,7 +43,6 @@ def film(player: Player, theta: Tensor, seed: int, path: Path, most: int = 120) 
             total += reward
     world.watch = None
     plt.close(figure)
-    os.replace(part, path)
     return path
 
 

@@ -8,11 +8,12 @@ from crt_exp.environments.arms import Sweeping
 from crt_exp.environments.stones import SteppingStones
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.schema import Bound, Count, Positive, Whole, at_least, checked
+from crt_exp.schema import Bound, Count, Positive, Whole, at_least, at_most, checked
 from crt_exp.studies.evolution import Plan, evolve, restored
 from crt_exp.studies.film import film
 from crt_exp.studies.rollouts import Player
 
+PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
 Looks = Literal["attention", "average", "random"]
 Even = Annotated[int, at_least(2), Bound("that is even", lambda value: value % 2 == 0)]
 
@@ -103,7 +104,7 @@ class Sweep(Robotics):
 
     name = "sweep"
 
-    def __init__(self, particles: Annotated[int, at_least(2)], strokes: Count, size: Count, looks: Looks,
-                 policy: Policy, strategy: Strategy, workers: Count, film: bool = False):
+    def __init__(self, particles: Annotated[int, at_least(2), at_most(PARTICLES)], strokes: Count, size: Count,
+                 looks: Looks, policy: Policy, strategy: Strategy, workers: Count, film: bool = False):
         options = {"particles": particles, "strokes": strokes, "size": size}
         super().__init__(Sweeping, options, looks, policy, strategy, workers, film)

@@ -4,7 +4,6 @@ Every method takes its turn in every round, so that load from outside hits all a
 two halves of a training step are timed apart.
 """
 
-import csv
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from crt_exp.memory import added
 from crt_exp.studies.base import Series
 from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
 from crt_exp.studies.timing import milliseconds, turns
+from crt_exp.whole_files import write_rows
 
 ALONE, VIT = "attention", "vit"
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
@@ -87,8 +87,7 @@ class Speed(Series):
         """speed.csv, a row a length and method, and speed.png."""
         rows = [(record["length"], key.removesuffix("_ms"), value) for record in records
                 for key, value in record.items() if key.endswith("_ms")]
-        with open(directory / "speed.csv", "w", newline="") as file:
-            csv.writer(file).writerows([("length", "method", "ms"), *rows])
+        write_rows(directory / "speed.csv", [("length", "method", "ms"), *rows])
         save_figure(figure(rows), directory / "speed.png")
 
 

@@ -327,6 +327,15 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
     return any(OTHER_SEQUENCE.search(name) for name in parameters)
 
 
+def is_cross(module: nn.Module, path: str, holder: nn.Module | None) -> bool:
+    """Whether a module is known to attend to another sequence: by its place, its attribute or its name."""
+    if isinstance(holder, nn.TransformerDecoderLayer):
+        return module is holder.multihead_attn
+    known = getattr(module, "is_cross_attention", None)
+    named = CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__]))
+    return bool(named if known is None else known)
+
+
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from crt_exp.swap import diffusion, families
 from crt_exp.swap import record as configured
+from crt_exp.attention.nearfar.layer import check_listed
 from crt_exp.swap.buffers import restore
 from crt_exp.swap.refusals import SEES, places, refusal
 
@@ -38,6 +39,8 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
         _warn_of_windows(model, [modules[i] for i in reasons if i not in chosen])
     _refuse(modules, reasons, chosen)
     states = {i: _state(maker, name, i, *modules[i], causal) for i in chosen}  # all before the first change
+    _check_cross(model, modules, states)
+    check_listed(states.values(), len(modules))
     if saved:
         source = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
         folder = Path(source if isinstance(source, str) else "")
@@ -182,6 +185,19 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
     state.causal = size.causal if causal is None else causal
     device = next((p.device for p in module.parameters()), None)
     return state.to(device).train(module.training)
+
+
+def _check_cross(model: nn.Module, modules: list[tuple[str, nn.Module]], states: dict[int, nn.Module]) -> None:
+    """Raises ValueError for attention within one sequence in the place of one to another."""
+    held = places(model)
+    crossing = [i for i, (path, module) in enumerate(modules)
+                if families.is_cross(module, path, held.get(id(module), (None, ""))[0])]
+    odd = [i for i in crossing if i in states and not getattr(states[i], "can_cross", True)]
+    if odd:
+        path, module = modules[odd[0]]
+        raise ValueError(f"{path} ({type(module).__name__}) attends to another sequence, which attention "
+                         f"{states[odd[0]].mechanism} cannot: leave such layers out with layers="
+                         f"{[i for i in states if i not in crossing]}")
 
 
 def swap_module(module: nn.Module, maker: LayerMaker, name: str, i: int, record: dict[str, Any]) -> None:

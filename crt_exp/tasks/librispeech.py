@@ -31,6 +31,7 @@ from crt_exp.models.recogniser import Recogniser
 from crt_exp.ranks import rank
 from crt_exp.schema import Count, Positive, Several, Whole, at_least, at_most, check_keys, checked, parameters
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.whole_files import whole
 
 Share = Annotated[float, at_least(0), at_most(1)]
 INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model
@@ -397,7 +398,8 @@ class LibriSpeech(Task):
         recogniser.keep(self.recogniser, tensors, directory)
         heads = ("split", "utterance", "transcript", "greedy", *(("beam",) if self.beam else ()))
         lines = ["\t".join(row) for row in (heads, *self.transcripts)]
-        (directory / "transcripts.tsv").write_text("\n".join(lines) + "\n")
+        with whole(directory / "transcripts.tsv") as part:
+            part.write_text("\n".join(lines) + "\n")
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

@@ -1,11 +1,12 @@
 """Pictures that a run of images or words leaves in its directory, with the numbers they are drawn from."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
+
+from crt_exp.whole_files import whole, write_rows
 
 LABELLED = 40                                                # classes whose names are legible next to a matrix
 
@@ -17,10 +18,8 @@ def counts(labels: np.ndarray, predictions: np.ndarray, classes: int) -> np.ndar
 
 def confusion(counted: np.ndarray, classes: Sequence[str], directory: Path) -> None:
     """confusion.csv with the counts, confusion.png with the share of each true class."""
-    with open(directory / "confusion.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["true \\ predicted", *classes])
-        writer.writerows([name, *row] for name, row in zip(classes, counted.tolist()))
+    write_rows(directory / "confusion.csv", [["true \\ predicted", *classes],
+                                             *([name, *row] for name, row in zip(classes, counted.tolist()))])
     figure, axes = new_figure(6, 5.5)
     shares = counted / np.maximum(counted.sum(1, keepdims=True), 1)
     drawn = axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
@@ -30,7 +29,12 @@ def confusion(counted: np.ndarray, classes: Sequence[str], directory: Path) -> N
         axes.set_yticks(range(len(classes)), classes, fontsize=7)
     title = f"{counted.sum()} images, accuracy {np.trace(counted) / counted.sum():.3f}"
     axes.set(xlabel="predicted", ylabel="true", title=title)
-    figure.savefig(directory / "confusion.png", dpi=120)
+    keep(figure, directory / "confusion.png")
+
+
+def keep(figure, path: Path) -> None:
+    with whole(path) as part:
+        figure.savefig(part, format="png", dpi=120)
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):
@@ -67,7 +71,7 @@ def reconstructions(shown: Sequence[tuple[Tensor, Tensor, Tensor]], patch: int, 
     rebuilt = "reconstructed\n(mean and spread of each\npatch are the image's)" if normalised else "reconstructed"
     for ax, title in zip(axes[0], ("seen", rebuilt, "image")):
         ax.set_title(title, fontsize=9)
-    figure.savefig(directory / "reconstructions.png", dpi=120)
+    keep(figure, directory / "reconstructions.png")
 
 
 def panels(image: Tensor, predicted: Tensor, mask: Tensor, patch: int, normalised: bool) -> list[Tensor]:
@@ -103,12 +107,10 @@ def lengths(queries: np.ndarray, keys: np.ndarray, directory: Path) -> None:
     """lengths.csv and lengths.png: histograms of |h| of all words read and of |e| of all classes (HRF Figures 7, 9)."""
     edges = np.linspace(0.0, 1.001 * max(queries.max(), keys.max()), 61)
     counted = {"queries": np.histogram(queries, edges)[0], "keys": np.histogram(keys, edges)[0]}
-    with open(directory / "lengths.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["from", "to", *counted])
-        writer.writerows(zip(edges[:-1].tolist(), edges[1:].tolist(), *(part.tolist() for part in counted.values())))
+    columns = edges[:-1].tolist(), edges[1:].tolist(), *(part.tolist() for part in counted.values())
+    write_rows(directory / "lengths.csv", [["from", "to", *counted], *zip(*columns)])
     figure, axes = new_figure(7, 3, columns=2)
     for ax, (name, part) in zip(axes[0], counted.items()):
         ax.stairs(part, edges, fill=True)
         ax.set(title=f"lengths of {name}", xlabel="length", ylabel="how many")
-    figure.savefig(directory / "lengths.png", dpi=120)
+    keep(figure, directory / "lengths.png")

@@ -3,6 +3,7 @@ numbers, and bad inputs are refused."""
 
 import csv
 import json
+import math
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import Advice, Row, pays_from
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
+from crt_exp.nonfinite import NotFinite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -46,6 +48,30 @@ def ids(count=1200):
 
 def panel_of(model, length=64, **options):
     return TokenPanel(model, *split(cut(ids(), length), 3, 2), mask=4, special=range(5), **options)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_whose_loss_is_not_finite_is_refused_by_its_parameter(value):
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = value
+    with pytest.raises(NotFinite, match=r"own loss on texts number 0 is not finite.*parameter .*up_proj.weight holds"):
+        crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, attentions=["window"], rounds=1)
+
+
+@pytest.mark.parametrize("attentions", [[], ["exact"], ["uniform"], ["exact", "uniform"]])
+def test_nothing_to_try_is_refused(attentions):
+    with pytest.raises(ValueError, match="nothing to try beside exact and uniform"):
+        crt_exp.advise(llama(), ids(), length=64, samples=3, calibration=2, attentions=attentions)
+
+
+def test_attention_whose_loss_is_not_finite_is_never_the_nearest():
+    rows = [Row(Arm("exact"), 0.0, 0.0), Row(Arm("favorpp"), math.nan, math.nan), Row(Arm("window"), 0.5, 0.1)]
+    for row in rows:
+        row.ms, row.step, row.speedup = {64: 1.0}, 1.0, 1.0
+    found = Advice(rows, 64, 3, 2.0, None, 0.02, {})
+    assert "the nearest, window, costs 0.5000" in found.sentence
+    assert "not finite" in str(found) and "nan" not in str(found)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nearfar_cases import tensors
+from torch._dynamo.testing import CompileCounter
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention
 from crt_exp.attention import NearFar, near_far_attention, softmax_attention
@@ -264,3 +265,41 @@ def test_the_study_of_approximation_takes_it(typed):
                            "task.d=8", "logger=none")
     assert code == 0, err
     assert "relative error of the output" in out and "of the last hidden states" in out
+
+
+def test_a_list_of_keys_to_open_is_no_longer_than_the_model():
+    made = [Mechanism.of("nearfar", open=[4, 8]).layer(2, 8, causal=True, layer=i) for i in range(2)]
+    nearfar_layer.check_listed(made)
+    nearfar_layer.check_listed(made[:1], 2)      # of a model that has the other one, which was not swapped
+    for count in (1, None):
+        with pytest.raises(ValueError, match="open holds 2 numbers, and the model has 1 attention layers"):
+            nearfar_layer.check_listed(made[:1], count)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{"open": 5}, {"open": 9, "exact_until": 24}], ids=str)
+def test_a_graph_for_any_length_ends_before_keys_are_opened(causal, options, fresh_graphs):
+    """It took minutes a length: blocks, renewals and parts were unrolled with a length that is left open."""
+    layer = layer_of(causal, preset="default", **options)
+    graphs = CompileCounter()
+    compiled = torch.compile(layer, dynamic=True, backend=graphs)
+    for L in (30, 41, 57):
+        x, y, v, _ = tensors(H=4, L=L)
+        torch.testing.assert_close(compiled(x, y, v), layer(x, y, v))
+    assert graphs.op_count < 100
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_graph_for_any_length_is_refused_where_keys_are_opened(causal, fresh_graphs):
+    layer = layer_of(causal, preset="default", open=5)
+    x, y, v, _ = tensors(H=4, L=30)
+    compiled = torch.compile(layer, dynamic=True, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="has no graph for lengths that are left open: compile it with dynamic=False"):
+        compiled(x, y, v)
+
+
+@pytest.fixture
+def fresh_graphs():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -428,6 +428,8 @@ def test_budgets_that_are_refused():
     model = small()
     with pytest.raises(ValueError, match="open holds 1 numbers, and there is a layer 1"):
         swap_attention(model, "nearfar", open=[8])
+    with pytest.raises(ValueError, match="open holds 9 numbers, and the model has . attention layers"):
+        swap_attention(model, "nearfar", open=[8] * 9)
     swap_attention(model, "nearfar")
     for wrong in (8, 2.5):
         with pytest.raises(ValueError, match="at least 16, 8 keys for each of 2 layers"):

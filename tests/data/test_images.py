@@ -75,7 +75,8 @@ def remove(path):
     (lambda root: (root / "val" / "class1").rename(root / "val" / "other"),
      ["different classes", "only train/ has class1", "only val/ has other"]),
     (lambda root: remove(root / "train" / "class2"), ["train/class2 holds no image", "remove it from train/ and val/"]),
-    (lambda root: (root / "val").rename(root / "test"), ["val is not there", "train/<class>/ and val/<class>/"]),
+    (lambda root: (root / "val").rename(root / "others"), ["holds others/, train/", "val is not there",
+                                                           "train/<class>/ and val/<class>/"]),
     (lambda root: [path.rename(root / path.name) for path in [*(root / "train").iterdir()]], ["no class folders"]),
 ], ids=["other classes", "empty class", "no val", "no classes"])
 def test_folders_of_another_layout_are_refused(harm, words, tmp_path):
@@ -93,6 +94,78 @@ def test_a_missing_folder_says_what_to_get_and_where_to_put_it(tmp_path, monkeyp
     with pytest.raises(DataError) as error:
         images.load("mine")
     assert f"{tmp_path / 'images' / 'mine'} is not there" in str(error.value) and "task.data_dir" in str(error.value)
+
+
+def moved(source, root, moves):
+    """The folders of a set of images, below root and under other names."""
+    write_images(source)
+    for old, new in moves.items():
+        (root / new).parent.mkdir(parents=True, exist_ok=True)
+        (source / old).rename(root / new)
+    return root
+
+
+@pytest.mark.parametrize("train, val", [
+    ("training_set", "test_set"), ("Train", "TEST"), ("seg_train", "seg_test"), ("train", "validation"),
+    ("train_images", "val_images"), ("TrainingSet", "ValidationSet"), ("trainset", "testset"), ("train2017", "val2017"),
+    ("training", "dev"), ("chest_train", "chest_valid"), ("train", "test")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_folders_whose_names_mean_splits_are_splits(train, val, nested, tmp_path, caplog):
+    places = {name: f"{name}/{name}" if nested else name for name in (train, val)}
+    root = moved(tmp_path / "source", tmp_path / "a", {"train": places[train], "val": places[val]})
+    found = images.load("mine", root)
+    assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
+    assert found["train"].classes == ("class0", "class1", "class2")
+    assert found["val"].read(found["val"].sources[0]).mode == "RGB"
+    assert f"{train}/ is read as train and {val}/ as val" in caplog.text
+
+
+@pytest.mark.parametrize("moves, words", [
+    ({"train": "all/train", "val": "all/test"}, ["all/ would be a class, and test/, train/ in it name splits"]),
+    ({"train": "cats/train", "val": "cats/val"}, ["cats/ would be a class, and train/, val/ in it name splits"]),
+    ({"train": "train/train", "val": "train/val"}, ["holds train/: train/ names a split", "val is not there"]),
+    ({"train/class0": "cats_train/0", "train/class1": "cats_test/0", "train/class2": "dogs_train/0",
+      "val": "dogs_test"}, ["cats_train/, dogs_train/ mean the same split"]),
+    ({"train": "train", "val": "train_2"}, ["train/, train_2/ mean the same split"]),
+    ({"train": "train", "val": "bus"}, ["holds bus/, train/", "train/ names a split", "val is not there"]),
+    ({"train": "bus", "val": "val"}, ["holds bus/, val/", "train is not there"]),
+    ({"train": "freight_train", "val": "bullet_train"}, ["bullet_train/, freight_train/ mean the same split"]),
+], ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "")
+def test_names_of_splits_are_never_classes(moves, words, tmp_path):
+    root = moved(tmp_path / "source", tmp_path / "a", moves)
+    with pytest.raises(DataError) as error:
+        images.load("mine", root)
+    said = str(error.value)
+    assert f"{root} holds" in said and "Put the images into train/<class>/ and val/<class>/" in said
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("name", ["train_station", "bullet_train", "test_tube", "trainers", "valley", "invalid"])
+def test_classes_may_have_such_words_in_their_names(name, tmp_path):
+    root = write_images(tmp_path / "a") / "train"
+    (root / "class1").rename(root / name)
+    assert name in images.load("mine", root)["train"].classes
+
+
+@pytest.mark.parametrize("ending", ["gif", "jfif", "GIF", "bmp", "tif", "WebP", "avif", "jpe", "ppm", "tga"])
+def test_every_image_that_is_opened_is_taken(ending, tmp_path):
+    root = write_images(tmp_path / "a")
+    saved(root / "train" / "class0" / f"more.{ending}", "L", format=Image.registered_extensions()[f".{ending.lower()}"])
+    train = images.load("mine", root)["train"]
+    assert len(train) == 25
+    assert all(train.read(source).mode == "RGB" for source in train.sources[:9])
+    assert len(images.image_files(root)) == 37
+
+
+def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
+    root = write_images(tmp_path / "a")
+    for name in ("x.heic", "y.HEIC", "z.npy", "boxes", ".hidden"):
+        (root / "train" / "class1" / name).write_bytes(b"")
+    images.load("mine", root)
+    assert f"{root / 'train'}: left out by their endings: 2 .heic, 1 without one, 1 .npy (taken are" in caplog.text
+    assert "hidden" not in caplog.text and caplog.text.count("left out") == 1
+    images.image_files(root / "train" / "class1")
+    assert caplog.text.count("2 .heic, 1 without one, 1 .npy") == 2
 
 
 # ---- single images -------------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ def sequences(n, seed=0, longest=40):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file, kind, end", [("a.fasta", "tr", "\n"), ("a.gz", "sp", "\n"), ("a.fa", "sp", "\r\n")],
-                         ids=["plain", "packed", "windows"])
+@pytest.mark.parametrize("file, kind, end", [("a.fasta", "tr", "\n"), ("a.gz", "sp", "\n"), ("a.fa", "sp", "\r\n"),
+                                             ("a.FAA", "tr", "\r")], ids=["plain", "packed", "windows", "classic mac"])
 @pytest.mark.parametrize("block", [7, 64, 1 << 22])
 def test_entries_are_those_of_the_file(file, kind, end, block, tmp_path, monkeypatch):
     """Whatever the blocks in which it is read; the line is that of the header."""
@@ -72,6 +72,34 @@ def test_headers_of_other_sources_are_names(tmp_path):
     assert names[::2] == ["NP_000537.3", "A00001"] and len(names[1]) == 16  # a digest of a longer name
 
 
+@pytest.mark.parametrize("header, accession", [
+    ("sp|Q6GZX4.1|001R_FRG3G Putative protein", "Q6GZX4"), ("sp|Q6GZX4|001R_FRG3G", "Q6GZX4"),
+    ("tr|P12345-2|X_Y", "P12345-2"), ("sp|Q6GZX4.12|", "Q6GZX4"), ("tr|A00001", "A00001"),
+    ("sp|p12345_VAR|X", "p12345_VAR"), ("sp|Q6GZX4.1 Putative", "Q6GZX4"),
+    ("  NP_1.1 x", "NP_1.1"), ("gi|12|ref|NP_1.1|", "gi|12|ref|NP_1.1|")])
+def test_any_header_is_taken(header, accession, tmp_path):
+    (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
+    assert [entry.accession.decode() for entry in entries(tmp_path / "a.fasta", LETTERS)] in (
+        [accession], [fasta.digest(accession.encode()).decode()])
+
+
+@pytest.mark.parametrize("headers", [
+    ["protein {}"] * 40, ["unknown"] * 40, ["hypothetical protein"] * 20 + ["hypothetical gene {}"] * 20])
+@pytest.mark.parametrize("files", [1, 40])
+def test_headers_with_the_same_first_word_are_several_records(headers, files, tmp_path):
+    """In one file or a file each; they share no name, so splits divide them. Copies keep one."""
+    letters, per = sequences(40, longest=200), 40 // files
+    records = [f">{header.format(i)}\n{letters[i]}\n" for i, header in enumerate(headers)]
+    paths = [tmp_path / f"{i:02d}.fasta" for i in range(files)]
+    for i, path in enumerate(paths):
+        path.write_text("".join(records[i * per:(i + 1) * per]))
+    index = indexed(paths, LETTERS)
+    assert len(set(index.accessions.tolist())) == 40 == len(set(index.hashes.tolist()))
+    assert [index.place(row, LETTERS) for row in (0, 39)] == [f"{paths[0]}, line 1", f"{paths[-1]}, line {2 * per - 1}"]
+    (tmp_path / "copies.fasta").write_text(">same one\nACD\n>same two\nACD\n>tr|A1|X\nAC\n>tr|A1.2|X\nDC\n")
+    assert indexed([tmp_path / "copies.fasta"], LETTERS).accessions.tolist() == [b"same"] * 2 + [b"A1"] * 2
+
+
 GOOD = ">tr|A00000|X_Y\nACD\n"
 
 
@@ -80,8 +108,9 @@ GOOD = ">tr|A00000|X_Y\nACD\n"
     ("ACD\n>tr|A1|X_Y\nACD\n", ["line 1", "'ACD' is no header"]),
     (GOOD + "> some protein\n", ["line 3", "some has no sequence"]),
     (GOOD + ">\nACD\n", ["line 3", "the header names no sequence"]),
-    (GOOD + ">tr|A00001|\nACD\n", ["line 3", "is no header of UniProt"]),
-    (GOOD + ">tr|A0000123456789012|X_Y\nACD\n", ["line 3", "'A0000123456789012' has 17 letters"]),
+    (GOOD + ">tr||X_Y\nACD\n", ["line 3", "names no accession"]),
+    (GOOD + ">sp|\nACD\n", ["line 3", "'>sp|' names no accession"]),
+    ((GOOD + ">tr|A00001|X_Y\nACJD\n").replace("\n", "\r"), ["line 4", "'J' in A00001 is no amino acid"]),
     (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["line 3", "A00001 has no sequence"]),
     (GOOD + ">tr|A00001|X_Y\n\n", ["line 3", "A00001 has no sequence"]),
     (GOOD + ">tr|A00001|X_Y\nACD\nACJD\n", ["line 5", "'J' in A00001 is no amino acid", LETTERS]),
@@ -236,6 +265,17 @@ def test_no_files(tmp_path, monkeypatch):
         protein.uniprot(str(tmp_path), None)
     write(tmp_path / "b.fasta.gz", ["ACD"]), write(tmp_path / "a.fa", ["ACD"]), (tmp_path / "a.txt").write_text("")
     assert [path.name for path in fasta_files(tmp_path)] == ["a.fa", "b.fasta.gz"]
+
+
+def test_every_file_of_proteins_is_taken_and_others_are_counted(tmp_path, caplog):
+    taken = ["a.FASTA", "b.faa", "c.fas", "d.Fa.GZ", "e.faa.gz", "f.pep"]
+    for file in [*taken, "g.fna", "h.fna", "i.fasta.bz2", "README"]:
+        write(tmp_path / file, ["ACD"])
+    assert [path.name for path in fasta_files(tmp_path)] == taken
+    assert f"{tmp_path}: left out by their endings: 2 .fna, 1 without one, 1 .fasta.bz2 (taken are" in caplog.text
+    index = indexed(fasta_files(tmp_path), LETTERS)
+    assert index.names == tuple("abcdef")
+    assert protein.held_out_by_file(index, ["d"]).tolist() == [i == 3 for i in range(6)]
 
 
 # ---- rows and batches ------------------------------------------------------------------------------------------------

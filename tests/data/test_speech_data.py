@@ -19,10 +19,12 @@ from crt_exp.data.speech import (
     Utterance,
     decoded,
     low_pass,
+    of_row,
     official,
     resampled,
     seconds_of,
 )
+from crt_exp.data.speech_table import audio_files
 from crt_exp.data.symbols import Symbols, UnknownSymbol
 
 DATA = os.environ.get("CRT_DATA")
@@ -239,6 +241,48 @@ def wav(samples, rate=8000, said=None):
     size = len(content) if said is None else said
     kind = struct.pack("<IHHIIHH", 16, 1, 1, rate, 2 * rate, 2, 16)
     return b"RIFF" + struct.pack("<I", 36 + size) + b"WAVEfmt " + kind + b"data" + struct.pack("<I", size) + content
+
+
+def streamed(content, riff, data):
+    """The same WAV file with other sizes in its two headers."""
+    return content[:4] + struct.pack("<I", riff) + content[8:40] + struct.pack("<I", data) + content[44:]
+
+
+@pytest.mark.parametrize("riff, data", [
+    (2**32 - 1, 2**32 - 1), (2**32 - 1, 2**32 - 37), (2**31 + 36, 2**31), (0, 2**32 - 1),
+    (2**31 - 4060, 2**31 - 4096), (2**32 - 1, 32000)])
+@pytest.mark.parametrize("chunks", [b"", b"LIST" + struct.pack("<I", 4) + b"abcd"])
+def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
+    """Who cannot go back to the header (ffmpeg, sox, arecord into a pipe) writes sizes that mean "unknown"."""
+    path, samples = tmp_path / "a.wav", np.arange(16000) % 100
+    content = streamed(wav(samples), riff, data)
+    path.write_bytes(content[:36] + chunks + content[36:])
+    assert seconds_of(path) == 2
+    assert np.array_equal(speech.as_int16(decoded(Part(str(path), 2.0), 8000)), samples)
+    part = of_row({"path": "a.wav", "bytes": path.read_bytes()}, "text", "here", faults()).parts[0]
+    assert part.seconds == 2
+
+
+@pytest.mark.parametrize("said, words", [(0, "holds 32000 bytes behind the 44"), (64000, "is cut off: 32000 of 64000"),
+                                         (2**30, "is cut off")])
+def test_other_sizes_are_not_taken_for_unknown_ones(said, words, tmp_path):
+    (tmp_path / "a.wav").write_bytes(wav(np.arange(16000) % 100, said=said))
+    with pytest.raises(BadAudio, match=words):
+        seconds_of(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize("ending", ["WAV", "Flac", "ogg", "mp3", "oga", "aiff", "au"])
+def test_audio_of_every_ending_that_is_read_is_taken(ending, tmp_path, caplog):
+    write_librispeech(tmp_path)
+    chapter = next(tmp_path.glob("train-clean-100/*/*"))
+    (chapter / "x.m4a").write_bytes(b""), (chapter / "y.M4A").write_bytes(b"")
+    kind = {"oga": "ogg"}.get(ending.lower(), ending.lower()).upper()
+    soundfile.write(chapter / f"7-9-0007.{ending}", tone(400, 1.0), 8000, format=kind)
+    with next(chapter.glob("*.trans.txt")).open("a") as file:
+        file.write("7-9-0007 MORE\n")
+    assert [each.text for each in read(tmp_path)] == [*TEXTS, "MORE"]
+    assert caplog.text.count("left out by their endings: 2 .m4a (taken are") == 1
+    assert len(audio_files(str(tmp_path), "input")) == len(TEXTS) + 1
 
 
 def packed_with(path, samples, total):

@@ -1,7 +1,9 @@
 """Pages are functions of committed draws and their file: rendered again they are the same."""
 
+import gzip
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pandas as pd
 import pytest
 
 from crt_exp.config import ConfigError
+from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, figures, page, render, tables
 from crt_exp.report.evidence import Claim, Unjudged, equivalent, independent, judged, signs
 from crt_exp.report.page import Page
@@ -190,6 +193,46 @@ def test_bad_files_are_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         page.load(str(path))
+
+
+WHOLE = pd.DataFrame([vars(Draw("A", "exact", "loss", i / 7, i)) for i in range(30)]).to_csv(index=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("content, words", [
+    ("", "it is empty"), (WHOLE.splitlines()[0] + "\n", "it holds no draws"),
+    (WHOLE[:-1], "line 31, the last, has no end"), (WHOLE[:-8], "line 31"), (WHOLE[:700], "line"),
+    (WHOLE.replace(",3,,", ",3\n", 1), "line 5 has 5 fields"), (WHOLE.replace("A,exact", 'A,"exact', 1), "is not csv"),
+    (WHOLE + "A,exact\n", "line 32 has 2 fields, the first line 11")])
+def test_draws_that_are_cut_are_refused(packed, content, words, tmp_path):
+    path = tmp_path / ("mine.csv.gz" if packed else "mine.csv")
+    path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    with pytest.raises(ValueError) as error:
+        draws.read("mine", tmp_path)
+    assert f"{path}: " in str(error.value) and words in str(error.value) and "`make mine`" in str(error.value)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_half_written_gz_is_refused(share, tmp_path):
+    content = gzip.compress(WHOLE.encode())
+    (tmp_path / "mine.csv.gz").write_bytes(content[:int(share * len(content))])
+    with pytest.raises(ValueError, match="mine.csv.gz: cut off or damaged"):
+        draws.read("mine", tmp_path)
+
+
+def test_the_other_pages_are_made_where_draws_are_cut(tmp_path, monkeypatch, capsys):
+    for name in ("books", "lra", "pixels"):
+        (tmp_path / f"{name}.csv").write_bytes((COMMITTED / f"{name}.csv").read_bytes())
+    (tmp_path / "lra.csv").write_bytes((COMMITTED / "lra.csv").read_bytes()[:5000])
+    monkeypatch.setattr(page, "names", lambda: ["books", "lra", "pixels"])
+    monkeypatch.setattr(render, "save_figure", lambda figure, path: None)
+    monkeypatch.setattr(sys, "argv", ["report", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        command_line.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 1 and f"crt_exp.report: lra: {tmp_path / 'lra.csv'}: line" in said.err
+    assert "not made: lra; nor decide and the index" in said.err and len(said.err.splitlines()) == 2
+    assert {path.stem for path in tmp_path.glob("*.md")} == {"books", "pixels"}
 
 
 def test_missing_or_foreign_draws_are_refused(tmp_path):

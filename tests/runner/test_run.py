@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from refusals import check_refused
 
 from crt_exp.config import ConfigError
 from crt_exp.runner.run import LOCK, Lock, read_records
@@ -204,6 +205,17 @@ def test_malformed_file_writes_nothing(typed, tmp_path):
                          "logger=none")
     assert code == 2 and "line 2" in err and "7 expected" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("options, words", [
+    (["task=uci", "trainer.lr=1"], ["task=uci", "does not use trainer.lr=1"]),
+    (["task=uci", "trainer.batch=4", "trainer.steps=3"], ["does not use trainer.batch=4 trainer.steps=3"]),
+    (["task=speed", "trainer.adapt=lora"], ["task=speed", "trainer.adapt=lora"]),
+    (["task=sweep", "attention=exact", "trainer.lr=1"], ["task=sweep", "does not use trainer.lr=1"]),
+    (["task=imagenet", "attention=exact", "trainer.steps=1", "trainer.lora.rank=4"],
+     ["does not use trainer.lora.rank=4", "give trainer.adapt=lora"])])
+def test_choices_of_a_trainer_that_are_not_used_are_refused(options, words, typed, tmp_path):
+    check_refused(typed(*options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words, tmp_path / "run")
 
 
 def test_sweep_inside_torchrun_is_refused(typed, monkeypatch):

@@ -32,6 +32,10 @@ def law(sampler, queries):
     return sampler.log_q(queries, torch.arange(sampler.classes).expand(len(queries), -1)).double()
 
 
+def sums_to_one(found):
+    return torch.allclose(found.exp().sum(-1), torch.ones(len(found), dtype=torch.float64), rtol=1e-4)
+
+
 def divergence(sampler, head, queries):
     """Nats from the softmax."""
     exact = head(queries).double().log_softmax(-1)
@@ -57,7 +61,25 @@ def test_more_codewords_are_nearer_to_the_softmax(head, queries):
 def test_the_quadratic_kernel(head, queries):
     expected = 100 * head(queries).double().square() + 1
     assert_close(law(Quadratic(head), queries), (expected / expected.sum(-1, keepdim=True)).log(), rtol=1e-4, atol=1e-5)
+    for alpha in (1e-30, 1e20, 1e38, 1e300):
+        found = law(Quadratic(head, alpha), queries)
+        assert bool(found.isfinite().all()) and sums_to_one(found)
     assert_close(law(Quadratic(head, 0), queries).exp(), torch.full((B, V), 1 / V, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("of_classes, of_queries", [(1e10, 1e10), (1e20, 1.0), (1.0, 1e20), (1e19, 1e19), (1e30, 1e30),
+                                                    (1e-20, 1e20), (1e-30, 1e-30), (1e-30, 1.0), (1.0, 1.0)])
+def test_the_law_of_the_index_sums_to_one_at_any_size(of_classes, of_queries, head, queries):
+    """Beside logits of 1e20 the log of a cell's size was lost, and squares overflowed."""
+    weight = of_classes * head.weight.detach()
+    sampler, targets = MultiIndex(V, D, codewords=3), torch.arange(B)
+    sampler.rebuild(weight)
+    assert len(sampler.cell.unique()) > 3                           # not all in one cell
+    found = law(sampler, of_queries * queries)
+    assert sums_to_one(found)
+    drawn = sampler.draw(of_queries * queries, targets, 50)
+    assert not bool(drawn.log_q.isnan().any()) and bool((drawn.log_q <= 0).all())
+    assert_close(drawn.target_log_q.double(), found.gather(1, targets[:, None])[:, 0])
 
 
 def test_a_cell_of_the_target_alone_is_never_drawn(queries):

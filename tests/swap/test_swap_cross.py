@@ -126,6 +126,18 @@ def run(model, batch):
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
+@each(ALL)
+@pytest.mark.parametrize("name", ["window", "identity"])
+def test_attention_within_one_sequence_is_refused_in_the_place_of_one_to_another(make, name):
+    """At the swap, and before anything changes; the layers that it names can have it."""
+    model = made(make)
+    with pytest.raises(ValueError, match=f"attends to another sequence, which attention {name} cannot: leave") as error:
+        swap_attention(model, name)
+    assert not any("swapped" in part._modules for part in model.modules())
+    layers = [int(i) for i in str(error.value).rpartition("layers=[")[2].rstrip("]").split(",")]
+    run(swap_attention(model, name, layers=layers), inputs(make))
+
+
 def swapped(make, name="favorpp", calibrated=True):
     model = swap_attention(made(make), name, m=64)
     return calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)]) if calibrated else model

@@ -1,12 +1,15 @@
 """task=locomotion and task=sweep: policies with implicit attention, evolution strategies, the worlds they act in."""
 
+import errno
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from refusals import check_refused
 
 from crt_exp.config import ConfigError
@@ -277,6 +280,25 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
     assert code == 0 and again["returns"] == records[-1]["returns"], err
 
 
+def test_a_film_that_a_full_disk_cuts_is_made_by_the_continuation(typed, tmp_path, monkeypatch):
+    """The run is not done without it, its error names it, and no part of it stays."""
+    run = ["task=sweep", "attention=uniform", *LITTLE["sweep"], "task.strategy.generations=0", "+task.film=true",
+           f"hydra.run.dir={tmp_path / 'run'}"]
+
+    def cut(image, path, *_, **__):
+        Path(path).write_bytes(b"GIF")
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Image.Image, "save", cut)
+        code, out, err = typed(*run)
+    assert code == 2 and f"{tmp_path / 'run/film.gif'} cannot be written: File too large; free space" in err
+    assert len(err.splitlines()) == 1 and not list((tmp_path / "run").glob("*.gif"))
+    code, out, err = typed(*run, "resume=auto")
+    assert code == 0 and (tmp_path / "run/film.gif").read_bytes()[:3] == b"GIF", err
+    assert [path.name for path in (tmp_path / "run").glob("*.gif")] == ["film.gif"]
+
+
 def test_a_film_of_the_first_parameters(typed, tmp_path):
     code, out, err = typed("task=sweep", "attention=uniform", *LITTLE["sweep"], "task.strategy.generations=0",
                            "+task.film=true", f"hydra.run.dir={tmp_path / 'run'}")
@@ -291,6 +313,7 @@ def test_random_actions_need_no_training(typed, tmp_path):
 @pytest.mark.parametrize("options, words", [
     (["task=locomotion", "task.environment=Ant-v9"], ["environment 'Ant-v9'", "Ant-v5"]),
     (["task=locomotion", "task.strategy.population=5"], ["task.strategy.population = 5", "even"]),
+    (["task=sweep", "task.particles=5000"], ["task.particles = 5000", "at least 2 and at most 256"]),
     (["task=sweep", "task.policy.patch=5"], ["task.patch = 5", "16 pixels"]),
     (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"])])
 def test_what_is_refused(typed, tmp_path, options, words):

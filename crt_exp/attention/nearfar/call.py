@@ -34,12 +34,17 @@ from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.features import FarFeatures
 from crt_exp.attention.nearfar.padding import Shift, first_kept
 from crt_exp.attention.nearfar.recall import Recall, exactly, renewals
+from crt_exp.compiling import end_graph, left_open, outside_graphs
 from crt_exp.features.base import can_ask
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
+# Blocks, renewals and parts are unrolled, and their numbers depend on the length: where it is left open, a graph takes
+# minutes for each.
+LEFT_OPEN = ("near-far attention that opens keys has no graph for lengths that are left open: compile it with "
+             "dynamic=False, or without fullgraph=True, or take preset=bounded")
 
 
 class Result(NamedTuple):
@@ -75,6 +80,10 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     exact, recalls = partial(_exactly, causal=causal, factor=factor, own=own), causal and sizes.open > 0
     if y.shape[2] <= (renewals(sizes, 0)[0] if recalls else 0 if causal else until):
         return exact(x, y, v, key_mask)
+    if sizes.open and left_open(x, y):
+        end_graph(LEFT_OPEN)
+        return _outside(x, y, v, sizes, causal=causal, cross=cross, codebook=codebook, far=far, key_mask=key_mask,
+                        factor=factor)
     x = _clean(x, key_mask) if own else x
     if recalls:
         return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
@@ -83,6 +92,9 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     if causal or key_mask is None or not until:
         return rest(x, y, v, key_mask)
     return by_rows(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
+
+
+_outside = outside_graphs(near_far_attention)
 
 
 def by_rows(which: Tensor, first: Callable[..., Result], second: Callable[..., Result], *inputs: Tensor) -> Result:

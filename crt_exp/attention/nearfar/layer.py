@@ -6,7 +6,7 @@ forward pass in training.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal, NamedTuple
@@ -75,6 +75,7 @@ class NearFar(LinearAttention):
                  normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
+        self.number, self.listed = layer, None if open is None or isinstance(open, int) else len(open)
         open = of_layer(open, layer)
         opens = 0 if open is None and (preset == "bounded" or far == "features") else open
         self.sizes = sizes_of(preset, block, heavy, cells, first_order, opens, exact_until, causal)
@@ -253,6 +254,18 @@ def of_layer(open: int | Sequence[int] | None, layer: int) -> int | None:
         raise ValueError(f"open holds {len(open)} numbers, and there is a layer {layer}: it takes one for each layer, "
                          "or one number for all")
     return open[layer]
+
+
+def check_listed(layers: Iterable[torch.nn.Module], count: int | None = None) -> None:
+    """Raises ValueError where one of these has a list of numbers of keys to open that is longer than the model, of
+    `count` layers (None: as many as are here)."""
+    listing = [layer for layer in layers if isinstance(layer, NearFar) and layer.listed is not None]
+    if not listing:
+        return
+    count = 1 + max(layer.number for layer in listing) if count is None else count
+    if listing[0].listed > count:
+        raise ValueError(f"open holds {listing[0].listed} numbers, and the model has {count} attention layers: it "
+                         "takes one for each layer, or one number for all")
 
 
 def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,

@@ -1,0 +1,80 @@
+"""What is written whole or not at all, on a disk that refuses it: the file is named, and the older one stays."""
+
+import resource
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from crt_exp.data import image_values
+from crt_exp.drawing import new_figure, save_figure
+from crt_exp.models.folder import MODEL, save_tensors, whole_folder
+from crt_exp.runner.run import append_line, write_atomic
+from crt_exp.tasks import pictures
+from crt_exp.whole_files import whole, write_rows
+
+NOISE = np.random.default_rng(0).integers(0, 256, (100, 100, 3), np.uint8)
+
+
+@pytest.fixture
+def small_files():
+    """No file may have more than so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def save_a_figure(path):
+    figure, axes = new_figure()
+    axes.imshow(NOISE)
+    save_figure(figure, path)
+
+
+def save_an_animation(path):
+    with whole(path, ".gif") as part:
+        image_values.picture(NOISE).save(part, save_all=True)
+
+
+def save_a_model(path):
+    with whole_folder(path.parent) as folder:
+        save_tensors({"a": torch.ones(10_000)}, folder / "model.safetensors")
+
+
+WRITERS = {"picture.png": save_a_figure, "image.png": lambda path: image_values.save(NOISE, path),
+           "film.gif": save_an_animation, "rows.csv": lambda path: write_rows(path, [[i] for i in range(5000)]),
+           "text.md": lambda path: write_atomic(path, "text " * 2000), MODEL: save_a_model,
+           "run.log": lambda path: append_line(path, "line " * 2000, sync=False),
+           "confusion.png": lambda path: pictures.confusion(NOISE[:2, :2, 0].astype(int), "ab", path.parent),
+           "confusion.csv": lambda path: pictures.confusion(NOISE[..., 0].astype(int), ["a" * 50] * 100, path.parent)}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("before", [False, True])
+def test_what_the_disk_refuses_is_named_and_leaves_nothing(name, before, small_files, tmp_path):
+    path = tmp_path / name
+    if before and name != MODEL:
+        path.write_bytes(b"older")
+    small_files(4096)
+    with pytest.raises(OSError) as error:
+        WRITERS[name](path)
+    small_files(resource.RLIM_INFINITY)
+    said = str(error.value)
+    assert str(path) in said and any(word in said for word in ("File too large", "No space left"))
+    assert "free space" in said
+    assert {each.name for each in tmp_path.iterdir()} <= {name, "confusion.csv"}
+    assert path.read_bytes() == b"older" if before and name != MODEL else not path.exists() or path.stat().st_size == 0
+
+
+def test_other_errors_leave_nothing_either(tmp_path):
+    with pytest.raises(KeyError), whole(tmp_path / "a.txt") as part:
+        part.write_text("half")
+        raise KeyError
+    with pytest.raises(FileNotFoundError, match="nowhere/a.txt cannot be written: No such file"):
+        write_atomic(tmp_path / "nowhere" / "a.txt", "text")
+    assert not list(tmp_path.iterdir())
