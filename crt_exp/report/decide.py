@@ -119,7 +119,7 @@ class Decision:
             claim, gate = verdict.claim, getattr(verdict, "gate", None)
             why = f"{gate.text} is {gate.value:.3g}" if gate else claim.why or entry.get("why", "")
             units = "exact" if claim.difference.n == 0 else f"{claim.difference.n}"
-            yield Row(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.difference.shown(claim.unit)}",
+            yield Row(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.shown()}",
                       verdict.word, units, page.name, why or getattr(verdict, "power", ""))
 
     def sentences(self) -> list[str]:
