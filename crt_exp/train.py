@@ -3,8 +3,25 @@
 Everything that a user can get wrong in the configuration is refused before anything is written, in a few lines.
 """
 
-import signal
 import sys
+
+if __name__ == "__main__":  # before the libraries' imports: __main__ has words for what they raise, and for ^C
+    import os
+
+    if not __package__:  # run as a file, whose folder Python puts on the path: config, data, kernels would hide others'
+        folder = os.path.dirname(os.path.realpath(__file__))
+        root = os.path.dirname(folder)
+        sys.path[:] = [path for path in sys.path if os.path.realpath(path) != folder]
+        if root not in map(os.path.realpath, sys.path):
+            sys.path.insert(0, root)
+            given = os.environ.get("PYTHONPATH")  # of the processes that a run starts
+            os.environ["PYTHONPATH"] = os.pathsep.join([root, given] if given else [root])
+    import runpy
+
+    runpy.run_module("crt_exp", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+import signal
 
 from crt_exp.config import CONF, ConfigError
 from crt_exp.ranks import world_size
@@ -16,7 +33,7 @@ from crt_exp.runner.sweep import show
 
 
 def main() -> None:
-    """The console script `crt_exp` and `python -m crt_exp`, alone or on every process of a torchrun."""
+    """The console script `crt_exp`, `python -m crt_exp` and this file, alone or on every process of a torchrun."""
     import hydra
 
     agree_on_start()

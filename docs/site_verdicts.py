@@ -9,7 +9,8 @@ import yaml
 
 REPORTS = Path("outputs/report")
 VERDICTS = "report/index.md"
-HEADER = ("paper", "report", "of", "verdict", "claim", "the paper's number", "difference", "n", "p")
+HEADER = ("paper", "report", "of", "verdict", "claim", "the paper's number", "value", "bar", "n",
+          "p")
 FILTERS = ("paper", "report", "of", "verdict")    # columns of which one value is chosen
 
 
@@ -46,7 +47,8 @@ def cells_of(row, paper):
     chance = f"{float(row['p_holm']):.2g}" if row["p_holm"] else "not judged" if row["not_judged"] else ""
     report, whose = escape(row["report"]), "the paper" if row["family"] == "claims" else "own"
     return [escape(paper), f'<a href="../{report}/">{report}</a>', whose, escape(row["verdict"]), escape(row["claim"]),
-            escape(row["paper"]), escape(difference), "exact" if row["n"] == "0" else row["n"], chance]
+            escape(row["paper"]), escape(row["value"] or difference), escape(row["bar"]),
+            "exact" if row["n"] == "0" else row["n"], chance]
 
 
 def paper_of(root, report):

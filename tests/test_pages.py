@@ -5,11 +5,13 @@ import importlib
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 
+import numpy as np
 import pytest
 import yaml
 from pages import BLOCKS, PAGES, ROOT, project
 
 from crt_exp.config import choices
+from crt_exp.report.page import Page, shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -132,3 +134,62 @@ def test_citation_and_version_agree():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == project()["version"] == crt_exp.__version__ and cited["license"] == project()["license"]
     assert all({"title", "authors", "year"} <= set(paper) for paper in cited["references"])
+
+
+COLUMNS = {"BERT, 512 tokens": ("fidelity", "BERT", "above", None),
+           "copied text": ("copying", "2048 tokens", "copied", None),
+           "training step": ("speed", "attention", "training", 16384)}
+METHODS = {("both directions", "near-far, `exact_until=0`"): ("nearfar exact_until=0", "nearfar"),
+           ("both directions", "window of 32 and first tokens"): ("window block=32 first=16", ""),
+           ("causal", "near-far, default"): ("nearfar", "nearfar causal"),
+           ("causal", "near-far, `exact_until=1024`"): ("nearfar exact_until=1024", ""),
+           ("causal", "near-far, `preset=bounded`"): ("nearfar preset=bounded", "nearfar bounded causal"),
+           ("causal", "window of 64 and first tokens"): ("window block=64 first=16", ""),
+           ("both directions", "FAVOR++, m = 256"): ("favorpp m=256", "favorpp"),
+           ("causal", "FAVOR++, m = 256"): ("favorpp", "favorpp causal"),
+           ("both directions", "uniform"): ("uniform", "uniform"), ("causal", "uniform"): ("uniform", "uniform causal")}
+
+
+def tables_of_attention():
+    """(direction, column, row, cell) of the front page's tables of what attention loses and takes."""
+    kind, columns = None, []
+    for line in (ROOT / "README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")] if line.startswith("| ") else []
+        if cells[:1] in (["both directions"], ["causal"]):
+            kind, columns = cells[0], cells[1:]
+        elif len(cells) == 3 and kind and not cells[0].startswith("---"):
+            yield from ((kind, column, cells[0], cell) for column, cell in zip(columns, cells[1:]))
+        elif not cells:
+            kind = None
+
+
+def measured(page, column, arm):
+    """As the front page has it: the mean with its interval, the median of milliseconds."""
+    name, setting, metric, x = COLUMNS[column]
+    if name == "speed":
+        return f"{np.median(page.values(metric, setting, arm, x=x)):.0f} ms"
+    lost = page.gain(metric, "exact", arm, setting=setting) if name == "copying" else page.values(metric, setting, arm)
+    return shown(lost, ".4f" if name == "fidelity" else ".3f")
+
+
+def test_rows_of_the_front_page_are_one_method_each():
+    """Every cell is of the row's own attention, by the committed draws, or says that it was not measured."""
+    rows = [*tables_of_attention()]
+    assert {kind for kind, *_ in rows} == {"both directions", "causal"} and len(rows) == 2 * len(METHODS)
+    for kind, column, row, cell in rows:
+        column = column.partition(" (")[0]
+        (arm, timed), = (arms for (where, name), arms in METHODS.items() if where == kind and row.startswith(name))
+        page = Page(COLUMNS[column][0])
+        arm = timed if column == "training step" else arm
+        there = arm in {*page.select(COLUMNS[column][2], COLUMNS[column][1])["arm"]}
+        assert cell == (measured(page, column, arm) if there else "not measured"), (kind, column, row)
+    for kind, arm in (("both directions", "exact"), ("causal", "exact causal")):
+        said = f"| {kind} | {'BERT, 512 tokens' if kind != 'causal' else 'copied text'} | training step (exact: "
+        assert said + measured(Page("speed"), "training step", arm) + ") |" in (ROOT / "README.md").read_text()
+
+
+def test_what_is_linear_is_said_of_each():
+    """Causal near-far attention looks at all keys: no page calls near-far attention linear without a word on that."""
+    for page in ("README.md", "docs/attention.md", "conf/attention/nearfar.yaml"):
+        text = " ".join((ROOT / page).read_text().replace("# ", "").split())
+        assert re.search(r"by a small constant", text) and "bounded" in text and "square" in text, page

@@ -24,12 +24,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from crt_exp.config import ConfigError, unknown
 from crt_exp.report.evidence import (
     WORDS,
+    Bar,
     Claim,
     Interval,
+    Share,
     Unmeasured,
     equivalent,
     exactly,
@@ -79,7 +82,7 @@ def of_place(page: "Page", entry: dict[str, Any], setting: str, x: Any) -> Itera
         closed = closed_form(page, entry, setting) if len(values) > 1 else None
         paper, why = (str(of_setting(entry.get(key, ""), setting, "")) for key in ("paper", "why"))
         yield setting, Claim(text, interval(page, entry, setting, values), unit(page, entry), closed, paper, why,
-                             entry.get("looks", page.spec.get("looks", 1)))
+                             entry.get("looks", page.spec.get("looks", 1)), bar(page, entry, setting))
 
 
 def of_setting(given: Any, setting: str, default: Any = 0.0) -> Any:
@@ -89,21 +92,56 @@ def of_setting(given: Any, setting: str, default: Any = 0.0) -> Any:
 
 def interval(page: "Page", entry: dict[str, Any], setting: str, values: np.ndarray) -> Interval:
     """One value is exact where it is of no unit, a closed form, and cannot be judged where it is of one."""
+    bound = math.log(1 + entry["equal"]) if "equal" in entry and entry.get("scale") == "log" else entry.get("equal")
     if len(values) == 1:
+        value = float(values[0] if bound is None else inside(values, bound)[0])
         frame = page.select(entry.get("metric", page.main), setting, entry.get("better") or entry["arm"])
-        if (frame["unit"] != "").any():
-            return Interval(float(values[0]), math.nan, 1.0, 1)
-    if "equal" in entry:
-        bound = math.log(1 + entry["equal"]) if entry.get("scale") == "log" else entry["equal"]
-        return equivalent(values, bound) if len(values) > 1 else exactly(float(inside(values, bound)[0]))
-    if len(values) == 1:
-        return exactly(float(values[0]))
+        return Interval(value, math.nan, 1.0, 1) if (frame["unit"] != "").any() else exactly(value)
+    if bound is not None:
+        return equivalent(values, bound)
     return signs(values) if "test" in entry else page.interval(values)
 
 
 def unit(page: "Page", entry: dict[str, Any]) -> str:
-    name = "in the logarithm" if entry.get("scale") == "log" else page.metric(entry.get("metric", page.main)).points
-    return f"inside the margin {name}".strip() if "equal" in entry else name
+    """Of the differences."""
+    return "in the logarithm" if entry.get("scale") == "log" else page.metric(entry.get("metric", page.main)).points
+
+
+def bar(page: "Page", entry: dict[str, Any], setting: str) -> Bar | None:
+    """What the entry compares its value with, where that is not 0; see `differences`."""
+    metric, log = page.metric(entry.get("metric", page.main)), entry.get("scale") == "log"
+    if "equal" in entry:
+        return within(page, entry, setting)
+    if "better" in entry:
+        return ahead(entry["margin"], metric, log) if entry["margin"] else None
+    if "keeps" in entry:
+        return Share(entry["keeps"], 1, f"at least {entry['keeps']:g}", metric.points, kept=share(page, entry, setting))
+    side = "at_most" if "at_most" in entry else "at_least"
+    words = f"{side.replace('_', ' ')} {entry[side]:g}"
+    if "against" in entry:
+        return Bar(entry[side], -1, f"worse by {words}", metric.points, sign=True)
+    return Bar(entry[side], -1 if side == "at_most" else 1, words, metric.unit, log) if entry[side] else None
+
+
+def ahead(margin: float, metric: Any, log: bool) -> Bar:
+    """Of one arm over another; of logarithms as the ratio of the first to the second, which is small where the metric
+    is to be low."""
+    if not log:
+        return Bar(margin, 1, f"at least {margin:g}", metric.points, sign=True)
+    if metric.sign > 0:
+        return Bar(margin, 1, f"at least {margin:.3g}", "times", log=True)
+    return Bar(1 / margin, -1, f"at most {1 / margin:.3g}", "times", log=True)
+
+
+def within(page: "Page", entry: dict[str, Any], setting: str) -> Bar:
+    """Of a claim of equivalence: the end that its value is nearer to."""
+    metric, least = page.metric(entry.get("metric", page.main)), entry["equal"]
+    above = float(np.sum(differences(page, entry, setting))) > 0
+    if entry.get("scale") != "log":
+        return Bar(least if above else -least, -1 if above else 1, f"{-least:g} to {least:g}", metric.points, sign=True)
+    above = above == (metric.sign > 0)  # as `ahead` has it
+    ends = 1 / (1 + least), 1 + least
+    return Bar(ends[above], -1 if above else 1, f"{ends[0]:.3g} to {ends[1]:.3g}", "times", log=True)
 
 
 def closed_form(page: "Page", entry: dict[str, Any], setting: str) -> float | None:
@@ -140,7 +178,20 @@ def differences(page: "Page", entry: dict[str, Any], setting: str) -> np.ndarray
 
 
 def kept(page: "Page", entry: dict[str, Any], metric: str, where: dict[str, Any]) -> np.ndarray:
+    ours, whole = gains(page, entry, metric, where)
+    return (ours - entry["keeps"] * whole).to_numpy()
+
+
+def gains(page: "Page", entry: dict[str, Any], metric: str, where: dict[str, Any]) -> tuple[pd.Series, pd.Series]:
+    """What the arm gains over `over`, and what `of` does, of the units that have all three."""
     places = {"arm": where["x"], "of": entry.get("of_x", where["x"]), "over": entry.get("over_x", where["x"])}
     ours, whole, none = (page.values(metric, arm=entry[key], **where | {"x": x}) for key, x in places.items())
-    left = page.metric(metric).sign * (ours - none - entry["keeps"] * (whole - none))
-    return left.dropna().to_numpy()
+    both = page.metric(metric).sign * pd.DataFrame({"ours": ours - none, "whole": whole - none}).dropna()
+    return both["ours"], both["whole"]
+
+
+def share(page: "Page", entry: dict[str, Any], setting: str) -> float:
+    """Of the means."""
+    where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
+    ours, whole = gains(page, entry, entry.get("metric", page.main), where)
+    return float(ours.mean() / whole.mean())

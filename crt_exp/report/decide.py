@@ -58,7 +58,8 @@ class Decision:
 
     def costs(self, entry: dict[str, Any]) -> dict[str, float]:
         """method -> by how much it is worse than exact attention, with `uniform` among them."""
-        arms = {method: given["arm"] for method, given in self.spec["methods"].items()} | {UNIFORM: UNIFORM}
+        arms = {method: given["arm"] for method, given in self.spec["methods"].items() if "arm" in given}
+        arms[UNIFORM] = UNIFORM
         every = {method: self.cost(entry, arm) for method, arm in (arms | entry.get("arms", {})).items()}
         return {method: cost for method, cost in every.items() if not math.isnan(cost)}
 
@@ -119,7 +120,7 @@ class Decision:
             claim, gate = verdict.claim, getattr(verdict, "gate", None)
             why = f"{gate.text} is {gate.value:.3g}" if gate else claim.why or entry.get("why", "")
             units = "exact" if claim.difference.n == 0 else f"{claim.difference.n}"
-            yield Row(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.difference.shown(claim.unit)}",
+            yield Row(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.shown()}",
                       verdict.word, units, page.name, why or getattr(verdict, "power", ""))
 
     def sentences(self) -> list[str]:
@@ -131,12 +132,13 @@ class Decision:
                          f"attention costs, median over the settings that pass their gate: {listed}.")
 
     def ordered(self, settings: list[tuple[dict[str, Any], dict[str, float]]]) -> tuple[str, str]:
-        """The method that loses least, by medians, and all of them; two empty strings without settings."""
+        """The family of methods whose best loses least, by medians, and all methods; two empty strings without
+        settings."""
         shares = {method: [each[method] for _, each in settings if method in each] for method in self.spec["methods"]}
         ordered = sorted((median(each), method, each) for method, each in shares.items() if each)
-        listed = "; ".join(f"{method} {middle:.0%} ({min(each):.0%} to {max(each):.0%} of {len(each)})"
+        listed = "; ".join(f"{method}: {middle:.0%} ({min(each):.0%} to {max(each):.0%} of {len(each)})"
                            for middle, method, each in ordered)
-        return (ordered[0][1] if ordered else "", listed)
+        return (ordered[0][1].partition(",")[0] if ordered else "", listed)
 
     def cost_sentence(self) -> str:
         parts = [f"{'causal' if direction == 'causal' else 'in both directions'} {'; '.join(map(faster, *zip(*rest)))}"
@@ -161,7 +163,7 @@ class Decision:
 def faster(method: str, ratios: dict[float, float]) -> str:
     first = min((x for x, ratio in ratios.items() if ratio < 1), default=None)
     times = ", ".join(f"{ratio:.2g}" for ratio in ratios.values())
-    return f"{method} {times} (faster {f'from {first:.0f} on' if first else 'at none of these'})"
+    return f"{method}: {times} (faster {f'from {first:.0f} on' if first else 'at none of these'})"
 
 
 def places(entry: dict[str, Any]) -> dict[str, Any]:

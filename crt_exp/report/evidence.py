@@ -41,15 +41,17 @@ class Interval:
         """Which side of 0 the draws are on."""
         return self.mean > 0
 
-    def shown(self, unit: str, p: float | None = None) -> str:
-        """In a verdict's line, p as corrected there; a closed form has neither width nor draws."""
-        unit = f" {unit}" if unit else ""
+    def shown(self, unit: str, p: float | None = None, bar: "Bar | None" = None) -> str:
+        """In a verdict's line, p as corrected there; a closed form has neither width nor draws. With a bar the value
+        that is compared with it, which this interval is not."""
+        value = with_unit(f"{self:+.3g}" if self.n > 1 else f"{self.mean:+.3g}", unit) if bar is None else (
+            bar.shown(self))
+        return f"{value} ({'' if bar is None else f'bar: {bar.said}; '}{self.chance(p)})"
+
+    def chance(self, p: float | None) -> str:
         if not self.n:
-            return f"{self.mean:+.3g}{unit} (exact)"
-        if self.n == 1:
-            return f"{self.mean:+.3g}{unit} (n = 1)"
-        chance = "" if p is None else f", p = {p:.2g}"
-        return f"{self:+.3g}{unit} (n = {self.n}{chance})"
+            return "exact"
+        return f"n = {self.n}" + ("" if p is None or self.n == 1 else f", p = {p:.2g}")
 
     def __format__(self, spec: str) -> str:
         return f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
@@ -66,12 +68,58 @@ class Signs(Interval):
     def positive(self) -> bool:
         return self.above > self.below
 
-    def shown(self, unit: str, p: float | None = None) -> str:
-        chance = "" if p is None else f", p = {p:.2g}"
-        median = f"{self.mean:+.3g} {unit}".rstrip()
+    def shown(self, unit: str, p: float | None = None, bar: "Bar | None" = None) -> str:
+        median = with_unit(f"{self.mean:+.3g}", unit) if bar is None else bar.shown(self)
+        beyond, at = ("above 0", "at 0") if bar is None else ("beyond the bar", "at it")
         equal = self.n - self.above - self.below
-        ties = f", {equal} at 0" if equal else ""
-        return f"{self.above} of {self.n} above 0{ties}, median {median} (sign test{chance})"
+        ties = f", {equal} {at}" if equal else ""
+        return (f"{self.above} of {self.n} {beyond}{ties}, median {median} "
+                f"({'' if bar is None else f'bar: {bar.said}; '}{self.chance(p)})")
+
+    def chance(self, p: float | None) -> str:
+        return "sign test" + ("" if p is None else f", p = {p:.2g}")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What the value of a claim is compared with. The claim's difference is how far the value lies beyond it: on the
+    side 1, above `at`, or -1, below; with `log` the difference of their logarithms, and `unit` that of the values.
+    said: the bar in words; sign: whether the value is a difference, which is shown with its sign."""
+
+    at: float
+    side: int
+    said: str
+    unit: str = ""
+    log: bool = False
+    sign: bool = False
+
+    def value(self, difference: float) -> float:
+        return self.at * math.exp(self.side * difference) if self.log else self.at + self.side * difference
+
+    def shown(self, beyond: Interval) -> str:
+        """The value with its interval, given how far it lies beyond the bar."""
+        spec = "+.3g" if self.sign and not self.log else ".3g"
+        value = f"{self.value(beyond.mean):{spec}}"
+        if beyond.n > 1 and not math.isnan(beyond.half):
+            ends = sorted(self.value(end) for end in (beyond.low, beyond.high))
+            value += f" [{ends[0]:.3g}, {ends[1]:.3g}]" if self.log else f" ± {beyond.half:.3g}"
+        return with_unit(value, self.unit)
+
+
+@dataclass(frozen=True)
+class Share(Bar):
+    """A bar that is a share of what another arm gains, which differs from unit to unit: `kept` is the share of the
+    means, and the claim's difference how far the gain lies beyond `at` of the other."""
+
+    kept: float = math.nan
+
+    def shown(self, beyond: Interval) -> str:
+        further = with_unit(f"{beyond:+.3g}" if beyond.n > 1 else f"{beyond.mean:+.3g}", self.unit)
+        return f"a share of {self.kept:.3g}, {further} beyond the bar"
+
+
+def with_unit(value: str, unit: str) -> str:
+    return f"{value} {unit}".rstrip()
 
 
 def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
@@ -124,7 +172,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Claim:
-    """An ordering: `difference` is above 0 if it holds. unit: of the difference, for the text.
+    """An ordering: `difference` is above 0 if it holds. unit: of the difference, for the text. bar: of a claim about a
+    value that is compared with something else than 0; the text then shows value and bar.
     closed: the same difference by a closed form, which no draw disturbs; heavy tails may hide it from few draws.
     paper: the paper's number or words; why: one sentence; looks: at the draws, before the verdict."""
 
@@ -135,6 +184,16 @@ class Claim:
     paper: str = ""
     why: str = ""
     looks: int = 1
+    bar: Bar | None = None
+
+    def shown(self, p: float | None = None) -> str:
+        return self.difference.shown(self.unit, p, self.bar)
+
+    def shown_closed(self) -> str:
+        """The closed form, as the value is shown."""
+        if self.bar is None or self.closed is None:
+            return "" if self.closed is None else f"{self.closed:+.3g}"
+        return f"{self.bar.value(self.closed):.3g}"
 
     def row(self, word: Word) -> dict[str, float | int | str]:
         """For the index of all verdicts."""
@@ -142,7 +201,10 @@ class Claim:
         width = {} if math.isnan(interval.half) else {"difference_ci95": interval.half}
         closed = {} if self.closed is None else {"closed_form": self.closed}
         return {"claim": self.text, "verdict": word, "difference": interval.mean, **width, "unit": self.unit,
-                "n": interval.n, **closed, **stated(paper=self.paper, why=self.why)}
+                "n": interval.n, **closed, **self._against_bar(), **stated(paper=self.paper, why=self.why)}
+
+    def _against_bar(self) -> dict[str, str]:
+        return {} if self.bar is None else {"value": self.bar.shown(self.difference), "bar": self.bar.said}
 
     def remarks(self) -> str:
         return (f"; the paper: {self.paper}" if self.paper else "") + (f". {self.why}" if self.why else "")
@@ -189,9 +251,9 @@ class Verdict:
 
     def __str__(self) -> str:
         """A line of a list in Markdown."""
-        closed = "" if self.claim.closed is None else f"; by the closed form {self.claim.closed:+.3g}"
+        closed = "" if self.claim.closed is None else f"; by the closed form {self.claim.shown_closed()}"
         power = f"; {self.power}" if self.power else ""
-        return (f"- **{self.word}**: {self.claim.text}: {self.claim.difference.shown(self.claim.unit, self.p)}"
+        return (f"- **{self.word}**: {self.claim.text}: {self.claim.shown(self.p)}"
                 f"{closed}{power}{self.claim.remarks()}")
 
 
@@ -241,7 +303,7 @@ class Unjudged:
         return {**self.claim.row(self.word), "not_judged": f"{self.gate.text}: {self.gate.value:.3g}"}
 
     def __str__(self) -> str:
-        return (f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.difference.shown(self.claim.unit)}; "
+        return (f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.shown()}; "
                 f"{self.gate.text} is {self.gate.value:.3g}{self.claim.remarks()}")
 
 

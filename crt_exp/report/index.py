@@ -75,14 +75,14 @@ def made_by(page: Path) -> str:
 def section(page: Path, rows: list[dict[str, str]]) -> str:
     order = {family: place for place, family in enumerate(FAMILIES)}
     shown = [["paper" if row["family"] == "claims" else "own", f"**{row['verdict']}**", row["claim"],
-              row.get("paper", ""), difference(row), *chance(row)]
+              row.get("paper", ""), row.get("value") or difference(row), row.get("bar", ""), *chance(row)]
              for row in sorted(rows, key=lambda row: (order[row["family"]], WORDS.index(row["verdict"])))]
-    header = ["of", "verdict", "claim", "the paper's number", "difference", "n", "p"]
+    header = ["of", "verdict", "claim", "the paper's number", "value", "bar", "n", "p"]
     return f"## [{page.stem}]({page.name})\n\n" + markdown(header, shown)
 
 
 def difference(row: dict[str, str]) -> str:
-    """With its 95% interval, above 0 where the claim holds."""
+    """With its 95% interval, above 0 where the claim holds, which has no other bar."""
     if "difference" not in row:
         return ""
     half = f" ± {number(row['difference_ci95'])}" if "difference_ci95" in row and not exact(row) else ""

@@ -124,7 +124,7 @@ def known_true(keep: Tensor) -> bool:
 
 def _note_reached(state: nn.Module) -> None:
     if not torch.compiler.is_compiling():
-        state.__dict__["reached"] = True
+        state.__dict__["reached"] = state.__dict__["answered"] = True
 
 
 def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:

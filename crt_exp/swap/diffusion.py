@@ -16,9 +16,6 @@ MODULE = "diffusers.models.attention_processor"
 class LinearProcessor:
     """AttnProcessor2_0 with the layer's `swapped` in the place of fused softmax attention."""
 
-    def __init__(self, before):
-        self.before = before  # the processor of the module as it was
-
     def __call__(self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
                  attention_mask: Tensor | None = None, temb: Tensor | None = None, **extras) -> Tensor:
         """hidden_states (B,L,C) or an image (B,C,height,width) -> the same."""
@@ -55,11 +52,12 @@ def _mask(attn: nn.Module, mask: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def is_self_attention(module: nn.Module) -> bool:
+    """Also of one that was swapped and has been given another processor since."""
     kind = type(module)
     if (kind.__module__, kind.__name__) != (MODULE, "Attention"):
         return False
     processor = module.processor
-    plain = isinstance(processor, LinearProcessor) or (
+    plain = "swapped" in module._modules or (
         type(processor).__module__ == MODULE and type(processor).__name__ in PLAIN)
     alone = not module.is_cross_attention and module.added_kv_proj_dim is None
     return plain and alone and module.inner_kv_dim == module.inner_dim
@@ -68,14 +66,16 @@ def is_self_attention(module: nn.Module) -> bool:
 def sizes_of(module: nn.Module) -> tuple[int, int, float]:
     """Heads, their dimension, and what q.k is multiplied by: fused attention there knows d^(-1/2) alone."""
     d = module.inner_dim // module.heads
-    processor = getattr(module.processor, "before", module.processor)
+    processor = module.__dict__.get("unswapped_processor", module.processor)
     return module.heads, d, module.scale if type(processor).__name__ == PLAIN[0] else d**-0.5
 
 
 def put(module: nn.Module) -> None:
+    if "unswapped_processor" not in module.__dict__:
+        module.__dict__["unswapped_processor"] = module.processor
     if not isinstance(module.processor, LinearProcessor):
-        module.set_processor(LinearProcessor(module.processor))
+        module.set_processor(LinearProcessor())
 
 
 def take(module: nn.Module) -> None:
-    module.set_processor(module.processor.before)
+    module.set_processor(module.__dict__.pop("unswapped_processor"))

@@ -253,7 +253,7 @@ def family(module: nn.Module) -> str | None:
         return "torch" if swapped is SwappedMultiheadAttention else "timm"
     if is_self_attention(module):
         return "diffusers"
-    return "hf" if uses_interface(type(module)) else None
+    return "hf" if uses_interface(type(module)) or "swapped" in module._modules else None
 
 
 @cache

@@ -19,6 +19,7 @@ from crt_exp.swap import diffusion, families
 from crt_exp.swap import record as configured
 from crt_exp.attention.nearfar.layer import check_listed
 from crt_exp.swap.buffers import restore
+from crt_exp.swap.replaced import unwatch, watch
 from crt_exp.swap.refusals import SEES, places, refusal
 
 # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
@@ -66,6 +67,7 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     for module in swapped:
         if families.family(module) == "diffusers":
             diffusion.take(module)
+        unwatch(module)
         del module.swapped
         if "unswapped_class" in module.__dict__:
             module.__class__ = module.__dict__.pop("unswapped_class")
@@ -213,8 +215,9 @@ def _attach(module: nn.Module, state: nn.Module) -> None:
     if families.family(module) == "diffusers":
         diffusion.put(module)
     if swapped is not None and type(module) is not swapped:
-        module.__dict__["unswapped_class"] = type(module)
+        module.__dict__.setdefault("unswapped_class", type(module))
         module.__class__ = swapped
+    watch(module)
 
 
 def _tell_libraries(model: nn.Module) -> None:
@@ -247,7 +250,9 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
             part.__dict__["unmasked_causal"] = False
     for config, _ in before:
         config._attn_implementation_internal = families.interface_name(config, others)
-    model.__dict__.setdefault("unswapped_configs", []).extend(before)
+    kept = model.__dict__.setdefault("unswapped_configs", [])
+    known = {id(config) for config, _ in kept}  # swapped before, and given another implementation since
+    kept.extend((config, name) for config, name in before if id(config) not in known)
     swap_cache.install(model)
 
 
@@ -285,7 +290,7 @@ def _tell_unreached(model: nn.Module, *_) -> None:
         return
     _remove_check(model)
     swapped = [(path, module) for path, module in model.named_modules() if "swapped" in module._modules]
-    unreached = [(path, module) for path, module in swapped if not module.swapped.reached]
+    unreached = [(path, module) for path, module in swapped if module.swapped.reached is None]
     for _, module in unreached:
         module.swapped.__dict__["reached"] = False
     if unreached:

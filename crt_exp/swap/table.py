@@ -16,7 +16,8 @@ from crt_exp.features.statistics import Statistics
 ERRORS = ("error on calibration", "uniform's error", "predicted error")
 # chosen: how many heads have which map, where each takes its own
 # open: keys that each query of causal near-far attention reads
-# reached: whether the first forward pass of the model after the swap came to this module; empty before
+# reached: whether the first forward pass of the model after the swap, and each call since, came to this module; empty
+# before
 COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A mean", "A min", "A max", "chosen",
            "parameters", *ERRORS)
 

@@ -56,3 +56,36 @@ def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_pa
     draws.write("copying", losses(values), tmp_path)
     assert Decision(tmp_path, SPEC).settings == []
     assert "- P: S. Not here, because of this." in decide.text(made)
+
+
+TIMED = {"nearfar": "nearfar", "nearfar bounded": "nearfar preset=bounded", "uniform": "uniform",
+         **{name: f"{name} m=256" for name in ("favorsharp", "favorpp", "favorp")}}  # arms of the page speed
+LEAVES = {"both": {"exact_until"}}  # options that say nothing at the lengths of the times
+
+
+def alike(arm, direction):
+    """An attention in text, by what it computes at the lengths that are timed."""
+    name, *options = arm.split()
+    options += ["m=256"] if name.startswith("favor") and not any(o.startswith("m=") for o in options) else []
+    return name, {option for option in options if option.partition("=")[0] not in LEAVES.get(direction, ())}
+
+
+def arms_of(committed, entry):
+    own = {method: given["arm"] for method, given in committed.spec["methods"].items() if "arm" in given}
+    return own | {"uniform": "uniform"} | entry.get("arms", {})
+
+
+def test_one_name_is_one_method(committed):
+    """What a method loses and what it takes are of the same attention; what was not timed so has no time."""
+    for entry, shares in committed.settings:
+        timed = committed.spec["speed"]["directions"][entry["direction"]]["arms"]
+        for method in {*shares, "uniform"} & {*timed}:
+            lost, took = arms_of(committed, entry)[method], TIMED[timed[method].removesuffix(" causal")]
+            assert alike(lost, entry["direction"]) == alike(took, entry["direction"]), f"{entry['name']}: {method}"
+
+
+def test_methods_without_times_are_named_apart(committed):
+    assert "near-far, small sets" not in committed.times["both"] and "near-far, bounded" in committed.times["causal"]
+    names = [method for _, shares in committed.settings for method in shares]
+    assert {"near-far", "near-far, bounded", "near-far, exact to 1024", "FAVOR++, m = 16"} <= {*names}
+    assert "Without training take near-far**: " in committed.without_training()

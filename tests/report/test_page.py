@@ -13,7 +13,7 @@ import pytest
 from crt_exp.config import ConfigError
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, figures, page, render, tables
-from crt_exp.report.evidence import Claim, Unjudged, equivalent, independent, judged, signs
+from crt_exp.report.evidence import Bar, Claim, Unjudged, equivalent, independent, judged, signs
 from crt_exp.report.page import Page
 from crt_exp.studies.cells import Draw, files_of
 
@@ -85,8 +85,9 @@ def test_draws_are_of_commits_that_can_be_looked_at():
 def test_verdicts_are_those_of_the_draws(tmp_path):
     made = a_page(tmp_path, LOSSES)
     gains = np.subtract(LOSSES["ours"], LOSSES["exact"]), 1.5 - np.array(LOSSES["ours"])
-    expected = judged([Claim(verdict.claim.text, independent(gain), "nats")
-                       for verdict, gain in zip(made.verdicts, gains)])
+    bars = None, Bar(1.5, -1, "at most 1.5", "nats")
+    expected = judged([Claim(verdict.claim.text, independent(gain), "nats", bar=bar)
+                       for verdict, gain, bar in zip(made.verdicts, gains, bars)])
     assert [str(verdict) for verdict in made.verdicts] == [str(verdict) for verdict in expected]
     assert made.verdicts[0].claim.text == "A: exact is better" and made.verdicts[0].word == "holds"
 

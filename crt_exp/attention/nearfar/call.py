@@ -1,4 +1,4 @@
-"""Near-far attention: near and heavy keys exactly, all others by cells, in one softmax, in linear time.
+"""Near-far attention: near and heavy keys exactly, all others by cells, in one softmax; what that takes: __init__.py.
 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v (., S, dv); N
 blocks of b tokens, n heavy keys, K cells. A query of block t sees

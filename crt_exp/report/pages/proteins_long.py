@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from crt_exp.report.evidence import Claim, Unmeasured, independent
+from crt_exp.report.evidence import Bar, Claim, Unmeasured, independent
 from crt_exp.report.page import Page
 
 FASTER, FLAT, STEADY = 4.0, 0.85, 1.1  # what is to be reached
 
 
-class Bar(NamedTuple):
+class Ratio(NamedTuple):
     """metric of (arm, x) over that of another, at least or, of times, at most `bound`."""
 
     text: str
@@ -21,6 +21,11 @@ class Bar(NamedTuple):
     under: tuple[str, int]
     bound: float
 
+    @property
+    def rises(self) -> bool:
+        """Whether it is to be above the bound."""
+        return self.metric == "letters_per_s"
+
     def ratios(self, page: Page) -> pd.Series:
         """By process; empty where only medians over processes are left."""
         over, under = (page.values(self.metric, self.setting, arm, "time", x, log=True)
@@ -29,21 +34,23 @@ class Bar(NamedTuple):
 
 
 BARS = [
-    *(Bar(f"the {part} trains more than {FASTER:g} times as fast with FAVOR++ as with exact attention at 8192 letters",
-          "letters_per_s", part, ("favorpp", 8192), ("exact", 8192), FASTER)
+    *(Ratio(f"the {part} trains more than {FASTER:g} times as fast with FAVOR++ as with exact attention at 8192 "
+            "letters", "letters_per_s", part, ("favorpp", 8192), ("exact", 8192), FASTER)
       for part in ("attention layer", "model", "wide model")),
-    Bar(f"the model with FAVOR++ reads more than {FLAT:g} times as many letters a second at 32768 as at 1024",
-        "letters_per_s", "model, all lengths in turn", ("favorpp", 32768), ("favorpp", 1024), FLAT),
-    Bar(f"FAVOR++ draws a letter behind 8000 in less than {STEADY:g} times the time of one behind 100", "ms",
-        "drawing letters", ("favorpp", 8000), ("favorpp", 100), STEADY)]
+    Ratio(f"the model with FAVOR++ reads more than {FLAT:g} times as many letters a second at 32768 as at 1024",
+          "letters_per_s", "model, all lengths in turn", ("favorpp", 32768), ("favorpp", 1024), FLAT),
+    Ratio(f"FAVOR++ draws a letter behind 8000 in less than {STEADY:g} times the time of one behind 100", "ms",
+          "drawing letters", ("favorpp", 8000), ("favorpp", 100), STEADY)]
 
 
 def bars(page: Page) -> Iterator[tuple[str, Claim | Unmeasured]]:
     for bar in BARS:
         ratios = bar.ratios(page).to_numpy()
-        beyond = ratios - bar.bound if bar.metric == "letters_per_s" else bar.bound - ratios
+        side = 1 if bar.rises else -1
         if len(ratios) > 1:
-            yield bar.setting, Claim(bar.text, independent(beyond), "times")
+            yield bar.setting, Claim(
+                bar.text, independent(side * (ratios - bar.bound)), "times",
+                bar=Bar(bar.bound, side, f"{'at least' if bar.rises else 'at most'} {bar.bound:g}", "times"))
         else:
             yield "", Unmeasured(bar.text, "cannot tell here", left(page, bar.text))
 

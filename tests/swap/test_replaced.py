@@ -1,0 +1,200 @@
+"""Whatever takes the place of swapped attention is noticed by name, and unswap_attention undoes it."""
+
+import copy
+import warnings
+from types import MethodType
+
+import pytest
+import torch
+from swap_models import IMAGE, Encoder, bert, inputs, llama, made, run
+from test_implementations import denoised, dit, unet
+from torch import nn
+
+from crt_exp import describe_attention, swap_attention, unswap_attention
+from crt_exp.swap.timm_attention import SwappedTimmAttention
+
+CONDITIONAL = lambda: unet(True)
+DIFFUSERS = {"unet": unet, "dit": dit, "conditional": CONDITIONAL}
+OTHERS = {"bert": bert, "llama": llama, "timm": IMAGE["timm"], "encoder": Encoder}
+MAKERS = DIFFUSERS | OTHERS
+
+
+def swapped_modules(model):
+    return [module for module in model.modules() if "swapped" in module._modules]
+
+
+def each_module(change):
+    return lambda model: [change(module) for module in swapped_modules(model)]
+
+
+def processor(name, *args):
+    def made_one():
+        from diffusers.models import attention_processor
+
+        return getattr(attention_processor, name)(*args)
+    return made_one
+
+
+def implementation(name):
+    return lambda model: setattr(model.config, "_attn_implementation", name)
+
+
+def another_configuration(module):
+    module.config = copy.deepcopy(module.config)
+    module.config._attn_implementation = "sdpa"
+
+
+def own_class(module):
+    module.__class__ = module.unswapped_class
+
+
+def identity(query=None, *_, hidden_states=None, **__):
+    return query if hidden_states is None else hidden_states, None
+
+
+def own_forward(module):
+    """Another one on the object itself."""
+    if isinstance(module, SwappedTimmAttention):
+        module.forward = MethodType(module.unswapped_class.forward, module)
+    else:
+        module.forward = identity
+
+
+PROCESSORS = {
+    "slices": lambda model: model.set_attention_slice("auto"),
+    "slice": lambda model: model.set_attention_slice(1),
+    "no slices": lambda model: model.set_attention_slice(None),
+    "fused projections": lambda model: model.fuse_qkv_projections(),
+    "processor": lambda model: model.set_attn_processor(processor("AttnProcessor2_0")()),
+    "processors": lambda model: model.set_attn_processor(dict.fromkeys(model.attn_processors,
+                                                                       processor("SlicedAttnProcessor", 1)())),
+    "default": lambda model: model.set_default_attn_processor(),
+    "xformers": lambda model: model.enable_xformers_memory_efficient_attention(),
+    "no xformers": lambda model: model.disable_xformers_memory_efficient_attention(),
+    "backend": lambda model: model.set_attention_backend("native"),
+    "layer": each_module(lambda module: module.set_processor(processor("XFormersAttnProcessor")())),
+    "attribute": each_module(lambda module: setattr(module, "processor", processor("AttnProcessor")())),
+    "forward": each_module(lambda module: setattr(module, "forward", lambda hidden_states, *_, **__: hidden_states)),
+}
+IMPLEMENTATIONS = {
+    "eager": implementation("eager"), "sdpa": implementation("sdpa"), "a name of ours": implementation("nearfar"),
+    "method": lambda model: model.set_attn_implementation("sdpa"),
+    "part": lambda model: model.base_model.set_attn_implementation("eager"),
+    "configuration": each_module(another_configuration),
+    "forward": each_module(own_forward),
+}
+CLASSES = {"class": each_module(own_class), "forward": each_module(own_forward)}
+METHODS = {"slices": "set_attention_slice", "slice": "set_attention_slice", "no slices": "set_attention_slice",
+           "fused projections": "fuse_qkv_projections", "processor": "set_attn_processor",
+           "processors": "set_attn_processor", "default": "set_default_attn_processor"}
+HAVE = {"unet": (), "dit": (), "conditional": METHODS.values()}
+WAYS = [(name, way, change) for names, ways in ((DIFFUSERS, PROCESSORS), (("bert", "llama"), IMPLEMENTATIONS),
+                                                (("timm", "encoder"), CLASSES))
+        for name in names for way, change in ways.items()
+        if name not in DIFFUSERS or way not in METHODS or METHODS[way] in HAVE[name]]
+
+
+def output(name, model):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="attention of other kinds stays")
+        return denoised(model) if name in DIFFUSERS else run(model, **inputs(OTHERS[name]))
+
+
+def swapped_once(name):
+    """The model, its own output, that of the swapped one, and the paths of its swapped layers."""
+    make = MAKERS[name]
+    model = make() if name in DIFFUSERS else made(make)
+    own = output(name, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="attention of other kinds stays")
+        swap_attention(model, "uniform")
+    return model, own, output(name, model), [module.swapped.path for module in swapped_modules(model)]
+
+
+def what_is_said(name, model, change):
+    """Error or warnings of the change and of the next forward pass, and its output where it has one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out, error = None, ""
+        try:
+            change(model)
+            out = output(name, model)
+        except (ValueError, ModuleNotFoundError, AttributeError) as raised:
+            error = str(raised)
+    return error + " ".join(str(one.message) for one in caught), out
+
+
+@pytest.mark.parametrize("name, way, change", WAYS, ids=[f"{name}-{way}" for name, way, _ in WAYS])
+def test_what_replaces_the_attention_is_noticed_and_undone(name, way, change):
+    """At the next pass at the latest; where the output is still that of the swap, nothing was replaced."""
+    model, own, swapped, paths = swapped_once(name)
+    said, out = what_is_said(name, model, change)
+    if out is None:
+        by_others = ("xformers", "LinearProcessor", "would undo swap_attention")  # the first two say diffusers
+        assert paths[0] in said or any(word in said for word in by_others), said
+    else:
+        assert torch.equal(out, swapped) or all(path in said for path in paths), said
+    for module in swapped_modules(model):
+        module.__dict__.pop("forward", None)  # what was put on the object itself is the caller's to take away
+    if name == "conditional":  # attention to the text, which was not swapped, has another processor too
+        torch.testing.assert_close(output(name, unswap_attention(model)), own)
+    else:
+        assert torch.equal(output(name, unswap_attention(model)), own)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+NOW = {"unet-layer": "its processor is now XFormersAttnProcessor",
+       "dit-attribute": "its processor is now AttnProcessor",
+       "bert-eager": "its config._attn_implementation is now 'eager'", "timm-class": "its class is now Attention"}
+
+
+@pytest.mark.parametrize("case", NOW)
+def test_the_error_says_what_stands_there_and_swapping_again_puts_it_right(case):
+    name, way = case.split("-")
+    model, own, swapped, _ = swapped_once(name)
+    (PROCESSORS | IMPLEMENTATIONS | CLASSES)[way](model)
+    with pytest.raises(ValueError, match=f"{NOW[case]}.* in the place of uniform: call unswap_attention"):
+        output(name, model)
+    assert torch.equal(output(name, swap_attention(model, "uniform")), swapped)
+    assert torch.equal(output(name, unswap_attention(model)), own)
+
+
+def test_a_call_of_a_part_a_copy_and_a_compiled_model_notice_it():
+    model = swap_attention(made(bert), "uniform")
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        one.config._attn_implementation = "sdpa"
+        with pytest.raises(ValueError, match="_attn_implementation is now 'sdpa'"):
+            one.encoder.layer[1](torch.randn(1, 3, 16))
+    compiled = torch.compile(swap_attention(made(bert), "uniform"), backend="eager")
+    run(compiled, **inputs(bert))
+    compiled.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="_attn_implementation is now 'eager'"):
+        run(compiled, **inputs(bert))
+
+
+def test_fused_projections_that_are_undone_give_the_swap_back():
+    model, _, swapped, _ = swapped_once("conditional")
+    model.fuse_qkv_projections()
+    model.unfuse_qkv_projections()
+    assert torch.equal(output("conditional", model), swapped)
+
+
+def test_a_layer_that_is_passed_by_is_warned_of_once():
+    model = swap_attention(made(bert), "uniform")
+    run(model, **inputs(bert))
+    own_forward(swapped_modules(model)[1])
+    with pytest.warns(UserWarning, match=r"layer\.1.* did not come to the swapped attention uniform"):
+        run(model, **inputs(bert))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, **inputs(bert))
+    assert describe_attention(model)["reached"].tolist() == ["yes", "no"]
+
+
+def test_one_attention_of_torch_alone():
+    module, x = swap_attention(nn.MultiheadAttention(16, 4, batch_first=True), "uniform"), torch.randn(2, 5, 16)
+    module.__class__ = nn.MultiheadAttention
+    with pytest.raises(ValueError, match="its class is now MultiheadAttention"):
+        module(x, x, x)
+    assert type(unswap_attention(module)) is nn.MultiheadAttention
