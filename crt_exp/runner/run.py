@@ -23,9 +23,10 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
-from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
+from crt_exp.config import ConfigError, instantiate
 from crt_exp.runner.configuration import overrides
 from crt_exp.runner.processes import SWEEP
+from crt_exp.stored import read_json, read_yaml
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep",
