@@ -9,7 +9,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch import nn
 
 from crt_exp.swap import diffusion, families
 from crt_exp.swap import record as configured
-from crt_exp.swap.buffers import restore
+from crt_exp.swap.buffers import moved, place_of, restore
 from crt_exp.swap.refusals import SEES, places, refusal
+from crt_exp.swap.weights import own_weights
 
 # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
 LayerMaker = Callable[..., nn.Module]
@@ -39,10 +39,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     _refuse(modules, reasons, chosen)
     states = {i: _state(maker, name, i, *modules[i], causal) for i in chosen}  # all before the first change
     if saved:
-        source = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
-        folder = Path(source if isinstance(source, str) else "")
-        files = sorted(folder.glob("*.safetensors")) if folder.name and folder.is_dir() else []
-        restore(model, list(states.values()), files, folder)
+        restore(model, list(states.values()), *own_weights(model))
     for i, state in states.items():
         state.record = {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
         _attach(modules[i][1], state)
@@ -180,8 +177,7 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
                          "with layers=[...], or give causal=False if this model is never used so")
     state.path, state.mechanism = path, name
     state.causal = size.causal if causal is None else causal
-    device = next((p.device for p in module.parameters()), None)
-    return state.to(device).train(module.training)
+    return moved(state, place_of(module)).train(module.training)
 
 
 def swap_module(module: nn.Module, maker: LayerMaker, name: str, i: int, record: dict[str, Any]) -> None:
