@@ -160,11 +160,13 @@ def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: flo
 
 def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
                        key_mask: Tensor | None = None) -> Tensor:
-    """The values themselves: what no attention can be faster than. Needs as many keys as queries."""
+    """The values themselves: what no attention can be faster than. Needs as many keys as queries, or causal queries,
+    which are the last of the sequence."""
     check_inputs(x, y, v, None, (), causal, key_mask)
-    if x.shape[2] != y.shape[2]:
-        raise ValueError(f"identity attention of {x.shape[2]} queries to {y.shape[2]} keys: it needs as many of both")
-    return repeat_heads(v, x.shape[1])
+    L, S = x.shape[2], y.shape[2]
+    if L != S and not causal:
+        raise ValueError(f"identity attention of {L} queries to {S} keys: it needs as many of both")
+    return repeat_heads(v[:, :, S - L:], x.shape[1])
 
 
 def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype
+from crt_exp.attention.checks import check_inputs, compute_dtype, entries
 from crt_exp.attention.nearfar.causal import Codebook, cells_of, displaced, outer, slope
 from crt_exp.attention.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
@@ -120,8 +120,9 @@ class NearFarState:
         return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these batch entries, in this order: what a beam search needs."""
+        """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
         if self.kept is not None:
+            rows = entries(rows, len(self.counts))
             self.kept = Kept(*(t[rows] for t in self.kept))
             self.counts = [self.counts[row] for row in rows.tolist()]
 
