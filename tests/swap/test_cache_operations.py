@@ -6,9 +6,9 @@ import copy
 import pytest
 import torch
 
-from crt_exp import calibrate_attention, swap_attention
+pytest.importorskip("transformers")
+from decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
 
-transformers = pytest.importorskip("transformers")
 from crt_exp.attention.engines import native  # noqa: E402
 from crt_exp.attention.nearfar.past import KeptInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
@@ -18,49 +18,12 @@ pytestmark = [pytest.mark.usefixtures("one_thread"),
                                          "ignore:.*denominators are not positive:RuntimeWarning",
                                          "ignore:.*past_key_values. is deprecated:FutureWarning")]
 needs_library = pytest.mark.skipif(native.library() is None, reason="no C compiler")
-SMALL = {"block": 4, "cells": 6, "heavy": 2}
-BELOW, BEYOND = {"exact_until": 64}, {"exact_until": 8}
 NEARFAR = {f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
            for preset in ("cheap", "default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
-NEARFAR["nearfar bounded"] = "nearfar", SMALL | {"preset": "bounded"}
-STATES = NEARFAR | {
-    "nearfar features": ("nearfar", {"far": "features", "features": "pos", "m": 8, "block": 4, "heavy": 2}),
-    "favorpp": ("favorpp", {"m": 16}), "favor": ("favor", {"m": 64}), "relu": ("relu", {"m": 16}),
-    "hrf_angular": ("hrf_angular", {"m": 8}), "elu": ("elu", {}), "geom": ("geom", {"m": 16}),
-    "window": ("window", {"block": 4, "first": 2}), "uniform": ("uniform", {}), "identity": ("identity", {}),
-    "exact": ("exact", {})}
-CONTROLS = {"window", "uniform", "identity", "exact"}
+STATES = NEARFAR | {name: each for name, each in mechanisms().items()
+                    if name not in ("linformer", "reformer", "nearfar below", "nearfar beyond")}
 KEYS = {"nearfar features", *CONTROLS}      # whose cache keeps keys
 PROMPT, LENGTH = 20, 30
-
-
-def llama(dtype):
-    """Heads of d = 16, which the C engine of near-far reads where they lie, in float32."""
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=40, max_position_embeddings=80, bos_token_id=0, eos_token_id=None, pad_token_id=0)).to(dtype).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.2) if p.ndim > 1 else None
-    return model
-
-
-def tokens(batch=3, length=LENGTH, seed=0):
-    return torch.randint(2, 40, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def swapped(state, dtype=torch.float64):
-    name, options = STATES[state]
-    model = swap_attention(llama(dtype), name, **options)
-    if name not in CONTROLS:
-        calibrated(model)
-    return model
-
-
-def calibrated(model):
-    """With as many vectors as a codebook is made of, so that no two centres are one."""
-    return calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
 
 
 def masks(padded):
@@ -69,13 +32,6 @@ def masks(padded):
     if padded:
         mask[0, :5], mask[2, :9], mask[1, 12] = 0, 0, 0
     return mask
-
-
-def called(model, ids, mask, past=None, start=0):
-    """Logits of the tokens from `start` on, with the cache of those before, or alone."""
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    given = {"attention_mask": mask if not mask.all() else None, "position_ids": places[:, start:]}
-    return model(ids[:, start:], past_key_values=past, use_cache=past is not None, **given).logits
 
 
 def prompted(model, ids, mask, recorded=0):
@@ -118,14 +74,14 @@ CHOICES = {"reordered": (lambda cache: cache.reorder_cache(torch.tensor([2, 1, 1
            "selected from the end": (lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])), [2, 0]),
            "repeated, then selected": (lambda cache: (cache.batch_repeat_interleave(3), cache.reorder_cache(
                torch.tensor([8, 0, 3, 4]))), [2, 0, 1, 1])}
-IN_C = [pytest.param(state, torch.float32, marks=needs_library) for state in NEARFAR]
+IN_C = [pytest.param(state, torch.float32, marks=needs_library) for state in (*NEARFAR, "nearfar bounded")]
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("state, dtype", [(state, torch.float64) for state in STATES] + IN_C)
 @torch.no_grad()
 def test_operations_give_what_is_left(state, dtype, padded):
-    model, ids, mask = swapped(state, dtype), tokens(), masks(padded)
+    model, ids, mask = swapped(*STATES[state], dtype), tokens(), masks(padded)
     for operation, rows in CHOICES.values():
         cache = prompted(model, ids, mask)
         check_kind(cache, state, dtype)
@@ -152,7 +108,7 @@ def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
     """As its presets are, exact up to a place, and with sizes that a prompt goes beyond."""
     ids = tokens(batch=1 if "prompt_lookup_num_tokens" in options else 2, length=6).repeat(1, 3)
     for sizes in ({}, SMALL if preset == "bounded" else SMALL | BEYOND | {"open": 5}):
-        model = calibrated(swap_attention(llama(torch.float64), "nearfar", preset=preset, **sizes))
+        model = swapped("nearfar", sizes | {"preset": preset})
         found = generated(model, ids, **options)
         expected = generated(model, ids, use_cache=False, **{k: v for k, v in options.items() if k == "num_beams"})
         assert torch.equal(found.sequences, expected.sequences)
