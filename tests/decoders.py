@@ -31,11 +31,11 @@ def tokens(batch=3, length=30, seed=0):
     return torch.randint(2, 40, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def llama(dtype=torch.float64):
+def llama(dtype=torch.float64, layers=2):
     """Heads of d = 16, which the C engine of near-far reads where they lie, in float32."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
         vocab_size=40, max_position_embeddings=80, bos_token_id=0, eos_token_id=None, pad_token_id=0)).to(dtype).eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -43,9 +43,9 @@ def llama(dtype=torch.float64):
     return model
 
 
-def swapped(name, options, dtype=torch.float64):
+def swapped(name, options, dtype=torch.float64, layers=2):
     """Calibrated with as many vectors as a codebook is made of, so that no two centres are one."""
-    model = swap_attention(llama(dtype), name, **options)
+    model = swap_attention(llama(dtype, layers), name, **options)
     return model if name in CONTROLS else calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
 
 

@@ -236,6 +236,8 @@ def _allowed_places(S: int, block: int, first: int, start: int, count: int, arou
 class Exact(Baseline):
     """Softmax attention by torch's fused kernels: the ceiling."""
 
+    counts_places = False
+
     def attend(self, x, y, v, *, causal, key_mask):
         return exact_attention(x, y, v, causal=causal, key_mask=key_mask)
 
@@ -252,6 +254,8 @@ class Identity(Baseline):
 
 class Uniform(Baseline):
     """The mean of the values that a query may see: the control without queries and keys."""
+
+    counts_places = False
 
     def attend(self, x, y, v, *, causal, key_mask):
         return uniform_attention(x, y, v, causal=causal, key_mask=key_mask)
