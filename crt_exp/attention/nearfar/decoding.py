@@ -18,7 +18,7 @@ from crt_exp.attention.nearfar.choice import Metric, Sizes, moments, nearest, sc
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import Weighted, plain_gather
-from crt_exp.attention.nearfar.padding import first_kept
+from crt_exp.attention.padding import first_kept
 
 
 class Kept(NamedTuple):

@@ -17,7 +17,6 @@ from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, 
 from crt_exp.attention.nearfar.choice import Metric, Sizes
 from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
-from crt_exp.attention.nearfar.padding import first_kept
 from crt_exp.attention.nearfar.recall import (
     Epoch,
     Recall,
@@ -31,6 +30,7 @@ from crt_exp.attention.nearfar.recall import (
     renewals,
     rows_of,
 )
+from crt_exp.attention.padding import first_kept
 
 
 WHOLE = 16             # columns of keys and values are multiples of it where the C engine reads them as they lie
