@@ -53,7 +53,7 @@ def test_example(block, capsys):
     assert capsys.readouterr().out.strip()
 
 
-SHOWN = {"# near 1": lambda values: abs(values[-1] - 1) < 0.1,          # what a block says of the numbers that it prints
+SHOWN = {"# near 1": lambda values: abs(values[-1] - 1) < 0.1,  # what a block says of the numbers that it prints
          "# 0.39 and 0.81": lambda values: abs(values[0] - 0.39) < 0.05 and abs(values[1] - 0.81) < 0.05,
          "less and less": lambda values: values == sorted(values, reverse=True) and values[-1] >= 0}
 SAYING = [(block, said) for block in EXAMPLES for said in SHOWN if said in block.text]
