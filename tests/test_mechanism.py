@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from crt_exp import swap_attention
-from crt_exp.attention import NearFar
 from crt_exp.config import ConfigError, choices
 from crt_exp.features import GeomRF, PosRF
 from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import NearFar
 from crt_exp.runner.command_line import compose
 
 
@@ -30,7 +30,7 @@ def test_every_attention_works(name):
 
 @pytest.mark.parametrize("name", choices("attention"))
 def test_every_attention_composes(name):
-    assert compose([f"attention={name}"]).attention._target_.startswith("crt_exp.attention.")
+    assert compose([f"attention={name}"]).attention._target_.startswith(("crt_exp.attention.", "crt_exp.nearfar."))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from transformers.generation import GenerationMixin
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import changes
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar.past import RecallState
+from crt_exp.nearfar.past import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
 
 NAMES = ("cache", "past_key_values")  # of the argument: from transformers 5.24 on, and before
