@@ -30,9 +30,8 @@ from crt_exp.nearfar.choice import (
 from crt_exp.nearfar.engine import native, reads
 from crt_exp.nearfar.engine.block_sums import block_sums, one_hot
 from crt_exp.nearfar.engine.constants import HIDDEN
-from crt_exp.nearfar.engine.sets import Gathered, Weighted, Window, nothing
+from crt_exp.nearfar.engine.sets import Gathered, Weighted, Window
 from crt_exp.nearfar.engine.windows import gather
-from crt_exp.nearfar.features import FarFeatures
 from crt_exp.nearfar.recall import in_parts, opened, parts_of
 
 QUERIES = 256    # of a block, where there is no window
@@ -50,12 +49,11 @@ class Both:
     sizes: Sizes
     cross: bool
     codebook: Codebook | None
-    far: FarFeatures | None = None
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
-        return self.far is None and not self.sizes.open and native.applies(*tensors)
+        return not self.sizes.open and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
@@ -97,8 +95,6 @@ class Both:
         b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
         window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
         heavy = heavy_set(y, v, choice)
-        if self.far is not None:
-            return self._with_features(x, y, v, metric, choice, window, heavy, b), x.new_full((len(y),), torch.nan)
         level = levels(y.detach(), metric, choice)
         K = choice.centres.shape[1]
         rows, sums = sums_of_cells(y, v, metric, choice, level)
@@ -134,15 +130,6 @@ class Both:
         def read(q: Tensor, places: Tensor, *now: Tensor, at: int) -> tuple[Tensor, Tensor]:
             return reopened(q, Gathered(*now), given, places)
         return in_parts(choose, read, parts_of(q, given.v, self.sizes.open), q, *gathered)
-
-    def _with_features(self, x: Tensor, y: Tensor, v: Tensor, metric: Metric, choice: Choice, window: Window | None,
-                       heavy: tuple[Weighted, ...], b: int) -> Tensor:
-        near = gather(grouped(x, b), window, heavy or (nothing(y, v),), logsum=True)
-        size = y.shape[1] if self.cross else b
-        far = (blocks(t, size) for t in (y, v, metric.log_weights(y), choice.pool))
-        keys = self.far.keys(*far, self.far.kv_heads * x.shape[1])
-        queries = grouped(x - metric.tilt.unsqueeze(1), b)
-        return ungrouped(self.far.merged(near, queries, keys, None if self.cross else 2, True), *x.shape[1:3])
 
 
 class Celled(NamedTuple):

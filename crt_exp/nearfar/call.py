@@ -33,7 +33,6 @@ from crt_exp.features.base import can_ask
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import Causal, Codebook
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.features import FarFeatures
 from crt_exp.nearfar.padding import Shift, first_kept
 from crt_exp.nearfar.recall import Recall, exactly, renewals
 from crt_exp.precision import as_given
@@ -49,13 +48,12 @@ LEFT_OPEN = ("near-far attention that opens keys has no graph for lengths that a
 
 class Result(NamedTuple):
     out: Tensor          # (B, H, L, dv)
-    # (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1; NaN with random features
-    predicted: Tensor
+    predicted: Tensor    # (B, Hkv): mean far weight of a query times (sum_k N_k tau_k)^(1/2), N_k as parts of 1
 
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
-                       cross: bool = False, codebook: Codebook | None = None, far: FarFeatures | None = None,
-                       key_mask: Tensor | None = None, factor: float = 1.0) -> Result:
+                       cross: bool = False, codebook: Codebook | None = None, key_mask: Tensor | None = None,
+                       factor: float = 1.0) -> Result:
     """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated; of
     factor x and factor y, where a factor is given.
 
@@ -63,11 +61,10 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     the sequence itself. `cross`: queries are of another sequence, so that none is near: heavy keys and cells alone,
     with the queries' moments of `codebook`, or without one as if queries were as large as the keys. causal:
     query i stands at i + S - L; what is known comes from the sequence's own past (recall.py) where `sizes.open` keys
-    are to be read, else from `codebook`, of earlier sequences. far: random features, in place of the cells. key_mask
-    (B, S), True = keep; a query that sees no key gets 0. No more heavy keys and cells than keys are taken, and a length
-    that the block does not divide is padded; blocks are counted from the first real token of each row. Also exact where
-    block >= S, heavy >= S, or every key is the only one of its cell. Differentiable in x, y and v, sets and measure
-    constant.
+    are to be read, else from `codebook`, of earlier sequences. key_mask (B, S), True = keep; a query that sees no key
+    gets 0. No more heavy keys and cells than keys are taken, and a length that the block does not divide is padded;
+    blocks are counted from the first real token of each row. Also exact where block >= S, heavy >= S, or every key is
+    the only one of its cell. Differentiable in x, y and v, sets and measure constant.
 
     Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
     nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
@@ -75,19 +72,19 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     check_sizes(sizes)
-    _check(x, y, sizes, causal, cross, codebook, far)
-    own, until = not cross and x.shape[2] == y.shape[2], 0 if far is not None else sizes.exact_until
+    _check(x, y, sizes, causal, cross, codebook)
+    own, until = not cross and x.shape[2] == y.shape[2], sizes.exact_until
     exact, recalls = partial(_exactly, causal=causal, factor=factor, own=own), causal and sizes.open > 0
     if y.shape[2] <= (renewals(sizes, 0)[0] if recalls else 0 if causal else until):
         return exact(x, y, v, key_mask)
     if sizes.open and left_open(x, y):
         end_graph(LEFT_OPEN)
-        return _outside(x, y, v, sizes, causal=causal, cross=cross, codebook=codebook, far=far, key_mask=key_mask,
+        return _outside(x, y, v, sizes, causal=causal, cross=cross, codebook=codebook, key_mask=key_mask,
                         factor=factor)
     x = _clean(x, key_mask) if own else x
     if recalls:
         return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
-    call = Causal(sizes, codebook, far) if causal else Both(sizes, cross, codebook, far)
+    call = Causal(sizes, codebook) if causal else Both(sizes, cross, codebook)
     rest = partial(_from_first_token, call, factor=factor)
     if causal or key_mask is None or not until:
         return rest(x, y, v, key_mask)
@@ -209,13 +206,11 @@ def check_sizes(sizes: Sizes) -> None:
             raise ValueError(f"{name} = {getattr(sizes, name)}: it must be at least {least}")
 
 
-def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool, codebook: Codebook | None,
-           far: FarFeatures | None) -> None:
+def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
+           codebook: Codebook | None) -> None:
     if causal and codebook is None and not sizes.open:
         raise ValueError("causal near-far attention that opens no keys (open = 0, preset bounded) needs a codebook: "
                          "one of this sequence would tell of the future")
-    if sizes.open and far is not None:
-        raise ValueError(f"open = {sizes.open}: random features hold no keys to read; take open=0, or far=cells")
     if causal and codebook is not None and sizes.open:
         raise ValueError(f"open = {sizes.open} and a codebook: with keys to read, causal near-far attention takes what "
                          "it knows from the sequence's own past; open=0 (preset bounded) is the one of codebooks")
@@ -233,7 +228,7 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool, codebo
 def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """A part of the heads at a time."""
     (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
-    if call.far is not None or call.in_c(x, y, v) or torch.compiler.is_compiling() or transformed(x, y, v):
+    if call.in_c(x, y, v) or torch.compiler.is_compiling() or transformed(x, y, v):
         size = Z
     elif size < Z and Z * S > KEPT:
         return _InParts.apply(call, keep, size, x, y, v)

@@ -33,9 +33,8 @@ from crt_exp.nearfar.choice import (
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import block_sums
 from crt_exp.nearfar.engine.constants import AWAY, HIDDEN, LEAST
-from crt_exp.nearfar.engine.sets import Weighted, Window, nothing
+from crt_exp.nearfar.engine.sets import Weighted, Window
 from crt_exp.nearfar.engine.windows import gather
-from crt_exp.nearfar.features import FarFeatures
 
 
 class Codebook(NamedTuple):
@@ -108,12 +107,11 @@ def kept_and_left(score: Tensor, b: int, heavy: int) -> Left:
 class Causal:
     sizes: Sizes
     codebook: Codebook
-    far: FarFeatures | None = None
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
-        return self.far is None and not self.sizes.first_order and native.applies(*tensors)
+        return not self.sizes.first_order and native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
@@ -141,13 +139,6 @@ class Causal:
         window = Window(blocks(y, b), blocks(v, b), _bias(keep, S, b, x), False, _future(b, x))
         heavy = _heavy(y, v, places, start)
         queries = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2) if lead else x
-        if self.far is not None:
-            near = gather(grouped(queries, b), window, heavy or (nothing(y, v),), logsum=True)
-            left = (taken(t, places.left) for t in (y, v))
-            w = metric.log_weights(y).gather(1, places.left.flatten(1)).view(places.left.shape)
-            own = self.far.keys(*left, w, places.joins, self.far.kv_heads * x.shape[1])
-            out = self.far.merged(near, grouped(queries - metric.tilt.unsqueeze(1), b), own, 0, False, start)
-            return ungrouped(out, x.shape[1], lead + L)[:, :, lead:], x.new_full((len(y),), torch.nan)
         u = weights(y, metric, torch.ones_like(cell, dtype=torch.bool), cell, book.level)
         rows = torch.cat([v * u.unsqueeze(-1), moments(y, u, metric, cell, book.measured)], -1)
         rows = taken(rows, places.left) * places.joins.unsqueeze(-1)

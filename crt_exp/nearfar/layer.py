@@ -6,8 +6,8 @@ forward pass in training.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -15,20 +15,16 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.fitted_once import FittedOnce
-from crt_exp.attention.layer import RandomFeatureAttention, in_backward, in_step
+from crt_exp.attention.layer import in_backward, in_step
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.compiling import outside_graphs
-from crt_exp.features.base import FeatureMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.nearfar.call import Result, by_rows, check_sizes, near_far_attention
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.nearfar.decoding import NearFarState
 from crt_exp.nearfar.engine.constants import AWAY
-from crt_exp.nearfar.features import FarFeatures, check_positive
 from crt_exp.nearfar.past import RecallState
-from crt_exp.nested import Nested
-from crt_exp.samplers import Noise
 from crt_exp.samplers.noise import transforming
 from crt_exp.schema import Count, Whole, checked
 
@@ -52,7 +48,6 @@ class NearFar(LinearAttention):
     queries alone read some, of their past; a list holds a number for each layer of a model. exact_until: the place up
     to which causal queries see all keys exactly (2048), and the number of keys up to which attention that is not causal
     is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with the sequence.
-    far: "features" puts random features (a positive map phi, sampler, m) in the place of the cells.
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;
@@ -69,41 +64,26 @@ class NearFar(LinearAttention):
     def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality", "bounded"] = "default",
                  block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
                  first_order: bool | None = None, open: Whole | Sequence[Whole] | None = None,
-                 exact_until: Whole | None = None, far: Literal["cells", "features"] = "cells",
-                 phi: FeatureMap | None = None, sampler: Callable[..., Noise] | None = None, m: Nested = None,
-                 kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
-                 normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
+                 exact_until: Whole | None = None, kv_heads: int | None = None, causal: bool = False,
+                 cross: bool = False, scaling: float | None = None, normalize_qk: bool = False, fit_steps: Count = 10,
+                 seed: int = 0, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
         self.number, self.listed = layer, None if open is None or isinstance(open, int) else len(open)
         open = of_layer(open, layer)
-        opens = 0 if open is None and (preset == "bounded" or far == "features") else open
+        opens = 0 if open is None and preset == "bounded" else open
         self.sizes = sizes_of(preset, block, heavy, cells, first_order, opens, exact_until, causal)
         self.opens = opens or 0                 # this and the next: of calls that are not causal
-        self.exact_until = 0 if far == "features" else SHORT if exact_until is None else exact_until
+        self.exact_until = SHORT if exact_until is None else exact_until
         makes = cross or causal and not self.sizes.open
-        self.features = None
-        if far == "features":
-            check_positive(phi)
-            if self.sizes.open:
-                raise ValueError(f"open = {open}: random features hold no keys to read; take open=0, or far=cells")
-            self.sizes = self.sizes._replace(cells=1, first_order=False)
-            self.features = RandomFeatureAttention(phi, sampler, m, heads, d, kv_heads=kv_heads, causal=causal,
-                                                   cross=cross, scaling=1.0, fit_steps=fit_steps, seed=seed,
-                                                   layer=layer)
         self.clusters = FittedAgain(CodebookMaker(self.sizes.cells), self.kv_heads, d, fit_steps) if makes else None
-        self.predicted = None    # mean predicted error of the calls of the last calibration, of cells
+        self.predicted = None    # mean predicted error of the calls of the last calibration
         self._said, self._changes = False, 0
 
     @property
     def exact_to(self) -> int:
         """Tokens of a sequence up to which this is exact attention."""
         return self.sizes.exact_until if self.causal else self.exact_until
-
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name in ("causal", "cross") and getattr(self, "features", None) is not None:
-            setattr(self.features, name, value)                   # far features are called as the layer is
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
@@ -136,16 +116,8 @@ class NearFar(LinearAttention):
         sizes = sizes if self.causal else sizes._replace(exact_until=self.exact_until, open=self.opens)
         if self.causal and not sizes.open or (cross and self.clusters is not None and self.clusters.done):
             book = self.codebook(len(q))
-        if self.features is not None:
-            q, k = self.scaled(q), self.scaled(k)
-            return near_far_attention(q, k, v, sizes, causal=self.causal, cross=cross, codebook=book,
-                                      far=self._far(q, k, key_mask), key_mask=key_mask)
         return near_far_attention(self.normalized(q), self.normalized(k), v, sizes, causal=self.causal, cross=cross,
                                   codebook=book, key_mask=key_mask, factor=self.scale)
-
-    def _far(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> FarFeatures:
-        features = self.features
-        return FarFeatures(features.phi, features.noise, features.fitted_params(x, y, key_mask), self.kv_heads)
 
     # ---- the codebook
 
@@ -159,18 +131,13 @@ class NearFar(LinearAttention):
         return self.sizes.open > 0 or self.clusters is not None
 
     @property
-    def recurrent(self) -> bool:
-        return self.features is None
-
-    @property
     def recurrent_heads(self) -> int:
         return self.kv_heads
 
     @property
     def learns(self) -> bool:
         """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
-        book = self.clusters is not None and (self.causal and not self.sizes.open or self.cross)
-        return book or (self.features is not None and self.features.learns)
+        return self.clusters is not None and (self.causal and not self.sizes.open or self.cross)
 
     @property
     def version(self) -> int:
@@ -193,8 +160,6 @@ class NearFar(LinearAttention):
     def decoding(self) -> NearFarState | RecallState:
         if not self.causal:
             raise ValueError("decoding needs causal attention")
-        if self.features is not None:
-            raise ValueError("near-far attention with far = features has no decoding state: take far = cells")
         if self.sizes.open:
             return RecallState(self.sizes, self.kv_heads, self.version)
         return NearFarState(self.sizes, self.codebook(), self.kv_heads, self.version)
@@ -205,15 +170,11 @@ class NearFar(LinearAttention):
                              "follow: call eval() before")
         if uses_codebook:
             self.clusters.advance()
-        if self.features is not None:
-            self.features._advance()
 
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         if self.uses_codebook(q, k):
             same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
             self.clusters.note(self.scaled(q), self.scaled(k), key_mask if same else None, key_mask)
-        if self.features is not None:
-            self.features._see(self.scaled(q), self.scaled(k), key_mask)
 
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
@@ -229,13 +190,10 @@ class NearFar(LinearAttention):
         self.calibrated, self.predicted = 0, 0.0
         if self.clusters is not None:
             self.clusters.calibrate(True)
-        inner = nullcontext() if self.features is None else self.features.calibration()
         try:
-            with inner:
-                yield
+            yield
         finally:
-            known = self.calibrated and self.features is None
-            self.predicted = self.predicted / self.calibrated if known else None
+            self.predicted = self.predicted / self.calibrated if self.calibrated else None
             self.calibrated = None
             if self.clusters is not None:
                 self.clusters.calibrate(False)

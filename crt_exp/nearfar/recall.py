@@ -116,7 +116,6 @@ class Epoch(NamedTuple):
 @dataclass(frozen=True)
 class Recall:
     sizes: Sizes
-    far: None = None
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
 
     def in_c(self, *tensors: Tensor) -> bool:

@@ -138,8 +138,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _begins(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
         """Before the first tokens are taken: a new state, or False where none can stand for their keys."""
-        possible = possible and isinstance(swapped, LinearAttention) and swapped.recurrent
-        possible = possible and query.shape[2] == key.shape[2]
+        possible = possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
         changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not possible or changing or swapped.calibrated is not None:
             return False

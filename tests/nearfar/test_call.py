@@ -6,15 +6,12 @@ import torch
 from nearfar_cases import book, codebook, same, tensors
 
 from crt_exp.attention import softmax_attention, uniform_attention
-from crt_exp.features import PosRF
 from crt_exp.nearfar import NearFar, both, near_far_attention
 from crt_exp.nearfar import call as nearfar
 from crt_exp.nearfar.causal import Codebook, kept_and_left
-from crt_exp.nearfar.choice import Choice, Metric, Sizes, levels, moments, scores, summed, weights
+from crt_exp.nearfar.choice import Choice, Metric, Sizes, levels, moments, summed, weights
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import block_sums, one_hot
-from crt_exp.nearfar.features import FarFeatures
-from crt_exp.samplers import iid
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -378,30 +375,3 @@ def test_no_matrix_of_pairs():
     x = torch.randn(1, 1, 2**15, 4).requires_grad_()
     near_far_attention(x, x, x, Sizes(64, 4, 4)).out.square().mean().backward()
     assert x.grad.isfinite().all()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("causal", [False, True])
-def test_features_for_the_far_keys(causal):
-    """Estimates of the kernel where a key is far, the kernel itself where it is near or heavy."""
-    x, y, v, _ = tensors(B=1, L=22)
-    x, y, v, parts = x[0], y[0] / 2, v[0], book(2, 1)
-    phi, noise = PosRF(), iid(5, 4, torch.Generator().manual_seed(0), (2,), torch.float64)
-    sizes, here = Sizes(3, 4, 1), codebook(parts, 1) if causal else None
-    metric = here.metric if causal else Metric.of(x, y, None, None)
-    out = near_far_attention(x[None], y[None], v[None], sizes, causal=causal, codebook=here,
-                             far=FarFeatures(phi, noise, (), 2)).out[0]
-    shifted = y - metric.shift
-    estimate = phi.phi_q(x - metric.tilt, noise).exp() @ phi.phi_k(shifted, noise).exp().mT
-    estimate = estimate * torch.exp(metric.log_weights(shifted)).unsqueeze(-2)
-    score = scores(shifted @ metric.root, metric.log_weights(shifted), None)
-    at = torch.arange(22) // 3
-    for h in range(2):
-        kernel = torch.exp(x[h] @ shifted[h].T)
-        for i in range(22):
-            past = int(at[i] - 1) * 3 if causal else 22
-            heavy = sorted(range(max(past, 0)), key=lambda j: -score[h, j])[:4]
-            far = [j for j in range(22) if j not in heavy and (at[i] - at[j] > 1 or (at[j] - at[i] > 1 and not causal))]
-            kernel[i, far] = estimate[h, i, far]
-            kernel[i, (torch.arange(22) > i) & torch.tensor(causal)] = 0
-        torch.testing.assert_close(out[h], kernel / kernel.sum(-1, keepdim=True) @ v[h])

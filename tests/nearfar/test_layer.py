@@ -129,9 +129,8 @@ def test_names_and_sizes():
     assert sizes() == Sizes(32, 16, 64, False, 64, 2048) and sizes(preset="bounded") == Sizes(32, 16, 64)
     assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 2048) and sizes(open=0) == sizes(preset="bounded")
     assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 2048)
-    assert sizes(far="features").open == 0
     for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}, {"open": -1}, {"open": 1.5},
-                  {"exact_until": -1}, {"preset": "bounded", "open": 8}, {"open": 8, "far": "features"}):
+                  {"exact_until": -1}, {"preset": "bounded", "open": 8}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sizes(**wrong)
     with pytest.raises(ValueError, match="exact_until = 8 with open = 0: the bounded memory of a causal layer"):
@@ -150,41 +149,6 @@ def test_what_is_refused():
         near_far_attention(x * torch.nan, y, v, Sizes())
     with pytest.raises(ValueError, match="cannot split a sequence"):
         layer_of().group = object()
-
-
-def test_features_by_name():
-    def make(features, **sizes):
-        return Mechanism.of("nearfar", far="features", features=features, m=16).layer(2, 4, **sizes)
-
-    x, y, v, keep = tensors(L=40, dtype=torch.float32)
-    for causal in (False, True):
-        layer = make("oprf", causal=causal)
-        for _ in range(2):
-            out = layer(x, y, v, keep)
-            out.square().sum().backward()
-        assert out.isfinite().all() and x.grad.isfinite().all()
-    for signed in ("trig", "geom"):
-        with pytest.raises(ValueError, match="far = features takes positive features, and those of (Trig|Geom)RF"):
-            make(signed)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("features", ["auto", "hrf_cluster"])
-def test_far_features_that_are_fitted_are_fitted(features, causal):
-    """By training passes, and by a calibration; in a layer without a codebook too."""
-    name, (q, k, v, _) = {"hrf_cluster": "clustered"}.get(features, features), tensors(L=40, dtype=torch.float32)
-
-    def make():
-        return Mechanism.of("nearfar", far="features", features=name, m=16, fit_steps=2).layer(2, 4, causal=causal)
-
-    trained, calibrated = make(), make().eval()
-    assert not trained.features.clusters.done and trained.learns
-    for _ in range(3):
-        trained(q, k, v)
-    with calibrated.calibration():
-        calibrated(q, k, v)
-    for layer in (trained, calibrated):
-        assert layer.features.clusters.done and layer.eval()(q, k, v).isfinite().all()
 
 
 def test_a_causal_layer_says_once_that_it_has_no_codebook():

@@ -44,12 +44,6 @@ class Weighted(NamedTuple):
     bias: Tensor    # (Z, n or 1, m)
 
 
-def nothing(y: Tensor, v: Tensor) -> Weighted:
-    """A set of one key that is not there, for keys (Z, S, d) and values (Z, S, dv)."""
-    Z = len(y)
-    return Weighted(y.new_zeros(Z, 1, 1, y.shape[-1]), v.new_zeros(Z, 1, 1, v.shape[-1] + 1), y.new_zeros(Z, 1, 1))
-
-
 class Gathered(NamedTuple):
     out: Tensor       # (Z, n, r, dv)
     share: Tensor     # (Z, n, r, 1): how much of the weight of each query lies in the last set
