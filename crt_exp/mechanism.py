@@ -18,11 +18,12 @@ from crt_exp.config import (CONF, ConfigError, canonical, construct, file_of, kn
                             unknown)
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
-from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node, is_map, shown, whole_number
+from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node, is_map, parameters, shown, whole_number
 from crt_exp.stored import check_saved
 
 OF_MAP = "features."            # before an option of the map
 Layers = Iterable[int] | int | Literal["supported"] | None
+GONE = {"far": "cells"}         # options that saved models may name, each at the one value that is left of it
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
 
 class Part(NamedTuple):
@@ -201,6 +202,7 @@ class Mechanism:
         """
         try:
             check_saved(saved)
+            saved = still_known(saved)
             mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
                                **saved["options"])
         except (ConfigError, TypeError) as error:
@@ -272,6 +274,13 @@ def read_preset(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     return below | node, named
 
 
+def still_known(saved: Any) -> Any:
+    """What was saved of a mechanism, without the options of GONE."""
+    if not isinstance(saved, dict):
+        return saved
+    return {key: still_known(value) for key, value in saved.items() if (key, value) not in GONE.items()}
+
+
 def default_choice(group: str) -> str:
     """The choice of a group where none is made: that of the command line."""
     return next(entry[group] for entry in read_conf(CONF / "config.yaml")["defaults"]
@@ -285,10 +294,7 @@ def default_m() -> int:
 
 def uses(options: Any) -> frozenset[str]:
     """Which of features, sampler and m the attention of a file makes use of."""
-    from crt_exp.attention.baselines import Baseline
-
-    kind = located("attention", options["_target_"])
-    if isinstance(kind, type) and issubclass(kind, Baseline) or options.get("far") == "cells":
+    if "phi" not in parameters(located("attention", options["_target_"])):
         return frozenset()
     if "phi" not in options:
         return frozenset({"features", "sampler", "m"})

@@ -20,6 +20,7 @@ ROOMS = [
     ["attention.engines.constants", "attention.checks", "attention.blocked", "attention.partials"],
     ["attention.engines"],
     ["attention"],
+    ["nearfar"],
     ["data", "environments"],
     ["metrics"],
     ["swap"],

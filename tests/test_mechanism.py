@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from crt_exp import swap_attention
-from crt_exp.attention import NearFar
 from crt_exp.config import ConfigError, choices
 from crt_exp.features import GeomRF, PosRF
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.encoders import differing_keys
+from crt_exp.nearfar import NearFar
 from crt_exp.runner.command_line import compose
 
 
@@ -30,7 +31,7 @@ def test_every_attention_works(name):
 
 @pytest.mark.parametrize("name", choices("attention"))
 def test_every_attention_composes(name):
-    assert compose([f"attention={name}"]).attention._target_.startswith("crt_exp.attention.")
+    assert compose([f"attention={name}"]).attention._target_.startswith(("crt_exp.attention.", "crt_exp.nearfar."))
 
 
 @pytest.mark.slow
@@ -59,6 +60,18 @@ def test_a_saved_mechanism_that_is_no_more_is_refused():
             Mechanism.of_saved(saved | change, "task.init = a")
     with pytest.raises(ConfigError, match="is not one of this installation"):
         Mechanism.of_saved({}, "task.init = a")
+
+
+def test_a_saved_option_that_is_gone_loads_where_nothing_else_was_chosen():
+    now = Mechanism.of("nearfar", block=8)
+    saved = json.loads(json.dumps(now.saved()))
+    for options in (saved["options"], saved["described"]["attention"]):
+        options["far"] = "cells"
+    assert Mechanism.of_saved(saved, "run") == now and not differing_keys(saved["described"], now.describe())
+    saved["options"]["far"] = saved["described"]["attention"]["far"] = "features"
+    with pytest.raises(ConfigError, match="run: its attention nearfar is not one .*unknown option .* 'far'"):
+        Mechanism.of_saved(saved, "run")
+    assert differing_keys(saved["described"], now.describe()) == ["attention.far (it was features, now None)"]
 
 
 def test_options():
@@ -122,17 +135,17 @@ BAD = {
     "seed = 2.5": lambda: maker("favorp", seed=2.5),
     "unknown sampler": lambda: maker("favorp", sampler="ortho"),
     "unknown features": lambda: maker("favorp", features="x"),
+    "unknown option of attention nearfar 'far'": lambda: maker("nearfar", far="cells"),
 }
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"far": "feature"}, "attention.far = feature: it takes cells or features"),
     ({"block": 1.5}, "attention.block = 1.5: it takes a whole number"),
     ({"cells": True}, "attention.cells = true"),
     ({"preset": "best"}, "attention.preset = best: it takes cheap, default, quality or bounded"),
 ], ids=str)
 def test_options_are_checked_as_on_the_command_line(options, words):
-    """Whichever way they come: they were only there, and far="feature" was cells."""
+    """Whichever way they come."""
     for make in (lambda: Mechanism.of("nearfar", **options), lambda: swap_attention(encoder(), "nearfar", **options),
                  lambda: NearFar(2, 4, **options)):
         with pytest.raises(ConfigError, match=words):

@@ -17,12 +17,11 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.generalized import Generalized
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar import NearFar, near_far_attention
 from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, softmax_partial
 from crt_exp.attention.reference import attention_reference, softmax_attention
 from crt_exp.attention.reformer import Reformer
 
 __all__ = ["Baseline", "DecodingState", "DenominatorCount", "Exact", "Generalized", "Identity", "LinearAttention",
-           "Linformer", "NearFar", "Partial", "RandomFeatureAttention", "Reformer", "Uniform", "Window", "attention",
-           "attention_reference", "exact_attention", "finish", "identity_attention", "merge", "near_far_attention",
-           "partial_attention", "softmax_attention", "softmax_partial", "uniform_attention", "window_attention"]
+           "Linformer", "Partial", "RandomFeatureAttention", "Reformer", "Uniform", "Window", "attention",
+           "attention_reference", "exact_attention", "finish", "identity_attention", "merge", "partial_attention",
+           "softmax_attention", "softmax_partial", "uniform_attention", "window_attention"]

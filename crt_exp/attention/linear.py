@@ -15,7 +15,6 @@ class LinearAttention(AttentionLayer):
     variance.
     """
 
-    recurrent = True         # whether `decoding` gives a state
     recurrent_heads: int     # of keys and values, as a decoding state takes them
     learns: bool             # whether calls as the layer now stands use what earlier calls or a calibration left here
     serves_causal: bool      # whether calls may be causal: some layers are so in one call and not in the next

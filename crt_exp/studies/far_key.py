@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention import exact_attention, near_far_attention, uniform_attention, window_attention
-from crt_exp.attention.nearfar.choice import Sizes
-from crt_exp.attention.nearfar.engine.reads import rows
-from crt_exp.attention.nearfar.layer import NearFar
+from crt_exp.attention import exact_attention, uniform_attention, window_attention
+from crt_exp.nearfar import near_far_attention
+from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.engine.reads import rows
+from crt_exp.nearfar.layer import NearFar
 
 HEADS, D, QUERIES, FAR, WEIGHT, CLUSTERS = 4, 32, 256, 96, 0.9, 32
 BLOCK, HEAVY, FIRST = 32, 16, 128      # of near-far attention; the place up to which it is exact

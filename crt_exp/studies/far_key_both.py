@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crt_exp.attention import exact_attention, near_far_attention, uniform_attention
-from crt_exp.attention.nearfar.choice import Sizes
-from crt_exp.attention.nearfar.engine.reads import rows
+from crt_exp.attention import exact_attention, uniform_attention
+from crt_exp.nearfar import near_far_attention
+from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.engine.reads import rows
 from crt_exp.studies.copying import kmeans
 from crt_exp.studies.far_key import (
     BLOCK,

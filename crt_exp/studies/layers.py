@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crt_exp.attention import NearFar
 from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import NearFar
 from crt_exp.studies.base import planned
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
 

@@ -25,7 +25,7 @@ from transformers.generation import GenerationMixin
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import changes
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar.past import RecallState
+from crt_exp.nearfar.past import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
 
 NAMES = ("cache", "past_key_values")  # of the argument: from transformers 5.24 on, and before
@@ -138,8 +138,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _begins(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
         """Before the first tokens are taken: a new state, or False where none can stand for their keys."""
-        possible = possible and isinstance(swapped, LinearAttention) and swapped.recurrent
-        possible = possible and query.shape[2] == key.shape[2]
+        possible = possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
         changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not possible or changing or swapped.calibrated is not None:
             return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar.layer import NearFar
+from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap import record as configured
 from crt_exp.swap.measured import OPENS, Priced, Watcher, shared_out
 

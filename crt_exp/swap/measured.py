@@ -16,8 +16,8 @@ from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.features.statistics import Moments, Statistics
+from crt_exp.nearfar.layer import NearFar
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
 QUERIES = 128   # of each of them, at random, that are compared with exact attention

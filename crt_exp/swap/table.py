@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Statistics
+from crt_exp.nearfar.layer import NearFar
 
 # the first two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
 # values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before.

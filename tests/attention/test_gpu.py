@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from crt_exp import samplers
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, near_far_attention
+from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.engines import flash, fused_causal
-from crt_exp.attention.nearfar.choice import Sizes
-from crt_exp.attention.nearfar.engine import fused
-from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import near_far_attention
+from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.engine import fused
+from crt_exp.nearfar.layer import NearFar
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 B, H, L, D, M = 2, 4, 300, 64, 128

@@ -10,12 +10,12 @@ import torch
 from native_cases import Case, assert_near, needs_library
 from nearfar_cases import book, codebook
 
-from crt_exp.attention import near_far_attention
-from crt_exp.attention.nearfar.choice import Sizes
-from crt_exp.attention.nearfar.recall import Recall
 from crt_exp.attention.engines import native, native_library
 from crt_exp.attention.engines.protocol import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
+from crt_exp.nearfar import near_far_attention
+from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.recall import Recall
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
 SHAPES = {

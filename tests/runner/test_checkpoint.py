@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from crt_exp.attention import NearFar
+from crt_exp.nearfar import NearFar
 from crt_exp.runner import checkpoint
 from crt_exp.runner.checkpoint import CheckpointError
 

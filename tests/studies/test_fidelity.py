@@ -139,7 +139,7 @@ def test_arms():
     assert arms[1].mechanism().options["first"] == 2 and arms[3].mechanism(seed=7).seed == 7
     for texts, words in ((["window 8"], "is no option"), (["favour"], "favor"), (["favorp size=3"], "size"),
                          (["exact", "exact"], "twice"), ([" "], "it takes names"),
-                         (["nearfar far=foo"], "'nearfar far=foo': attention.far = foo: it takes cells or features"),
+                         (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset = foo: it takes cheap, "),
                          (["nearfar block=1.5"], "block = 1.5: it takes a whole number"),
                          (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "task.ms=")):
         with pytest.raises(ConfigError, match=words):

@@ -15,10 +15,10 @@ from swap_models import bert, each, gpt2, inputs, llama, made, run, swapped, vit
 
 import crt_exp
 from crt_exp import calibrate_attention, samplers, swap_attention, unswap_attention
-from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.models import encoders
+from crt_exp.nearfar.layer import NearFar
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 SMALL = {"nearfar": {"exact_until": 0, "block": 1, "heavy": 1, "cells": 2, "open": 1}, "linformer": {},

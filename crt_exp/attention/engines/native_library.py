@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ENGINES = Path(__file__).parent
-NEAR_FAR = ENGINES.parent / "nearfar" / "engine"
+NEAR_FAR = ENGINES.parents[1] / "nearfar" / "engine"
 SOURCES = (*(ENGINES / name for name in ("constants.h", "vectors.h", "products.c", "native.c", "tree_draws.c")),
            *(NEAR_FAR / name for name in ("constants.h", "head.h", "choice.c", "states.c", "cells.c", "near_far.c",
                                           "reads.c", "past.h", "looks.h", "looks.c", "opened.c", "recall.c",

@@ -1,0 +1,11 @@
+"""Near-far attention: near and heavy keys exactly, all others by cells, in one softmax.
+
+In both directions its time is linear in the length. A causal call that opens keys looks at all of them, in bfloat16:
+the square of the length, by a small constant. Causal without opened keys (preset bounded) time is linear, memory
+constant.
+"""
+
+from crt_exp.nearfar.call import Result, near_far_attention
+from crt_exp.nearfar.layer import PRESETS, NearFar
+
+__all__ = ["PRESETS", "NearFar", "Result", "near_far_attention"]

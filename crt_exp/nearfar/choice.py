@@ -1,0 +1,289 @@
+"""Which keys of a sequence are heavy and which cells hold the rest, and what the keys of a cell amount to.
+
+Legend: Z = batch x key heads, S keys y, d, dv, K cells. Queries have mean b and second moments Sigma_x about it; keys
+are taken as y - c. z = (y - c) root with root root^T = Sigma_x, so that |z_j - z_l|^2 is the mean over queries of the
+squared difference of the logits of two keys, and w_j = b.(y_j - c) what the mean query gives a key. Everything that is
+chosen here carries no gradient; all sums do. Derived here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.attention.checks import check_result, transformed
+from crt_exp.nearfar.engine.block_sums import one_hot
+from crt_exp.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
+from crt_exp.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE, SAME, SHARPEST, STEEPEST
+
+class Sizes(NamedTuple):
+    """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
+    of cells that each query reads exactly, a causal one those of its past; exact_until: the place up to which causal
+    queries see all keys exactly, and the number of keys up to which other ones do."""
+
+    block: int = 32
+    heavy: int = 16
+    cells: int = 64
+    first_order: bool = False
+    open: int = 0
+    exact_until: int = 0
+
+
+class Metric(NamedTuple):
+    """What keys are measured by: constants of (Z or 1, ...)."""
+
+    shift: Tensor   # c (., 1, d)
+    tilt: Tensor    # b (., 1, d)
+    root: Tensor    # (., d, d)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None) -> "Metric":
+        """Of queries x (Z, n, d) and keys y (Z, S, d), those kept by masks (Z, n) and (Z, S); None: of no queries but
+        as many as the keys, of either sign. Raises NotFinite where they are not finite (CPU)."""
+        shift, keys = _mean(y, y_keep)
+        if x is None:
+            tilt, moments = torch.zeros_like(shift), _second_moments(y - shift, y_keep, keys)
+        else:
+            tilt, queries = _mean(x, x_keep)
+            moments = _second_moments(x - tilt, x_keep, queries)
+        check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
+        size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        ridge = (RIDGE * size + torch.finfo(moments.dtype).tiny**0.5) * torch.eye(y.shape[-1]).to(moments)
+        return cls(shift, tilt, torch.linalg.cholesky_ex(moments + ridge).L)
+
+    def at(self, rows: slice) -> "Metric":
+        return Metric(*(t if len(t) == 1 else t[rows] for t in self))
+
+    def measured(self, y: Tensor, keep: Tensor) -> Tensor:
+        """z (Z, S, d) of keys as they come; 0 for those that are not kept."""
+        return torch.where(keep.unsqueeze(-1), y - self.shift, 0.0) @ self.root
+
+    def log_weights(self, y: Tensor) -> Tensor:
+        """w (Z, S) of keys less the shift."""
+        return (y * self.tilt).sum(-1)
+
+
+def _mean(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    if keep is None:
+        return x.mean(1, keepdim=True), x.new_full((1, 1, 1), x.shape[1])
+    count = keep.sum(1).clamp(min=1).to(x.dtype)[:, None, None]
+    return torch.where(keep.unsqueeze(-1), x, 0.0).sum(1, keepdim=True) / count, count
+
+
+def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
+    x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
+    return x.mT @ x / count
+
+
+# ---- which keys ------------------------------------------------------------------------------------------------------
+
+
+def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of (..., n), k <= n, from the largest on, and their places: of equal ones the first, whatever
+    stands behind them, which topk does not promise."""
+    values, places = t.topk(k)
+    if not k:
+        return values, places
+    least, slot = values[..., -1:], torch.arange(k, device=t.device)
+    above = (values > least).sum(-1, keepdim=True)
+    place = torch.arange(t.shape[-1], device=t.device)
+    ties = torch.where(t == least, place, t.shape[-1]).topk(k, largest=False).values
+    return values, torch.where(slot < above, places, ties.gather(-1, (slot - above).clamp(min=0)))
+
+
+def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
+    """|z|^2 / 2 + w (Z, S), the log of the mean of e^(x.y) under Gaussian queries; -inf for masked keys."""
+    score = _squares(z) / 2 + w
+    return score if keep is None else score.masked_fill(~keep, -torch.inf)
+
+
+def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tensor:
+    """Centres (Z, K, d) of cells of the vectors z (Z, S, d) with weights e^log_u (Z, S), -inf for those that do not
+    count; cells <= S. `picks` at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
+    far or at first to the mean, of equal vectors one alone; and one pass of Lloyd's algorithm. Where fewer vectors
+    differ than there are cells, the last centres are AWAY."""
+    u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
+    squares = _squares(z)
+    mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
+    D, picked = _to_nearest(z, squares, mean), []
+    log_u = log_u.masked_fill(_seen_before(z, squares), -torch.inf)
+    while (left := cells - picks * len(picked)) > 0:
+        values, chosen = largest(log_u + D.log(), min(picks, left))                             # (Z, picks)
+        new = values > -torch.inf                   # fewer different keys than cells: no key is near to the rest
+        here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
+        picked.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
+        if len(picked) == 1:
+            picked[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
+        D = torch.minimum(D, _to_nearest(z, squares, picked[-1])).scatter(1, chosen, 0.0)
+    centres = torch.cat(picked, 1)
+    members = weighted(u.squeeze(-1), nearest(z, centres), cells)
+    N = members.sum(1).unsqueeze(-1)
+    return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)
+
+
+def _squares(z: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(z, dim=-1).square()
+
+
+def nearest(z: Tensor, centres: Tensor) -> Tensor:
+    """Which of the centres (Z or 1, K, d) is nearest to each of z (Z, S, d): (Z, S)."""
+    return (z @ centres.mT - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1)
+
+
+def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
+    """Squared distances (Z, S) to the nearest of the centres (Z, k, d), 0 to one that is the same; squares |z|^2."""
+    offsets = centres.square().sum(-1).unsqueeze(-2)
+    near = torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares)
+    return torch.where(near > SAME * squares, near, 0.0)
+
+
+def _seen_before(z: Tensor, squares: Tensor) -> Tensor:
+    """Which of z (Z, S, d) are the same as one of a lower place (Z, S); squares |z|^2. Along a line that tells vectors
+    apart equal ones are neighbours."""
+    slope = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype).sqrt().cos()
+    order = (z * slope).sum(-1).sort(dim=1, stable=True).indices
+    along = z.gather(1, order.unsqueeze(-1).expand_as(z))
+    apart = (along[:, 1:] - along[:, :-1]).square().sum(-1)
+    same = torch.zeros_like(squares, dtype=torch.bool)
+    same[:, 1:] = apart <= SAME * squares.gather(1, order[:, 1:])
+    return torch.zeros_like(same).scatter(1, order, same)
+
+
+class Choice(NamedTuple):
+    """The sets of the keys of a sequence, besides those near to each query."""
+
+    heavy: Tensor     # (Z, n): their places
+    there: Tensor     # (Z, n): whether there are as many
+    pool: Tensor      # (Z, S): which keys are in cells
+    cell: Tensor      # (Z, S): in which
+    centres: Tensor   # (Z, K, d), as z
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, y: Tensor, metric: Metric, heavy: int, cells: int, keep: Tensor | None) -> "Choice":
+        """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy keys and cells than keys are taken."""
+        z, w = y @ metric.root, metric.log_weights(y)
+        score, places = largest(scores(z, w, keep), min(heavy, y.shape[1]))
+        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, places, False)
+        centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(cells, y.shape[1]))
+        return cls(places, score > -torch.inf, pool, nearest(z, centres), centres)
+
+    def at(self, rows: slice) -> "Choice":
+        return Choice(*(t[rows] for t in self))
+
+
+# ---- what they amount to ---------------------------------------------------------------------------------------------
+
+
+class Cells(NamedTuple):
+    """Keys that stand for cells: mean mu (Z, ., K, d), logit x.mu + bias (Z, ., K), to be weighted by the u of the keys
+    that are summed; spread = tau (Z, ., K)."""
+
+    mu: Tensor
+    bias: Tensor
+    spread: Tensor
+
+
+@torch.no_grad()
+def log_mean_below(mu: Tensor, sd: Tensor, bar: Tensor) -> Tensor:
+    """Log of the mean of e^l over l < bar, where l is normal with that mean and deviation: at most `bar`, and mu where
+    sd is 0 and bar above it. No gradient.
+
+    With t = (bar - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). Where Phi's arguments are negative the
+    squares, which would cancel, are taken out: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
+    """
+    sd = sd.clamp(min=SHARPEST)
+    t = (bar - mu) / sd
+    whole = torch.where(t >= sd, mu + sd.square() / 2, torch.where(t > 0, bar - t.square() / 2, bar))
+    return whole + _log_phi(t - sd) - _log_phi(t)
+
+
+def _log_phi(u: Tensor) -> Tensor:
+    """log Phi(u), without -u^2 / 2 where u is negative."""
+    below = torch.special.erfcx(u.clamp(max=0) / -(2**0.5)).div(2)
+    return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
+
+
+def weights(y: Tensor, metric: Metric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:
+    """u_j = exp(w_j - level of its cell) (Z, S), 0 outside the pool. level (Z or 1, K)."""
+    w = metric.log_weights(y) - level.expand(len(y), -1).gather(1, cell)
+    return torch.where(pool, torch.exp(w.clamp(max=STEEPEST)), 0.0)
+
+
+@torch.no_grad()
+def levels(y: Tensor, metric: Metric, choice: Choice) -> Tensor:
+    """The largest w of the keys of each cell (Z, K); 0 where it is empty."""
+    w = metric.log_weights(y).masked_fill(~choice.pool, -torch.inf)
+    highest = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(1, choice.cell, w, "amax")
+    return torch.where(highest.isinf(), 0.0, highest)
+
+
+def moments(y: Tensor, u: Tensor, metric: Metric, cell: Tensor, centres: Tensor) -> Tensor:
+    """Of each key [u y, u |z - centre|^2, u] (Z, S, d + 2): what the sums over a cell are taken of."""
+    apart = y @ metric.root - centres.expand(len(y), -1, -1).gather(1, cell.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+    u = u.unsqueeze(-1)
+    return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
+
+
+def summed(sums: Tensor, metric: Metric, centres: Tensor, level: Tensor, mass: bool = True) -> Cells:
+    """Cells of sums (Z, n, K, d + 2) of `moments`. `mass`: with the factor 1 + tau / 2, which makes up to second order
+    for e^(x.mu) being less than the mean of e^(x.y)."""
+    N = sums[..., -1]
+    mean = sums[..., :-1] / N.clamp(min=LEAST).unsqueeze(-1)
+    mu = mean[..., :-1]
+    off = (mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)).square().sum(-1)
+    spread = torch.where(N > LEAST, (mean[..., -1] - off).clamp(min=0), 0.0)
+    bias = level.unsqueeze(1) - (mu * metric.tilt.unsqueeze(1)).sum(-1)
+    return Cells(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
+
+
+def sums_of_cells(y: Tensor, v: Tensor, metric: Metric, choice: Choice, level: Tensor) -> CellSums:
+    """[u v, u] of each key (Z, S, dv + 1), and sums (Z, K, d + 2) of `moments` over the keys of each cell."""
+    if not torch.compiler.is_compiling() and not transformed(y, v):
+        constants = Constants(metric.tilt, metric.root, choice.centres, choice.cell, level, choice.pool)
+        return cell_sums(y, v, constants, STEEPEST)
+    u = weights(y, metric, choice.pool, choice.cell, level)
+    members = one_hot(choice.cell, choice.centres.shape[1], y.dtype)
+    sums = members.mT @ moments(y, u, metric, choice.cell, choice.centres)
+    return CellSums(torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1), sums)
+
+
+def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tensor:
+    """C (Z, dv, d), the mean of v_j (y_j - mu of its cell)^T with weights g (Z, S): what values gain from a query to
+    first order is C (x - b). mu (Z, K, d)."""
+    v = v * g.unsqueeze(-1)
+    return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=LEAST)[:, None, None]
+
+
+@torch.no_grad()
+def mean_spread(N: Tensor, level: Tensor, spread: Tensor) -> Tensor:
+    """sum_k N_k tau_k (Z,) with N_k (Z, n, K) e^level as parts of 1, over all blocks."""
+    weight = N * torch.exp(level - level.amax(-1, keepdim=True)).unsqueeze(1)
+    return (weight * spread).sum((1, 2)) / weight.sum((1, 2)).clamp(min=LEAST)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def blocks(t: Tensor, b: int) -> Tensor:
+    """(Z, S, ...) -> (Z, N, b, ...), zeros after the last."""
+    padding = -t.shape[1] % b
+    if padding:
+        t = torch.cat([t, t.new_zeros(len(t), padding, *t.shape[2:])], 1)
+    return t.unflatten(1, (t.shape[1] // b, b))    # no -1: a batch may be empty
+
+
+def without(t: Tensor, keep: Tensor | None) -> Tensor:
+    """Zeros in place of what lies at padded positions (Z, S, .), which may be NaN."""
+    return t if keep is None else torch.where(keep.unsqueeze(-1), t, 0.0)
+
+
+def grouped(x: Tensor, b: int) -> Tensor:
+    """Queries (Z, G, L, d) in blocks (Z, N, G b, d), the heads of a group one after the other."""
+    return blocks(x.transpose(1, 2), b).transpose(2, 3).flatten(2, 3)
+
+
+def ungrouped(t: Tensor, heads: int, length: int) -> Tensor:
+    """(Z, N, G b, k) -> (Z, G, L, k)."""
+    return t.unflatten(2, (heads, t.shape[2] // heads)).transpose(1, 2).flatten(2, 3)[:, :, :length]

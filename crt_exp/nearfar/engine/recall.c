@@ -1,0 +1,470 @@
+/* Causal near-far attention that remembers: the twin of nearfar/recall.py, whose names these are.
+
+   One thread takes one head of keys, block by block. Behind the window the keys go to their cells. A query looks at all
+   of them, in bfloat16, and reads those of the largest logits; cells weigh what is left in them (left.c). Logits are in
+   base 2; dense ones have keys as rows and the queries of a piece as columns, as in near_far.c, those of keys that are
+   looked at lie side by side.
+
+   Legend: see head.h. A key that is heavy, masked or near has no cell, -1. */
+
+#include "looks.h"
+
+/* ---- Rows at some places ---- */
+
+#if defined(__AVX512F__)
+enum { TOTALS = 8 };
+
+/* The sums of TOTALS vectors. */
+INLINE void totals(const vec *sum, float *to) {
+    __m512 two[4], four[2];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const __m512 a = (__m512)sum[i], b = (__m512)sum[i + 4];
+        two[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);      /* halves of i and i + 4 */
+    }
+    UNROLL for (int i = 0; i < 2; i++)                           /* quarters of i, i + 4, i + 2, i + 6 */
+        four[i] = _mm512_shuffle_f32x4(two[i], two[i + 2], 0x88) + _mm512_shuffle_f32x4(two[i], two[i + 2], 0xdd);
+    const __m512 pairs = _mm512_shuffle_ps(four[0], four[1], 0x88) + _mm512_shuffle_ps(four[0], four[1], 0xdd);
+    const __m512 all = pairs + _mm512_shuffle_ps(pairs, pairs, 0xb1);                      /* 0, 1, 4, 5, 2, 3, 6, 7 */
+    const __m512i order = _mm512_setr_epi32(0, 2, 8, 10, 4, 6, 12, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all)));
+}
+#else
+enum { TOTALS = 4 };
+
+INLINE void totals(const vec *sum, float *to) {
+    for (int i = 0; i < TOTALS; i++) to[i] = total(sum[i]);
+}
+#endif
+
+/* to (n, and room for TOTALS more): the products of a vector (dp) with rows of Y. */
+static void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
+    for (int i = 0; i < n; i += TOTALS) {
+        const float *rows[TOTALS];
+        vec sum[TOTALS];
+        for (int j = 0; j < TOTALS; j++) {
+            rows[j] = Y + (int64_t)places[i + j < n ? i + j : n - 1] * dp;
+            const float *next = Y + (int64_t)places[i + j + TOTALS < n ? i + j + TOTALS : n - 1] * dp;
+            for (int p = 0; p < dp; p += 16) __builtin_prefetch(next + p);
+            sum[j] = (vec){0};
+        }
+        for (int p = 0; p < dp; p += LANES) {
+            const vec here = AT(with + p);
+            UNROLL for (int j = 0; j < TOTALS; j++) sum[j] += here * AT(rows[j] + p);
+        }
+        totals(sum, to + i);
+    }
+}
+
+/* ---- A piece of queries ---- */
+
+/* The keys that the next R queries read, which are in base 2. */
+static void open_keys(Past *h, int R) {
+    const Seen *s = &h->s;
+    Work *k = &h->k;
+    look_further(h, R);
+    begin_left(s, &k->left, R, up(R), k->Q, LN2);
+    for (int r = 0; r < R; r++) {
+        int32_t *places = k->places + r * s->open;
+        float *logits = k->read + r * up(s->open), top = k->top[r];
+        const int read = k->count[r] = take_best(h, places);
+        dots(s->Y, places, read, k->Q + r * s->dp, s->dp, logits);
+        for (int i = 0; i < read; i++) top = logits[i] > top ? logits[i] : top;
+        for (int i = read; i < s->open; i++) places[i] = -1;
+        leave(&k->left, r, up(R), places, logits, read, s->cell);
+        k->top[r] = top;
+    }
+}
+
+enum { TOGETHER = 4 };  /* vectors */
+
+/* out (ld) += the sum of weight_j times row places_j, over n rows. */
+static void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
+    for (int p = 0; p < ld; p += TOGETHER * LANES) {
+        const int wide = ld - p >= TOGETHER * LANES;
+        if (wide) {
+            vec sum[TOGETHER];
+            UNROLL for (int i = 0; i < TOGETHER; i++) sum[i] = AT(out + p + i * LANES);
+            for (int j = 0; j < n; j++) {
+                const float *row = rows + (int64_t)places[j] * ld + p;
+                UNROLL for (int i = 0; i < TOGETHER; i++) sum[i] += weight[j] * AT(row + i * LANES);
+            }
+            UNROLL for (int i = 0; i < TOGETHER; i++) AT(out + p + i * LANES) = sum[i];
+            continue;
+        }
+        for (int q = p; q < ld; q += LANES) {
+            vec sum = AT(out + q);
+            for (int j = 0; j < n; j++) sum += weight[j] * AT(rows + (int64_t)places[j] * ld + q);
+            AT(out + q) = sum;
+        }
+    }
+}
+
+/* Queries (R, dp) in Q, in base 2, of which r sees the near keys before until[r]: O, with total weights in `scale`, logs
+   of them in `top`, and in `part` what lies in cells. */
+static void attend_piece(Past *h, int R, const int64_t *until) {
+    const Seen *s = &h->s;
+    Work *k = &h->k;
+    const int ld = up(R), near = (int)(s->stop - s->near), M = s->n + s->K, lv = s->lv;
+    memset(k->Q + R * s->dp, 0, sizeof(float) * (ld - R) * s->dp);
+    transpose(ld, s->d, k->Q, s->dp, k->Qt, ld);
+    product(ALL, near, ld, s->d, s->Y + s->near * s->dp, s->dp, 1, k->Qt, ld, k->A, ld, 0);
+    float *shared = k->A + near * ld;
+    product(ALL, M, ld, s->d, s->shared, s->dp, 1, k->Qt, ld, shared, ld, 0);
+    for (int i = 0; i < near; i++)
+        for (int r = 0; r < R; r++)
+            if (s->near + i >= until[r] || (s->keep && !s->keep[s->near + i])) k->A[i * ld + r] = HIDDEN;
+    for (int j = 0; j < ld; j += LANES) {
+        vec top = {0};
+        top += HIDDEN;
+        for (int i = 0; i < near; i++) top = maximum(top, AT(k->A + i * ld + j));
+        for (int i = 0; i < M; i++) top = maximum(top, AT(shared + i * ld + j) + (s->bias[i] + s->high[i]));
+        AT(k->top + j) = top;
+    }
+    if (s->open) open_keys(h, R);
+    else memset(k->count, 0, sizeof(int32_t) * R);
+    if (s->open) weigh_left(s, &k->left, k->top, ld, shared + s->n * ld);
+    const vec most = (vec){0} + 126.0f;
+    for (int j = 0; j < ld; j += LANES) {
+        vec sum = {0}, far = {0}, top = AT(k->top + j);
+        for (int i = 0; i < near; i++) sum += AT(k->A + i * ld + j) = exp2_of(AT(k->A + i * ld + j) - top);
+        for (int i = 0; i < M; i++) {
+            float *A = shared + i * ld + j;
+            if (!s->open || i < s->n)
+                AT(A) = s->mass[i] > 0 ? exp2_of(minimum(AT(A) + s->bias[i] - top, most)) : (vec){0};
+            if (i < s->n) sum += AT(A);
+            else far += AT(A) * (s->open ? load_vec(k->left.number + (i - s->n) * ld + j) : (vec){0} + s->mass[i]);
+        }
+        AT(k->scale + j) = sum + far;
+        AT(k->part + j) = far;
+    }
+    product(ALL, R, s->dv, near, k->A, 1, ld, s->V + s->near * lv, lv, k->O, lv, 0);
+    product(ALL, R, s->dv, M, shared, 1, ld, s->values, lv, k->O, lv, 1);
+    for (int r = 0; r < R; r++) {
+        float *more = k->read + r * up(s->open);                 /* than as one of those that are left */
+        const int32_t *places = k->places + r * s->open;
+        const int n = k->count[r];
+        for (int j = n; j < up(n); j++) more[j] = -INFINITY;
+        for (int j = 0; j < n; j += LANES) {
+            AT(more + j) = exp2_of(AT(more + j) - k->top[r]);
+            k->scale[r] += total(AT(more + j));
+        }
+        for (int j = 0; j < n; j++) more[j] -= shared[(s->n + s->cell[places[j]]) * ld + r];
+        add_rows(s->V, lv, more, places, n, k->O + r * lv);
+    }
+}
+
+/* ---- One head ---- */
+
+size_t place_pieces(const Piece *pieces, size_t number, float *at) {
+    size_t count = 0;
+    for (size_t i = 0; i < number; i++) {
+        float *here = at + count;
+        if (at) memcpy(pieces[i].to, &here, sizeof here);
+        count += up(pieces[i].count) + PAD;
+    }
+    return count;
+}
+
+/* What lasts from block to block, in `memory` where there is some; returns its size. */
+static size_t place_kept(Past *h, const Recall *c, float *memory) {
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->cells, M = n + K;
+    const size_t panels = c->open ? (S + c->block) / PANEL + FOUR / PANEL : 0;
+    const Piece pieces[] = {
+        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 2}, {&h->cell, S}, {&h->square, S},
+        {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
+        {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
+        {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
+    return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
+}
+
+static size_t place_scratch(Past *h, const Recall *c, float *memory) {
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
+    const size_t drawn = 2 * DRAWN * K, open = up(c->open), best = c->open ? room_for_best(c->open) : 0;
+    const size_t bounded = c->tilt ? S : 0, ahead = c->open ? AHEAD : 0;
+    Work *k = &h->k;
+    const Piece pieces[] = {
+        {&h->Y, S * dp}, {&h->V, S * lv}, {&h->drawn, drawn * d}, {&h->counts, drawn}, {&h->X, CHUNK * dp},
+        {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->next, dp}, {&h->nearest, 2 * drawn},
+        {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv},
+        {&k->looks, AT_ONCE * LOOKED + 2 * PAD}, {&k->pairs, (ahead + AT_ONCE) * dp / 2}, {&k->bar, ahead},
+        {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + PAD},
+        {&k->left.number, K * PIECE}, {&k->left.bar, PIECE}, {&k->left.along, PIECE}, {&k->left.turned, PIECE * dp},
+        {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->best[0].value, ahead * best},
+        {&k->best[0].place, ahead * best}, {&k->chosen.value, best}, {&k->chosen.place, best},
+        {&k->spare[0].value, best}, {&k->spare[0].place, best}, {&k->spare[1].value, best},
+        {&k->spare[1].place, best}, {&h->score, bounded}, {&h->u, bounded}, {&h->tilt, dp}, {&h->relative, K}};
+    const size_t size = place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
+    for (size_t i = 1; i < ahead && memory; i++) {
+        k->best[i].value = k->best[0].value + i * best;
+        k->best[i].place = k->best[0].place + i * best;
+    }
+    return size;
+}
+
+int64_t near_far_recall_size(const Recall *c) { return place_kept(&(Past){0}, c, NULL); }
+
+float *past_memory(const Recall *c) {
+    Past h = {0};
+    const size_t size = c->kept ? 0 : place_kept(&h, c, NULL);
+    const size_t bytes = sizeof(float) * (place_scratch(&h, c, NULL) + size);
+    return aligned_alloc(64, (bytes + 63) / 64 * 64);
+}
+
+void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
+    *h = (Past){.c = c, .z = z};
+    const size_t size = place_kept(h, c, NULL), scratch = place_scratch(h, c, memory);
+    place_kept(h, c, c->kept ? c->kept + z * size : memory + scratch);
+    if (c->kept) {
+        h->Y = of(c->y, z, 0), h->V = of(c->v, z, 0);
+    } else {
+        h->numbers[0] = 0;
+    }
+    h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
+                  .open = c->open, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels, .shared = h->shared,
+                  .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass, .rows = h->rows, .tau = h->tau,
+                  .keep = c->keep ? c->keep + z * c->S : NULL};
+    h->t = h->numbers[0];
+    if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2];
+}
+
+void close_past(Past *h) {
+    const int64_t numbers[] = {h->t, h->start, h->s.K};
+    memcpy(h->numbers, numbers, sizeof numbers);
+}
+
+void load_past(Past *h) {
+    const Recall *c = h->c;
+    const int d = h->s.d, dp = h->s.dp;
+    if (!c->kept) {
+        load_rows(c->y, h->z, 0, 0, c->S, d, c->factor, NULL, h->s.keep, h->Y, dp);
+        load_rows(c->v, h->z, 0, 0, c->S, c->dv, 1, NULL, h->s.keep, h->V, h->s.lv);
+    }
+    for (int64_t j = 0; j < c->room; j++) h->cell[j] = -1;
+    memset(h->shift, 0, sizeof(float) * dp);
+    memcpy(h->shift, c->shift + h->z * d, sizeof(float) * d);
+    memset(h->rows, 0, sizeof(float) * d * dp);
+    for (int p = 0; p < d; p++) memcpy(h->rows + p * dp, c->root + (h->z * d + p) * d, sizeof(float) * d);
+    transpose(d, d, h->rows, dp, h->rootT, dp);
+    for (int p = 0; p < d; p++)
+        for (int q = d; q < dp; q++) h->rootT[p * dp + q] = 0;
+}
+
+/* ---- Cells ---- */
+
+void find_nearest(Past *h, int64_t j, int m, int32_t *nearest) {
+    const int d = h->s.d, dp = h->s.dp;
+    transpose(m, d, key(h, j), dp, h->Xt, CHUNK);
+    product(ALL, h->s.K, m, d, h->turned, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
+    for (int i = 0; i < m; i += LANES) {
+        vec best = AT(h->dots + i) - h->offset[0];
+        ivec which = {0};
+        for (int k = 1; k < h->s.K; k++) {
+            vec here = AT(h->dots + k * CHUNK + i) - h->offset[k];
+            ivec better = here > best;
+            best = choose(better, here, best);
+            which = (better & k) | (~better & which);
+        }
+        for (int e = 0; e < LANES && i + e < m; e++) nearest[i + e] = which[e];
+    }
+}
+
+/* The nearest centres of keys [j, j + m), m <= CHUNK, whose sums get them; Z: their z, where these sums get it too. */
+static void to_cells(Past *h, int64_t j, int m, const float *Z) {
+    const int dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    int32_t nearest[CHUNK];
+    find_nearest(h, j, m, nearest);
+    for (int i = 0; i < m; i++) {
+        const int64_t at = j + i;
+        if (h->cell[at] == -2 || !there(h, at)) {                        /* heavy, or masked */
+            h->cell[at] = -1;
+            continue;
+        }
+        const int k = h->cell[at] = nearest[i];
+        add_row(h->ysum + k * dp, 1, key(h, at), dp);
+        if (Z) add_row(h->zsum + k * dp, 1, Z + i * dp, dp);
+        add_row(h->values + (n + k) * lv, 1, h->V + at * lv, lv);
+        h->squares[k] += h->square[at];
+        h->mass[n + k] += 1;
+    }
+}
+
+void measure(Past *h, int64_t j, int m) {
+    const int d = h->s.d, dp = h->s.dp;
+    for (int i = 0; i < m; i++)
+        for (int p = 0; p < dp; p += LANES)
+            AT(h->apart + i * dp + p) = there(h, j + i) ? (vec)(AT(key(h, j + i) + p) - AT(h->shift + p)) : (vec){0};
+    product(ALL, m, d, d, h->apart, dp, 1, h->rows, dp, h->X, dp, 0);
+    for (int i = 0; i < m; i++)
+        for (int p = d; p < dp; p++) h->X[i * dp + p] = 0;
+}
+
+/* The features of keys [j, j + m), as they are looked at. */
+static void to_panels(Past *h, int64_t j, int m) {
+    const int dp = h->s.dp;
+    for (int64_t stop = j + m; j < stop; j++)
+        for (int p = 0; p < dp / 2; p++)
+            h->panels[(j / PANEL * dp / 2 + p) * PANEL + j % PANEL] = pair_of(key(h, j) + 2 * p);
+}
+
+/* The keys of block t become far: what they are measured by, and where they join cells, these. */
+static void measure_block(Past *h, int64_t t, int joins) {
+    for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
+        const int m = stop - j < CHUNK ? stop - j : CHUNK;
+        measure(h, j, m);
+        for (int i = 0; i < m; i++) h->square[j + i] = square_sum(h->X + i * h->s.dp, h->s.dp);
+        if (joins) to_cells(h, j, m, h->X);
+        if (h->c->open) to_panels(h, j, m);
+    }
+}
+
+void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values, float *mass) {
+    const int dp = h->s.dp, lv = h->s.lv;
+    for (int i = 0; i < h->s.n; i++) {
+        mass[i] = heavy[i] >= 0;
+        memset(keys + i * dp, 0, sizeof(float) * dp);
+        memset(values + i * lv, 0, sizeof(float) * lv);
+        if (heavy[i] < 0) continue;
+        memcpy(keys + i * dp, key(h, heavy[i]), sizeof(float) * dp);
+        memcpy(values + i * lv, h->V + heavy[i] * lv, sizeof(float) * lv);
+    }
+}
+
+/* Heavy keys, of the keys before the window: those of the largest |z|^2. */
+static void find_heavy(Past *h, int64_t far) {
+    const int n = h->s.n;
+    int32_t *held = h->heavy;
+    int count = 0;
+    for (int64_t j = 0; j < far && n; j++) {
+        if (!there(h, j) || (count == n && !(h->square[j] > h->square[held[n - 1]]))) continue;
+        int i = count < n ? count++ : n - 1;
+        for (; i > 0 && h->square[held[i - 1]] < h->square[j]; i--) held[i] = held[i - 1];
+        held[i] = (int32_t)j;
+    }
+    for (int64_t j = 0; j < far; j++) h->cell[j] = -1;
+    for (int i = 0; i < count; i++) h->cell[held[i]] = -2;
+    for (int i = count; i < n; i++) held[i] = -1;
+    for (int i = 0; i < n; i++) h->bias[i] = 0, h->high[i] = i < count ? 0 : HIDDEN;
+    load_heavy(h, held, h->shared, h->values, h->mass);
+}
+
+/* Heavy keys and cells of the keys before the window of block t, where a renewal lies. */
+static int renew(Past *h, int64_t t) {
+    const Recall *c = h->c;
+    const int64_t far = (t - 1) * c->block, many = DRAWN * c->cells, step = far > many ? far / many : 1;
+    const int64_t drawn = far / step;
+    const int d = h->s.d, dp = h->s.dp, n = h->s.n;
+    find_heavy(h, far);
+    for (int64_t i = 0; i < drawn; i++) {
+        const int64_t j = i * step + i * MIXED % step;
+        h->counts[i] = h->cell[j] != -2 && there(h, j);
+        put_row(h->drawn + i * d, h->counts[i], key(h, j), d);
+    }
+    const int K = h->s.K = (int)least_of(c->cells, drawn);
+    NearFar keys = {.Z = 1, .G = 1, .S = drawn, .d = d, .dv = d, .block = 1, .cells = K, .factor = 1,
+                     .y = {h->drawn, 0, 0, d}, .shift = (float *)c->shift + h->z * d, .tilt = h->next,
+                     .root = (float *)c->root + h->z * d * d, .cell = h->nearest};
+    memset(h->next, 0, sizeof(float) * dp);
+    if (!centres_of(&keys, h->counts, h->centres)) return 0;
+    product(ALL, K, d, d, h->centres, dp, 1, h->rootT, dp, h->turned, dp, 0);
+    for (int k = 0; k < K; k++) {
+        for (int p = d; p < dp; p++) h->turned[k * dp + p] = 0;
+        h->offset[k] = square_sum(h->centres + k * dp, dp) / 2 + dot(h->shift, h->turned + k * dp, d);
+    }
+    memset(h->ysum, 0, sizeof(float) * K * dp);
+    memset(h->squares, 0, sizeof(float) * K);
+    memset(h->mass + n, 0, sizeof(float) * K);
+    memset(h->values + n * h->s.lv, 0, sizeof(float) * K * h->s.lv);
+    for (int64_t j = 0; j < far; j += CHUNK) to_cells(h, j, far - j < CHUNK ? far - j : CHUNK, NULL);
+    for (int k = 0; k < K; k++) {
+        float *apart = h->next;
+        for (int p = 0; p < dp; p++) apart[p] = h->ysum[k * dp + p] - h->mass[n + k] * h->shift[p];
+        product(ALL, 1, d, d, apart, dp, 1, h->rows, dp, h->zsum + k * dp, dp, 0);
+        for (int p = d; p < dp; p++) h->zsum[k * dp + p] = 0;
+    }
+    return 1;
+}
+
+float place_cells_of(Past *h) {
+    const int dp = h->s.dp, n = h->s.n;
+    double spread = 0, all = 0;
+    for (int k = 0; k < h->s.K; k++) {
+        const float N = h->mass[n + k], scale = N > 0 ? 1 / N : 0;
+        put_row(h->shared + (n + k) * dp, scale, h->ysum + k * dp, dp);
+        float tau = scale * (h->squares[k] - scale * square_sum(h->zsum + k * dp, dp));
+        h->tau[k] = tau = tau > 0 ? tau : 0;
+        h->bias[n + k] = 0;
+        h->high[n + k] = N > 0 ? (float)ilogbf(N) + 1 : HIDDEN;
+        float weight = N;
+        if (h->c->tilt) {
+            const float *mu = h->shared + (n + k) * dp;
+            h->bias[n + k] = log2f(1 + tau / 2) + LOG2E * (h->c->level[h->z * h->c->cells + k] - dot(h->tilt, mu, dp) +
+                                                           dot(h->tilt, h->shift, dp));
+            weight *= h->relative[k];
+        }
+        spread += weight * tau, all += weight;
+    }
+    return all > 0 ? (float)(spread / all) : 0;
+}
+
+/* ---- All queries ---- */
+
+void attend_block(Past *h, int64_t t) {
+    const Recall *c = h->c;
+    Seen *s = &h->s;
+    Work *k = &h->k;
+    const int64_t first = c->S - c->L, b = c->block, start = first_query(c, t), tokens = queries_of(c, t);
+    s->near = t > 0 ? (t - 1) * b : 0, s->stop = start + tokens;
+    for (int64_t i = 0, R; i < tokens * c->G; i += R) {
+        if (c->open && k->taken == k->ahead) look_ahead(h, t, i);
+        R = least_of(PIECE, tokens * c->G - i);
+        if (c->open) R = least_of(R, k->ahead - k->taken);
+        int64_t until[PIECE], number[PIECE];
+        for (int r = 0; r < R; r++) {
+            const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
+            load_query(h, (float)c->factor * LOG2E, g, j, k->Q + r * s->dp);
+            until[r] = j + 1;
+            number[r] = (h->z * c->G + g) * c->L + j - first;
+        }
+        attend_piece(h, (int)R, until);
+        for (int r = 0; r < R; r++) {
+            const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
+            float *out = of(c->out, h->z, g) + (j - first) * c->out.token;
+            const float scale = k->scale[r] > 0 ? 1 / k->scale[r] : 0;
+            put_row(out, scale, k->O + r * s->lv, s->dv);
+            c->logsum[number[r]] = k->top[r] + log2f(k->scale[r]);
+            c->share[number[r]] = k->part[r] * scale;
+            if (c->open) memcpy(c->places + number[r] * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
+        }
+    }
+}
+
+int advance(Past *h, int64_t t) {
+    const Recall *c = h->c;
+    const int64_t b = c->block;
+    if (!h->t) {
+        load_past(h);
+        for (h->start = c->until; following(h->start, b) <= t * b;) h->start = following(h->start, b);
+        h->t = h->start / b;
+        for (int64_t s = 0; s < h->t - 1; s++) measure_block(h, s, 0);
+        if (!renew(h, h->t)) return 0;
+    }
+    while (h->t < t) {
+        h->t++;
+        const int renews = h->t * b == following(h->start, b);
+        measure_block(h, h->t - 2, !renews);
+        if (!renews) continue;
+        h->start = h->t * b;
+        if (!renew(h, h->t)) return 0;
+    }
+    return 1;
+}
+
+int recall_head(Past *h) {
+    const Recall *c = h->c;
+    for (int64_t t = (c->S - c->L) / c->block; t <= (c->S - 1) / c->block; t++) {
+        if (!advance(h, t)) return 0;
+        c->spread[h->z] = place_cells_of(h);
+        attend_block(h, t);
+    }
+    return 1;
+}

@@ -1,0 +1,346 @@
+"""Causal near-far attention that remembers: each query reads the keys of its past that it asks for.
+
+Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
+cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
+block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
+query looks at all of these in bfloat16, and reads the `open` of them exactly that it asks for most; they leave their
+cells, and what is left there lies below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
+
+What keys are measured by is of those before the first renewal; heavy keys and centres of cells are of the keys before
+the last one. Renewals lie where the sequence has grown by a half or so, at places that no sequence decides: outputs
+depend on places and past alone. Keys that come between two of them go to the nearest cells. Derived here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from crt_exp.attention.baselines import exact_attention
+from crt_exp.attention.checks import check_result, compute_dtype, transformed
+from crt_exp.nearfar.choice import (
+    Cells,
+    Metric,
+    Sizes,
+    blocks,
+    centres_of,
+    grouped,
+    largest,
+    log_mean_below,
+    mean_spread,
+    moments,
+    nearest,
+    summed,
+    ungrouped,
+    without,
+)
+from crt_exp.nearfar.engine import native, reads
+from crt_exp.nearfar.engine.block_sums import one_hot
+from crt_exp.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
+
+NUMBERS = 2**24            # of the keys that the queries of a chunk read
+
+
+def renewals(sizes: Sizes, length: int) -> list[int]:
+    """The places of the renewals, multiples of the block, up to the first that is not below `length`: attention is
+    exact before the first of them."""
+    places = [max(_whole(sizes.exact_until, sizes.block), 2 * sizes.block)]
+    while places[-1] < length:
+        places.append(places[-1] + _whole(max(RENEWED, places[-1] // PART), sizes.block))
+    return places
+
+
+def _whole(tokens: int, block: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-tokens // block) * block
+
+
+def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
+    """What the C engine is given for at most so many keys, which are more than a block."""
+    most = {name: min(getattr(sizes, name), keys) for name in ("heavy", "cells", "open")}
+    return most | {"block": sizes.block, "until": renewals(sizes, 0)[0]}
+
+
+def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> Metric:
+    """Of keys factor y (Z, S, d): of those that are far at the first renewal. The norm of root root^T, their second
+    moments, is made 1: |x root|^2 tau is the variance of the logits of a query x over a cell shaped like all keys."""
+    far = renewals(sizes, 0)[0] - sizes.block
+    metric = Metric.of(None, y[:, :far] * factor, None, None if keep is None else keep[:, :far])
+    size = torch.linalg.matrix_norm(metric.root @ metric.root.mT, keepdim=True)
+    return metric._replace(root=metric.root * size.rsqrt())
+
+
+class Chosen(NamedTuple):
+    """Nothing where all queries see all earlier keys; the metric alone where the C engine does the rest."""
+
+    metric: Metric | None = None
+    epochs: tuple["Epoch", ...] | list["Epoch"] = ()
+
+
+class Epoch(NamedTuple):
+    """What the queries from one renewal to the next know of the keys before it; no gradient."""
+
+    start: int        # the place of the renewal
+    stop: int         # of the next one
+    metric: Metric
+    heavy: Tensor     # (Z, n): places
+    there: Tensor     # (Z, n): whether there are as many
+    pool: Tensor      # (Z, start - b): which keys lie in cells
+    cell: Tensor      # (Z, start - b): in which
+    centres: Tensor   # (Z, K, d), as z
+
+    @classmethod
+    def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: Metric) -> "Epoch":
+        """Of keys y (Z, .., d), those before the window of the first block from `start` on; keep (Z, ..). Centres are
+        of some of them, DRAWN to 2 DRAWN for each cell."""
+        far = start - sizes.block
+        keep = keep[:, :far]
+        z = metric.measured(y[:, :far], keep)
+        score = z.square().sum(-1).masked_fill(~keep, -torch.inf)
+        highest, places = largest(score, min(sizes.heavy, far))
+        pool = keep.scatter(1, places, False)
+        at = drawn(far, DRAWN * sizes.cells, y.device)
+        centres = centres_of(z[:, at], torch.where(pool[:, at], 0.0, -torch.inf).to(z.dtype), min(sizes.cells, len(at)))
+        return cls(start, stop, metric, places, highest > -torch.inf, pool, nearest(z, centres), centres)
+
+    def cells(self, y: Tensor, keep: Tensor) -> Tensor:
+        """The nearest ones of keys y (Z, m, d), (Z, m)."""
+        return nearest(self.metric.measured(y, keep), self.centres)
+
+
+@dataclass(frozen=True)
+class Recall:
+    sizes: Sizes
+    factor: float = 1.0             # in the C engine: of queries and keys as they are given
+
+    def in_c(self, *tensors: Tensor) -> bool:
+        """Whether the C engine does it, all heads in one call."""
+        return native.applies(*tensors)
+
+    @torch.no_grad()
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> "Chosen":
+        """For queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
+        kept = without(y, keep)
+        check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(kept, dim=(1, 2)))
+        places, y, first = renewals(self.sizes, y.shape[1]), kept.to(compute_dtype(x, y)), y.shape[1] - x.shape[2]
+        if places[0] >= y.shape[1]:
+            return Chosen()
+        metric = metric_of(y, keep, self.sizes, self.factor)
+        if self.in_c(x, y):
+            return Chosen(metric)
+        keep = kept_of(y, keep)
+        return Chosen(metric, [Epoch.of(y, keep, self.sizes, a, e, metric)
+                               for a, e in zip(places, places[1:]) if e > first])
+
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: "Chosen") -> tuple[Tensor, Tensor]:
+        """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
+        (metric, epochs), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
+        x, y, v = x.to(dtype), without(y, keep).to(dtype), without(v, keep).to(dtype)
+        first, until = S - L, min(renewals(self.sizes, S)[0], S)
+        parts, predicted = [], x.new_zeros(len(y))
+        if first < until:
+            parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
+        if metric is not None and self.in_c(x, y, v):
+            given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes, S), self.factor)
+            result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
+            return result.out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
+        for epoch in epochs:
+            a, e = max(first, epoch.start), min(S, epoch.stop)
+            out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
+            parts.append(out)
+        return torch.cat(parts, 2), predicted
+
+    @torch.no_grad()
+    def _deviation(self, x: Tensor, metric: Metric, spread: Tensor) -> Tensor:
+        """Of the logits of the last queries (Z, G, L, d) over cells of that spread (Z,): (Z,)."""
+        along = self.factor * x[:, :, -self.sizes.block:] @ metric.root.unsqueeze(1)
+        return (along.square().sum(-1).mean((1, 2)) * spread).sqrt()
+
+    def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
+        S, b, keep = y.shape[1], self.sizes.block, kept_of(y, keep)
+        first = (S - x.shape[2]) // b                             # the block of the first query
+        lead = S - x.shape[2] - first * b
+        x = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2)
+        q, start = grouped(x, b), epoch.start - b
+        stop = (first + q.shape[1] - 2) * b                       # of the keys that are far from the last block
+        with torch.no_grad():
+            cell = torch.cat([epoch.cell, epoch.cells(y[:, start:stop], keep[:, start:stop])], 1)
+            member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
+        far, cells = cells_of(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
+        here = Seen(y, v, keep, member, cell, far, cells, first)
+        out, share = in_chunks(epoch, here, q, self.sizes)
+        out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:] for t in (out, share))
+        spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
+        return out, share.detach().mean((1, 2, 3)) * self._deviation(x, epoch.metric, spread)
+
+
+def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True) -> Tensor:
+    """Queries (Z, G, l, d) see all keys (Z, S, d), of which causal ones are the last: those that are not later; logits
+    are scale x.y."""
+    mask = None if keep is None else keep[:, :y.shape[1]]
+    if not transformed(x, y, v):      # the fused kernel knows the backward pass alone
+        if x.shape[2] == 1 and mask is None:    # the last query sees all keys: those of a group are as of one head
+            x, y, v = x.transpose(1, 2), y.unsqueeze(1), v.unsqueeze(1)
+            return F.scaled_dot_product_attention(x, y, v, scale=scale).transpose(1, 2)
+        return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale)
+    seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
+    seen = seen.tril(y.shape[1] - x.shape[2]) if causal else seen
+    seen = seen if mask is None else seen & mask[:, None, None]
+    logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
+    return torch.where(seen.any(-1, keepdim=True), logits.softmax(-1) @ v.unsqueeze(1), 0.0)
+
+
+def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
+    """Which of the keys (Z, S, d) are there, (Z, S)."""
+    return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
+
+
+def rows_of(y: Tensor, v: Tensor, member: Tensor, cell: Tensor, epoch: Epoch) -> Tensor:
+    """[v] and the moments of keys (Z, m, d) with values (Z, m, dv), 0 for those that are no `member` (Z, m)."""
+    y = torch.where(member.unsqueeze(-1), y - epoch.metric.shift, 0.0)
+    u = member.to(y.dtype)                                        # keys count alike: the mean query is not known
+    return torch.cat([v * u.unsqueeze(-1), moments(y, u, epoch.metric, cell, epoch.centres)], -1)
+
+
+def far_sums(epoch: Epoch, member: Tensor, cell: Tensor, y: Tensor, v: Tensor, b: int, first: int) -> Tensor:
+    """Sums (Z, N, K, dv + d + 2) of `rows_of` the keys in cells, for each of N blocks from `first` on; member and cell
+    (Z, far): of the keys that are far from the last of them."""
+    stop, K = cell.shape[1], epoch.centres.shape[1]
+    rows = rows_of(y[:, :stop], v[:, :stop], member, cell, epoch)
+    at = max(epoch.start - b, (first - 1) * b)                    # the keys that are far from the first block
+    sums = (one_hot(cell[:, :at], K, rows.dtype).mT @ rows[:, :at]).unsqueeze(1)
+    if stop > at:
+        later = one_hot(blocks(cell[:, at:], b), K, rows.dtype).mT @ blocks(rows[:, at:], b)
+        sums = torch.cat([sums, sums + later.cumsum(1)], 1)
+    return sums
+
+
+def cells_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Cells]:
+    """[V, N] and the cells of sums (Z, N, K, dv + d + 2) of `rows_of` the keys."""
+    far, metric = torch.cat([sums[..., :dv], sums[..., -1:]], -1), epoch.metric
+    cells = summed(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1), mass=False)
+    return far, cells._replace(mu=cells.mu + metric.shift.unsqueeze(1))
+
+
+class Seen(NamedTuple):
+    """What the queries of some blocks see, besides the heavy keys."""
+
+    y: Tensor         # (Z, S, d)
+    v: Tensor         # (Z, S, dv)
+    keep: Tensor      # (Z, S)
+    member: Tensor    # (Z, far): whether a key lies in a cell,
+    cell: Tensor      # (Z, far): and in which
+    far: Tensor       # (Z, N, K, dv + 1)
+    cells: Cells      # (Z, N, K, .)
+    first: int        # the first block
+
+
+@torch.no_grad()
+def opened(y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -> Tensor:
+    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: of those
+    that are `member` (Z, ..., S) the ones of the largest logits, with queries and keys in bfloat16, whose products are
+    summed up in float64 on CPUs, so that equal keys tie wherever they lie."""
+    wide = torch.float64 if q.device.type == "cpu" else q.dtype
+    q, y = (t.to(torch.bfloat16).to(wide) for t in (q, y))
+    logits = (q.flatten(1, -2) @ y.mT).view(*q.shape[:-1], y.shape[1]).masked_fill(~member, HIDDEN)
+    highest, places = largest(logits, min(sizes.open, y.shape[1]))
+    return torch.where(highest > HIDDEN, places, -1)
+
+
+def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
+    """Places of `wanted` of so many keys, or up to twice as many: one of each run of as many, of which none is first or
+    last in all runs."""
+    step = max(1, keys // wanted)
+    run = torch.arange(keys // step, device=device)
+    return run * step + run * MIXED % step
+
+
+def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
+              own: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`gathered` of queries (Z, N, r, d). own (r,): their places within a block; None: the tokens of a whole block, for
+    each head of a group."""
+    own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
+
+    def choose(q: Tensor, at: int) -> Tensor:
+        far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * sizes.block      # keys of each block
+        place = torch.arange(seen.member.shape[1], device=q.device)
+        member = seen.member[:, None, None] & (place < far[:, None, None])
+        return opened(seen.y[:, :len(place)], member, q, sizes)
+
+    def read(q: Tensor, places: Tensor, far: Tensor, *cells: Tensor, at: int) -> tuple[Tensor, Tensor]:
+        here = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at)
+        return gathered(epoch, here, q, places, own, sizes.block)
+
+    return in_parts(choose, read, parts_of(q, seen.v, sizes.open), q, seen.far, *seen.cells)
+
+
+def parts_of(q: Tensor, v: Tensor, open: int) -> int:
+    """How many of the blocks of queries (Z, N, r, d) read `open` keys and values (Z, S, dv) at a time."""
+    read = min(open, v.shape[1])
+    return max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + v.shape[-1])))
+
+
+def in_parts(choose: Callable[..., Tensor], read: Callable[..., tuple[Tensor, Tensor]], size: int, q: Tensor,
+             *of_blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """What `read` gives for queries (Z, N, r, d), the places of the keys that `choose` gives for them, and what belongs
+    to their blocks (Z, N, ...): for `size` blocks from `at` on at a time, and again in the backward pass."""
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(q, *of_blocks)
+    results = []
+    for at in range(0, q.shape[1], size):
+        here, *given = (t[:, at:at + size] for t in (q, *of_blocks))
+        with torch.no_grad():
+            places = choose(here, at)
+        reading = partial(read, at=at)
+        results.append(checkpoint(reading, here, places, *given, use_reentrant=False) if again else
+                     reading(here, places, *given))
+    return tuple(torch.cat(t, 1) for t in zip(*results))
+
+
+def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """What queries (Z, m, r, d) gather, (Z, m, r, dv), and how much of their weight lies in cells (Z, m, r, 1): a
+    softmax over near, heavy and read keys and what is left in the cells."""
+    m = q.shape[1]
+    here = seen.first + torch.arange(m, device=q.device).unsqueeze(1)
+    near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
+    at = near.clamp(max=seen.y.shape[1] - 1)
+    visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, at].unsqueeze(2)  # (Z, m, r, 2 b)
+    logits = [(q @ seen.y[:, at].mT).masked_fill(~visible, HIDDEN)]
+    values = [seen.v[:, at]]
+    if epoch.heavy.shape[1]:
+        heavy = reads.rows(seen.y, epoch.heavy).unsqueeze(1)
+        logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
+        values.append(reads.rows(seen.v, epoch.heavy).unsqueeze(1))
+    exact = reads.logits(q, seen.y, places)                                                     # (Z, m, r, o)
+    cell = seen.cell.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
+    left, each = left_in_cells(epoch, seen, q, exact.masked_fill(places < 0, torch.inf), cell)
+    top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
+    shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)
+    far = (each * left).sum(-1, keepdim=True)
+    total = sum(t.sum(-1, keepdim=True) for t in (*shares, read)) + far
+    more = read - each.gather(-1, cell).masked_fill(places < 0, 0.0)      # than as one of those that are left
+    out = sum(share @ value for share, value in zip(shares, values))
+    out = out + each @ seen.far[..., :-1] + reads.sums(more, seen.v, places)
+    return out / total, far / total
+
+
+def left_in_cells(epoch: Epoch, seen: Seen, q: Tensor, exact: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """How many keys of each cell are left (Z, m, r, K) where queries (Z, m, r, d) have read those of logits `exact`
+    (Z, m, r, o), inf for none, in these cells; and the log of what each of them weighs, -inf where none is left.
+
+    They lie below the least logit that is read: each counts as the mean of e^l over those of a normal law that do. Its
+    deviation is what a cell has for this query if it is shaped like all keys. What that adds to x.mu carries no
+    gradient: the keys that are left are fixed, and move with the mean.
+    """
+    mu = q @ seen.cells.mu.mT
+    with torch.no_grad():
+        read = torch.zeros_like(mu).scatter_add(-1, cell, exact.isfinite().to(mu.dtype))
+        left = seen.far[..., -1].unsqueeze(-2) - read
+        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * seen.cells.spread.unsqueeze(-2)
+        more = log_mean_below(mu, variance.sqrt(), exact.amin(-1, keepdim=True)) - mu
+    return left, torch.where(left > 0, mu + more, -torch.inf)

@@ -1,0 +1,269 @@
+"""Near-far attention as a layer: names, codebooks, decoding, swapped models."""
+
+import pytest
+import torch
+from nearfar_cases import tensors
+from torch._dynamo.testing import CompileCounter
+
+from crt_exp import calibrate_attention, describe_attention, swap_attention
+from crt_exp.attention import softmax_attention
+from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
+from crt_exp.nearfar.choice import Sizes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def layer_of(causal=True, dtype=torch.float64, **options):
+    options = {"preset": "bounded", "block": 3, "heavy": 4, "cells": 3, "exact_until": 0} | options
+    layer = Mechanism.of("nearfar", **options).layer(4, 4, kv_heads=2, causal=causal).to(dtype).eval()
+    q, k, v, _ = tensors(H=4, L=40, seed=5)
+    if layer.clusters is not None:
+        with layer.calibration():
+            layer(q.to(dtype), k.to(dtype), v.to(dtype))
+    return layer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"heavy": 0}])
+def test_token_by_token_is_the_whole_sequence(options):
+    layer = layer_of(**options)
+    x, y, v, keep = tensors(H=4, L=31)
+    expected, past = layer(x, y, v), layer.past()
+    pieces = slice(0, 5), *(slice(i, i + 1) for i in range(5, 31))
+    steps = [past.step(*(t[:, :, at] for t in (x, y, v))) for at in pieces]
+    torch.testing.assert_close(torch.cat(steps, 2), expected)
+    state = layer.decoding()
+    state.take(layer.scaled(y[:, :, :17]), v[:, :, :17], keep[:, :17])
+    other = state.copy()
+    out = [state.step(*(layer.scaled(t[:, :, i:i + 1]) for t in (x, y)), v[:, :, i:i + 1], keep[:, i:i + 1])
+           for i in range(17, 31)]
+    torch.testing.assert_close(torch.cat(out, 2), layer(x, y, v, keep)[:, :, 17:])
+    other.select(torch.tensor([1, 1]))
+    assert other.length == 17 and state.length == 31
+    assert torch.equal(*other.step(*(layer.scaled(t[[1, 1], :, 17:18]) for t in (x, y)), v[[1, 1], :, 17:18]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"first_order": True}])
+def test_decoding_counts_each_row_from_its_first_token(options):
+    layer = layer_of(**options)
+    x, y, v, keep = tensors(H=4, L=31)
+    keep[:] = True
+    keep[0, :11], keep[1, :4], keep[0, 20] = False, False, False
+    bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
+    expected = layer(*bad, keep)
+    for prefill in (0, 7, 11, 17):                                         # within the padding of row 0, and behind it
+        state, (q, k) = layer.decoding(), (layer.scaled(t) for t in bad[:2])
+        if prefill:
+            state.take(k[:, :, :prefill], bad[2][:, :, :prefill], keep[:, :prefill])
+        out = torch.cat([state.step(*(t[:, :, i:i + 1] for t in (q, k, bad[2])), keep[:, i:i + 1])
+                         for i in range(prefill, 31)], 2)
+        torch.testing.assert_close(out, expected[:, :, prefill:])
+    alone = layer(*(t[[0], :, 11:] for t in bad), keep[[0], 11:])
+    torch.testing.assert_close(expected[[0], :, 11:], alone)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_short_sequences_are_exact(cross):
+    """And no row's outputs depend on how long the others are."""
+    make = lambda until: NearFar(4, 4, kv_heads=2, cross=cross, block=2, heavy=1, cells=2, scaling=1.0,
+                                 exact_until=until).double().eval()
+    x, y, v, keep = tensors(H=4, L=9 if cross else 40, S=40)
+    keep[0, 15:], keep[1] = False, True
+    exact = softmax_attention(x, y, v, key_mask=keep)
+    for until in (None, 40):
+        torch.testing.assert_close(make(until)(x, y, v, keep), exact)
+        torch.testing.assert_close(make(until)(x, y, v), softmax_attention(x, y, v))
+    out = make(15)(x, y, v, keep)
+    torch.testing.assert_close(out[0], exact[0])
+    torch.testing.assert_close(out[1], make(0)(x, y, v, keep)[1])
+    assert (out[1] - exact[1]).abs().max() > 1e-2
+    gradient, = torch.autograd.grad(out.square().sum(), v, retain_graph=True)
+    torch.testing.assert_close(gradient[0], torch.autograd.grad(exact.square().sum(), v)[0][0])
+    at_once = torch.func.vmap(make(15))(*(t.unsqueeze(0) for t in (x, y, v, keep)))
+    torch.testing.assert_close(at_once[0], out)
+
+
+@torch.no_grad()
+def test_long_rows_alone_are_to_first_order(monkeypatch):
+    monkeypatch.setattr(nearfar_layer, "LONG", 20)
+    layer = layer_of(causal=False)
+    x, y, v, keep = tensors(H=4, L=25)
+    keep[:] = True
+    keep[0, 15:] = False
+    out = layer(x, y, v, keep)
+    torch.testing.assert_close(out[[0], :, :15], layer(*(t[[0], :, :15] for t in (x, y, v))))
+    torch.testing.assert_close(out[[1]], layer(*(t[[1]] for t in (x, y, v))))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_empty_batch(causal):
+    layer = layer_of(causal)
+    q, k, v = (torch.zeros(0, heads, 9, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out = layer(q, k, v, torch.ones(0, 9, dtype=torch.bool))
+    out.sum().backward()
+    assert out.shape == q.shape and v.grad.shape == v.shape
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_vmap_and_export(causal):
+    layer = layer_of(causal)
+    q, k, v = (torch.stack(parts) for parts in zip(*(tensors(H=4, seed=seed)[:3] for seed in range(3))))
+    keep = torch.ones(3, 2, 23, dtype=torch.bool)
+    keep[1, 0, :5] = False
+    expected = torch.stack([layer(*row) for row in zip(q, k, v, keep)])
+    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v, keep), expected)
+    plain = torch.stack([layer(*row) for row in zip(q, k, v)])
+    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v), plain)
+    inputs = q[0].detach(), k[0].detach(), v[0].detach()
+    program = torch.export.export(layer, inputs, strict=False).module()
+    torch.testing.assert_close(program(*inputs), layer(*inputs))
+    with pytest.raises(ValueError, match="cannot be exported with a length that is left open"):
+        open_length = {2: torch.export.Dim("length", min=2, max=99)}
+        torch.export.export(layer, inputs, dynamic_shapes=(open_length,) * 3, strict=False)
+
+
+def test_names_and_sizes():
+    sizes = lambda **options: Mechanism.of("nearfar", **options).layer(2, 4).sizes
+    assert sizes() == Sizes(32, 16, 64, False, 64, 2048) and sizes(preset="bounded") == Sizes(32, 16, 64)
+    assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 2048) and sizes(open=0) == sizes(preset="bounded")
+    assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 2048)
+    for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}, {"open": -1}, {"open": 1.5},
+                  {"exact_until": -1}, {"preset": "bounded", "open": 8}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            sizes(**wrong)
+    with pytest.raises(ValueError, match="exact_until = 8 with open = 0: the bounded memory of a causal layer"):
+        Mechanism.of("nearfar", exact_until=8, open=0).layer(2, 4, causal=True)
+    with pytest.raises(ValueError, match="does not use m"):
+        Mechanism.of("nearfar", m=8)
+
+
+def test_what_is_refused():
+    x, y, v, _ = tensors()
+    with pytest.raises(ValueError, match="needs a codebook"):
+        near_far_attention(x, y, v, Sizes(), causal=True)
+    with pytest.raises(ValueError, match="cross=True"):
+        near_far_attention(x[:, :, :5], y, v, Sizes())
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        near_far_attention(x * torch.nan, y, v, Sizes())
+    with pytest.raises(ValueError, match="cannot split a sequence"):
+        layer_of().group = object()
+
+
+def test_a_causal_layer_says_once_that_it_has_no_codebook():
+    layer = NearFar(2, 4, causal=True, preset="bounded", block=3, heavy=2).eval()
+    q, k, v, _ = tensors(dtype=torch.float32)
+    with pytest.warns(UserWarning, match="no codebook yet"):
+        out = layer(q, k, v)
+    assert out.isfinite().all() and torch.equal(layer(q, k, v), out)
+
+
+def test_a_codebook_comes_from_training_passes():
+    layer = NearFar(2, 4, causal=True, preset="bounded", block=3, heavy=2, fit_steps=2)
+    q, k, v, _ = tensors(dtype=torch.float32)
+    fits = []
+    for _ in range(5):
+        layer(q, k, v).sum().backward()
+        fits.append(int(layer.clusters.fits))
+    assert fits == [0, 0, 1, 1, 2]
+    other = NearFar(2, 4, causal=True, preset="bounded", block=3, heavy=2, fit_steps=2)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.eval()(q, k, v), layer.eval()(q, k, v))
+
+
+def test_across_a_query_depends_on_no_other_but_earlier_ones():
+    layer = NearFar(2, 4, cross=True, heavy=2, cells=3, exact_until=0, fit_steps=1)
+    q, k, v, keep = tensors(L=9, S=23)
+    q, k, v = (t.detach().float() for t in (q, k, v))
+    before = layer.eval()(q, k, v, keep)
+    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), before[:, :, 4:5])
+    layer.train()(q, k, v, keep), layer(q, k, v, keep)
+    after = layer.eval()(q, k, v, keep)
+    assert layer.version == 1 and not torch.allclose(after, before, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), after[:, :, 4:5])
+
+
+def bert(**options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.BertModel(transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=40,
+        **options)).eval()
+
+
+@torch.no_grad()
+def test_swapped_encoders_are_described():
+    model, ids = bert(), torch.randint(40, (2, 50))
+    exact = model(ids).last_hidden_state
+    swap_attention(model, "nearfar", block=4, heavy=4, cells=8)
+    calibrate_attention(model, [ids])
+    rows = describe_attention(model)
+    assert rows["mechanism"].tolist() == ["nearfar"] * 2 and rows["predicted error"].between(0, 1).all()
+    assert (rows["error on calibration"] < rows["uniform's error"]).all()
+    assert (model(ids).last_hidden_state - exact).norm() < 0.1 * exact.norm()
+
+
+@torch.no_grad()
+def test_swapped_decoders_generate_what_they_do_without_a_cache():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=40, max_position_embeddings=80, bos_token_id=0, eos_token_id=None, pad_token_id=None)).eval()
+    swap_attention(model, "nearfar", block=4, heavy=2, cells=4)
+    calibrate_attention(model, [torch.randint(40, (2, 60))])
+    ids, calls = torch.randint(40, (2, 13)), {"do_sample": False, "max_new_tokens": 14}
+    with_cache = model.generate(ids, **calls)
+    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **calls))
+    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), ids[:1, :7]], 1)             # beside a row without padding
+    mask = torch.tensor([[0] * 6 + [1] * 7, [1] * 13])
+    both = model.generate(torch.cat([padded, ids[1:]]), attention_mask=mask, **calls)[:, 13:]
+    for row, alone in enumerate((ids[:1, :7], ids[1:])):
+        assert torch.equal(both[[row]], model.generate(alone, **calls)[:, alone.shape[1]:])
+
+
+def test_the_study_of_approximation_takes_it(typed):
+    code, out, err = typed("task=approximation", "attention=nearfar", "attention.block=4", "attention.heavy=4",
+                           "attention.cells=8", "task.length=64", "task.samples=2", "task.depth=2", "task.heads=2",
+                           "task.d=8", "logger=none")
+    assert code == 0, err
+    assert "relative error of the output" in out and "of the last hidden states" in out
+
+
+def test_a_list_of_keys_to_open_is_no_longer_than_the_model():
+    made = [Mechanism.of("nearfar", open=[4, 8]).layer(2, 8, causal=True, layer=i) for i in range(2)]
+    nearfar_layer.check_listed(made)
+    nearfar_layer.check_listed(made[:1], 2)      # of a model that has the other one, which was not swapped
+    for count in (1, None):
+        with pytest.raises(ValueError, match="open holds 2 numbers, and the model has 1 attention layers"):
+            nearfar_layer.check_listed(made[:1], count)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{"open": 5}, {"open": 9, "exact_until": 24}], ids=str)
+def test_a_graph_for_any_length_ends_before_keys_are_opened(causal, options, fresh_graphs):
+    """It took minutes a length: blocks, renewals and parts were unrolled with a length that is left open."""
+    layer = layer_of(causal, preset="default", **options)
+    graphs = CompileCounter()
+    compiled = torch.compile(layer, dynamic=True, backend=graphs)
+    for L in (30, 41, 57):
+        x, y, v, _ = tensors(H=4, L=L)
+        torch.testing.assert_close(compiled(x, y, v), layer(x, y, v))
+    assert graphs.op_count < 100
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_graph_for_any_length_is_refused_where_keys_are_opened(causal, fresh_graphs):
+    layer = layer_of(causal, preset="default", open=5)
+    x, y, v, _ = tensors(H=4, L=30)
+    compiled = torch.compile(layer, dynamic=True, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="has no graph for lengths that are left open: compile it with dynamic=False"):
+        compiled(x, y, v)
+
+
+@pytest.fixture
+def fresh_graphs():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -1,0 +1,269 @@
+"""Near-far attention in C equals that of PyTorch in float64: the choice of the sets, outputs and gradients."""
+
+import pytest
+import torch
+from nearfar_cases import book, codebook
+
+from crt_exp.attention.engines import native
+from crt_exp.nearfar import near_far_attention
+from crt_exp.nearfar.both import Both
+from crt_exp.nearfar.causal import Causal
+from crt_exp.nearfar.choice import Sizes, mean_spread
+from crt_exp.nearfar.engine import native as near_far
+from crt_exp.nonfinite import NotFinite
+
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")]
+CASES = {
+    "usual": (Sizes(32, 16, 64, True), dict(S=300, d=64, dv=64, scale=0.35)),
+    "odd sizes": (Sizes(5, 3, 7), dict(S=67, d=5, dv=17)),
+    "masked": (Sizes(4, 3, 9, True), dict(S=70, masked=True)),
+    "grouped": (Sizes(5, 5, 7, True), dict(S=151, G=3, dv=17, masked=True)),
+    "many queries of a block": (Sizes(50, 5, 7, True), dict(S=230, G=2, d=20)),
+    "several segments": (Sizes(40, 3, 5, True), dict(S=700, masked=True)),
+    "segments of one block": (Sizes(150, 3, 5), dict(S=700, d=4)),
+    "one block": (Sizes(64, 4, 9), dict(S=23, masked=True)),
+    "one token": (Sizes(3, 4, 9, True), dict(S=1, d=2, dv=1)),
+    "all heavy": (Sizes(3, 40, 90), dict(S=30)),
+    "a cell for each key": (Sizes(2, 0, 40, True), dict(S=31)),
+    "blocks of one": (Sizes(1, 2, 3, True), dict(S=40)),
+    "of another sequence": (Sizes(32, 16, 64, True), dict(L=37, S=300, d=64, dv=64, scale=0.35)),
+    "more queries than keys": (Sizes(5, 3, 7), dict(L=200, S=67, G=3, d=5, dv=17, masked=True)),
+    "one query": (Sizes(4, 3, 9, True), dict(L=1, S=70, masked=True)),
+}
+
+
+def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False, L=None):
+    """Queries (Z, G, L, d), keys (Z, S, d), values (Z, S, dv), the gradient (Z, G, L, dv) and a mask (Z, S); L is given
+    where queries are of another sequence."""
+    L = L or S
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(Z, *size, generator=g)
+    x, y, v, grad = scale * draw(G, L, d), scale * (draw(S, d) + 0.3), draw(S, dv), draw(G, L, dv)
+    keep = torch.rand(Z, S, generator=g) < 0.7 if masked else None
+    if masked:
+        keep[0, -1], keep[1, :S // 2] = True, False
+    return x, y, v, grad, keep
+
+
+def gradients(out, inputs, grad):
+    return torch.autograd.grad((out * grad).sum(), inputs)
+
+
+def assert_near(ours, expected, tolerance=1e-5):
+    for a, b in zip(ours, expected, strict=True):
+        assert a.shape == b.shape and a.isfinite().all()
+        assert (a.double() - b.double()).abs().max() <= tolerance * b.abs().max().clamp(min=1e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name):
+    """With sets that PyTorch has chosen; NaN in the padding."""
+    sizes, shape = CASES[name]
+    *inputs, grad, keep = tensors(**shape)
+    call = Both(sizes, "L" in shape, None)
+    exact = [t.double().requires_grad_() for t in inputs]
+    chosen = call.choose(*exact[:2], keep, slice(None))
+    assert not call.in_c(*exact) and call.in_c(*inputs)
+    out, predicted = call.attend(*exact, keep, chosen)
+    single = lambda t: t.float() if t.is_floating_point() else t
+    sets = near_far.Sets(*map(single, (*chosen.metric, *chosen.choice)))
+    if keep is not None:
+        for t in inputs[1:]:
+            t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
+    inputs = [t.requires_grad_() for t in inputs]
+    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order, cross=call.cross)
+    if keep is not None and not call.cross:    # what padded queries see depends on no law
+        grad = grad * keep[:, None, :, None]
+    assert_near([found.out * (grad != 0)], [out * (grad != 0)])
+    assert_near(gradients(found.out, inputs, grad), gradients(out, exact, grad))
+    spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
+    if keep is None:
+        torch.testing.assert_close(found.share.mean((1, 2)) * spread.sqrt(), predicted.float(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_chooses_what_float64_does(name):
+    sizes, shape = CASES[name]
+    x, y, *_, keep = tensors(**shape)
+    call = Both(sizes, "L" in shape, None)
+    metric, choice = call.choose(x, y, keep, slice(None))
+    exact, expected = call.choose(x.double(), y.double(), keep, slice(None))
+    enough = (expected.pool.sum(1) >= expected.centres.shape[1]).all()      # or some centres are any keys
+    for ours, theirs in zip((*metric, choice.centres), (*exact, expected.centres)):
+        if ours is choice.centres and not enough:
+            continue
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+    assert torch.equal(choice.pool, expected.pool)
+    for z in range(len(y)):
+        assert set(choice.heavy[z].tolist()) == set(expected.heavy[z].tolist()) or not choice.there[z].all()
+        assert len(set(choice.heavy[z].tolist())) == choice.heavy.shape[1]
+    z = (y.double() - exact.shift) @ exact.root
+    distances = torch.cdist(z, choice.centres.double())
+    ours = distances.gather(2, choice.cell.unsqueeze(-1)).squeeze(-1)
+    assert (ours <= distances.amin(-1) + 1e-4)[choice.pool].all()
+
+
+def attended(x, y, v, grad):
+    x, y, v = (t.detach().requires_grad_() for t in (x, y, v))
+    out = near_far_attention(x, y, v, Sizes(4, 3, 9, True)).out
+    return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_of_queries_and_keys(dtype):
+    x, y, v, grad, _ = (None if t is None else t.to(dtype) for t in tensors(Z=3, S=70))
+    x, y, v = x.transpose(0, 1).requires_grad_(), y[None].requires_grad_(), v[None].requires_grad_()
+    call = lambda x, y, **options: near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options).out
+    found = [call(x, y, factor=0.4), call(0.4 * x, 0.4 * y)]
+    grads = [torch.autograd.grad(out, (x, y, v), grad.transpose(0, 1)) for out in found]
+    for ours, expected in zip((found[0], *grads[0]), (found[1], *grads[1])):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes, said", [(Sizes(8, 4, 0), "cells = 0"), (Sizes(0, 4, 4), "block = 0"),
+                                         (Sizes(-1, 4, 4), "block = -1"), (Sizes(8, -1, 4), "heavy = -1")])
+def test_sizes_that_cannot_be(sizes, said):
+    x, y, v = torch.randn(3, 1, 2, 50, 8)
+    with pytest.raises(ValueError, match=said):
+        near_far_attention(x, y, v, sizes)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_no_batch_another_type_another_device(served, monkeypatch):
+    if not served:
+        monkeypatch.setattr(native, "library", lambda: None)
+    x, y, v = torch.randn(3, 1, 2, 50, 8)
+    sizes = Sizes(8, 4, 4)
+    assert near_far_attention(x[:0], y[:0], v[:0], sizes).out.shape == (0, 2, 50, 8)
+    out = near_far_attention(x, y, v, sizes).out
+    torch.testing.assert_close(near_far_attention(x, y, v.double(), sizes).out, out.double(), rtol=1e-4, atol=1e-5)
+    if served:
+        with torch.device("meta"):
+            assert torch.equal(near_far_attention(x, y, v, sizes).out, out)
+
+
+def test_repeats_exactly_for_any_threads():
+    x, y, v, grad, _ = tensors(Z=6, S=90)
+    call = lambda: attended(x.transpose(0, 1), y[None], v[None], grad.transpose(0, 1))
+    first = call()
+    for n in (1, 2, 3, 8):
+        torch.set_num_threads(n)
+        assert all(torch.equal(a, b) for a, b in zip(call(), first))
+
+
+def test_any_strides():
+    """Heads behind tokens, as projections leave them, columns apart, an expanded gradient."""
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(2, 3, 40, 5, generator=g) for _ in range(3))
+    ones = torch.ones(()).expand(v.shape)
+    expected = attended(x, y, v, ones.contiguous())
+    behind = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, y, v)]
+    columns = [t.mT.contiguous().mT for t in (x, y, v)]
+    for inputs in (behind, columns):
+        assert_near(attended(*inputs, ones), expected, 1e-6)
+
+
+def test_large_shifts_and_long_vectors():
+    """Keys far from 0 and logits of thousands, whose exponentials no number holds."""
+    x, y, v, grad, _ = tensors(Z=3, S=120, scale=20.0)
+    x, y = x.transpose(0, 1), y[None] + 100
+    out, *grads = attended(x, y, v[None], grad.transpose(0, 1))
+    exact, *expected = attended(x.double(), y.double(), v[None].double(), grad.transpose(0, 1).double())
+    assert_near([out], [exact], 5e-3)
+    assert all(t.isfinite().all() for t in grads)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("side", [0, 1])
+def test_not_finite(side, value):
+    inputs = list(tensors(S=70)[:2])
+    inputs[side][1, ..., 33, 2] = value
+    with pytest.raises(NotFinite, match="NaN or infinite"):
+        near_far.choose(*inputs, 3, 9, None)
+
+
+def test_what_it_leaves_to_pytorch(monkeypatch):
+    x, y, v, *_ = tensors(Z=2, S=20)
+    assert near_far.applies(x, y, v) and near_far.applies(x.bfloat16(), y, v)
+    assert not near_far.applies(x, y.double(), v)
+    torch.set_num_threads(9)
+    assert not near_far.applies(x, y, v)       # two heads for nine threads
+    torch.set_num_threads(1)
+    reading = Sizes(open=4)
+    for call in (Both(reading, True, None), Both(reading, False, None), Causal(Sizes(first_order=True), None)):
+        assert not call.in_c(x, y, v)
+    with pytest.raises(NotImplementedError, match="torch.func"):
+        x = x.transpose(0, 1).requires_grad_()
+        out = near_far_attention(x, y[None], v[None], Sizes(4, 2, 3)).out
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+    class Full:
+        def __getattr__(self, name):
+            return lambda call: native.NO_MEMORY
+
+    monkeypatch.setattr(native, "library", lambda: Full())
+    with pytest.raises(MemoryError, match="20 tokens with d = 8"):
+        near_far.choose(x.transpose(0, 1).detach(), y, 3, 9, None)
+
+
+def test_another_sequence_by_a_codebook():
+    """What keys are measured by is known from other queries; rows that are masked whole give 0."""
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(2, heads, n, 8, generator=g) for heads, n in ((4, 30), (2, 90), (2, 90)))
+    keep = torch.rand(2, 90, generator=g) < 0.7
+    keep[1] = False
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        given = codebook(book(2, 9, 8), 2).to(dtype)
+        t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
+        assert Both(Sizes(8, 3, 9), True, given).in_c(*t) == (dtype == torch.float32)
+        out = near_far_attention(*t, Sizes(8, 3, 9, True), cross=True, codebook=given, key_mask=keep).out
+        found.append([out, *torch.autograd.grad(out.square().sum(), t)])
+    assert_near(*found, tolerance=5e-5)
+    assert not found[0][0][1].any()
+
+
+# ---- bounded, causal
+
+
+def bounded(seed):
+    """float32 in C and float64 in PyTorch at a random shape: outputs and gradients."""
+    g = torch.Generator().manual_seed(seed)
+    whole = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
+    kv_heads, G, S, d, dv = whole(1, 3), whole(1, 3), whole(1, 300), whole(2, 40), whole(1, 40)
+    sizes, L = Sizes(whole(1, 40), whole(0, 12), whole(1, 20)), S if seed % 3 else whole(1, S + 1)
+    draw = lambda heads, n, k: torch.randn(2, heads, n, k, generator=g)
+    inputs = draw(kv_heads * G, L, d) / d**0.25, (draw(kv_heads, S, d) + 0.5) / d**0.25, draw(kv_heads, S, dv)
+    keep = torch.rand(2, S, generator=g) < (0.8 if seed % 2 else 2.0)
+    keep[:, -1] = True
+    given, weight = codebook(book(kv_heads, sizes.cells, d, dtype=torch.float32), 2), draw(kv_heads * G, L, dv)
+    weight = weight * keep[:, None, S - L:, None]              # what padded queries see depends on no law
+    for dtype in (torch.float32, torch.float64):
+        t = [a.to(dtype).requires_grad_() for a in inputs]
+        assert Causal(sizes, given.to(dtype)).in_c(*t) == (dtype == torch.float32)
+        out = near_far_attention(*t, sizes, causal=True, codebook=given.to(dtype), key_mask=keep).out
+        yield [out * (weight != 0), *torch.autograd.grad((out * weight.to(dtype)).sum(), t)]
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 60))])
+def test_bounded_is_the_twin_at_any_shape(seed):
+    ours, exact = bounded(seed)
+    for a, b in zip(ours, exact):
+        assert (a.double() - b).abs().amax() <= 5e-5 * b.abs().amax().clamp(min=1e-2)
+
+
+def test_bounded_keys_that_outweigh_all_others():
+    """Sums of cells are never a total less what is gone: weights of e^30 leave nothing behind."""
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(1, 1, 200, 8, generator=g) for _ in range(3))
+    y[:, :, 60] = 12.0
+    given = codebook(book(1, 5, 8, dtype=torch.float32), 1)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
+        out = near_far_attention(*t, Sizes(8, 0, 5), causal=True, codebook=given.to(dtype)).out
+        found.append([out, *torch.autograd.grad(out[:, :, 20:60].square().sum(), t)])
+    for a, b in zip(*found):
+        assert (a.double() - b).abs().amax() <= 1e-4 * b.abs().amax()
