@@ -82,10 +82,18 @@ def plain_number(value: Any) -> Any:
 def located(path: str, name: Any) -> Any:
     """The class or function that the `_target_` of a node names. Raises ConfigError where it cannot be imported."""
     try:
+        return imported(name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}._target_ = {error}") from None
+
+
+def imported(name: Any) -> Any:
+    """What lies at a place such as "crt_exp.features.OPRF". Raises ConfigError."""
+    try:
         return pkgutil.resolve_name(name)
     except Exception as error:  # whatever the import of somebody's module raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{path}._target_ = {name} cannot be imported: {reason}") from None
+        raise ConfigError(f"{name} cannot be imported: {reason}") from None
 
 
 def read_conf(path: Path) -> dict[str, Any]:

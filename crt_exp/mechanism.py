@@ -1,5 +1,5 @@
-"""`Mechanism`: "favorpp, m = 256" as one object, between names and feature maps, samplers,
-attention layers and swapped models.
+"""`Mechanism`: "favorpp m=256" as one object, between names and feature maps, samplers, attention layers and swapped
+models.
 
 A name is a file of conf/attention (or of conf/features, for a map alone), for the library as for the command line.
 Nothing else builds these from configuration: tasks, studies, estimators, reports and swaps take a Mechanism.
@@ -9,33 +9,21 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from crt_exp.config import (CONF, ConfigError, canonical, construct, file_of, known, located, plain_number, read_conf,
-                            unknown)
+from crt_exp import mechanism_text
+from crt_exp.config import ConfigError, canonical, construct, imported, known, located, plain_number, unknown
 from crt_exp.features.base import FeatureMap
+from crt_exp.presets import (BASE, GROUPS, Part, apart, by_place, check_options, default_choice, default_m, part_of,
+                             read_preset, resolved, still_known, uses, with_phi)
 from crt_exp.samplers import Noise
-from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node, is_map, parameters, shown, whole_number
+from crt_exp.schema import ATTENTION, check_node, is_map, shown, whole_number
 from crt_exp.stored import check_saved
 
-OF_MAP = "features."            # before an option of the map
 Layers = Iterable[int] | int | Literal["supported"] | None
-GONE = {"far": "cells"}         # options that saved models may name, each at the one value that is left of it
-BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
-
-class Part(NamedTuple):
-    """A choice of a group: its name, and its contents (with `_target_`) or the object itself."""
-
-    name: str
-    content: Any
-
-    def described(self) -> Any:
-        """Plain numbers and strings; of an object what it says of itself."""
-        return self.content if isinstance(self.content, dict) else repr(self.content)
-
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -54,29 +42,73 @@ class Mechanism:
     seed: int = 0
 
     @classmethod
+    def parse(cls, text: str, **given: Any) -> "Mechanism":
+        """What a line such as "favorpp m=64 sampler=givens" says: a name, then options as `of` takes them.
+
+        The name is a file of conf/attention, one of conf/features (the map alone), or a class by its place, such as
+        "mine.ShiftedRF"; features= and sampler= take such places too, which are imported, so read what a user typed
+        and never a file of somebody's: see `of_saved`. Values are read as YAML reads scalars and lists in brackets.
+        given: options beside the text, such as seed=3. Raises ConfigError, naming the word that is wrong and what is
+        known.
+        """
+        name, options = mechanism_text.read(text)
+        given = {key: value for key, value in given.items() if value is not None}
+        if twice := sorted(options.keys() & given.keys()):
+            raise ConfigError(f"attention {text!r}: {twice[0]} = {shown(given[twice[0]])} is given beside it: "
+                              "leave one out")
+        try:
+            return cls._read(name, options | given)
+        except ConfigError as error:
+            raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
+
+    @classmethod
+    def _read(cls, name: str, options: dict[str, Any]) -> "Mechanism":
+        choices = {"seed": options.pop("seed", 0), "m": options.pop("m", None)}
+        choices |= {group: by_place(group, options.pop(group, None), options) for group in GROUPS}
+        name = canonical("attention", name)
+        if name in known("attention"):
+            return cls._chosen(name, *read_preset(name), options, **choices)
+        if "." in name and not is_map(imported(name)):
+            changes = {key: options.pop(key) for key in list(options) if "." in key}
+            return cls._chosen(name, {"_target_": name, "_partial_": True} | options, {}, changes, **choices)
+        alone = by_place("features", name, options)
+        if isinstance(alone, str) and alone not in known("features"):
+            raise unknown("attention", name, list(dict.fromkeys([*known("attention"), *known("features")])))
+        if choices["features"] is not None:
+            raise ConfigError(f"{name} is a feature map itself: leave features= out")
+        return cls._chosen(None, *read_preset(BASE), options, **choices | {"features": alone})
+
+    @classmethod
     def of(cls, name: str | None = None, *, m: int | None = None, sampler: str | Callable | None = None,
            features: str | FeatureMap | None = None, seed: int = 0, **options: Any) -> "Mechanism":
         """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
 
         name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; None takes `features` alone.
         m: projections (default: features.m of conf/config.yaml). sampler, features: names of those groups or objects.
-        options: keys of the file, such as redraw_every, and of that of its map, as `**{"features.n": 16}`. Raises
+        options: keys of the file, such as redraw_every, and of those of its parts, as `**{"features.n": 16}`. Raises
         ConfigError for unknown names, options and values, and for those that the attention does not use.
         """
         name = name and canonical("attention", name)
         if name is not None and name not in known("attention"):
             raise unknown("attention", name, known("attention"))
-        node, named = read_preset(BASE if name is None else name)
-        of_map = {key.removeprefix(OF_MAP): options.pop(key) for key in list(options) if key.startswith(OF_MAP)}
-        _check_options(f"attention {name}", options, node)
-        node = _resolved(node | {key: plain_number(value) for key, value in options.items()})
+        return cls._chosen(name, *read_preset(BASE if name is None else name), options, m=m, sampler=sampler,
+                           features=features, seed=seed)
+
+    @classmethod
+    def _chosen(cls, name: str | None, node: dict[str, Any], named: dict[str, str], options: dict[str, Any], *,
+                m: int | None, sampler: Any, features: Any, seed: int) -> "Mechanism":
+        """Of the contents of a file and the choices that it names, with these options and choices in place of them."""
+        changes, options = apart({key: plain_number(value) for key, value in options.items()})
+        check_options(f"attention {name or BASE}", options, [*node, *sorted(uses(node))])
+        node = with_phi(resolved(node | options), changes["phi"])
         check_node("attention", node, ATTENTION)
         if name is None and features is None:
             raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
-        chosen = {"features": features or of_map or None, "sampler": sampler, "m": m}
-        _refuse_unused(name, uses(node), {key for key, value in chosen.items() if value is not None})
-        parts = {group: _part(group, given or named.get(group) or default_choice(group), changes)
-                 for group, given, changes in (("features", features, of_map), ("sampler", sampler, {}))}
+        given = {"features": features or changes["features"] or None, "sampler": sampler or changes["sampler"] or None,
+                 "m": m}
+        _refuse_unused(name, uses(node), {key for key, value in given.items() if value is not None})
+        parts = {group: part_of(group, choice or named.get(group) or default_choice(group), changes[group])
+                 for group, choice in (("features", features), ("sampler", sampler))}
         return cls._made(name, node, parts["features"], parts["sampler"], default_m() if m is None else m, seed)
 
     @classmethod
@@ -87,11 +119,9 @@ class Mechanism:
 
         name = chosen("attention")
         node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
-        features = OmegaConf.to_container(cfg.features, resolve=True)
-        m = features.pop("m")
-        sampler_part = OmegaConf.to_container(cfg.sampler, resolve=True)
-        features, sampler_part = Part(chosen("features"), features), Part(chosen("sampler"), sampler_part)
-        return cls._made(name, _resolved(node), features, sampler_part, m, cfg.seed)
+        parts = {group: Part(chosen(group), {key: value for key, value in OmegaConf.to_container(
+            cfg[group], resolve=True).items() if key != "m"}) for group in GROUPS}  # m is the mechanism's own
+        return cls._made(name, resolved(node), parts["features"], parts["sampler"], cfg.features.m, cfg.seed)
 
     @classmethod
     def _made(cls, name: str | None, options: dict[str, Any], features: Part | None, sampler_part: Part | None,
@@ -176,21 +206,23 @@ class Mechanism:
     def saved(self) -> dict[str, Any]:
         """As JSON: the names that `Mechanism.of_saved` takes, and what they stand for."""
         options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_", "phi")}
-        options |= self._changes()
-        objects = [part for part in (self.features, self.sampler_part) if part and not isinstance(part.content, dict)]
+        parts = [part for part in (self.features, self.sampler_part) if part]
+        named = all(isinstance(part.content, dict) for part in parts) and "." not in self.name
+        options |= self._changes() if named else {}
         return {"name": self.name if self.name in known("attention") else None, "m": self.m, "seed": self.seed,
                 "features": self.features and self.features.name,
                 "sampler": self.sampler_part and self.sampler_part.name,
-                "rebuilds": not objects,
-                "options": options, "described": json.loads(json.dumps(self.describe()))}
+                "rebuilds": named, "options": options, "described": json.loads(json.dumps(self.describe()))}
 
     def _changes(self) -> dict[str, Any]:
-        """Options of the map that are not those of its file, as `of` takes them."""
-        part = self.features
-        if part is None or not isinstance(part.content, dict) or part.name not in known("features"):
-            return {}
-        written = _content("features", part.name)
-        return {OF_MAP + key: value for key, value in part.content.items() if written.get(key) != value}
+        """Options of its parts that are not those of their files, as `of` takes them."""
+        changes = {"features": self.features.changes("features") if self.features else {},
+                   "sampler": self.sampler_part.changes("sampler") if self.sampler_part else {}}
+        if self.name in known("attention") and "phi" in self.options:
+            node = read_preset(self.name)[0]
+            phi = resolved(node | {key: self.options[key] for key in node if key != "phi"})["phi"]
+            changes["phi"] = {key: value for key, value in self.options["phi"].items() if phi.get(key) != value}
+        return {f"{group}.{key}": value for group, values in changes.items() for key, value in values.items()}
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
@@ -216,9 +248,24 @@ class Mechanism:
         return mechanism
 
     def __str__(self) -> str:
-        parts = (self.features or Part(self.name, None), self.sampler_part)
-        names = " x ".join(part.name for part in parts if part is not None)
-        return f"{names}, m = {self.m}" if self.m else f"{self.name} kernel"
+        """The text that `parse` reads to an equal one: the name, m, and what else differs from the name's file. An
+        object is written as its class with plain options; what cannot be written so, `parse` refuses."""
+        alone = self.features is not None and self.name == self.features.name and self.name not in known("attention")
+        file = BASE if alone else self.name if self.name in known("attention") else None
+        node, named = read_preset(file) if file else ({}, {})
+        words = {"m": self.m, "features": None if alone else self._named(self.features, "features", named),
+                 "sampler": self._named(self.sampler_part, "sampler", named)}
+        words |= {key: value for key, value in self.options.items()
+                  if key not in ("_target_", "_partial_", "phi") and node.get(key, ...) != value}
+        words |= self._changes() | {"seed": self.seed or None}
+        return mechanism_text.write(self.features.word() if alone else self.name,
+                                    {key: value for key, value in words.items() if value is not None or key in node})
+
+    @staticmethod
+    def _named(part: Part | None, group: str, named: dict[str, str]) -> str | None:
+        """A choice where it is not the one that the attention makes, whose choices are `named`."""
+        word = part and part.word()
+        return None if word == (named.get(group) or default_choice(group)) else word
 
     def __hash__(self) -> int:
         return hash((self.name, self.m, self.seed, str(self.describe())))
@@ -262,98 +309,16 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
 
 # ---- files and what they use
 
-def read_preset(name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other
-    groups that it makes."""
-    node, named, below = read_conf(file_of("attention", name)), {}, {}
-    for entry in node.pop("defaults", []):
-        if isinstance(entry, str):
-            below = below | read_preset(entry.split("@")[0])[0]
-        else:
-            named |= {key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()}
-    return below | node, named
-
-
-def still_known(saved: Any) -> Any:
-    """What was saved of a mechanism, without the options of GONE."""
-    if not isinstance(saved, dict):
-        return saved
-    return {key: still_known(value) for key, value in saved.items() if (key, value) not in GONE.items()}
-
-
-def default_choice(group: str) -> str:
-    """The choice of a group where none is made: that of the command line."""
-    return next(entry[group] for entry in read_conf(CONF / "config.yaml")["defaults"]
-                if isinstance(entry, dict) and group in entry)
-
-
-def default_m() -> int:
-    """The number of projections where none is given: that of the command line."""
-    return read_conf(CONF / "config.yaml")["features"]["m"]
-
-
-def uses(options: Any) -> frozenset[str]:
-    """Which of features, sampler and m the attention of a file makes use of."""
-    if "phi" not in parameters(located("attention", options["_target_"])):
-        return frozenset()
-    if "phi" not in options:
-        return frozenset({"features", "sampler", "m"})
-    return frozenset({"sampler", "m"} if options["phi"].get("projection", True) else ())
-
-
 def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> None:
     if given - used:
         raise ConfigError(f"attention {name} does not use {' and '.join(sorted(given - used))}: leave "
                           f"{'it' if len(given - used) == 1 else 'them'} out")
 
 
-def _part(group: str, choice: Any, changes: dict[str, Any]) -> Part | None:
-    """A choice by its name, with other values for some of its keys, or an object."""
-    if choice is None:
-        return None
-    if not isinstance(choice, str):
-        if changes:
-            raise ConfigError(f"{group}.{next(iter(changes))} is an option of a file of conf/{group}: build the object "
-                              "with it")
-        if not (is_map(type(choice)) if group == "features" else callable(choice)):
-            raise ConfigError(f"{group} = {shown(choice)}: it takes a name of conf/{group} or the object itself")
-        return Part(getattr(choice, "__name__", type(choice).__name__), choice)
-    if choice not in known(group):
-        raise unknown(group, choice, known(group))
-    content = _content(group, choice)
-    _check_options(f"{group} {choice}", changes, content)
-    content |= {key: plain_number(value) for key, value in changes.items()}
-    check_node(group, content, FEATURES if group == "features" else SAMPLER)
-    return Part(choice, content)
-
-
 def _words(saved: Any) -> list[tuple[str, Any]]:
     """What a saved attention names of each group."""
     keys = {"attention": "name", "features": "features", "sampler": "sampler"}
     return [(group, saved.get(key)) for group, key in keys.items()] if isinstance(saved, dict) else []
-
-
-def _check_options(what: str, given: Iterable[str], content: Iterable[str]) -> None:
-    """Raises ConfigError for a key that a file does not have, or that says which class it stands for."""
-    known = [str(key) for key in content if not str(key).startswith("_")]
-    for key in given:
-        if key not in known:
-            raise unknown(f"option of {what}", key, known)
-
-
-def _content(group: str, name: str) -> dict[str, Any]:
-    return read_conf(file_of(group, name))
-
-
-def _resolved(node: dict[str, Any], above: dict[str, Any] | None = None) -> dict[str, Any]:
-    """With the values that `${..key}` names, of the mapping above."""
-    def value_of(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _resolved(value, node)
-        named = above is not None and isinstance(value, str) and value.startswith("${..") and value.endswith("}")
-        return above[value[4:-1]] if named else value
-
-    return {key: value_of(value) for key, value in node.items()}
 
 
 def _whole(value: Any, name: str, least: int | None) -> int:

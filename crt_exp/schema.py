@@ -238,7 +238,10 @@ def parameters(target: Any) -> dict[str, Parameter]:
     except NameError:  # annotations of names that are imported for type checkers alone
         hints = {}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = [p for p in inspect.signature(target).parameters.values() if p.kind in by_name]
+    try:
+        named = [p for p in inspect.signature(target).parameters.values() if p.kind in by_name]
+    except ValueError:  # of C, such as `min` and functools.partial, which do not say what they take
+        named = []
     return {p.name: Parameter(hints.get(p.name, like(p.default)), p.default is p.empty) for p in named}
 
 

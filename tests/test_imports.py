@@ -24,7 +24,7 @@ ROOMS = [
     ["data", "environments"],
     ["metrics"],
     ["swap"],
-    ["mechanism"],
+    ["mechanism", "mechanism_text", "presets"],
     ["pretrained.saved", "pretrained.card", "pretrained.attn_layer"],
     ["pretrained.implementations"],
     ["drawing"],

@@ -64,7 +64,7 @@ def named(group: str) -> Iterator[None]:
 
 def check_attention(cfg) -> None:
     """Choices that the attention does not use."""
-    from crt_exp.mechanism import uses
+    from crt_exp.presets import uses
 
     if cfg.get("attention") is None:
         return

@@ -38,7 +38,8 @@ class ClassFeatures(nn.Module):
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
         self.m, self.d, self.classes = mechanism.m, d, classes
         self.scale = float(temperature) ** -0.5
-        self.described = f"{mechanism}, map {self.phi!r}, d = {d}, V = {classes}, temperature = {temperature:g}"
+        names = f"{mechanism.features.name} x {mechanism.sampler_part.name}, m = {self.m}"
+        self.described = f"{names}, map {self.phi!r}, d = {d}, V = {classes}, temperature = {temperature:g}"
         self.projections = self.phi.projections(self.m)
         generator = torch.Generator().manual_seed(seed)
         noises = {p: mechanism.sampler(p.m, d, generator) for p in distinct(self.projections)}

@@ -10,7 +10,8 @@ from typing import Any
 
 from hydra.utils import get_class
 
-from crt_exp.mechanism import OF_MAP, Mechanism
+from crt_exp.mechanism import Mechanism
+from crt_exp.presets import OF_MAP
 from crt_exp.studies.cells import Cells, Draw, Key
 
 

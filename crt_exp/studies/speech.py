@@ -15,7 +15,8 @@ import yaml
 from torch import nn
 
 from crt_exp.features import SDERF
-from crt_exp.mechanism import OF_MAP, Mechanism
+from crt_exp.mechanism import Mechanism
+from crt_exp.presets import OF_MAP
 from crt_exp.models import recogniser
 from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import encoder_steps, runs, training

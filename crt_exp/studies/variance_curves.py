@@ -12,7 +12,8 @@ import torch
 from crt_exp import drawing
 from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics
 from crt_exp.features.discrete import MIN_RATE, P_RANGE, DiscreteRF
-from crt_exp.mechanism import OF_MAP, Mechanism
+from crt_exp.mechanism import Mechanism
+from crt_exp.presets import OF_MAP
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.variance import REGIMES, log_variances, log_variances_of_set
 
