@@ -51,7 +51,6 @@ def test_every_map_alone_is_read_from_what_it_writes(name):
      {"kernel": "elu+1", "phi.kernel_epsilon": 0.5, "normalize": False}),
     ("relu phi.kernel_epsilon=1e-05", {"phi.kernel_epsilon": 1e-5}),
     ("nearfar preset=bounded open=[16, 32] exact_until=null", {"preset": "bounded", "open": [16, 32]}),
-    ("nearfar far=features features=hyp m=8", {"far": "features", "features": "hyp", "m": 8}),
     ("  window   block=32 first=16 ", {"block": 32, "first": 16}),
     ("FAVOR++ m=8", {"m": 8}),
 ])
