@@ -179,7 +179,7 @@ def drawn(run: str, file: str, entry: str, m: int, noises: int, first: int | Non
     names = (own, "uniform") if own != "exact" else SWAPPED
     exact = matrices(kept.build(Mechanism.of("exact")), letters)
     others = {name: [matrices(swapped(kept, name, m, seed, letters), letters)
-                     for seed in range(noises if name.startswith("favor") and name != own else 1)] for name in names}
+                     for seed in range(noises if Mechanism.parse(name).draws and name != own else 1)] for name in names}
     errors = {name: [errors_of(each, exact) for each in draws] for name, draws in others.items()}
     errors["uniform"] = errors["uniform"] * len(errors[names[0]])  # the same whatever the noise
     shown = {"exact": exact, names[0]: others[names[0]][0]}
@@ -197,7 +197,7 @@ def swapped(kept: Kept, name: str, m: int, seed: int, letters: list[int]) -> Lan
     """The run's weights with that attention; causal maps fitted to the entry, where they were not trained."""
     if name == kept.mechanism.name:
         return kept.build()
-    model = kept.build(Mechanism.of(name, m=m, seed=seed) if name.startswith("favor") else Mechanism.of(name))
+    model = kept.build(Mechanism.parse(name, seed=seed).projecting(m))
     return fitted(model, letters)
 
 

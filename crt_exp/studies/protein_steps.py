@@ -100,7 +100,7 @@ def layer(name: str, m: int, heads: int, d: int, **sizes) -> nn.Module:
     """Causal attention of that name; m is for those that have projections."""
     if name == FORMED:
         return Formed(heads, d, **sizes)
-    return (Mechanism.of(name, m=m) if name.startswith("favor") else Mechanism.of(name)).layer(heads, d, **sizes)
+    return Mechanism.parse(name).projecting(m).layer(heads, d, **sizes)
 
 
 def language_model(name: str, length: int, sizes: Sizes, m: int) -> LanguageModel:
