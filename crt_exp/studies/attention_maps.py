@@ -46,7 +46,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     cells, home = Cells(name, sources, keep), runs.Home(training.HOME, tuple(sources))
     models = [run] if run else [trained(home, size, seed) for seed in range(size["seeds"])]
     kept = of_proteins(models[0])
-    if m is not None and kept.mechanism.name != "exact":
+    if m is not None and not kept.mechanism.is_exact:
         raise ConfigError(f"m={m}: this run was trained with {kept.mechanism.name}, which is drawn next to exact "
                           "attention: leave it out")
     setting = protein.accession.decode()

@@ -188,7 +188,7 @@ def generation(names: Sequence[str], positions: Sequence[int], rounds: int, size
     begun, token = {}, drawn(1, 1)
     for name in names:
         model = language_model(name, max(positions) + rounds + WARM, sizes, m).eval()
-        if name.startswith("favor"):
+        if name != FORMED and Mechanism.parse(name).draws:
             fill_statistics(model, [drawn(1, min(positions))])
         for position in positions:
             begun[name, position] = model, model.begin()
