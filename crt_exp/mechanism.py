@@ -147,6 +147,20 @@ class Mechanism:
         content = self.features.content      # a map as it is, of whatever kernel, or how to make one
         return (self.map() if isinstance(content, dict) else content).estimates
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws noise, m projections."""
+        return self.m is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is softmax attention itself, for which a model's own may stay."""
+        return self.options.get("_target_") == "crt_exp.attention.Exact"
+
+    def projecting(self, m: int) -> "Mechanism":
+        """The same with m projections, where it draws any."""
+        return replace(self, m=_whole(m, "m", 1)) if self.draws else self
+
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
         if "phi" in self.options:
@@ -278,7 +292,8 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
                    layers: Layers = None, sampler=None, redraw_every: int = 0,
                    normalize_qk: bool = False, seed: int | None = None, *, causal: bool | None = None,
                    saved: bool = True, **options) -> nn.Module:
-    """Puts attention `name` (a file of conf/attention) in place of the model's own, in place, and returns the model.
+    """Puts attention `name`, a file of conf/attention or what `Mechanism.parse` reads ("window block=32 first=16"), in
+    place of the model's own, in place, and returns the model.
 
     m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules,
     counted from 0 (negative: from the end) in the order of `describe_attention`; "supported": all that can be; default
@@ -303,7 +318,7 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
     if isinstance(name, Mechanism):
         return name.swap(model, layers, causal=causal, saved=saved)
     options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
-    mechanism = Mechanism.of(name, m=m, sampler=sampler, seed=0 if seed is None else seed, **options)
+    mechanism = Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
     return mechanism.swap(model, layers, causal=causal, saved=saved)
 
 

@@ -175,7 +175,7 @@ def drawn_beside(model: nn.Module, options: Options) -> dict[str, nn.Module]:
     exact = Mechanism.of("exact").swap(copy.deepcopy(model))
     if own:
         return {"exact": exact, ", ".join(map(drawing.label, own)): model}
-    other = Mechanism.of(options.attention or OTHER, m=options.m)
+    other = Mechanism.parse(options.attention or OTHER, m=options.m)
     title = drawing.label(other.name) + (f", m = {other.m}" if other.m else "")
     return {"exact": exact, title: other.swap(copy.deepcopy(model))}
 

@@ -5,16 +5,19 @@ import re
 from dataclasses import dataclass
 
 import pytest
+import torch
 import yaml
 from torch import Tensor
 
-from crt_exp import mechanism_text
+from crt_exp import mechanism_text, swap_attention
+from crt_exp.advice.call import arms_of as advised_arms
 from crt_exp.attention import Window
 from crt_exp.config import CONF, ConfigError, choices, own_names
 from crt_exp.features import OPRF, PosRF, Sum
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.command_line import compose
 from crt_exp.samplers import iid
+from crt_exp.studies.fidelity import arms_of as fidelity_arms
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 OF_PAGES = re.compile(rf"\"?((?:{'|'.join(map(re.escape, sorted(choices('attention'), key=len, reverse=True)))})"
@@ -186,6 +189,32 @@ def test_what_is_wrong_is_named(text, words):
     with pytest.raises(ConfigError, match=f"(?s){words}") as caught:
         Mechanism.parse(text)
     assert "task." not in str(caught.value)
+
+
+def test_what_a_mechanism_is_is_not_asked_of_its_name():
+    assert [name for name in choices("attention") if Mechanism.of(name).is_exact] == ["exact"]
+    assert Mechanism.parse("crt_exp.attention.Exact").is_exact
+    for name in choices("attention"):
+        made = Mechanism.of(name)
+        assert made.draws == (made.sampler is not None) == (made.m is not None)
+        assert made.projecting(8) == (Mechanism.of(name, m=8) if made.draws else made)
+
+
+def test_swaps_take_the_same_text():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    model = swap_attention(torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "favorp m=4 sampler=iid")
+    assert model.layers[0].self_attn.swapped.m == 4
+    with pytest.raises(ConfigError, match="m = 8 is given beside it"):
+        swap_attention(model, "favorp m=4", m=8)
+
+
+def test_a_printed_label_can_be_given_back():
+    texts = ["window block=8 first=2", "favorp m=4", "nearfar open=[2,4]", "favorpp sampler=iid"]
+    fidelity = [arm.label for arm in fidelity_arms(texts, [16, 32])]
+    assert fidelity == [*texts[:3], *(f"{texts[3]} m={m}" for m in (16, 32))]
+    assert [arm.label for arm in fidelity_arms(fidelity, [64])] == fidelity
+    advised = [arm.label for arm in advised_arms(texts, causal=True)]
+    assert advised == ["exact", *texts] and [arm.label for arm in advised_arms(advised, causal=True)] == advised
 
 
 def test_what_stands_beside_the_text():

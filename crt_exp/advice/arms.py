@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from crt_exp import mechanism_text
 from crt_exp.mechanism import Mechanism
 
 EXACT, FLOOR = "exact", "uniform"
@@ -10,18 +11,19 @@ EXACT, FLOOR = "exact", "uniform"
 
 @dataclass(frozen=True)
 class Arm:
-    """A name of conf/attention with options of its file; `exact` is the model's own attention, unchanged."""
+    """A name and its options as `Mechanism.parse` takes them; `exact` is the model's own attention, unchanged."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+        """What `Mechanism.parse` reads."""
+        return mechanism_text.write(self.name, self.options)
 
     def mechanism(self, seed: int = 0) -> Mechanism | None:
         """None for the model's own attention. Raises ConfigError for what conf/ does not have."""
-        return None if self.name == EXACT else Mechanism.of(self.name, seed=seed, **self.options)
+        return None if self.name == EXACT else Mechanism.parse(self.label, seed=seed)
 
     def call(self) -> str:
         """The line of Python that applies it."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crt_exp import mechanism_text
 from crt_exp.advice.arms import EXACT, Arm, candidates
 from crt_exp.advice.batches import UNLABELLED, BatchPanel
 from crt_exp.advice.panel import Panel
@@ -33,10 +34,10 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
     the model as it is. length: tokens of a piece of text (512, or the model's positions).
 
     `calibration` pieces fit attention that has something to fit, `samples` others judge (8 texts, 64 images, 16 of
-    other pieces): intervals are over these. attentions: names of conf/attention or (name, options); by default
-    near-far attention with its presets, a window, FAVOR#, FAVOR++ and uniform attention, the floor. rounds: of the
-    times, medians. tolerance: nats above exact that are near enough. progress: takes a line at each step; by default
-    they go to stderr.
+    other pieces): intervals are over these. attentions: strings such as "window block=32", or (name, options); by
+    default near-far attention with its presets, a window, FAVOR#, FAVOR++ and uniform attention, the floor. rounds: of
+    the times, medians. tolerance: nats above exact that are near enough. progress: takes a line at each step; by
+    default they go to stderr.
 
     The model is as it was afterwards. Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`.
     Raises ValueError for models that these pieces do not fit, and for too few pieces.
@@ -124,7 +125,7 @@ def arms_of(attentions: Sequence[str | tuple[str, dict]] | None, causal: bool) -
     """Exact attention first. Raises ConfigError for names and options that conf/attention does not have."""
     if attentions is None:
         return candidates(causal)
-    arms = [Arm(each) if isinstance(each, str) else Arm(*each) for each in attentions]
+    arms = [Arm(*(mechanism_text.read(each) if isinstance(each, str) else each)) for each in attentions]
     for arm in arms:
         arm.mechanism()
     if all(arm.name == EXACT for arm in arms):

@@ -109,7 +109,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
     else:
         model = auto.from_config(config).float()
     record.taken(model)  # of the attention that the weights were saved with
-    return model if mechanism.name == "exact" else mechanism.swap(model, saved=origin.noise)
+    return model if mechanism.is_exact else mechanism.swap(model, saved=origin.noise)
 
 
 def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:

@@ -43,7 +43,7 @@ class Recogniser(NamedTuple):
     def build(self) -> nn.Module:
         """With new weights; blank is one symbol more."""
         model = ConformerTransducer(len(self.symbols) + 1, self.rate, self.sizes)
-        return model if self.mechanism.name == "exact" else self.mechanism.swap(model)
+        return model if self.mechanism.is_exact else self.mechanism.swap(model)
 
 
 def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:

@@ -299,7 +299,7 @@ def build(description: Description, mechanism: Mechanism, init: str = "scratch",
             state = checkpoint.state()
             check_numbers(state.items(), checkpoint.named)
             fill(model, state, checkpoint.named, new_head)
-    if mechanism.name != "exact":
+    if not mechanism.is_exact:
         mechanism.swap(model)
     if checkpoint is not None and checkpoint.attention:
         load_noise(model, checkpoint)

@@ -7,7 +7,7 @@ from crt_exp.swap.swap import swap_module
 
 
 def attn_layer(name: str | Mechanism, m: int | None = None, **options) -> type:
-    """A subclass of timm.layers.Attention with attention `name` (a file of conf/attention): for
+    """A subclass of timm.layers.Attention with attention `name`, as `swap_attention` takes it: for
     `timm.create_model("vit_small_patch16_224", attn_layer=attn_layer("favorpp", m=64))` and every model that takes one.
 
     m, options: as `swap_attention` takes them. Parameters have timm's names, so that its weights load, and
@@ -17,7 +17,7 @@ def attn_layer(name: str | Mechanism, m: int | None = None, **options) -> type:
     """
     from timm.layers import Attention
 
-    mechanism = name if isinstance(name, Mechanism) else Mechanism.of(name, m=m, **options)
+    mechanism = name if isinstance(name, Mechanism) else Mechanism.parse(name, m=m, **options)
     numbers = count()
 
     class LinearAttention(Attention):

@@ -111,7 +111,7 @@ def check_study(cfg, task, mechanism) -> None:
                           "leave that out")
     if hasattr(task, "uses"):
         check_used(task)
-    if not mechanism.estimates and mechanism.name != "exact" and not measures_whole(cfg, mechanism):
+    if not mechanism.estimates and not mechanism.is_exact and not measures_whole(cfg, mechanism):
         raise ConfigError(f"task={choice('task')} measures feature maps of a kernel, and attention={mechanism.name} "
                           "estimates none: choose features=..., a preset such as attention=favorpp, or attention=exact")
 

@@ -144,7 +144,7 @@ def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler,
             raise ValueError("m and sampler are those of the mechanism: give them to Mechanism.of")
         mechanism = proposal
     elif isinstance(proposal, str):
-        mechanism = Mechanism.of(proposal, m=m, sampler=sampler, seed=seed)
+        mechanism = Mechanism.parse(proposal, m=m, sampler=sampler, seed=seed)
     elif isinstance(proposal, FeatureMap):
         mechanism = Mechanism.of(features=proposal, m=m, sampler=sampler, seed=seed)
     else:

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from crt_exp.attention import NearFar
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
+from crt_exp.mechanism import Mechanism
 from crt_exp.runner.adapters import Adapters
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.fidelity import parsed
 from crt_exp.swap.calibration import fill_statistics
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
 from crt_exp.tasks.objectives import following
@@ -210,7 +211,8 @@ def swapped(setting: str, seed: int, steps: int, arm: str) -> nn.Module:
     model = begun(setting, seed, steps)
     if arm == EXACT:
         return model
-    parsed(arm, M.get(arm.split()[0]), seed).swap(model, saved=False)
+    mechanism = Mechanism.parse(arm, seed=seed)
+    mechanism.projecting(M.get(mechanism.name, mechanism.m)).swap(model, saved=False)
     if any(getattr(state, "learns", False) for state in swapped_layers(model)):
         fill_statistics(model, calibration(setting, seed))
     return model
@@ -220,17 +222,19 @@ def calibration(setting: str, seed: int) -> list[Tensor]:
     return [SETTINGS[setting].rows("train", 777 + 10 * seed + i, ROWS)[0] for i in range(2)]
 
 
-def can_learn(model: nn.Module, arm: str) -> bool:
-    return bool(learned(swapped_layers(model))) or (arm.startswith("nearfar") and swapped_layers(model)[0].causal)
+def has_budget(model: nn.Module) -> bool:
+    """Whether it is causal near-far attention, whose layers share the keys that they read."""
+    first = swapped_layers(model)[0]
+    return isinstance(first, NearFar) and first.causal
 
 
 def taught(model: nn.Module, setting: str, seed: int, steps: int) -> float:
     """Attention transfer of those that have something to learn; CPU seconds."""
-    arm = swapped_layers(model)[0].mechanism
-    if not can_learn(model, arm):
+    shares = has_budget(model)
+    if not (shares or learned(swapped_layers(model))):
         return 0.0
     start, taught = time.process_time(), Transferring(model)
-    calibrate(taught, calibration(setting, seed), BUDGET if arm == "nearfar" else None)
+    calibrate(taught, calibration(setting, seed), BUDGET if shares else None)
     if learned(swapped_layers(model)):
         trained(taught, setting, seed, steps, TRANSFER_LR, transfer_loss)
     release(taught)

@@ -16,7 +16,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, checked
 from crt_exp.studies import advise_data
 from crt_exp.studies.base import planned
-from crt_exp.studies.fidelity import made, named
 from crt_exp.studies.subject import length_of, opened, rows_of
 
 
@@ -42,10 +41,8 @@ class Advise:
         self.model, self.text, self.tokenizer, self.length = model, text, tokenizer, length
         self.images, self.audio = images, audio
         self.attentions, self.samples, self.calibration = attentions, samples, calibration
-        for each in attentions or ():
-            made(each, *named(each))
         if attentions is not None:
-            arms_of([named(each) for each in attentions], True)
+            arms_of(attentions, True)
         self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
         self.advice: Advice | None = None
 
@@ -83,7 +80,7 @@ class Advise:
                           seed=seed)
 
     def arms(self, panel: Panel) -> list[Arm]:
-        return arms_of(None if self.attentions is None else [named(text) for text in self.attentions], panel.causal)
+        return arms_of(self.attentions, panel.causal)
 
     def cost(self, panel: Panel, arms: list[Arm], length: int) -> dict[str, Any]:
         return {"length": length, **panel.cost(arms, length, self.rounds)}

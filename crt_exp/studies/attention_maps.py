@@ -46,7 +46,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     cells, home = Cells(name, sources, keep), runs.Home(training.HOME, tuple(sources))
     models = [run] if run else [trained(home, size, seed) for seed in range(size["seeds"])]
     kept = of_proteins(models[0])
-    if m is not None and kept.mechanism.name != "exact":
+    if m is not None and not kept.mechanism.is_exact:
         raise ConfigError(f"m={m}: this run was trained with {kept.mechanism.name}, which is drawn next to exact "
                           "attention: leave it out")
     setting = protein.accession.decode()
@@ -179,7 +179,7 @@ def drawn(run: str, file: str, entry: str, m: int, noises: int, first: int | Non
     names = (own, "uniform") if own != "exact" else SWAPPED
     exact = matrices(kept.build(Mechanism.of("exact")), letters)
     others = {name: [matrices(swapped(kept, name, m, seed, letters), letters)
-                     for seed in range(noises if name.startswith("favor") and name != own else 1)] for name in names}
+                     for seed in range(noises if Mechanism.parse(name).draws and name != own else 1)] for name in names}
     errors = {name: [errors_of(each, exact) for each in draws] for name, draws in others.items()}
     errors["uniform"] = errors["uniform"] * len(errors[names[0]])  # the same whatever the noise
     shown = {"exact": exact, names[0]: others[names[0]][0]}
@@ -197,7 +197,7 @@ def swapped(kept: Kept, name: str, m: int, seed: int, letters: list[int]) -> Lan
     """The run's weights with that attention; causal maps fitted to the entry, where they were not trained."""
     if name == kept.mechanism.name:
         return kept.build()
-    model = kept.build(Mechanism.of(name, m=m, seed=seed) if name.startswith("favor") else Mechanism.of(name))
+    model = kept.build(Mechanism.parse(name, seed=seed).projecting(m))
     return fitted(model, letters)
 
 

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
+from crt_exp.mechanism import Mechanism
 from crt_exp.studies.far_key import cells_at, of_pages, reading
-from crt_exp.studies.fidelity import parsed
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.swap.swap import unswap_attention
 from crt_exp.tasks.objectives import repeated
@@ -85,7 +85,7 @@ def times(start: str, length: int, attentions: Sequence[tuple[str, int | None]],
 
 class Swapped:
     """Within it the model has this attention: "exact", one of PEERS with its number of keys ("pages 64"), or one as
-    `task.attentions` names it, fitted to training text where it has something to fit."""
+    `Mechanism.parse` reads it, fitted to training text where it has something to fit."""
 
     def __init__(self, start: str, attention: str, m: int | None, length: int):
         self.start, self.attention, self.m, self.length = start, attention, m, length
@@ -97,7 +97,7 @@ class Swapped:
             AttentionInterface.register("peer", as_layer(PEERS[name], int(words[0])))
             self.model.set_attn_implementation("peer")
         elif name != "exact":
-            parsed(self.attention, self.m).swap(self.model, saved=False)
+            Mechanism.parse(self.attention, m=self.m).swap(self.model, saved=False)
             if learns(self.model):
                 fill_statistics(self.model, list(passages(self.start, "train", self.length, 0)[:CALIBRATION].split(1)))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.text import official_file
+from crt_exp.mechanism import Mechanism
 from crt_exp.studies import copying, runs
 from crt_exp.studies.cells import Cells, Draw
 
@@ -54,7 +55,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
 
 
 def projections(arm: str) -> int | None:
-    return M if arm.startswith("favor") else None
+    return M if arm not in PEERS and Mechanism.parse(arm).draws else None
 
 
 def stage(block: int, rows: int, steps: int, lr: str, drawn: bool = False) -> tuple[str, ...]:

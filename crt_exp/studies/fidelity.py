@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import yaml
 
+from crt_exp import mechanism_text
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
@@ -27,7 +27,8 @@ WARM = 128                                   # tokens of the call before memory 
 
 
 class Arm(NamedTuple):
-    """An attention as it is written, "window block=32 first=16", and its projections; None where it has none."""
+    """An attention as it is written, "window block=32 first=16", and its projections, of which the text says nothing;
+    None where it has none."""
 
     text: str
     m: int | None
@@ -38,46 +39,21 @@ class Arm(NamedTuple):
 
     @property
     def label(self) -> str:
-        return self.text + (f", m = {self.m}" if self.m else "")
+        return self.text + (f" m={self.m}" if self.m else "")
 
     def mechanism(self, seed: int = 0) -> Mechanism:
-        return parsed(self.text, self.m, seed)
-
-
-def named(text: str) -> tuple[str, dict[str, Any]]:
-    """A name of conf/attention and the options that follow it. Raises ConfigError."""
-    name, *words = text.split() or [""]
-    if not name:
-        raise ConfigError(f"task.attentions holds {text!r}: it takes names of conf/attention")
-    if bad := [word for word in words if "=" not in word]:
-        raise ConfigError(f"task.attentions: {text!r}: {bad[0]} is no option; write a name and key=value after it, "
-                          "such as 'window block=32 first=16'")
-    options = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
-    if "seed" in options:
-        raise ConfigError(f"task.attentions: {text!r}: seed is the same for all attentions, seed=...")
-    return name, options
-
-
-def parsed(text: str, m: int | None = None, seed: int = 0) -> Mechanism:
-    """What `named` reads, with the m of task.ms. Raises ConfigError."""
-    name, options = named(text)
-    if "m" in options:
-        raise ConfigError(f"task.attentions: {text!r}: m is the same for all attentions, task.ms=...")
-    return made(text, name, options | {"m": m}, seed)
-
-
-def made(text: str, name: str, options: dict[str, Any], seed: int = 0) -> Mechanism:
-    try:
-        return Mechanism.of(name, seed=seed, **options)
-    except ConfigError as error:
-        raise ConfigError(f"task.attentions: {text!r}: {error}") from None
+        return Mechanism.parse(self.text, m=self.m, seed=seed)
 
 
 def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
-    """Each attention with each m, once where it has none. Raises ConfigError for empty and unknown ones, and twice the
-    same."""
-    arms = [Arm(" ".join(text.split()), m) for text in attentions
-             for m in (ms if parsed(text).m is not None else [None])]
+    """Each attention with each m: its own alone where its text names one, and once where it has none. Raises
+    ConfigError for empty and unknown ones, and twice the same."""
+    arms = []
+    for text in attentions:
+        draws = Mechanism.parse(text, seed=0).draws
+        name, options = mechanism_text.read(text)
+        own = [options.pop("m")] if "m" in options else ms if draws else [None]
+        arms += [Arm(mechanism_text.write(name, options), m) for m in own]
     if len(set(arms)) < len(arms):
         raise ConfigError(f"task.attentions or task.ms names something twice: {[arm.label for arm in arms]}")
     return arms
@@ -131,7 +107,7 @@ class Fidelity:
 
     def draws_of(self, arm: Arm) -> int:
         """One where nothing is drawn."""
-        return self.draws if arm.mechanism().sampler_part is not None else 1
+        return self.draws if arm.mechanism().draws else 1
 
     def lengths_of(self, subject: Subject) -> list[int]:
         """By default 128, 256, ... as far as the model has positions, and no further than 2048."""
@@ -206,7 +182,7 @@ def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
 def memory(model: str, text: str, m: int | None, length: int) -> float:
     """MiB at the peak of a pass beyond the weights, the model swapped as it is: for a new process."""
     loaded, predicts = load(model)
-    parsed(text, m).swap(loaded, saved=False)
+    Mechanism.parse(text, m=m).swap(loaded, saved=False)
     call = {"use_cache": False} if predicts == "next" else {}
     if learns(loaded):
         fill_statistics(loaded, [ids_of(loaded, min(length, WARM))])

@@ -98,9 +98,7 @@ def methods(causal: bool, device: str) -> dict[str, Callable[..., Tensor]]:
 
 
 def layer(arm: str, causal: bool, device: str) -> nn.Module:
-    name, *options = arm.split()
-    given = dict(option.split("=") for option in options) | ARMS[arm]
-    made = Mechanism.of(name, **given).layer(HEADS, D, causal=causal).to(device)
+    made = Mechanism.parse(arm, **ARMS[arm]).layer(HEADS, D, causal=causal).to(device)
     if getattr(made, "learns", False):
         with made.calibration(), torch.no_grad():
             made(*torch.randn(3, 1, HEADS, 2048, D, device=device))
@@ -162,8 +160,7 @@ def steps(what: str, device: str) -> Iterator[tuple[str, str, str, float]]:
 
 
 def model(kind: str, size: int, arm: str, device: str) -> nn.Module:
-    name, *options = arm.split()
-    mechanism = Mechanism.of(name, **(dict(option.split("=") for option in options) | ARMS[arm]))
+    mechanism = Mechanism.parse(arm, **ARMS[arm])
     if kind == "vit":
         import timm
 

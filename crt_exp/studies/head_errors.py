@@ -16,7 +16,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.studies.approximation import Approximation
 from crt_exp.studies.captured import Synthetic, relative_error
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.fidelity import parsed
 
 
 class Heads(NamedTuple):
@@ -103,7 +102,7 @@ def errors(heads: str, S: int, features: str, sampler: str, ms: list[int], sampl
 def whole_errors(heads: str, S: int, attention: str, samples: int) -> dict[str, list[float]]:
     """`mse` of each sample, on the same queries, keys and values; `uniform`: its error relative to the exact output."""
     source = Synthetic(HEADS[heads].length, 1, D, scale_of(S), 0, HEADS[heads].turn)
-    layer, uniform, mse = parsed(attention).layer(1, D, scaling=1.0).eval(), [], []
+    layer, uniform, mse = Mechanism.parse(attention).layer(1, D, scaling=1.0).eval(), [], []
     for sample in range(samples):
         given = source.layers(sample, SEED)[0]
         error = relative_error(layer(given.x, given.y, given.v), given.output).item()

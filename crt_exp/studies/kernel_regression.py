@@ -105,7 +105,7 @@ def accuracies(dataset: str, coding: str, name: str, m: int, split: list[float],
 def mechanism(name: str, m: int) -> Mechanism:
     if name in (*PEERS, MAJORITY):
         return Mechanism(name, {}, m=m)
-    return Mechanism.of("exact") if name == "exact" else Mechanism.of(features=name, m=m, sampler="orthogonal")
+    return Mechanism.parse(name) if name == "exact" else Mechanism.parse(name, m=m, sampler="orthogonal")
 
 
 class Peers(UCI):

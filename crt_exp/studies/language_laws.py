@@ -110,7 +110,7 @@ def estimate(x: np.ndarray, y: Tensor, arm: str, m: int, seed: int) -> Estimate:
 def mechanism_of(arm: str, m: int, seed: int) -> Mechanism:
     """With m projections, or as a hybrid of about as many operations: m / 8 of each base, 8 features of the
     coefficient, which is the default of its file."""
-    return Mechanism.of(arm, m=m // COEFFICIENTS if arm in HYBRIDS else m, seed=seed)
+    return Mechanism.parse(arm, m=m // COEFFICIENTS if arm in HYBRIDS else m, seed=seed)
 
 
 def control(overrides: list[str], sources: list[str], every: int, law: str) -> dict[str, float]:

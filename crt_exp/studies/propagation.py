@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crt_exp import mechanism_text
 from crt_exp.data.text import official_file
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies import runs, training
@@ -54,12 +55,11 @@ def of_cell(cells: Cells, key: Key, setting: str, arm: str, sample: int) -> Iter
 
 
 def mechanism(arm: str, seed: int) -> Mechanism:
-    """Of "pos m=256", a map with projections (sampler=orthogonal), or of a control of conf/attention."""
-    name, *words = arm.split()
-    given = dict(word.split("=") for word in words)
-    if not given:
-        return Mechanism.of(name)
-    return Mechanism.of(features=name, sampler=given.get("sampler", "orthogonal"), m=int(given["m"]), seed=seed)
+    """Orthogonal where the arm names no sampler."""
+    made = Mechanism.parse(arm, seed=seed)
+    if not made.draws or "sampler" in mechanism_text.read(arm)[1]:
+        return made
+    return Mechanism.parse(arm, seed=seed, sampler="orthogonal")
 
 
 def random_errors(S: int, arm: str, sample: int) -> dict[str, list[float]]:

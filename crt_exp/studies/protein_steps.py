@@ -100,7 +100,7 @@ def layer(name: str, m: int, heads: int, d: int, **sizes) -> nn.Module:
     """Causal attention of that name; m is for those that have projections."""
     if name == FORMED:
         return Formed(heads, d, **sizes)
-    return (Mechanism.of(name, m=m) if name.startswith("favor") else Mechanism.of(name)).layer(heads, d, **sizes)
+    return Mechanism.parse(name).projecting(m).layer(heads, d, **sizes)
 
 
 def language_model(name: str, length: int, sizes: Sizes, m: int) -> LanguageModel:
@@ -188,7 +188,7 @@ def generation(names: Sequence[str], positions: Sequence[int], rounds: int, size
     begun, token = {}, drawn(1, 1)
     for name in names:
         model = language_model(name, max(positions) + rounds + WARM, sizes, m).eval()
-        if name.startswith("favor"):
+        if name != FORMED and Mechanism.parse(name).draws:
             fill_statistics(model, [drawn(1, min(positions))])
         for position in positions:
             begun[name, position] = model, model.begin()

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from crt_exp.mechanism import Mechanism
 from crt_exp.studies import associative, far_key, far_key_both, runs
 from crt_exp.studies.cells import Cells, Draw
 
@@ -59,7 +60,7 @@ def of_model(cells: Cells, start: str) -> Iterator[Draw]:
     for trial, attention, seed in product(TRIALS, ATTENTIONS, range(MODEL_SEEDS)):
         length, pairs, rows = TRIALS[trial]
         keys[trial, attention, seed] = {"start": start, "length": length, "pairs": pairs, "rows": rows, "seed": seed,
-                                        "attention": attention, "m": M if attention.startswith("favor") else None}
+                                        "attention": attention, "m": M if Mechanism.parse(attention).draws else None}
     cells.fill([*keys.values()], associative.accuracy, "recall: rows")
     for (trial, attention, seed), key in keys.items():
         for metric, value in cells[key].items():

@@ -16,7 +16,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.fidelity import parsed
 from crt_exp.studies.predicted import predicted_error
 from crt_exp.studies.training import Grid
 from crt_exp.swap.calibration import calibrate_attention
@@ -112,8 +111,8 @@ def of_layers(cells: Cells, key: Key, setting: str, model: int) -> Iterator[Draw
 @torch.no_grad()
 def after_swap(start: str, attention: str, seed: int) -> dict[str, dict[str, float]]:
     """split -> loss and accuracy of the exact model's weights in this attention, as task.init puts them there."""
-    task, (name, _, m) = task_of(start), attention.partition(" m=")
-    model = task.build(parsed(name, int(m) if m else None, seed)).eval()
+    task = task_of(start)
+    model = task.build(Mechanism.parse(attention, seed=seed)).eval()
     return {split: {key: value for key, value in task.metrics(model, split, Reader(task)).items()
                     if key in ("loss", "accuracy")} for split in ("validation", "test")}
 

@@ -81,7 +81,7 @@ def flops(mechanism: Mechanism, d: int, length: int) -> int:
     """Of ranking the patches of one image from their queries and keys, counted as in task=flops: with features in time
     linear in the patches, what is done once for a noise left out; with exact attention by its matrix."""
     if not mechanism.estimates:
-        return length**2 * (2 * d + 4) if mechanism.name == "exact" else 0  # products, exp, two sums, one division
+        return length**2 * (2 * d + 4) if mechanism.is_exact else 0  # products, exp, two sums, one division
     phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
     params = phi.fit(Statistics.of(x, x))
     bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)

@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from crt_exp.features import SDERF
@@ -130,10 +129,10 @@ def task_of(place: str) -> Task:
 
 def mechanism(options: Sequence[str], seed: int) -> Mechanism:
     """Of words of the command line: attention=..., its options and those of its map; others are not looked at."""
-    given = {key: yaml.safe_load(value) for key, value in (option.split("=", 1) for option in options)
-             if key.startswith(("attention", OF_MAP))}
-    name, m = given.pop("attention"), given.pop(f"{OF_MAP}m", None)
-    return Mechanism.of(name, m=m, seed=seed, **{key.removeprefix("attention."): value for key, value in given.items()})
+    own = [option for option in options if option.startswith(("attention.", OF_MAP))]
+    words = [option.removeprefix("attention.").replace(f"{OF_MAP}m=", "m=") for option in own]
+    name = next(option.removeprefix("attention=") for option in options if option.startswith("attention="))
+    return Mechanism.parse(" ".join([name, *words]), seed=seed)
 
 
 def entry(state: Any) -> list[float] | None:

@@ -236,7 +236,7 @@ def vit(what: str, length: int, name: str) -> tuple[nn.Module, Tensor]:
 
 def mechanism(name: str) -> Mechanism:
     """m = M where there are projections."""
-    return Mechanism.of(name, m=M) if name.startswith("favor") else Mechanism.of(name)
+    return Mechanism.parse(name).projecting(M)
 
 
 # ---- attention alone

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from crt_exp.attention import exact_attention
 from crt_exp.data.text import official_file
+from crt_exp.mechanism import Mechanism
 from crt_exp.studies import runs, training
 from crt_exp.studies.captured import relative_error
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.fidelity import Arm
 from crt_exp.studies.subject import Subject
 from crt_exp.studies.training import Grid
 
@@ -96,16 +96,15 @@ def of_heads(cells: Cells, start: str, given: Mapping[str, Any], label: str, wor
 
 def matched(start: str, texts: int, at: int, arm: str, length: int, draw: int) -> list[float]:
     """Relative error of the output, bidirectional, a number a layer. Tokens are independent: nothing is near."""
-    text, _, m = arm.partition(" m=")
-    if text.endswith(" cells"):
-        text += f"={8 * round(CELLS * (length / AT) ** 0.5 / 8)}"
+    if arm.endswith(" cells"):
+        arm += f"={8 * round(CELLS * (length / AT) ** 0.5 / 8)}"
     errors = []
     for number, laws in enumerate(moments(start, texts, at)):
         generator = torch.Generator().manual_seed(10_000 * draw + number)
         q, k, v = (normal(mean, root, length, generator) for mean, root in laws)
         heads, d = q.shape[1], q.shape[3]
         with torch.no_grad():
-            layer = Arm(text, int(m) if m else None).mechanism(draw).layer(heads, d, layer=number).eval()
+            layer = Mechanism.parse(arm, seed=draw).layer(heads, d, layer=number).eval()
             exact = exact_attention(q / d**0.25, k / d**0.25, v)
             errors.append(float(relative_error(layer(q, k, v), exact)))
     return errors

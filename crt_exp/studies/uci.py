@@ -86,7 +86,7 @@ class UCI:
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a split and draw, then the mean with its 95% interval over splits."""
         tests = [r for r in done if r["split"] == "split"]
-        draws = 1 if mechanism.name == "exact" else self.draws
+        draws = 1 if mechanism.is_exact else self.draws
         steps = range(len(tests), self.repeats * draws)
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)

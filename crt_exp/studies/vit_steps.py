@@ -62,7 +62,7 @@ def vit(name: str, tokens: int) -> nn.Module:
         for block in model.blocks:
             block.attn.fused_attn = False
         return model
-    mechanism = Mechanism.of(name, m=M) if name.startswith("favor") else Mechanism.of(name)
+    mechanism = Mechanism.parse(name).projecting(M)
     return model if name == "exact" else mechanism.swap(model)
 
 

@@ -46,7 +46,7 @@ class Teaching(Task):
 
     def taught(self, model: nn.Module, mechanism: Mechanism, count: int, budget: int | None = None) -> Transferring:
         """The swapped model, calibrated on as many batches of 8. Raises ConfigError for what has nothing to learn."""
-        if mechanism.name == "exact":
+        if mechanism.is_exact:
             raise ConfigError(f"attention=exact is what task={self.name} learns from: choose another, such as "
                               "attention=hedgehog")
         taught = Transferring(model)

@@ -135,13 +135,15 @@ def test_texts_and_masks_are_the_same_for_all(folder):
 
 def test_arms():
     arms = arms_of(["exact", "window block=8 first=2", "favorp"], [4, 16])
-    assert [arm.label for arm in arms] == ["exact", "window block=8 first=2", "favorp, m = 4", "favorp, m = 16"]
+    assert [arm.label for arm in arms] == ["exact", "window block=8 first=2", "favorp m=4", "favorp m=16"]
     assert arms[1].mechanism().options["first"] == 2 and arms[3].mechanism(seed=7).seed == 7
     for texts, words in ((["window 8"], "is no option"), (["favour"], "favor"), (["favorp size=3"], "size"),
-                         (["exact", "exact"], "twice"), ([" "], "it takes names"),
+                         (["exact", "exact"], "twice"), ([" "], "it takes a name"),
                          (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset = foo: it takes cheap, "),
                          (["nearfar block=1.5"], "block = 1.5: it takes a whole number"),
-                         (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "task.ms=")):
+                         (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "does not use m"),
+                         (["favorp m=4", "favorp"], "twice"),
+                         (["favorp seed=3"], "seed = 0 is given beside it")):
         with pytest.raises(ConfigError, match=words):
             arms_of(texts, [4])
 
@@ -169,12 +171,12 @@ def test_a_run_and_its_files(folder, typed, tmp_path):
             "task.attentions=[exact,uniform,favorpp]",
             "task.ms=[8]", "task.draws=2", "task.lengths=[]", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"]
     code, out, err = typed(*args)
-    assert code == 0 and "nearest to the exact model: favorpp, m = 8" in out, err
+    assert code == 0 and "nearest to the exact model: favorpp m=8" in out, err
     assert [line.split()[0] for line in out.splitlines() if "±" in line] == ["exact", "uniform", "favorpp"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["split"] for line in lines] == ["heads"] * 2 + ["swap"] * 4 + ["test"]
     final = {each["label"]: each for each in lines[-1]["attentions"]}
-    assert abs(final["exact"]["above"]) < 1e-5 and final["favorpp, m = 8"]["draws"] == 2
+    assert abs(final["exact"]["above"]) < 1e-5 and final["favorpp m=8"]["draws"] == 2
     assert len(lines[0]["mean_sq_sum"]) == 2 and lines[3]["above_texts"] != lines[4]["above_texts"]
     rows = list(csv.DictReader((tmp_path / "run" / "fidelity.csv").open()))
     assert len(rows) == 4 * 2 + 3 and (tmp_path / "run" / "fidelity.png").stat().st_size > 5000
@@ -189,7 +191,7 @@ def test_cost_against_the_length(folder):
     study = Fidelity(model=str(folder / "bert"), text=str(folder / "text.txt"), **STUDY | {"lengths": [16, 64]})
     found = [r for r in study.records(None, 0) if r["split"] == "cost"]
     assert [r["length"] for r in found] == [16, 64]
-    assert all(r["ms"][arm] > 0 and r["mib"][arm] >= 0 for r in found for arm in ("exact", "favorpp, m = 8"))
+    assert all(r["ms"][arm] > 0 and r["mib"][arm] >= 0 for r in found for arm in ("exact", "favorpp m=8"))
 
 
 @pytest.mark.parametrize("args, words", [
