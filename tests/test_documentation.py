@@ -1,7 +1,6 @@
 """README.md and docs/: code runs, recipes work, commands and keys exist."""
 
 import importlib
-import inspect
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from crt_exp.features import Statistics
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import page as pages
 from crt_exp.runner.command_line import check_command_line
-from crt_exp.studies import bench_nearfar
+from crt_exp.studies import print_times
 
 LANGUAGES = {"python", "bash", "yaml", "make"}
 # by the recipes' tests below, and on two processes by test_sequence.py
@@ -269,8 +268,8 @@ def test_command_exists(words, recipes):
             check_run(arguments)
         case ("torchrun", *_, "split.py"):
             assert any(block.page.name == "sequence_parallel.md" for block in BLOCKS)  # run by test_sequence.py
-        case ("python", "-m", "crt_exp.report.bench_nearfar", *arguments):
-            assert all(f'"{word}"' in inspect.getsource(bench_nearfar) for word in arguments if word.startswith("--"))
+        case ("python", "-m", "crt_exp.studies.print_times", *arguments):
+            assert print_times.parser().parse_args(arguments).run
         case ("python", "-m", module):
             importlib.invalidate_caches()
             assert find_spec(module)

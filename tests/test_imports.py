@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "crt_exp"
 # The longest name that fits counts.
 ROOMS = [
     ["on_import", "ranks", "nonfinite", "nested", "precision", "config", "plain_yaml", "schema", "stored", "arguments",
-     "kernels", "compiling", "memory", "whole_files"],
+     "kernels", "compiling", "whole_files", "studies.times"],
     ["samplers"],
     ["features"],
     ["bounds"],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from crt_exp.advice.arms import EXACT, Arm
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.mechanism import Mechanism
-from crt_exp.memory import added, give_back
+from crt_exp.studies.times import added, give_back
 from crt_exp.nonfinite import NotFinite
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.calibration import fill_statistics, learns, swapped_states

@@ -7,7 +7,6 @@ Every arm is swapped in, taught by attention transfer, and trained by low-rank a
 order) and without it for as many steps in all.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +25,7 @@ from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.adapters import Adapters
 from crt_exp.studies.cells import Cells, Draw
+from crt_exp.studies.times import PROCESSOR, Watch, milliseconds
 from crt_exp.swap.calibration import fill_statistics
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
 from crt_exp.tasks.objectives import following
@@ -154,17 +154,18 @@ def trained(model: nn.Module, setting: str, seed: int, steps: int, lr: float, st
             first: int = 0) -> float:
     """Trains what takes gradients for `steps` steps on rows from number `first` on; CPU seconds."""
     wanted = [p for p in model.parameters() if p.requires_grad]
-    optimizer, begun = torch.optim.AdamW(wanted, lr, (0.9, 0.98), weight_decay=0.0), time.process_time()
+    optimizer = torch.optim.AdamW(wanted, lr, (0.9, 0.98), weight_decay=0.0)
     model.train()
-    for i in range(steps):
-        loss = step(model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(wanted, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (i + 1) / (0.05 * steps + 1)) * (1 - i / steps)
-        optimizer.step()
-    return time.process_time() - begun
+    with Watch(PROCESSOR) as watch:
+        for i in range(steps):
+            loss = step(model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(wanted, 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, (i + 1) / (0.05 * steps + 1)) * (1 - i / steps)
+            optimizer.step()
+    return watch.seconds
 
 
 def exact(setting: str, seed: int, steps: int) -> dict[str, float]:
@@ -233,12 +234,13 @@ def taught(model: nn.Module, setting: str, seed: int, steps: int) -> float:
     shares = has_budget(model)
     if not (shares or learned(swapped_layers(model))):
         return 0.0
-    start, taught = time.process_time(), Transferring(model)
-    calibrate(taught, calibration(setting, seed), BUDGET if shares else None)
-    if learned(swapped_layers(model)):
-        trained(taught, setting, seed, steps, TRANSFER_LR, transfer_loss)
-    release(taught)
-    return time.process_time() - start
+    with Watch(PROCESSOR) as watch:
+        taught = Transferring(model)
+        calibrate(taught, calibration(setting, seed), BUDGET if shares else None)
+        if learned(swapped_layers(model)):
+            trained(taught, setting, seed, steps, TRANSFER_LR, transfer_loss)
+        release(taught)
+    return watch.seconds
 
 
 def transfer_loss(taught: Transferring, rows: tuple[Tensor, Tensor]) -> Tensor:
@@ -266,16 +268,13 @@ def of_steps(setting: str, seed: int, steps: int, arm: str, rounds: int = 5) -> 
 
 
 def cost(loss: Callable[[], Tensor], rounds: int) -> tuple[float, float]:
-    spent, held = [], {}
+    held = {}
 
     def keep(t: Tensor) -> Tensor:
         held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    for _ in range(rounds):
-        begin = time.process_time()
-        loss().backward()
-        spent.append(time.process_time() - begin)
+    spent = [milliseconds(lambda: loss().backward(), clock=PROCESSOR) / 1e3 for _ in range(rounds)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss()
     return min(spent), sum(held.values()) / 2**20

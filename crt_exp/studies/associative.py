@@ -3,7 +3,6 @@
 Legend: L tokens of a row, P pairs, V symbols.
 """
 
-import time
 from functools import lru_cache
 
 import torch
@@ -12,6 +11,7 @@ from crt_exp.attention import LinearAttention
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import LanguageModel
+from crt_exp.studies.times import Watch
 from crt_exp.swap.calibration import fill_statistics
 from crt_exp.tasks.recall import drawn
 
@@ -28,13 +28,14 @@ def accuracy(start: str, length: int, pairs: int, rows: int, seed: int, attentio
              split: str = "test") -> dict[str, float]:
     """The share of the values that are right, of all pairs of so many rows, and milliseconds of a row."""
     model = swapped(start, length, pairs, attention, m)
-    symbols, right, count, begin = kept_of(start).symbols["values"], 0, 0, time.perf_counter()
-    for i in range(rows):
-        tokens, labels = map(torch.from_numpy, drawn(split, 1000 * seed + i, length, symbols, pairs, pairs))
-        asked = labels >= 0
-        logits = model(tokens[None], chosen=asked[None])
-        right, count = right + int((logits[:, :symbols].argmax(-1) == labels[asked]).sum()), count + int(asked.sum())
-    return {"accuracy": right / count, "ms": 1e3 * (time.perf_counter() - begin) / rows}
+    symbols, right, count = kept_of(start).symbols["values"], 0, 0
+    with Watch() as watch:
+        for i in range(rows):
+            tokens, labels = map(torch.from_numpy, drawn(split, 1000 * seed + i, length, symbols, pairs, pairs))
+            asked = labels >= 0
+            chosen = model(tokens[None], chosen=asked[None])[:, :symbols].argmax(-1)
+            right, count = right + int((chosen == labels[asked]).sum()), count + int(asked.sum())
+    return {"accuracy": right / count, "ms": watch.ms / rows}
 
 
 @lru_cache(maxsize=2)

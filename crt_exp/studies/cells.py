@@ -25,9 +25,9 @@ from typing import Any
 import joblib
 from tqdm import tqdm
 
-from crt_exp.memory import in_new_process
 from crt_exp.runner.run import commit, machine, read_records
 from crt_exp.studies.draw_files import whole_text
+from crt_exp.studies.times import Watch, in_new_process
 
 PACKAGE = Path(__file__).parent.parent
 PAGES = Path("outputs/report")  # where draws are committed
@@ -161,9 +161,9 @@ def forget(name: str, folder: Path = Path("outputs")) -> None:
 
 
 def timed(compute: Callable[..., Any], key: Key, apart: bool = False) -> tuple[Key, Any, float]:
-    start = time.perf_counter()
-    value = in_new_process(compute, **key) if apart else compute(**key)
-    return key, value, time.perf_counter() - start
+    with Watch() as watch:
+        value = in_new_process(compute, **key) if apart else compute(**key)
+    return key, value, watch.seconds
 
 
 def short_commit() -> str:

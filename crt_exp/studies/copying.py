@@ -4,9 +4,8 @@ Legend: L tokens of a row, H heads, d. Peers that no file of conf/attention hold
 give, not what they cost. All of them see the last NEAR tokens and the FIRST ones.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.far_key import cells_at, of_pages, reading
+from crt_exp.studies.times import again, in_turns
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.swap.swap import unswap_attention
 from crt_exp.tasks.objectives import repeated
@@ -72,15 +72,12 @@ def losses(start: str, length: int, seed: int, attention: str, m: int | None = N
 def times(start: str, length: int, attentions: Sequence[tuple[str, int | None]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the layers of the model for one row, all in turn in each round."""
     body, row = model_of(start)[0].model, passages(start, "test", length, 0)[:1]
-    result: dict[str, list[float]] = {attention: [] for attention, _ in attentions}
-    for _ in range(rounds):
-        for attention, m in attentions:
-            with Swapped(start, attention, m, length):
-                body(input_ids=row, use_cache=False)
-                begin = time.perf_counter()
-                body(input_ids=row, use_cache=False)
-                result[attention].append(1e3 * (time.perf_counter() - begin))
-    return result
+
+    def within(swapped: Swapped) -> float:
+        with swapped:
+            return again(partial(body, input_ids=row, use_cache=False))
+    return in_turns({attention: Swapped(start, attention, m, length) for attention, m in attentions}, rounds, within,
+                    warm=0)
 
 
 class Swapped:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import PRESETS, ConformerTransducer
-from crt_exp.memory import added
-from crt_exp.studies.timing import timed
+from crt_exp.studies.times import added, in_turns
 
 RATE, LAYERS = 16000, 4  # of the paper's 17 layers: the others take as long, and no more memory
 SIZES = PRESETS["paper"] | {"layers": LAYERS}
@@ -40,7 +39,8 @@ def hear(model: nn.Module, given: Tensor) -> None:
 
 def times(seconds: int, rounds: int) -> dict[str, list[float]]:
     """method -> milliseconds in each round; every method takes its turn in every round."""
-    return timed(hear, {method: encoder(method) for method in METHODS}, audio(seconds), rounds)
+    given = audio(seconds)
+    return in_turns({method: partial(hear, encoder(method), given) for method in METHODS}, rounds)
 
 
 def memory(seconds: int, method: str) -> float:

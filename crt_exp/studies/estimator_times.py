@@ -6,6 +6,7 @@ The control is GaussianRandomProjection: a product with a matrix, which every ma
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,7 @@ from sklearn.random_projection import GaussianRandomProjection
 from crt_exp import drawing
 from crt_exp.estimators import RandomFeatures
 from crt_exp.studies.cells import Cells, Draw
+from crt_exp.studies.times import by_part, in_turns, milliseconds
 
 WITHOUT = drawing.DENSE | dict.fromkeys(("gerf", *drawing.HYBRIDS), "its features differ for the two sides of the "
                                         "kernel, which one transform cannot give")
@@ -45,13 +47,11 @@ def times(dtype: str, process: int, rounds: int, rows: int, columns: int, width:
     models = arms(width)
     for model in models.values():
         model.fit(X[:1000]).transform(X[:1000])
-    result: dict[str, list[float]] = {f"{arm}: {step}": [] for arm, step in product(models, STEPS)}
-    for turn in range(process * rounds, (process + 1) * rounds):
-        first = turn % len(models)
-        for arm, model in [*models.items()][first:] + [*models.items()][:first]:
-            for step in STEPS:
-                result[f"{arm}: {step}"].append(timed(getattr(model, step), X))
-    return result
+    spent: dict[str, list[dict[str, float]]] = {arm: [] for arm in models}
+    for turn in range(process * rounds, (process + 1) * rounds):  # another arm is first in every round
+        for arm, values in in_turns(models, 1, partial(steps, X=X), warm=0, turn=turn).items():
+            spent[arm] += values
+    return {f"{arm}: {step}": ms for arm, values in spent.items() for step, ms in by_part(values).items()}
 
 
 def arms(width: int) -> dict[str, Any]:
@@ -65,8 +65,10 @@ def arms(width: int) -> dict[str, Any]:
                for name in doubled}}
 
 
-def timed(call: Callable, X: np.ndarray) -> float:
+def steps(model: Any, X: np.ndarray) -> dict[str, float]:
+    return {step: rested(getattr(model, step), X) for step in STEPS}
+
+
+def rested(call: Callable[..., Any], X: np.ndarray) -> float:
     time.sleep(REST)
-    start = time.perf_counter()
-    call(X)
-    return 1e3 * (time.perf_counter() - start)
+    return milliseconds(call, X)

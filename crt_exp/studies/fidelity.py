@@ -17,8 +17,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies import fidelity_files
 from crt_exp.studies.base import planned
-from crt_exp.memory import added, in_new_process
 from crt_exp.studies.subject import Subject, load
+from crt_exp.studies.times import added, in_new_process
 from crt_exp.metrics import interval
 from crt_exp.swap.calibration import fill_statistics, learns
 

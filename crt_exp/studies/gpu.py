@@ -1,12 +1,11 @@
 """What `make gpu` measures: attention, a decoded token and training steps on one GPU, in bfloat16, compared with the
 fused exact kernel.
 
-A cell is one process of its own, in which all arms take turns; times are of CUDA events, memory is the peak beyond the
-inputs. With `device="cpu"` the same code runs at small sizes, as tests do.
+A cell is one process of its own, in which all arms take turns; memory is the peak beyond the inputs. With
+`device="cpu"` the same code runs at small sizes, as tests do.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
+from crt_exp.studies.times import added, in_turns, milliseconds
 
 HEADS, D = 16, 64
 ARMS = {"exact": {}, "favorpp": {"m": 256}, "nearfar": {}, "nearfar preset=bounded": {}}
@@ -83,7 +83,7 @@ def attention(length: int, causal: bool, device: str) -> Iterator[tuple[str, str
         arms[arm](*given)
 
     for name, run in zip(PASSES, (infer, train)):
-        for arm, (ms, mib) in in_turns(run, arms, device).items():
+        for arm, (ms, mib) in costs(run, arms, device).items():
             yield name, arm, "ms", ms
             yield name, arm, "mib", mib
 
@@ -138,7 +138,7 @@ def tokens(length: int, device: str) -> Iterator[tuple[str, str, str, float]]:
     for arm in ARMS:
         pasts[arm] = layer(arm, True, device).past()
         pasts[arm].step(*draw(3, 1, HEADS, length, D))
-    for arm, (ms, _) in in_turns(lambda arm: pasts[arm].step(*draw(3, 1, HEADS, 1, D)), pasts, device).items():
+    for arm, (ms, _) in costs(lambda arm: pasts[arm].step(*draw(3, 1, HEADS, 1, D)), pasts, device).items():
         yield "", arm, "ms", ms
 
 
@@ -154,7 +154,7 @@ def steps(what: str, device: str) -> Iterator[tuple[str, str, str, float]]:
         (out if isinstance(out, Tensor) else out[0]).float().square().mean().backward()
         models[arm].zero_grad(set_to_none=True)
 
-    for arm, (ms, mib) in in_turns(run, models, device).items():
+    for arm, (ms, mib) in costs(run, models, device).items():
         yield "", arm, "ms", ms
         yield "", arm, "mib", mib
 
@@ -197,45 +197,15 @@ def given(kind: str, size: int, device: str) -> tuple[Tensor, ...]:
 # ---- time and memory
 
 
-def in_turns(run: Callable[[str], None], arms: Mapping[str, Any], device: str) -> dict[str, tuple[float, float]]:
-    """Median milliseconds of run(arm), all arms taking their turn in each round, and the peak MiB beyond what was
-    there. An arm for which the memory ends is left out."""
-    peaks, times = {}, {}
-    for arm in arms:
+def costs(run: Callable[[str], None], arms: Mapping[str, Any], device: str) -> dict[str, tuple[float, float]]:
+    """Median milliseconds of run(arm) over rounds, and the peak MiB of a second call beyond what was there. An arm for
+    which the memory ends is left out."""
+    calls, peaks = {arm: partial(run, arm) for arm in arms}, {}
+    for arm, call in calls.items():
         try:
-            peaks[arm] = peak(lambda arm=arm: run(arm), device)
-            times[arm] = []
+            call()
+            peaks[arm] = added(call, torch.device(device))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-    for turn in range(WARM + TURNS):
-        for arm in times:
-            spent = milliseconds(lambda arm=arm: run(arm), device)
-            if turn >= WARM:
-                times[arm].append(spent)
+    times = in_turns({arm: calls[arm] for arm in peaks}, TURNS, partial(milliseconds, device=device), warm=WARM)
     return {arm: (statistics.median(each), peaks[arm]) for arm, each in times.items()}
-
-
-def milliseconds(run: Callable[[], None], device: str) -> float:
-    if device != "cuda":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop)
-
-
-def peak(run: Callable[[], None], device: str) -> float:
-    """MiB at the peak of a second call beyond what was there; 0 on a CPU."""
-    run()
-    if device != "cuda":
-        return 0.0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20

@@ -6,7 +6,6 @@ embeddings of all words; both are divided by the square root of the temperature,
 
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
@@ -27,8 +26,8 @@ from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.distributions import Estimate, distances
-from crt_exp.memory import added
 from crt_exp.studies.predicted import typical_pair
+from crt_exp.studies.times import Watch, added
 from crt_exp.tasks.base import Reader
 
 MODEL = ("tasks/ptb.py", "models/lstm.py", "data/words.py")  # what decides a language model: no feature map
@@ -128,9 +127,9 @@ def on_all_words(overrides: list[str], sources: list[str], whole: str, m: int) -
     bounds = [len(x) * i // cores for i in range(cores + 1)]
     workers = joblib.Parallel(n_jobs=cores)
     workers(joblib.delayed(of_part)(overrides, sources, whole, m, 0, 64) for _ in range(cores))    # processes are up
-    start = time.perf_counter()
-    mib = workers(joblib.delayed(of_part)(overrides, sources, whole, m, a, b) for a, b in zip(bounds, bounds[1:]))
-    return {"seconds": time.perf_counter() - start, "mib": sum(mib), "words": len(x), "cores": cores}
+    with Watch() as watch:
+        mib = workers(joblib.delayed(of_part)(overrides, sources, whole, m, a, b) for a, b in zip(bounds, bounds[1:]))
+    return {"seconds": watch.seconds, "mib": sum(mib), "words": len(x), "cores": cores}
 
 
 def of_part(overrides: list[str], sources: list[str], arm: str, m: int, first: int, last: int) -> float:

@@ -4,9 +4,9 @@ Training is that of a `Grid`. Time and memory are those of unidirectional models
 CPU whatever the size. Legend: L letters of a row, which are random there: time does not depend on them.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -20,8 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
 from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import added_by_step
-from crt_exp.studies.timing import timed
+from crt_exp.studies.times import Update, in_turns
 from crt_exp.swap.calibration import fill_statistics
 
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
@@ -127,8 +126,14 @@ class Case:
     length: int
     rows: int
 
-    def step(self, part: Part) -> "LayerStep | ModelStep":
-        return LayerStep(self) if part == LAYER else ModelStep(self, SIZES[part], M[part])
+    def step(self, part: Part) -> "LayerStep | Update":
+        return LayerStep(self) if part == LAYER else self.update(SIZES[part], M[part])
+
+    def update(self, sizes: Sizes, m: int) -> Update:
+        """Next-letter training; no row is padded."""
+        tokens = drawn(self.rows, self.length + 1)
+        return Update(language_model(self.name, self.length, sizes, m),
+                      lambda model: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
 
 
 class LayerStep:
@@ -146,26 +151,11 @@ class LayerStep:
             t.grad = None
 
 
-class ModelStep:
-    """Forward, backward and AdamW's update of next-letter training, as a call without arguments; no row is padded."""
-
-    def __init__(self, case: Case, sizes: Sizes, m: int):
-        self.model = language_model(case.name, case.length, sizes, m).train()
-        self.tokens = drawn(case.rows, case.length + 1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-
-    def __call__(self) -> None:
-        logits = self.model(self.tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-
-
 def times(part: Part, cases: Sequence[Sequence], rounds: int, process: int = 0) -> list[list[float]]:
     """Milliseconds of a step in each round, in the order of cases (name, length, rows), which all take their turn in
     every round."""
     steps = {str(case): Case(*case).step(part) for case in cases}
-    spent = timed(lambda step, _: step(), steps, None, rounds)
+    spent = in_turns(steps, rounds)
     return [spent[str(case)] for case in cases]
 
 
@@ -173,8 +163,7 @@ def memory(name: str, length: int) -> float:
     """MiB at the peak of a step of the model on one row, beyond weights, gradients and the optimiser's state. For a new
     process."""
     Case(name, 64, 1).step(MODEL)()  # libraries and threads
-    step = Case(name, length, 1).step(MODEL)
-    return added_by_step(step, step.model, step.optimizer)
+    return Case(name, length, 1).step(MODEL).added()
 
 
 # ---- drawing letters
@@ -185,19 +174,14 @@ def generation(names: Sequence[str], positions: Sequence[int], rounds: int, size
                process: int = 0) -> list[list[float]]:
     """Milliseconds of a letter behind so many in each round: of each name and, within it, each position; all take
     their turn in every round, and each goes on from where its last letter was."""
-    begun, token = {}, drawn(1, 1)
+    calls, token = {}, drawn(1, 1)
     for name in names:
         model = language_model(name, max(positions) + rounds + WARM, sizes, m).eval()
         if name != FORMED and Mechanism.parse(name).draws:
             fill_statistics(model, [drawn(1, min(positions))])
         for position in positions:
-            begun[name, position] = model, model.begin()
-            model(drawn(1, position), pasts=begun[name, position][1])
-    spent = {case: [] for case in begun}
-    for turn in range(WARM + rounds):
-        for case, (model, pasts) in begun.items():
-            start = time.perf_counter()
-            model(token, pasts=pasts)
-            if turn >= WARM:
-                spent[case].append(1e3 * (time.perf_counter() - start))
+            pasts = model.begin()
+            model(drawn(1, position), pasts=pasts)
+            calls[name, position] = partial(model, token, pasts=pasts)
+    spent = in_turns(calls, rounds, warm=WARM)
     return [spent[name, position] for name in names for position in positions]

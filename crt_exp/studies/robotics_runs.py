@@ -1,8 +1,8 @@
 """What `make hrf-robotics` measures: returns of trained policies, and what it costs to rank the patches of an image."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +17,7 @@ from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.flops import TOKENS, columns, count
 from crt_exp.studies.pairs import drawn, generator
-from crt_exp.studies.rollouts import one_thread
+from crt_exp.studies.times import PROCESSOR, Watch, in_turns, threads
 
 ROUNDS, CALLS = 5, 10  # of a time: how often all take their turn, and calls of one turn
 
@@ -55,10 +55,11 @@ def costs(d: int, lengths: list[int], arms: list) -> list[tuple]:
     made = [(arm, Mechanism.of(**options)) for arm, options in arms]
     rows = [(arm, "flops", length, "", flops(mechanism, d, length))
              for (arm, mechanism), length in product(made, lengths)]
-    layers = [(arm, mechanism.layer(1, d, scaling=1.0).eval()) for arm, mechanism in made]
-    with one_thread():
-        for length, turn, (arm, layer) in product(lengths, range(ROUNDS), layers):
-            rows.append((arm, "ms", length, turn, milliseconds(layer, d, length)))
+    layers = {arm: mechanism.layer(1, d, scaling=1.0).eval() for arm, mechanism in made}
+    with threads(1):
+        for length in lengths:
+            spent = in_turns(layers, ROUNDS, partial(milliseconds, d=d, length=length), warm=0)
+            rows += [(arm, "ms", length, turn, spent[arm][turn]) for turn, arm in product(range(ROUNDS), layers)]
     return rows
 
 
@@ -71,10 +72,10 @@ def milliseconds(layer: torch.nn.Module, d: int, length: int) -> float:
     of some calls."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
-    begin = time.process_time()
-    for _ in range(CALLS):
-        column_sums(layer, q, k)
-    return 1e3 * (time.process_time() - begin) / CALLS
+    with Watch(PROCESSOR) as watch:
+        for _ in range(CALLS):
+            column_sums(layer, q, k)
+    return watch.ms / CALLS
 
 
 def flops(mechanism: Mechanism, d: int, length: int) -> int:

@@ -6,7 +6,6 @@ number of processes, and each process uses one thread. So the returns do not dep
 
 import functools
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.runner.ending import Stopped
 from crt_exp.studies.cells import without_interrupts
+from crt_exp.studies.times import threads
 
 DROPPED = float("nan")  # the return of a rollout with an observation or a reward that is not finite
 
@@ -47,7 +47,7 @@ def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
 
 def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
     """The return of each row of thetas (B, N) in the rollout of its seed; DROPPED where it met what is not finite."""
-    with one_thread():
+    with threads(1):
         worlds, layer = prepared(player, len(seeds))
         seen = [world.reset(seed) for world, seed in zip(worlds, seeds)]
         draws = [np.random.default_rng([seed, 1]) for seed in seeds]
@@ -101,13 +101,3 @@ def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
         raise Stopped("a process that plays rollouts has died (killed, or out of memory); the generations that ended "
                       "are kept: continue with resume=auto, with fewer task.workers where memory was short",
                       1) from None
-
-
-@contextmanager
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

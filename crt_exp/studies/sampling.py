@@ -5,7 +5,6 @@ from the most frequent on.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -29,7 +28,7 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.timing import turns
+from crt_exp.studies.times import LONG, again, in_turns, milliseconds
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB
@@ -39,6 +38,7 @@ WITHIN = 0.3        # share of a class vector's square that is its own
 NOISE = 1.0         # length of what is added to the unit vector of a query's target: their cosine is about 0.7
 DRAWN, STEP, DRIFT, GRADIENT = "a draw", "a step", "drift of the tables", "gradient, |h| |e| = {:g}"
 CODEWORDS = (32, 64)  # of each codebook of the multi-index
+WARMED = partial(again, below=LONG)  # where the tables are read all the time, as in a step
 REPEATED = 2**23    # numbers of the class vectors that repeated draws gather at once
 
 
@@ -133,9 +133,9 @@ def draw_times(classes: int, m: int, rounds: int, signed: bool) -> dict[str, dic
     if signed:
         kinds["signed tree"] = TreeFeatures(TrigRF(), classes, D, m=m // 2)
         kinds["signed tree"].rebuild(head.weight, head.bias, hidden)
-    draws = turns({n: partial(s.draw, hidden, targets, NEGATIVES) for n, s in kinds.items()}, rounds, warm=True)
+    draws = in_turns({n: partial(s.draw, hidden, targets, NEGATIVES) for n, s in kinds.items()}, rounds, WARMED)
     rows = tree.draw(hidden, targets, NEGATIVES).ids
-    updates = turns({n: partial(s.update, rows, head.weight, head.bias) for n, s in kinds.items()}, rounds, warm=True)
+    updates = in_turns({n: partial(s.update, rows, head.weight, head.bias) for n, s in kinds.items()}, rounds, WARMED)
     return {n: {"ms": draws[n], "update_ms": updates[n]} for n in kinds}
 
 
@@ -155,7 +155,7 @@ def step_times(classes: int, m: int, rounds: int, peers: bool) -> dict[str, dict
     for name, proposal in proposals.items():
         softmax = SampledSoftmax(proposal, head, NEGATIVES, sparse=True, rebuild_every=0)
         steps[name] = partial(sampled_step, softmax, torch.optim.SGD(head.parameters(), RATE), hidden, targets)
-    return {name: {"ms": times} for name, times in turns(steps, rounds, warm=True).items()}
+    return {name: {"ms": times} for name, times in in_turns(steps, rounds, WARMED).items()}
 
 
 def sampled_step(softmax: SampledSoftmax, optimiser: torch.optim.Optimizer, hidden: Tensor, targets: Tensor) -> None:
@@ -263,11 +263,7 @@ def drift(optimiser: str, classes: int, m: int, steps: int) -> dict[str, float]:
         stepper.step()
         if step == 0:
             start = softmax.sampler.table().clone()
-        begin = time.perf_counter()
-        softmax.update()
-        updates.append(time.perf_counter() - begin)
+        updates.append(milliseconds(softmax.update))
     behind, now = softmax.drift(), softmax.sampler.table()
-    begin = time.perf_counter()
-    softmax.rebuild()
     return {**behind, "vectors_unfollowed": float((start - now).norm() / now.norm()),
-            "rebuild_ms": 1e3 * (time.perf_counter() - begin), "update_ms": 1e3 * statistics.median(updates)}
+            "rebuild_ms": milliseconds(softmax.rebuild), "update_ms": statistics.median(updates)}

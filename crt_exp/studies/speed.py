@@ -5,7 +5,6 @@ two halves of a training step are timed apart.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -29,10 +28,9 @@ from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
-from crt_exp.memory import added
 from crt_exp.studies.base import Series
 from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
-from crt_exp.studies.timing import milliseconds, turns
+from crt_exp.studies.times import Watch, added, by_part, in_turns, milliseconds, ratio
 from crt_exp.whole_files import write_rows
 
 ALONE, VIT = "attention", "vit"
@@ -108,9 +106,9 @@ def figure(rows: list[tuple[int, str, float]]):
 
 def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:
     """Median milliseconds, and the median ratio to the first step within a round."""
-    times = turns(steps, rounds)
+    times = in_turns(steps, rounds)
     base = times[next(iter(steps))]
-    return {n: (statistics.median(t), statistics.median(a / b for a, b in zip(t, base))) for n, t in times.items()}
+    return {name: (statistics.median(each), ratio(each, base)) for name, each in times.items()}
 
 
 # ---- a process's share of a report
@@ -129,23 +127,12 @@ def sample(cases: Sequence[tuple[str, int, int]], turn: int, threads: int,
         if what not in warm:
             times_of(works(what, min(length, WARMED), chosen), 1)
         warm.add(what)
-        spent.append(times_of(rotated(works(what, length, chosen), turn), rounds))
+        spent.append(times_of(works(what, length, chosen), rounds, turn))
     return {"ms": spent, "processor": processor()}
 
 
-def times_of(made: dict[str, "Work"], rounds: int) -> Times:
-    times: Times = {name: {each: [] for each in PASSES} for name in made}
-    for _ in range(rounds):
-        for name, work in made.items():
-            for each, spent in work.times().items():
-                times[name][each].append(spent)
-    return times
-
-
-def rotated(made: dict[str, "Work"], by: int) -> dict[str, "Work"]:
-    names = list(made)
-    by %= len(names)
-    return {name: made[name] for name in names[by:] + names[:by]}
+def times_of(made: dict[str, "Work"], rounds: int, turn: int = 0) -> Times:
+    return {name: by_part(each) for name, each in in_turns(made, rounds, Work.times, warm=0, turn=turn).items()}
 
 
 def processor() -> str:
@@ -173,11 +160,9 @@ class Work(NamedTuple):
         self._mode(False)
         inference = milliseconds(self.infer)
         self._mode(True)
-        start = time.perf_counter()
-        out = self.forward()
-        between = time.perf_counter()
-        self.backward(out)
-        return dict(zip(PASSES, (inference, 1e3 * (between - start), 1e3 * (time.perf_counter() - between))))
+        with Watch() as forward:
+            out = self.forward()
+        return dict(zip(PASSES, (inference, forward.ms, milliseconds(self.backward, out))))
 
     @torch.no_grad()
     def infer(self) -> None:

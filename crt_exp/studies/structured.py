@@ -3,7 +3,6 @@
 Their open question is k = 3 blocks. Error of attention, bias of the kernel, and time.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -14,10 +13,11 @@ import torch
 
 from crt_exp import drawing, samplers
 from crt_exp.attention import DenominatorCount, attention, exact_attention
-from crt_exp.features import PosRF, Statistics
+from crt_exp.features import FeatureMap, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.projections import Projections
+from crt_exp.studies.times import Call, in_turns, milliseconds
 
 MAPS = ("trig", "pos", "oprf")      # they stand for the exponential maps; discrete ones need exactly Gaussian rows
 WITHOUT = dict.fromkeys(("sobol", "halton", "stratified"), "they place points, the report compares matrices")
@@ -108,20 +108,14 @@ def attention_times(length: int, rounds: int, process: int = 0) -> dict[str, lis
     x, y, v = Projections(length, D, [TIMED_M], 1).tensors(SEED, 0)
     g = torch.Generator().manual_seed(SEED)
     arms = {f"{f}, {kind}": (Mechanism.of(features=f).map(), sampler) for f in TIMED for kind, sampler in KINDS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in arms} | ({"exact": []} if length <= EXACT_UP_TO else {})
-    for turn in range(rounds + 1):
-        for name, (phi, sampler) in arms.items():
-            noise, params = sampler(TIMED_M, D, g), phi.fit(Statistics.of(x[0, 0], y[0, 0]))
-            took = elapsed(partial(attention, x, y, v, phi, noise, params, counter=DenominatorCount()))
-            seconds[name] += [took] if turn else []  # the first round warms up
-        if "exact" in seconds:
-            took = elapsed(partial(exact_attention, x, y, v))
-            seconds["exact"] += [took] if turn else []
-    return seconds
 
+    def drawn(phi: FeatureMap, sampler: Callable[..., Any]) -> Call:
+        noise, params = sampler(TIMED_M, D, g), phi.fit(Statistics.of(x[0, 0], y[0, 0]))
+        return partial(attention, x, y, v, phi, noise, params, counter=DenominatorCount())
 
-def elapsed(call: Callable) -> float:
-    start = time.perf_counter()
+    draws = {name: partial(drawn, *arm) for name, arm in arms.items()}
+    if length <= EXACT_UP_TO:
+        draws["exact"] = lambda: partial(exact_attention, x, y, v)
     with torch.no_grad():
-        call()
-    return time.perf_counter() - start
+        times = in_turns(draws, rounds, lambda draw: milliseconds(draw()))
+    return {name: [ms / 1e3 for ms in each] for name, each in times.items()}

@@ -3,7 +3,6 @@
 Grids of task=imagenet; of the exact checkpoint also its layers, and images longer than it was trained on.
 """
 
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.memory import peak, reset_peak
 from crt_exp.studies.predicted import predicted_error
+from crt_exp.studies.times import Watch, added
 from crt_exp.studies.training import Grid
 
 LOW, HIGH = 4, 24  # mean |x + y|^2 at which the closed forms of FAVOR+ and FAVOR++ differ
@@ -122,14 +121,18 @@ def long(run: str, dataset: str, size: int, count: int, arm: str, options: dict[
     model = kept.model if name == "exact" else Mechanism.of(name, **options).swap(kept.model)
     rows = spread(held_out, count)
     batches = [shown(kept, held_out, part) for part in np.array_split(rows, max(1, len(rows) // LONG_BATCH))]
-    logits, times, before = [], [], reset_peak()
-    with torch.no_grad():
+    logits, times = [], []
+
+    def read() -> None:
         for batch in batches:
-            start = time.perf_counter()
-            logits.append(model(batch).float())
-            times.append(1e3 * (time.perf_counter() - start) / len(batch))
+            with Watch() as watch:
+                logits.append(model(batch).float())
+            times.append(watch.ms / len(batch))
+
+    with torch.no_grad():
+        mib = added(read)
     scores, labels = torch.cat(logits), torch.from_numpy(held_out.labels[rows])
     return {"accuracy": (scores.argmax(-1) == labels).double().mean().item(),
             "loss": nn.functional.cross_entropy(scores, labels).item(), "images": len(rows),
-            "ms_image": float(np.median(times[1:] or times)), "mib": (peak() - before) / 2**20,
+            "ms_image": float(np.median(times[1:] or times)), "mib": mib,
             "tokens": model.patch_embed.num_patches}

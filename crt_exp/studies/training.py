@@ -15,7 +15,7 @@ import yaml
 from crt_exp.runner.run import as_committed_with
 from crt_exp.studies import runs, texts
 from crt_exp.studies.cells import PAGES, Cells, Draw, Key, committed
-from crt_exp.memory import peak, reset_peak
+from crt_exp.studies.times import added
 
 HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
@@ -316,8 +316,7 @@ def train(overrides: list[str], sources: list[str], kept: bool = False) -> dict[
 def cost(step: list[str], sources: list[str]) -> dict[str, float]:
     """Of a training step: steps/s, the median of some, and the peak MiB of the run. For a process of its own."""
     short = [option for option in step if not option.startswith(("trainer.steps=", "trainer.log_every="))]
-    start = reset_peak()
-    records = runs.Home(HOME, tuple(sources)).passing([*short, f"trainer.steps={WARM + TIMED}", "trainer.log_every=1"])
+    home, records = runs.Home(HOME, tuple(sources)), []
+    mib = added(lambda: records.extend(home.passing([*short, f"trainer.steps={WARM + TIMED}", "trainer.log_every=1"])))
     times = [record["time_s"] for record in records if record["split"] == "train"]
-    return {"steps_per_s": 1 / median(b - a for a, b in zip(times[WARM:], times[WARM + 1:])),
-            "mib": (peak() - start) / 2**20}
+    return {"steps_per_s": 1 / median(b - a for a, b in zip(times[WARM:], times[WARM + 1:])), "mib": mib}

@@ -5,7 +5,6 @@ Legend: L patches of an image of 16 sqrt(L) pixels a side; the model reads them 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.nn import functional as F
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.memory import added_by_step
-from crt_exp.studies.timing import timed
+from crt_exp.studies.times import Update, in_turns
 
 MODEL, PATCH, CLASSES, M = "vit_tiny_patch16_224", 16, 10, 256
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
@@ -66,17 +64,10 @@ def vit(name: str, tokens: int) -> nn.Module:
     return model if name == "exact" else mechanism.swap(model)
 
 
-class Step:
-    """Forward, backward and AdamW's update for one image, as a call without arguments."""
-
-    def __init__(self, name: str, tokens: int):
-        self.model = vit(name, tokens).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-
-    def __call__(self, image: Tensor) -> None:
-        F.cross_entropy(self.model(image), torch.zeros(1, dtype=torch.long)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+def step(name: str, tokens: int) -> Update:
+    """Training on one image."""
+    model, given, label = vit(name, tokens), image(tokens), torch.zeros(1, dtype=torch.long)
+    return Update(model, lambda model: F.cross_entropy(model(given), label))
 
 
 def image(tokens: int) -> Tensor:
@@ -86,12 +77,10 @@ def image(tokens: int) -> Tensor:
 
 def times(tokens: int, rounds: int, process: int = 0) -> dict[str, list[float]]:
     """method -> milliseconds of a training step in each round; every method takes its turn in every round."""
-    steps = {name: Step(name, tokens) for name in methods(tokens)}
-    return timed(lambda step, given: step(given), steps, image(tokens), rounds)
+    return in_turns({name: step(name, tokens) for name in methods(tokens)}, rounds)
 
 
 def memory(tokens: int, name: str) -> float:
     """MiB at the peak of a training step, beyond weights, gradients and the optimiser's state. For a new process."""
-    Step(name, 64)(image(64))  # libraries and threads
-    step = Step(name, tokens)
-    return added_by_step(partial(step, image(tokens)), step.model, step.optimizer)
+    step(name, 64)()  # libraries and threads
+    return step(name, tokens).added()

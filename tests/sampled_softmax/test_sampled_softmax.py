@@ -26,7 +26,6 @@ from crt_exp.sampled_softmax import (
 )
 from crt_exp.sampled_softmax.tree import FAN, SumTree
 from crt_exp.studies import sampling as sampling_study
-from crt_exp.studies import timing
 
 V, D, B = 300, 4, 3
 POSITIVE = [OPRF(), PosRF(antithetic=True), HypRF(), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
@@ -466,11 +465,3 @@ def test_draws_of_the_page_at_a_tiny_size(tmp_path, monkeypatch):
     assert ("a step", "full softmax", "ms", 2000) not in units
     assert units["gradient, |h| |e| = 4", "FAVOR++, m = 16", "variance", ""] == [0, 1]
     assert {draw.arm for draw in draws if draw.setting == "drift of the tables"} == {*sampling_study.OPTIMISERS}
-
-
-def test_calls_in_turn_are_warm_where_they_are_short(monkeypatch):
-    calls = []
-    made = {name: (lambda name=name: calls.append(name)) for name in ("short", "long")}
-    monkeypatch.setattr(timing, "milliseconds", lambda call: call() or (2000.0 if calls[-1] == "long" else 1.0))
-    assert timing.turns(made, 2, warm=True) == {"short": [1.0, 1.0], "long": [2000.0, 2000.0]}
-    assert calls == ["short", "long", *2 * ["short", "short", "long"]]

@@ -12,7 +12,7 @@ SIZE = {"processes": 2, "rounds": 2, "rows": 20, "columns": 4, "width": 8}
 def test_every_map_transforms(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(estimator_times, "REST", 0)
-    monkeypatch.setattr(estimator_times, "apart", estimator_times.times)  # all in this process
+    monkeypatch.setattr("crt_exp.studies.cells.in_new_process", lambda call, **given: call(**given))  # all in this one
     draws = [*estimator_times.measure("bench-estimators", ["estimators.py"], SIZE)]
     arms = {draw.arm for draw in draws}
     assert {*drawing.maps(estimator_times.WITHOUT), estimator_times.PEER, estimator_times.CONTROL} < arms

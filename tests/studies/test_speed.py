@@ -13,7 +13,7 @@ from crt_exp.report.evidence import Verdict
 from crt_exp.report.page import Page, load
 from crt_exp.report.pages import speed as speed_page
 from crt_exp.samplers import orthogonal
-from crt_exp.studies import bench_nearfar, speed_draws
+from crt_exp.studies import speed_draws
 from crt_exp.studies import speed as study
 from crt_exp.studies.cells import Draw
 from crt_exp.studies.peers import chunked
@@ -46,10 +46,10 @@ def test_the_chunked_twin_is_causal_attention(length):
         torch.testing.assert_close(twin, reference, rtol=1e-7, atol=1e-9)
 
 
-def test_times_leave_nothing_behind_and_turn_by_process():
+def test_times_leave_nothing_behind():
     names = ["favorpp causal", "exact", "nearfar"]
     made = study.works(ALONE, 16, names)
-    assert set(made) == set(names) and list(study.rotated(made, 4)) == [*list(made)[1:], list(made)[0]]
+    assert set(made) == set(names)
     for work in made.values():
         assert set(work.times()) == set(PASSES) and all(t.grad is None for t in work.forward.args)
     model = study.works("small", 16, ["favorpp"])["favorpp"]
@@ -110,12 +110,3 @@ def test_draws_at_small_lengths(tmp_path, monkeypatch):
     place = (ALONE, "favorp", "training", 32)
     units = [draw.unit for draw in made if (draw.setting, draw.arm, draw.metric, draw.x) == place]
     assert units == 4 * [0] + 4 * [1]
-
-
-def test_the_command_that_times_prints_a_line_for_each_method(capsys, monkeypatch):
-    monkeypatch.setattr("crt_exp.studies.speed.peers", lambda length: {})
-    monkeypatch.setattr("sys.argv", ["bench", "--lengths", "8", "--turns", "1", "--causal", "--forward", "--half",
-                                     "--without", "favorpp", "--threads", str(torch.get_num_threads())])
-    bench_nearfar.command_line()
-    said = capsys.readouterr().out
-    assert "nearfar causal, bfloat16" in said and "ratio to nearfar causal" in said and "favorpp" not in said

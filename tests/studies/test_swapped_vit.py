@@ -30,10 +30,11 @@ def test_every_run_of_fig4_left_is_a_command_line(size, monkeypatch):
 def test_every_method_of_fig4_right_steps(one_thread):
     """Each has its own attention in every layer and none is left behind; exact and the formed matrix agree."""
     for name in vit_steps.METHODS:
-        step = vit_steps.Step(name, 16)
+        step = vit_steps.step(name, 16)
         swapped = [block.attn for block in step.model.blocks if hasattr(block.attn, "swapped")]
         assert len(swapped) == (0 if name.startswith("exact") else 12)
-        step(vit_steps.image(16))
+        step()
+        assert step.model.training and not any(p.grad.any() for p in step.model.parameters())
     outputs = [vit_steps.vit(name, 16).eval()(vit_steps.image(16)) for name in ("exact", vit_steps.FORMED)]
     assert torch.allclose(*outputs, atol=1e-5)
     with pytest.raises(ValueError, match="15 patches make no square"):
