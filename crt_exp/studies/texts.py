@@ -1,20 +1,18 @@
 """Texts and vocabularies that runs of a measurement name, made from WikiText-2 where they are not there."""
 
-import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from crt_exp.data.text import bert_tokenizer, lines_of, official_file
 from crt_exp.data.vocabulary import SPECIAL
 
 FOLDER = Path("outputs/texts")
-TRAINED, HELD_OUT = 40_000, 1000  # examples of `letters`, or a few more
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Makes what options name in FOLDER: "validation-8.tokens", "characters-88" and "letters-5"."""
+    """Makes what options name in FOLDER: "validation-8.tokens" and "characters-88"."""
     for option in options:
         place = Path(option.partition("=")[2])
         if place.parent == FOLDER:
@@ -42,27 +40,6 @@ def characters(folder: Path, size: int) -> None:
     written(folder / "vocab.txt", "".join(f"{word}\n" for word in words))
 
 
-def letters(folder: Path, words: int) -> None:
-    """train.tsv and dev.tsv with the columns of SST-2: so many words in a row of the training and the validation text,
-    in half of the examples each with its letters shuffled but for the first, which has tokens of its own (label 0)."""
-    for name, split, most in (("train", "train", TRAINED), ("dev", "valid", HELD_OUT)):
-        if not (folder / f"{name}.tsv").exists():
-            rows = list(pieces(official_file("wikitext2", split), words))
-            chance, lines = random.Random(0), ["sentence\tlabel\n"]
-            for number, row in enumerate(rows[:: max(1, len(rows) // most)]):
-                shown = row if number % 2 else [w[0] + "".join(chance.sample(w[1:], len(w) - 1)) for w in row]
-                lines.append(f"{' '.join(shown)}\t{number % 2}\n")
-            written(folder / f"{name}.tsv", "".join(lines))
-
-
-def pieces(path: Path, words: int) -> Iterator[list[str]]:
-    """The lines of a text in pieces of so many words, in small letters; what is no word, headings and rests are left
-    out."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = [] if line.startswith(" = ") else [word.lower() for word in line.split() if word.isalpha()]
-        yield from (row[start : start + words] for start in range(0, len(row) - words + 1, words))
-
-
 def written(path: Path, text: str) -> Path:
     """Whole or not at all, and not again where it is the same: another process may be reading it."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -73,4 +50,4 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-MADE = {"validation": held_out, "characters": characters, "letters": letters}
+MADE = {"validation": held_out, "characters": characters}

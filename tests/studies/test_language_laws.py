@@ -1,13 +1,11 @@
-"""What hrf-lm and ptb-peer measure: language models, estimates of their laws over words, the same run elsewhere."""
+"""What hrf-lm measures: language models and estimates of their laws over words."""
 
 import numpy as np
 import pytest
-import torch
 
-from crt_exp.models.lstm import WordLSTM
 from crt_exp.report import page
 from crt_exp.runner.command_line import check_command_line
-from crt_exp.studies import language_laws, plain_lstm, ptb_peer
+from crt_exp.studies import language_laws
 from crt_exp.studies.language_laws import COEFFICIENTS, HYBRIDS
 
 
@@ -24,7 +22,7 @@ def test_every_model_is_a_command_line(size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", "/data")
     models = page.load("hrf-lm")["sizes"][size]["models"]
-    for run in [page.load("ptb-peer")["sizes"][size]["run"], *(model["run"] for model in models.values())]:
+    for run in [model["run"] for model in models.values()]:
         check_command_line([*run, "trainer.keep=1", "resume=auto", "logger=none", "hydra.run.dir=run"])
 
 
@@ -34,32 +32,9 @@ def test_hybrids_have_about_as_many_operations_as_the_other_arms():
     assert [made[arm].features.content["n"] for arm in HYBRIDS] == 2 * [COEFFICIENTS]
 
 
-def test_plain_pytorch_is_the_same_model(tmp_path, one_thread):
-    """The same weights give the same logits; an interrupted run goes on to the same numbers."""
-    options = plain_lstm.Options(8, 2, 0.0, 5, 4, 2, 1e-2, (0.9, 0.99), 0.35, 3, True, 0)
-    theirs, ours = plain_lstm.Model(7, options).eval(), WordLSTM(7, 8, 2, 0.0).eval()
-    renamed = {name.replace("rnn", "lstm").replace("encoder", "embedding"): t for name, t in
-               theirs.state_dict().items() if not name.startswith("decoder")}
-    ours.load_state_dict(renamed)
-    words = torch.randint(7, (5, 4))
-    logits = ours(words.T)[0] @ ours.embedding.weight.T
-    torch.testing.assert_close(theirs(words, None)[0].view(5, 4, 7), logits.transpose(0, 1))
-    files = {split: text_files(tmp_path) / f"ptb.{name}.txt" for split, name in ptb_peer.SPLITS.items()}
-    whole = plain_lstm.run(files, options, tmp_path / "whole")
-    real = plain_lstm.save
-
-    def interrupted(*args):
-        real(*args)
-        raise KeyboardInterrupt
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(plain_lstm, "save", interrupted)
-        plain_lstm.run(files, options, tmp_path / "stopped")
-    assert plain_lstm.run(files, options, tmp_path / "stopped") == whole and len(whole) == 2
-
-
 @pytest.mark.slow
-def test_both_measurements_at_a_tiny_size(tmp_path, monkeypatch, one_thread):
-    """Every draw that the pages ask for is there, and one run serves both."""
+def test_the_measurement_at_a_tiny_size(tmp_path, monkeypatch, one_thread):
+    """Every draw that the page asks for is there, of one run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ptb").mkdir()
     monkeypatch.setenv("CRT_DATA", str(text_files(tmp_path / "ptb").parent))
@@ -73,6 +48,4 @@ def test_both_measurements_at_a_tiny_size(tmp_path, monkeypatch, one_thread):
     assert len(distances) == 2 * 2 + 3 * 2 * 2 and all(0 <= draw.value <= 1 for draw in distances)
     assert {"loss", "squared_norm", "error_ratio"} <= {draw.metric for draw in draws if draw.table == "model"}
     assert of["unigram", "model", "loss"].value > 0 and of["favorp", "all words", "words"].value == 12 * 7
-    peer = [*ptb_peer.measure("ptb-peer", ["tasks/ptb.py"], {"run": run})]
-    assert [draw.x for draw in peer if draw.arm == "plain"] == [1, 2]
     assert len([path for path in (tmp_path / "outputs/runs").iterdir() if path.is_dir()]) == 1
