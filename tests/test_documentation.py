@@ -169,13 +169,13 @@ def run_in(folder, *words):
 
 @pytest.mark.parametrize("kind, recipe", [(kind, kind) for kind in RECIPES], indirect=["recipe"], ids=RECIPES)
 def test_recipe_takes_the_files_of_its_row(kind, recipe):
-    """At most three for a map, a sampler, a baseline and a report, four for a task; its section writes no other."""
+    """At most three, four for a task; its section writes no other."""
     files = [str(path.relative_to(recipe)) for path in recipe.rglob("*") if path.is_file()]
     assert sorted(files) == sorted(RECIPES[kind].files) and len(files) <= (4 if kind == "task" else 3)
 
 
 def test_every_kind_has_its_recipe():
-    assert set(RECIPES) == {"map", "sampler", "baseline", "task", "report"}
+    assert set(RECIPES) == {"map", "sampler", "baseline", "task", "report", "probe"}
     assert sorted(sum((recipe.files for recipe in RECIPES.values()), [])) == sorted(b.title for b in BLOCKS if b.title)
 
 

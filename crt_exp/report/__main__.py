@@ -5,7 +5,6 @@ NAME.md and NAME.png.
 """
 
 import argparse
-import importlib
 import inspect
 import math
 import os
@@ -14,10 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from crt_exp.config import ConfigError, unknown
+from crt_exp.config import ConfigError, located, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
-from crt_exp.studies import cells
+from crt_exp.studies import cells, grid
 
 SIZES = ("small", "gpu", "full")
 
@@ -49,8 +48,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
-    module, _, function = spec["measure"].rpartition(".")
-    name, measured = Path(name).stem, getattr(importlib.import_module(module), function)
+    name, measured = Path(name).stem, located("measure", spec["measure"]) if "measure" in spec else grid.measure
     given = options_of(name, measured, options)
     if again:
         cells.forget(name)

@@ -19,7 +19,8 @@ come after those of the file.
     looks:      at the draws before the verdicts were final (default 1); 2 lowers the level from 0.05 to 0.029
     choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
     tables, panels: see `tables` and `figures`
-    measure:    the function that measures             sizes:    its settings by SIZE; sources: the rooms that decide it
+    sizes:      SIZE -> parts, what is measured: see `crt_exp.studies.grid.Part`; sources: the rooms that decide it
+    measure:    a function that measures in another way; sizes are then its settings
 """
 
 import importlib.util

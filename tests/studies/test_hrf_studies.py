@@ -9,7 +9,7 @@ from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import draws, page, render
 from crt_exp.report.page import Page
-from crt_exp.studies import flops, kernel_errors, speech
+from crt_exp.studies import flops, grid, speech
 from crt_exp.studies.clusters import Clusters
 from crt_exp.studies.flops import Flops
 from crt_exp.studies.pairs import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
@@ -144,14 +144,14 @@ def folder(tmp_path, monkeypatch):
 def test_a_page_of_tiny_sizes(name, folder, monkeypatch):
     """Each arm has draws in each setting, and each claim is judged."""
     spec = page.load(name)
-    parts = [{**part, "study": part["study"] | {key: value for key, value in TINY.items() if key in part["study"]},
-              "seeds": min(part.get("seeds", 1), 2)} for part in spec["sizes"]["small"]["parts"]]
+    parts = [{**part, "probe": part["probe"] | {key: value for key, value in TINY.items() if key in part["probe"]},
+              "seeds": min(part.get("seeds", 1), 2), "workers": 1} for part in spec["sizes"]["small"]["parts"]]
     if name == "hrf-qmc":
         monkeypatch.setenv("CRT_DATA", "")
         parts = [part | {"settings": {s: v for s, v in part["settings"].items() if "wine" in s}} for part in parts]
-    draws.write(name, kernel_errors.measure(name, spec["sources"], {"parts": parts}), folder)
+    draws.write(name, grid.measure(name, spec["sources"], {"parts": parts}), folder)
     made = Page(name, folder)
-    assert {*made.draws["arm"]} >= {arm for part in parts for arm in part["arms"]}
+    assert {*made.draws["arm"]} >= {arm for part in parts for arm in grid.expanded(part["arms"])}
     judged = [claim for claim in spec["claims"] if "verdict" not in claim]      # the others stand once, not judged
     assert len(made.families["claims"]) == len(judged) * len(made.settings) + len(spec["claims"]) - len(judged)
     assert all(arm in render.text(made, False) for arm in map(made.label, spec["controls"]))
@@ -161,7 +161,7 @@ TINY = {"draws": 3, "pairs": 6, "angles": 5, "points": 10, "repeats": 2, "groups
 
 
 def test_arms_of_as_many_columns():
-    columns = {name: kernel_errors.mechanism(name, columns=288) for name in ("angular", "gaussian", "trig", "pos")}
+    columns = {name: grid.arm_of({"features": name, "columns": 288}) for name in ("angular", "gaussian", "trig", "pos")}
     assert [arm.map().rank(arm.m) for arm in columns.values()] == [288, 272, 288, 288]
     size = page.load("hrf-speech")["sizes"]["small"]
     options = size["grids"][0]["moved"] | size["fitted"]["directly after the swap"]

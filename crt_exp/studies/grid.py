@@ -1,0 +1,249 @@
+"""The driver of what measures: a page's file holds settings, arms, swept values and seeds, and this their product.
+
+A probe is `probe(arm, **setting, seed) -> rows` and knows no cells, files or pages. It is a class made of the setting
+whose `records(mechanism, seed)` yields rows, a study that task=... runs as well, or a function, whose arm is what the
+file says: a name of what is compared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from string import Formatter
+from typing import Any
+
+import yaml
+
+from crt_exp import drawing
+from crt_exp.config import CONF, ConfigError, choices, construct, located, read_conf, unknown
+from crt_exp.mechanism import Mechanism
+from crt_exp.presets import OF_MAP
+from crt_exp.studies.cells import Cells, Draw, Key
+
+EVERY = "*"                                             # all maps or samplers of conf/
+GROUPS: dict[str, Callable[[], Sequence[str]]] = {"features": drawing.maps, "sampler": drawing.samplers}
+OF_SAMPLER = "sampler."                                 # before an option of the sampler, as OF_MAP of the map
+Arm = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a page's file says of some settings and their arms.
+
+    probe: `_target_` and arguments. settings: name -> more arguments; arm: what all arms have there. arms: name -> an
+    arm as `arm_of` reads it, or null, where its name says it all; over: what x is divided by, probe: more arguments.
+    Names in braces stand for lists, see `expanded`. sweep: {argument: values}, which are x where a field has no other.
+    seeds: of the probe; with more than one they are the units. fields: what of a row is drawn, and controls: name ->
+    such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
+    times in turns: the probe gets them by name, and its rows say whose they are.
+    """
+
+    probe: Mapping[str, Any]
+    fields: Sequence[Mapping[str, Any]]
+    arms: Mapping[str, Arm | None]
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
+    controls: Mapping[str, Mapping[str, Any] | Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    seeds: int = 1
+    workers: int | None = None
+    apart: bool = False
+    together: bool = False
+
+    @classmethod
+    def read(cls, part: Mapping[str, Any]) -> "Part":
+        """Raises ConfigError for a key that is not one, and for one that is missing."""
+        known = [each.name for each in fields(cls)]
+        for key in part:
+            if key not in known:
+                raise unknown("key of a part", key, known)
+        if missing := [key for key in ("probe", "fields", "arms") if not part.get(key)]:
+            raise ConfigError(f"a part of a page lacks {missing[0]}: got {', '.join(part)}")
+        return cls(**{**part, "arms": expanded(part["arms"]), "settings": expanded(part.get("settings", {"": {}}))})
+
+    def places(self) -> Iterator[tuple[str, str, Any, int, Key]]:
+        """(setting, arm, x, seed, key) of each cell."""
+        name, values = next(iter(self.sweep.items()), ("", [""]))
+        arms = [""] if self.together else self.arms
+        for setting, arm, x, seed in product(self.settings, arms, values, range(self.seeds)):
+            given = dict(self.settings[setting])
+            common, swept = given.pop("arm", {}), {name: x} if name else {}
+            if self.together:
+                made, more = {each: self.made(each, common)[0] for each in self.arms}, {}
+            else:
+                made, more = self.made(arm, common)
+            yield setting, arm, x, seed, {"probe": {**self.probe, **given, **more, **swept}, "arm": made, "seed": seed}
+
+    def made(self, arm: str, common: Mapping[str, Any]) -> tuple[Arm, Mapping[str, Any]]:
+        """The arm with what all arms of its setting have, and its arguments of the probe."""
+        given = arm if self.arms[arm] is None else self.arms[arm]
+        if isinstance(given, str):
+            return ({**common, **words(given)} if common else given), {}
+        rest = {key: value for key, value in given.items() if key not in ("over", "probe")}
+        return {**common, **rest}, given.get("probe", {})
+
+    def draws(self, cells: Cells) -> Iterator[Draw]:
+        for setting, arm, x, seed, key in self.places():
+            given = self.arms.get(arm)
+            over, unit = given.get("over", 1) if isinstance(given, Mapping) else 1, seed if self.seeds > 1 else ""
+            for row, what in product(cells[key], self.fields):
+                yield from drawn(cells, key, row, what, Place(setting, arm, unit, x), over)
+        yield from self.drawn_controls(cells)
+
+    def drawn_controls(self, cells: Cells) -> Iterator[Draw]:
+        """Once for each setting, x and row of the first arm and seed."""
+        first = next(iter(self.arms))
+        for setting, arm, x, seed, key in self.places():
+            if arm in ("", first) and not seed:
+                for name, given in self.controls.items():
+                    for row, what in product(cells[key], [given] if isinstance(given, Mapping) else given):
+                        yield from drawn(cells, key, row, what, Place(setting, name, "", x))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a draw stands."""
+
+    setting: str
+    arm: str
+    unit: int | str
+    x: Any
+    table: str = ""
+
+    def of(self, row: Mapping[str, Any], what: Mapping[str, Any]) -> "Place":
+        """With what a row says of it."""
+        said = {name: what[name].format(**row) for name in ("setting", "arm", "table") if name in what}
+        return replace(self, **said, **{name: row[what[name]] for name in ("unit", "x") if name in what})
+
+
+def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
+    """The draws of all parts that the size lists, then those that are `derived` of them: functions of draws."""
+    if not size.get("parts"):
+        raise ConfigError(f"{name}: nothing says what it measures: a size takes parts, or the file `measure`")
+    parts, cells, made = [Part.read(part) for part in size["parts"]], Cells(name, sources, keep), []
+    for part in parts:
+        cells.fill(distinct([key for *_, key in part.places()]), rows, name, part.workers, part.apart)
+    for part in parts:
+        for draw in part.draws(cells):
+            made.append(draw)
+            yield draw
+    for derived in size.get("derived", []):
+        yield from construct(derived, draws=made)
+
+
+def rows(probe: dict[str, Any], arm: Any, seed: int) -> list[dict[str, Any]]:
+    """All rows of a cell."""
+    given = dict(probe)
+    target = located("probe", given.pop("_target_"))
+    if isinstance(target, type):
+        return list(target(**given).records(arm_of(arm), seed))
+    found = target(arm, **given, seed=seed)
+    return [found] if isinstance(found, dict) else list(found)
+
+
+def drawn(cells: Cells, key: Key, row: Mapping[str, Any], what: Mapping[str, Any], place: Place,
+          over: int = 1) -> Iterator[Draw]:
+    """The values of one field of a row; none where the row lacks it, or where it is null.
+
+    what: metric, and field or value; x: another field; each: unit, where of a list one value is one independent group;
+    unit: another field; table, setting, arm: text with fields in braces; unless: a field that, where it is true, hides
+    this one; digits: to which it is rounded.
+    """
+    value = what["value"] if "value" in what else row.get(what["field"])
+    if row.get(what.get("unless")):
+        return
+    several, place = isinstance(value, list), place.of(row, what)
+    for i, each in enumerate(value if several else [value]):
+        if each is not None:
+            x, unit = place.x[i] if isinstance(place.x, list) else place.x, place.unit
+            yield cells.draw(key, place.setting, place.arm, what["metric"],
+                             round(each, what["digits"]) if "digits" in what else each,
+                             i if several and what.get("each") == "unit" else unit, x / over if over != 1 else x,
+                             place.table)
+
+
+# ---- what names stand for
+
+
+def arm_of(given: Arm) -> Mechanism:
+    """Of "favorpp m=64", a name of conf/attention, or "pos m=64 sampler=iid", one of conf/features, or of the same as a
+    mapping: attention or features, m or the most columns, sampler, and options: of the attention or, of a map alone, of
+    the map; "sampler.blocks" is one of the sampler. Raises ConfigError."""
+    options = dict(words(given) if isinstance(given, str) else given)
+    name, features, columns = (options.pop(key, None) for key in ("attention", "features", "columns"))
+    chosen = {"features": features} | {key: options.pop(key) for key in ("m", "sampler") if key in options}
+    of_sampler = {key: options.pop(key) for key in list(options) if key.startswith(OF_SAMPLER)}
+    if of_sampler:
+        chosen["sampler"] = sampler_of(chosen["sampler"], of_sampler)
+    if name is None:
+        options = {OF_MAP + key.removeprefix(OF_MAP): value for key, value in options.items()}
+    if columns is not None:
+        chosen["m"] = columns // Mechanism.of(name, **chosen | {"m": 1}, **options).map().rank(1)
+    return Mechanism.of(name, **chosen, **options)
+
+
+def words(text: str) -> dict[str, Any]:
+    """"pos m=64" as a mapping."""
+    name, *rest = text.split() or [""]
+    group = next((group for group in ("attention", "features") if name in choices(group)), None)
+    if group is None:
+        raise unknown("arm", name, [*choices("attention"), *choices("features")])
+    if bad := [word for word in rest if "=" not in word]:
+        raise ConfigError(f"the arm {text!r}: {bad[0]} is no option; write key=value after its name")
+    return {group: name} | {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in rest)}
+
+
+def sampler_of(name: str, options: Mapping[str, Any]) -> Callable:
+    """A choice of conf/sampler with other values for some of its keys."""
+    content = read_conf(CONF / "sampler" / f"{name}.yaml")
+    given = {key.removeprefix(OF_SAMPLER): value for key, value in options.items()}
+    for key in given:
+        if key not in content:
+            raise unknown(f"option of sampler {name}", key, [key for key in content if not key.startswith("_")])
+    return construct(content | given)
+
+
+def expanded(entries: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """Settings or arms, by name. A list of names is each of them; {"pos x {sampler}": {features: pos, sampler: [iid,
+    orthogonal]}} is two, and "*" in place of a list all maps or samplers of conf/ that go together but those `without`
+    (the name of one, or of the arm -> the reason). Raises ConfigError for a name without a list."""
+    if not isinstance(entries, Mapping):
+        return dict.fromkeys(entries)
+    return {name: given for title, entry in entries.items() for name, given in products(title, entry)}
+
+
+def products(title: str, entry: Any) -> Iterator[tuple[str, Any]]:
+    names = [name for _, name, _, _ in Formatter().parse(title) if name]
+    if not names:
+        yield title, entry
+        return
+    entry = dict(entry)
+    without, listed = entry.pop("without", {}), entry | entry.get("arm", {})
+    if missing := [name for name in names if not isinstance(listed.get(name), list) and listed.get(name) != EVERY]:
+        raise ConfigError(f"{title}: {missing[0]}: got {listed.get(missing[0])!r}, expected a list")
+    left, seen = {*without}, []
+    for values in product(*(GROUPS[name]() if listed[name] == EVERY else listed[name] for name in names)):
+        chosen, name = dict(zip(names, values)), title.format(**dict(zip(names, values)))
+        excluded = {name, *values} & {*without}
+        left, seen = left - excluded, [*seen, *values, name]
+        if not excluded and (listed.get("sampler") != EVERY or goes(chosen, listed)):
+            yield name, with_chosen(entry, chosen)
+    if left:
+        raise unknown(f"name among those without which {title} is", min(left), [*dict.fromkeys(seen)])
+
+
+def goes(chosen: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
+    """Whether the map takes the sampler's rows."""
+    return "features" not in listed or drawing.go_together(chosen.get("features", listed["features"]),
+                                                           chosen["sampler"])
+
+
+def with_chosen(entry: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: with_chosen(value, chosen) if key == "arm" else chosen.get(key, value) for key, value in entry.items()}
+
+
+def distinct(keys: Sequence[Key]) -> list[Key]:
+    """Each key once, in order."""
+    kept: list[Key] = []
+    for key in keys:
+        if key not in kept:
+            kept.append(key)
+    return kept
