@@ -1,6 +1,7 @@
 """Who may import whom: arrows between the rooms of the package point downward, and no two modules need each other."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def name_of(path):
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
 def imported(name):
     """The modules of the package that a module imports, also inside functions and for types alone."""
     found = set()
@@ -94,3 +96,19 @@ def test_every_room_exists():
     for line in ROOMS:
         for room in line:
             assert f"{FRONT}.{room}" in MODULES
+
+
+CORE = ("kernels", "samplers", "features", "bounds", "mechanism", "attention", "nearfar", "swap", "sampled_softmax",
+        "estimators")
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_the_core_needs_no_runs_and_no_data(room):
+    """A library of maps and attention: nothing that it imports, however indirectly, reads data, trains or reports."""
+    needed, left = set(), [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{room}.")]
+    while left:
+        needed.add(name := left.pop())
+        left += imported(name) - needed
+    apart = {"runner", "tasks", "data", "models", "studies", "advice", "report"}
+    odd = {name for name in needed if name.split(".")[1] in apart} - {"crt_exp.studies.times"}
+    assert not odd, f"{room} needs {sorted(odd)}"
