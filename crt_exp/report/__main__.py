@@ -17,7 +17,7 @@ from pathlib import Path
 from crt_exp.config import ConfigError, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
-from crt_exp.studies import cells
+from crt_exp.studies import cells, sources
 
 SIZES = ("small", "gpu", "full")
 
@@ -54,7 +54,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     given = options_of(name, measured, options)
     if again:
         cells.forget(name)
-    return draws.write(name, measured(name, spec["sources"], spec["sizes"][size], keep, **given), folder)
+    return draws.write(name, measured(name, sources.of_page(spec), spec["sizes"][size], keep, **given), folder)
 
 
 def render_all(folder: Path) -> None:
