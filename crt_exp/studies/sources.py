@@ -42,7 +42,7 @@ def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
 @cache
 def fingerprint(sources: tuple[str, ...]) -> str:
     """A digest of what the files of a walk do: Python without docstrings and comments, the values of YAML, C whole."""
-    return hashlib.sha256("\n".join(look(file, file.read_text(encoding="utf-8"))[0] for file in closure(sources)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(look(file, read(file))[0] for file in closure(sources)).encode()).hexdigest()[:16]
 
 
 @cache
@@ -54,7 +54,7 @@ def closure(sources: tuple[str, ...]) -> tuple[Path, ...]:
     while todo:
         if (file := todo.pop()) not in reached | out:
             reached.add(file)
-            todo += look(file, file.read_text(encoding="utf-8"))[1]
+            todo += look(file, read(file))[1]
     return tuple(sorted(reached))
 
 
@@ -78,6 +78,10 @@ def file_of(module: str) -> Path | None:
     """Of a module of the package or of the working directory; None for others."""
     root, path = PACKAGE.parent if module.split(".")[0] == PACKAGE.name else Path.cwd(), module.replace(".", "/")
     return next(filter(Path.is_file, (root / f"{path}.py", root / path / "__init__.py")), None)
+
+
+def read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 @cache

@@ -11,10 +11,12 @@ from crt_exp.studies import copying_model, language_laws, recall_model, sources
 
 TRAINING = {"lra": "tasks/lra.py", "kernels": "tasks/trembl.py", "books": "tasks/books.py", "pixels": "tasks/pixels.py",
             "recall": "tasks/recall.py", "hrf-lm": "tasks/ptb.py", "fig3": "tasks/librispeech.py",
-            "table2": "tasks/glue.py", "fig4-left": "tasks/mae.py", "fidelity": "tasks/mlm.py", "hrf-robotics": "studies/robotics.py"}
+            "table2": "tasks/glue.py", "fig4-left": "tasks/mae.py", "fidelity": "tasks/mlm.py",
+            "hrf-robotics": "studies/robotics.py"}
 MAPS = ("bench-estimators", "fig2", "hrf-clusters", "hrf-pointwise", "hrf-qmc", "performers-fig2", "table1")
-TRAINER = {"train.py", "runner/trainer.py", "runner/fit.py", "runner/optim.py", "mechanism.py",
-           "conf/trainer/default.yaml", "attention/layer.py", "attention/engines/native.c", "conf/attention/favorp.yaml", "conf/features/pos.yaml"}
+TRAINER = {"train.py", "runner/trainer.py", "runner/fit.py", "runner/optim.py", "mechanism.py", "attention/layer.py",
+           "attention/engines/native.c", "conf/trainer/default.yaml", "conf/attention/favorp.yaml",
+           "conf/features/pos.yaml"}
 
 
 def files(begin):
