@@ -16,7 +16,7 @@ from pathlib import Path
 from crt_exp.config import ConfigError, located, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
-from crt_exp.studies import cells, grid
+from crt_exp.studies import cells, sources
 
 SIZES = ("small", "gpu", "full")
 
@@ -48,11 +48,11 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
-    name, measured = Path(name).stem, located("measure", spec["measure"]) if "measure" in spec else grid.measure
+    name, measured = Path(name).stem, located("measure", spec.get("measure", sources.DRIVER))
     given = options_of(name, measured, options)
     if again:
         cells.forget(name)
-    return draws.write(name, measured(name, spec["sources"], spec["sizes"][size], keep, **given), folder)
+    return draws.write(name, measured(name, sources.of_page(spec), spec["sizes"][size], keep, **given), folder)
 
 
 def render_all(folder: Path) -> None:

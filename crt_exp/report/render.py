@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from crt_exp.report import figures, tables
 from crt_exp.report.evidence import LEVEL, LOOKS, WORDS
 from crt_exp.report.page import FAMILIES, Page
 from crt_exp.runner.run import write_atomic
-from crt_exp.studies.cells import PACKAGE
+from crt_exp.studies import sources
 
 CODE = "Code:"  # begins the line that depends on the history of the checkout, and on nothing else of a page
 
@@ -104,19 +105,21 @@ def draws_name(page: Page) -> str:
 
 
 def age(page: Page) -> str:
-    """The commits of the draws, and how many commits since then have touched the rooms that the page names."""
+    """The commits of the draws, and how many commits since then have touched the files that decide them."""
     commits = sorted({commit.rstrip("+") for commit in page.draws["commit"]} - {""})
-    since = {commit: commits_since(commit, page.spec.get("sources", [])) for commit in commits}
+    files = sources.closure(sources.of_page(page.spec)) if "sizes" in page.spec else ()
+    since = {commit: commits_since(commit, files) for commit in commits}
     return "; ".join(f"commit {commit}" + ("" if count is None else f", {count} commits since then in its rooms")
                      for commit, count in since.items()) or "no commit"
 
 
-def commits_since(commit: str, sources: list[str]) -> int | None:
+def commits_since(commit: str, files: Sequence[Path]) -> int | None:
     """None where the checkout has no such commit, or is none."""
     if shutil.which("git") is None:
         return None
-    paths = [source if source.startswith("conf") else f"crt_exp/{source}" for source in sources]
-    command = ["git", "-C", str(PACKAGE.parent), "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
+    root = sources.PACKAGE.parent
+    command = ["git", "-C", str(root), "rev-list", "--count", f"{commit}..HEAD", "--",
+               *(str(file) for file in files if file.is_relative_to(root))]
     result = subprocess.run(command, capture_output=True, text=True)
     return int(result.stdout) if result.returncode == 0 else None
 

@@ -4,9 +4,7 @@ A cell is one call of a function with one key, kept as a line of JSON in outputs
 of it, as a row of outputs/report/<name>.csv: what a page compares, and all that is committed.
 """
 
-import ast
 import csv
-import hashlib
 import io
 import json
 import os
@@ -27,9 +25,9 @@ from tqdm import tqdm
 
 from crt_exp.runner.run import commit, machine, read_records
 from crt_exp.studies.draw_files import whole_text
+from crt_exp.studies.sources import fingerprint
 from crt_exp.studies.times import Watch, in_new_process
 
-PACKAGE = Path(__file__).parent.parent
 PAGES = Path("outputs/report")  # where draws are committed
 Key = dict[str, Any]
 
@@ -88,8 +86,8 @@ def in_time(keys: Sequence[Key]) -> Iterator[Key]:
 class Cells:
     """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
 
-    sources: the rooms that decide the values: files or folders of the package, or of conf/ ("conf/task/mlm.yaml"). A
-    cell is used again while none of their statements has changed, or always with `keep`.
+    sources: where what decides the values begins (see sources.py). A cell is used again while none of these statements
+    has changed, or always with `keep`.
     """
 
     def __init__(self, name: str, sources: Sequence[str], keep: bool = False, folder: Path = Path("outputs")):
@@ -177,41 +175,6 @@ def versions() -> str:
     """Of the libraries that decide numbers, and the machine."""
     libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy"))
     return f"{libraries}; {machine()}"
-
-
-@cache
-def fingerprint(sources: tuple[str, ...]) -> str:
-    """A digest of what these files and folders do: Python statements without docstrings and comments, C and YAML whole.
-
-    Raises FileNotFoundError for one that does not exist.
-    """
-    digest = hashlib.sha256()
-    for source in sources:
-        for file in files_of(source):
-            text = file.read_text(encoding="utf-8")
-            digest.update((statements(text) if file.suffix == ".py" else text).encode())
-    return digest.hexdigest()[:16]
-
-
-def files_of(source: str) -> list[Path]:
-    """The sources in a file or folder of the package, of conf/, or of the working directory."""
-    roots = (PACKAGE.parent,) if source.startswith("conf/") else (PACKAGE, Path())
-    path = next((root / source for root in roots if (root / source).exists()), None)
-    if path is None:
-        raise FileNotFoundError(f"{source}: not a file or folder of crt_exp, conf or this directory")
-    if path.is_file():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.suffix in (".py", ".c", ".h", ".yaml"))
-
-
-def statements(source: str) -> str:
-    """Python code as a syntax tree in text, without docstrings."""
-    tree = ast.parse(source)
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            node.body[0].value.value = ""
-    return ast.dump(tree)
 
 
 @contextmanager

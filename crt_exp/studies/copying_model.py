@@ -19,9 +19,7 @@ from crt_exp.studies import copying, runs
 from crt_exp.studies.cells import Cells, Draw
 
 PLACE = Path("outputs/copying")
-# what decides an exact model: no other attention
-SOURCES = ("tasks/mlm.py", "tasks/objectives.py", "models/encoders.py", "data/byte_pairs.py",
-           "data/text.py", "runner", "attention/baselines.py")
+SOURCES = ("conf/task/mlm.yaml", "data/byte_pairs.py", *runs.EXACT)
 VOCABULARY, DRAWN, WORDS, EVERY = 2048, 14_000, 40, 8     # lines of drawn words, words of a line; validation lines
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
          "intermediate_size": 384, "max_position_embeddings": 16384, "tie_word_embeddings": True}

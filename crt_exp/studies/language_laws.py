@@ -30,7 +30,7 @@ from crt_exp.studies.predicted import typical_pair
 from crt_exp.studies.times import Watch, added
 from crt_exp.tasks.base import Reader
 
-MODEL = ("tasks/ptb.py", "models/lstm.py", "data/words.py")  # what decides a language model: no feature map
+MODEL = ("conf/task/ptb.yaml", *runs.EXACT)
 HYBRIDS = ("hrf_angular", "hrf_gaussian")
 COEFFICIENTS = 8            # features of a hybrid's coefficient; each base has m / COEFFICIENTS projections
 CONTROLS = ("uniform", "unigram")

@@ -14,8 +14,7 @@ from crt_exp.studies import associative, far_key, far_key_both, runs
 from crt_exp.studies.cells import Cells, Draw
 
 PLACE = Path("outputs/recall")
-SOURCES = ("tasks/recall.py", "tasks/sequences.py", "models/language.py", "models/transformer.py",
-           "attention/baselines.py", "runner", "studies/recall_model.py")
+SOURCES = ("conf/task/recall.yaml", *runs.EXACT)
 # tokens of a row, pairs, queries, rows of a batch, steps, learning rate
 STAGES = ((16, 2, 6, 256, 400, 2e-3), (32, 4, 12, 128, 400, 2e-3), (64, 8, 24, 64, 500, 2e-3),
           (128, 16, 48, 32, 500, 2e-3), (256, 32, 64, 16, 500, 2e-3), (512, 64, 128, 8, 500, 2e-3),

@@ -13,7 +13,11 @@ from typing import Any
 
 from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import read_records
-from crt_exp.studies.cells import fingerprint
+from crt_exp.studies.sources import fingerprint
+
+# Where what decides a run with exact attention begins, beside its task: no map and no other attention.
+EXACT = ("train.py", "attention/baselines.py", "conf/attention/exact.yaml", "!attention", "!conf/attention", "!swap",
+         "!mechanism.py", "!features", "!samplers", "!sampled_softmax")
 
 
 class Failed(ValueError):
@@ -31,7 +35,7 @@ class Diverged(Failed):
 
 @dataclass(frozen=True)
 class Home:
-    """The folder of runs. sources: the rooms that decide them, as for `Cells`."""
+    """The folder of runs. sources: where what decides them begins, as for `Cells`."""
 
     path: Path
     sources: tuple[str, ...]

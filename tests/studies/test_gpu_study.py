@@ -5,7 +5,7 @@ import torch
 
 from crt_exp.models.conformer_transducer import PRESETS
 from crt_exp.report import page
-from crt_exp.studies import cells, gpu
+from crt_exp.studies import cells, gpu, sources
 
 SPEC = page.load("speed-gpu")
 
@@ -45,7 +45,7 @@ def test_every_model_of_the_page_is_known():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(gpu.NoGPU, match="measured on a GPU, and torch sees none here"):
-        next(gpu.measure("speed-gpu", SPEC["sources"], SPEC["sizes"]["gpu"]))
+        next(gpu.measure("speed-gpu", sources.of_page(SPEC), SPEC["sizes"]["gpu"]))
 
 
 def test_a_measurement_in_parts(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import draws, page, render
 from crt_exp.report.page import Page
-from crt_exp.studies import flops, grid, speech
+from crt_exp.studies import flops, grid, sources, speech
 from crt_exp.studies.clusters import Clusters
 from crt_exp.studies.flops import Flops
 from crt_exp.studies.pairs import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
@@ -149,7 +149,7 @@ def test_a_page_of_tiny_sizes(name, folder, monkeypatch):
     if name == "hrf-qmc":
         monkeypatch.setenv("CRT_DATA", "")
         parts = [part | {"settings": {s: v for s, v in part["settings"].items() if "wine" in s}} for part in parts]
-    draws.write(name, grid.measure(name, spec["sources"], {"parts": parts}), folder)
+    draws.write(name, grid.measure(name, sources.of_page(spec), {"parts": parts}), folder)
     made = Page(name, folder)
     assert {*made.draws["arm"]} >= {arm for part in parts for arm in grid.expanded(part["arms"])}
     judged = [claim for claim in spec["claims"] if "verdict" not in claim]      # the others stand once, not judged
