@@ -3,6 +3,8 @@
 Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d.
 """
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_shared
@@ -41,3 +43,15 @@ class AttentionLayer(nn.Module):
         if group is not None:
             raise ValueError(f"{type(self).__name__} attention cannot split a sequence over processes (group=...): "
                              "only random-feature attention can, such as favorpp")
+
+
+def check_listed(layers: Iterable[nn.Module], count: int | None = None) -> None:
+    """Raises ValueError where one of these has a list of numbers of keys to open (`listed`) that is longer than the model,
+    of `count` layers (None: as many as are here)."""
+    listing = [layer for layer in layers if getattr(layer, "listed", None) is not None]
+    if not listing:
+        return
+    count = 1 + max(layer.number for layer in listing) if count is None else count
+    if listing[0].listed > count:
+        raise ValueError(f"open holds {listing[0].listed} numbers, and the model has {count} attention layers: it "
+                         "takes one for each layer, or one number for all")

@@ -6,7 +6,7 @@ forward pass in training.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal, NamedTuple
@@ -212,18 +212,6 @@ def of_layer(open: int | Sequence[int] | None, layer: int) -> int | None:
         raise ValueError(f"open holds {len(open)} numbers, and there is a layer {layer}: it takes one for each layer, "
                          "or one number for all")
     return open[layer]
-
-
-def check_listed(layers: Iterable[torch.nn.Module], count: int | None = None) -> None:
-    """Raises ValueError where one of these has a list of numbers of keys to open that is longer than the model, of
-    `count` layers (None: as many as are here)."""
-    listing = [layer for layer in layers if isinstance(layer, NearFar) and layer.listed is not None]
-    if not listing:
-        return
-    count = 1 + max(layer.number for layer in listing) if count is None else count
-    if listing[0].listed > count:
-        raise ValueError(f"open holds {listing[0].listed} numbers, and the model has {count} attention layers: it "
-                         "takes one for each layer, or one number for all")
 
 
 def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from crt_exp.attention.layer import same_step
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.nearfar.layer import check_listed
+from crt_exp.attention.base import check_listed
 from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.ranks import whole
 from crt_exp.runner import checkpoint

@@ -16,8 +16,8 @@ from crt_exp.runner.run import read_records
 from crt_exp.studies.sources import fingerprint
 
 # Where what decides a run with exact attention begins, beside its task: no map and no other attention.
-EXACT = ("train.py", "attention/baselines.py", "conf/attention/exact.yaml", "!attention", "!conf/attention", "!swap",
-         "!mechanism.py", "!features", "!samplers", "!sampled_softmax")
+EXACT = ("train.py", "attention/baselines.py", "conf/attention/exact.yaml", "!attention", "!nearfar", "!conf/attention",
+         "!swap", "!mechanism.py", "!features", "!samplers", "!sampled_softmax")
 
 
 class Failed(ValueError):

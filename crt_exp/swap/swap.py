@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crt_exp.nearfar.layer import check_listed
+from crt_exp.attention.base import check_listed
 from crt_exp.swap import diffusion, families
 from crt_exp.swap import record as configured
 from crt_exp.swap.buffers import moved, place_of, restore
