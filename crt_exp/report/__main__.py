@@ -109,7 +109,8 @@ def main() -> None:
     except (ValueError, OSError, DataError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print(f"crt_exp.report: error: {error}", file=sys.stderr)
+        where = "; ".join(getattr(error, "__notes__", []))  # of the arm that was being timed
+        print(f"crt_exp.report: error: {error}{f' ({where})' if where else ''}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         cells.end_workers()

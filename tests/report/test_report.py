@@ -25,6 +25,7 @@ from crt_exp.report import page
 from crt_exp import drawing as palette
 from crt_exp.runner.run import commit
 from crt_exp.studies.projections import Projections
+from crt_exp.studies.times import in_turns
 from crt_exp.metrics import interval
 from crt_exp.studies.uci import UCI
 from crt_exp.studies.variance import REGIMES, Variance, log_variances
@@ -108,6 +109,18 @@ def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         command_line.main()
     assert stop.value.code == 130 and "stopped by SIGINT; cells that are computed are kept" in capsys.readouterr().err
+
+
+def test_an_error_names_the_arm_that_was_timed(capsys, monkeypatch):
+    def fails():
+        raise ValueError("length 7: got 7, expected a multiple of 4")
+
+    monkeypatch.setattr(command_line, "make", lambda args: in_turns({"exact": dict, "nearfar m=8": fails}, 2))
+    monkeypatch.setattr(sys, "argv", ["report", "table1"])
+    with pytest.raises(SystemExit):
+        command_line.main()
+    assert capsys.readouterr().err == ("crt_exp.report: error: length 7: got 7, expected a multiple of 4 "
+                                       "(in the turn of nearfar m=8, warm-up round 1 of 1)\n")
 
 
 @pytest.mark.slow

@@ -465,3 +465,9 @@ def test_draws_of_the_page_at_a_tiny_size(tmp_path, monkeypatch):
     assert ("a step", "full softmax", "ms", 2000) not in units
     assert units["gradient, |h| |e| = 4", "FAVOR++, m = 16", "variance", ""] == [0, 1]
     assert {draw.arm for draw in draws if draw.setting == "drift of the tables"} == {*sampling_study.OPTIMISERS}
+
+
+def test_tables_that_are_not_updated_are_compared_with_rebuilt_ones(monkeypatch):
+    rebuild = SampledSoftmax.rebuild
+    monkeypatch.setattr(SampledSoftmax, "rebuild", lambda self: [rebuild(self), self.sampler.table().mul_(1e6)])
+    assert sampling_study.drift("Adam", 50, 8, 2)["vectors_unfollowed"] == pytest.approx(1, abs=1e-3)
