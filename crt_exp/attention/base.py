@@ -46,8 +46,8 @@ class AttentionLayer(nn.Module):
 
 
 def check_listed(layers: Iterable[nn.Module], count: int | None = None) -> None:
-    """Raises ValueError where one of these has a list of numbers of keys to open (`listed`) that is longer than the model,
-    of `count` layers (None: as many as are here)."""
+    """Raises ValueError where one of these has a list of numbers of keys to open (`listed`) that is longer than the
+    model, of `count` layers (None: as many as are here)."""
     listing = [layer for layer in layers if getattr(layer, "listed", None) is not None]
     if not listing:
         return
