@@ -28,12 +28,12 @@ from crt_exp.attention.checks import (
     compute_dtype,
     transformed,
 )
+from crt_exp.attention.padding import Shift, first_kept
 from crt_exp.compiling import end_graph, left_open, outside_graphs
 from crt_exp.features.base import can_ask
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import Causal, Codebook
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.padding import Shift, first_kept
 from crt_exp.nearfar.recall import Recall, exactly, renewals
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
