@@ -1,5 +1,5 @@
 /* What the keys of a head leave in its cells, and the gradients of that: see head.h. The formulas are those of
-   engines/cell_sums.py and nearfar/choice.py. */
+   engine/cell_sums.py and nearfar/choice.py. */
 
 #include "head.h"
 

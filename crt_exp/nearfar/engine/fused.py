@@ -1,5 +1,4 @@
-"""The softmax of sets.py on a GPU, in one kernel for each block of queries: no weight of a pair reaches the memory. The
-twin of windows.py.
+"""The softmax of sets.py on a GPU, in one kernel for each block of queries: no weight of a pair reaches the memory.
 
 What a set holds for a key, [V, N] and a bias, is here a value V / N and the bias + log N: with these a set is keys as
 others are, and the rest of its gradient is PyTorch's. With delta = g . out (and what the gradients to the share of the

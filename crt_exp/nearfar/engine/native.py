@@ -1,5 +1,5 @@
 """Near-far attention on CPUs in float32, in C. In both directions, and to another sequence: the twin of
-nearfar/choice.py in the choice of the sets, and of windows.py, cell_sums.py and block_sums.py in what they give
+nearfar/choice.py in the choice of the sets, and of sets.py, cell_sums.py and block_sums.py in what they give
 (choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py (looks.c, opened.c, left.c,
 recall.c, recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is called for both.
 

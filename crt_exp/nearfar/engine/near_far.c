@@ -1,5 +1,5 @@
 /* Near-far attention of a sequence to itself in both directions, or to another one, for sets that have been chosen: the
-   twin of Both.attend in nearfar/call.py, whose formulas (engines/sets.py, engines/windows.py) and names these are.
+   twin of Both.attend in nearfar/both.py, whose formulas (engine/sets.py) and names these are.
 
    One thread takes one head, block by block. Logits have keys as rows and the queries of a block as columns, so that
    keys and values are read as they lie and a softmax goes down the columns. What cells weigh for block t is the state

@@ -7,7 +7,7 @@ N e^logit and what it adds V e^logit: a plain key has N = 1 and V = v, one that 
 
     out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
 
-windows.py computes it chunk by chunk. Derived here.
+windows.py does so chunk by chunk. Derived here.
 """
 
 from typing import NamedTuple
@@ -50,34 +50,56 @@ class Gathered(NamedTuple):
     logsum: Tensor | None    # (Z, n, r, 1): the log of the denominator
 
 
+class Seen(NamedTuple):
+    """Keys that queries see as plain ones: a window or a set, of all blocks of a head where a dimension n is 1."""
+
+    keys: Tensor      # (Z, n or 1, m, d)
+    values: Tensor    # (Z, n or 1, m, dv), of one block or of all whatever the keys are; so is
+    bias: Tensor      # (Z, n or 1, 1 or r, m)
+
+
 def plain_gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...]) -> Gathered:
     """What queries q (Z, n, r, d) gather, at once, with all weights in memory."""
-    n, logits, values = q.shape[1], [], []
+    return weighed(q, seen(window, sets, q), True)
+
+
+def seen(window: Window | None, sets: tuple[Weighted, ...], q: Tensor) -> list[Seen]:
+    """A window around each block of queries q (Z, n, r, d), and the sets."""
+    near = []
     if window is not None:
-        near = q @ _around(window.keys, window, n).mT + near_bias(window, n)
-        logits.append(near if window.hidden is None else near + window.hidden)
-        values.append(_around(window.values, window, n))
-    weights = [log_weight(part.sums) for part in sets]
-    logits += [q @ part.keys.mT + (part.bias + weight)[..., None, :] for part, weight in zip(sets, weights)]
-    values += [part.sums[..., :-1] * over(part.sums[..., -1:]) for part in sets]
-    logits = torch.cat(logits, -1)
-    shares = logits.softmax(-1).split([v.shape[-2] for v in values], -1)
-    out = sum(share @ v for share, v in zip(shares, values))
-    return Gathered(out, shares[-1].sum(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
+        bias = _around(window.bias.unsqueeze(-1), window, q.shape[1], HIDDEN).mT.to(q.dtype)
+        bias = bias if window.hidden is None else bias + window.hidden
+        near = [Seen(*(_around(t, window, q.shape[1]) for t in (window.keys, window.values)), bias)]
+    return near + [Seen(keys, sums[..., :-1] * over(sums[..., -1:]), (bias + log_weight(sums)).unsqueeze(-2))
+                   for keys, sums, bias in sets]
 
 
-def _around(t: Tensor, window: Window, n: int) -> Tensor:
-    """The windows of the last n of the blocks (Z, N, b, .), copied: (Z, n, W, .); zeros beyond the ends."""
-    padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 1))
+def weighed(q: Tensor, parts: list[Seen], logsum: bool) -> Gathered:
+    """What queries q (Z, n, r, d) gather of all that they see. logsum: with the logs of the denominators."""
+    logits = torch.cat([_products(q, keys.mT, bias) for keys, _, bias in parts], -1)
+    shares = logits.softmax(-1).split([part.keys.shape[2] for part in parts], -1)
+    out = None
+    for share, part in zip(shares, parts):
+        out = _products(share, part.values, out)
+    return Gathered(out, shares[-1].sum(-1, keepdim=True), logits.logsumexp(-1, keepdim=True) if logsum else None)
+
+
+def _products(a: Tensor, b: Tensor, add: Tensor | None = None) -> Tensor:
+    """a (Z, n, r, k) times b (Z, n or 1, k, l), and `add` (Z, n or 1, 1 or r, l): one product for all blocks where b is
+    of all."""
+    dim, shape = int(b.shape[1] == 1), a.shape[:3]
+    rows, b = a.flatten(dim, dim + 1), b.flatten(0, 1)
+    if add is None:
+        return torch.bmm(rows, b).view(*shape, b.shape[-1])
+    add = add.expand(*shape, -1) if dim and add.shape[1] > 1 else add
+    return torch.baddbmm(add.flatten(dim, dim + 1), rows, b).view(*shape, b.shape[-1])
+
+
+def _around(t: Tensor, window: Window, n: int, beyond: float = 0.0) -> Tensor:
+    """The windows of the last n of the blocks (Z, N, b, .), copied: (Z, n, W, .); `beyond` the ends."""
+    padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 1), value=beyond)
     start = t.shape[1] - n
     return torch.cat([padded[:, start + i:start + i + n] for i in range(window.blocks)], 2)
-
-
-def near_bias(window: Window, n: int) -> Tensor:
-    """(Z, n, 1, W)."""
-    padded = torch.nn.functional.pad(window.bias, (0, 0, 1, 1), value=HIDDEN)
-    start = window.bias.shape[1] - n
-    return torch.cat([padded[:, start + i:start + i + n] for i in range(window.blocks)], -1).unsqueeze(-2)
 
 
 def log_weight(sums: Tensor) -> Tensor:

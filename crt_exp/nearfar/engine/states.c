@@ -1,5 +1,5 @@
 /* Sums of the keys of a head over its cells and over the blocks that are far from a block, and the gradients of that:
-   the twin of engines/block_sums.py; see head.h. Only what is there is added up, never a total less what is not:
+   the twin of engine/block_sums.py; see head.h. Only what is there is added up, never a total less what is not:
    positive sums stay exactly 0 where no key is left, and large terms of near blocks leave no trace. */
 
 #include "head.h"
