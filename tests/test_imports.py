@@ -29,6 +29,7 @@ ROOMS = [
     ["drawing"],
     ["sampled_softmax"],
     ["models"],
+    ["studies.bench", "studies.bench_pieces"],
     ["advice"],
     ["estimators", "regression"],
     ["tasks"],

@@ -17,10 +17,11 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies import fidelity_files
 from crt_exp.studies.base import planned
+from crt_exp.studies.bench import medians
+from crt_exp.studies.bench_pieces import TextBench
 from crt_exp.memory import added, in_new_process
 from crt_exp.studies.subject import Subject, load
 from crt_exp.metrics import interval
-from crt_exp.swap.calibration import fill_statistics, learns
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named
 WARM = 128                                   # tokens of the call before memory is measured
@@ -142,7 +143,7 @@ class Fidelity:
     def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
         """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
         mechanisms = {arm.label: arm.mechanism() for arm in self.arms}
-        return {"length": length, "ms": subject.times(mechanisms, ids_of(subject.model, length), self.rounds),
+        return {"length": length, "ms": medians(subject.times(mechanisms, ids_of(subject.model, length), self.rounds)),
                 "mib": {arm.label: in_new_process(memory, model=self.model, text=arm.text, m=arm.m, length=length)
                         for arm in self.arms}}
 
@@ -151,7 +152,7 @@ class Fidelity:
                  for arm in self.arms]
         others = [each for each, arm in zip(means, self.arms) if arm.name not in CONTROLS] or means
         best = min(others, key=lambda each: each["hidden_error"])
-        return {"predicts": subject.predicts, "texts": len(subject.texts), "length": subject.length,
+        return {"predicts": subject.predicts, "texts": len(subject.rows), "length": subject.length,
                 "hidden_error": best["hidden_error"], "best": best["label"], "attentions": means, "final": True}
 
     # ---- what is said
@@ -205,14 +206,12 @@ def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
 @torch.no_grad()
 def memory(model: str, text: str, m: int | None, length: int) -> float:
     """MiB at the peak of a pass beyond the weights, the model swapped as it is: for a new process."""
-    loaded, predicts = load(model)
-    parsed(text, m).swap(loaded, saved=False)
-    call = {"use_cache": False} if predicts == "next" else {}
-    if learns(loaded):
-        fill_statistics(loaded, [ids_of(loaded, min(length, WARM))])
-    body = loaded.base_model                                 # logits of all tokens would hide the rest
-    body(input_ids=ids_of(loaded, min(length, WARM)), **call)
-    return added(lambda: body(input_ids=ids_of(loaded, length), **call))
+    loaded, _ = load(model)
+    short, long = ids_of(loaded, min(length, WARM)), ids_of(loaded, length)
+    bench = TextBench(loaded, long, short)
+    with bench.swapped(parsed(text, m)):
+        bench.body(short)
+        return added(lambda: bench.body(long))
 
 
 def ids_of(model: torch.nn.Module, length: int) -> torch.Tensor:
