@@ -5,17 +5,17 @@ for the library as for the command line.
 """
 
 import difflib
-import json
 import pkgutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from typing import Any
 
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
+_OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
 
@@ -25,6 +25,33 @@ class ConfigError(ValueError):
 
 def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@contextmanager
+def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
+    """Within it the names of these folders, laid out as conf/, stand for what they say when a saved attention is read,
+    as `--config-dir` adds them to a run: their classes are imported, so give folders that you trust. Raises ConfigError
+    for what is no folder."""
+    paths = tuple(Path(folder).expanduser() for folder in folders)
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"names = {path}: it takes a folder with the names of your own, as --config-dir does")
+    before = _OWN.set(paths)
+    try:
+        yield
+    finally:
+        _OWN.reset(before)
+
+
+def known(group: str) -> list[str]:
+    """The choices of a group, with those of `own_names`."""
+    return sorted({path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")})
+
+
+def file_of(group: str, name: str) -> Path:
+    """The file of a choice: that of conf/, which no other takes the place of, or one of `own_names`."""
+    found = (folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get()))
+    return next(filter(Path.is_file, found), CONF / group / f"{name}.yaml")
 
 
 def groups() -> list[str]:
@@ -41,36 +68,6 @@ def unknown(what: str, name: str, known: list[str]) -> ConfigError:
     near = difflib.get_close_matches(name, [*known, *ALIASES.get(what, ())], n=1, cutoff=0.5)
     hint = f"; did you mean {canonical(what, near[0])}?" if near else ""
     return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known) or 'none'}")
-
-
-def read_yaml(path: Path) -> "DictConfig":
-    """A saved configuration, to compare with: nothing in it is resolved or built.
-    Raises ConfigError naming the wrong line."""
-    from omegaconf import DictConfig, OmegaConf
-    from yaml import YAMLError
-
-    try:
-        content = OmegaConf.load(path)
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    except (UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"{path}, line 1: it holds no keys with values")
-    return content
-
-
-def read_json(text: str, path: Path, line: int = 1) -> dict[str, Any]:
-    """The object that begins at that line of a file. Raises ConfigError with the line that is wrong."""
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {line + error.lineno - 1}: not valid JSON: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}, line {line}: not a JSON object")
-    return content
 
 
 def plain_number(value: Any) -> Any:
@@ -92,7 +89,8 @@ def located(path: str, name: Any) -> Any:
 
 
 def read_conf(path: Path) -> dict[str, Any]:
-    """A file of conf/ that the library reads, with or without OmegaConf. Raises ConfigError naming the line."""
+    """A file of conf/ that the library reads, with or without OmegaConf, or one of `own_names`. Raises ConfigError
+    naming the line."""
     from crt_exp.plain_yaml import read
 
     try:
@@ -106,7 +104,7 @@ def construct(node: dict[str, Any], **options: Any) -> Any:
     that waits for the rest. Nodes are checked by `schema.check_node` before; the constructor's own errors are raised.
     """
     values = {key: construct(value) if isinstance(value, dict) and "_target_" in value else value
-              for key, value in node.items() if key not in ("_target_", "_partial_")} | options
+              for key, value in node.items() if key not in ("_target_", "_partial_", "_convert_")} | options
     target = located("", node["_target_"])
     return partial(target, **values) if node.get("_partial_") else target(**values)
 

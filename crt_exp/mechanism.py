@@ -14,10 +14,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from crt_exp.config import CONF, ConfigError, canonical, choices, construct, located, plain_number, read_conf, unknown
+from crt_exp.config import (CONF, ConfigError, canonical, construct, file_of, known, located, plain_number, read_conf,
+                            unknown)
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers import Noise
-from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node, whole_number
+from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, check_node, is_map, shown, whole_number
+from crt_exp.stored import check_saved
 
 OF_MAP = "features."            # before an option of the map
 Layers = Iterable[int] | int | Literal["supported"] | None
@@ -61,8 +63,8 @@ class Mechanism:
         ConfigError for unknown names, options and values, and for those that the attention does not use.
         """
         name = name and canonical("attention", name)
-        if name is not None and name not in choices("attention"):
-            raise unknown("attention", name, choices("attention"))
+        if name is not None and name not in known("attention"):
+            raise unknown("attention", name, known("attention"))
         node, named = read_preset(BASE if name is None else name)
         of_map = {key.removeprefix(OF_MAP): options.pop(key) for key in list(options) if key.startswith(OF_MAP)}
         _check_options(f"attention {name}", options, node)
@@ -175,7 +177,7 @@ class Mechanism:
         options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_", "phi")}
         options |= self._changes()
         objects = [part for part in (self.features, self.sampler_part) if part and not isinstance(part.content, dict)]
-        return {"name": self.name if self.name in choices("attention") else None, "m": self.m, "seed": self.seed,
+        return {"name": self.name if self.name in known("attention") else None, "m": self.m, "seed": self.seed,
                 "features": self.features and self.features.name,
                 "sampler": self.sampler_part and self.sampler_part.name,
                 "rebuilds": not objects,
@@ -184,23 +186,29 @@ class Mechanism:
     def _changes(self) -> dict[str, Any]:
         """Options of the map that are not those of its file, as `of` takes them."""
         part = self.features
-        if part is None or not isinstance(part.content, dict) or part.name not in choices("features"):
+        if part is None or not isinstance(part.content, dict) or part.name not in known("features"):
             return {}
         written = _content("features", part.name)
         return {OF_MAP + key: value for key, value in part.content.items() if written.get(key) != value}
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
-        """The reverse: what was saved is compared and never built. `source` says whose it is, for the error.
+        """The reverse, for what lies in a file: its names, numbers and words are given to `of`, which takes those of
+        conf/, and what they stood for is compared and never built. `source` says whose it is, for the error.
 
-        Raises ConfigError where the names of conf/ stand for something else now.
+        Every saved attention is read here. Raises ConfigError for anything but names and plain values of known options,
+        for sizes that there is no memory for, and where the names of conf/ stand for something else now.
         """
         try:
+            check_saved(saved)
             mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
-                           **saved["options"])
-        except (ConfigError, KeyError, TypeError) as error:
-            raise ConfigError(f"{source}: its attention {saved.get('name')} is not one of this installation: "
-                              f"{error}") from None
+                               **saved["options"])
+        except (ConfigError, TypeError) as error:
+            name = shown(saved.get("name") if isinstance(saved, dict) else saved)
+            hint = "; a name of your own: names=FOLDER (in Python own_names), the --config-dir of that run" * any(
+                isinstance(word, str) and word not in known(group) for group, word in _words(saved))
+            raise ConfigError(f"{source}: its attention {name} is not one of this installation: {error}"
+                              f"{hint}") from None
         if json.loads(json.dumps(mechanism.describe())) != saved["described"]:
             raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
         return mechanism
@@ -255,7 +263,7 @@ def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None
 def read_preset(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other
     groups that it makes."""
-    node, named, below = read_conf(CONF / "attention" / f"{name}.yaml"), {}, {}
+    node, named, below = read_conf(file_of("attention", name)), {}, {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
             below = below | read_preset(entry.split("@")[0])[0]
@@ -301,14 +309,22 @@ def _part(group: str, choice: Any, changes: dict[str, Any]) -> Part | None:
         if changes:
             raise ConfigError(f"{group}.{next(iter(changes))} is an option of a file of conf/{group}: build the object "
                               "with it")
+        if not (is_map(type(choice)) if group == "features" else callable(choice)):
+            raise ConfigError(f"{group} = {shown(choice)}: it takes a name of conf/{group} or the object itself")
         return Part(getattr(choice, "__name__", type(choice).__name__), choice)
-    if choice not in choices(group):
-        raise unknown(group, choice, choices(group))
+    if choice not in known(group):
+        raise unknown(group, choice, known(group))
     content = _content(group, choice)
     _check_options(f"{group} {choice}", changes, content)
     content |= {key: plain_number(value) for key, value in changes.items()}
     check_node(group, content, FEATURES if group == "features" else SAMPLER)
     return Part(choice, content)
+
+
+def _words(saved: Any) -> list[tuple[str, Any]]:
+    """What a saved attention names of each group."""
+    keys = {"attention": "name", "features": "features", "sampler": "sampler"}
+    return [(group, saved.get(key)) for group, key in keys.items()] if isinstance(saved, dict) else []
 
 
 def _check_options(what: str, given: Iterable[str], content: Iterable[str]) -> None:
@@ -320,7 +336,7 @@ def _check_options(what: str, given: Iterable[str], content: Iterable[str]) -> N
 
 
 def _content(group: str, name: str) -> dict[str, Any]:
-    return read_conf(CONF / group / f"{name}.yaml")
+    return read_conf(file_of(group, name))
 
 
 def _resolved(node: dict[str, Any], above: dict[str, Any] | None = None) -> dict[str, Any]:

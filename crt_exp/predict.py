@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.arguments import read
-from crt_exp.config import ConfigError, read_yaml
+from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
 from crt_exp.data import images as data
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
 from crt_exp.schema import at_least, at_most
+from crt_exp.stored import plain_yaml
 from crt_exp import drawing
 from crt_exp.drawing import markdown, new_figure, save_figure
 from crt_exp.swap.rollout import rollout
@@ -41,6 +42,7 @@ class Options:
     attention: str | None = None
     m: Annotated[int, at_least(1), at_most(2**16)] | None = None     # beyond, noise and positions fill the memory
     size: Annotated[int, at_least(1), at_most(2**12)] | None = None
+    names: str | None = None
 
 
 class Read(NamedTuple):
@@ -72,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("options", nargs="+", metavar="KEY=VALUE",
                       help="run: its directory; input: an image, or a folder of images; maps: as --maps; size: "
                            "pixels of a side, where they are to be others than the run's; attention, m: what exact "
-                           f"attention is drawn next to, of a run that has no other (default {OTHER})")
+                           f"attention is drawn next to, of a run that has no other (default {OTHER}); names: a "
+                           "folder of your own names, the --config-dir of that run")
     made.add_argument("--maps", metavar="FILE.png", action="append", default=[],
                       help=f"draw the attention rollout of the first {DRAWN} images")
     return made
@@ -81,7 +84,8 @@ def parser() -> argparse.ArgumentParser:
 def predict(options: Options) -> None:
     check_maps(options)
     check_run(Path(options.run).expanduser())
-    kept = vision.load(options.run, options.size)
+    with own_names([options.names] if options.names else []):
+        kept = vision.load(options.run, options.size)
     beside = drawn_beside(kept.model, options) if options.maps else None  # before anything is computed
     files = files_of(Path(options.input).expanduser())
     results, first = [], []
@@ -113,7 +117,8 @@ def check_run(run: Path) -> None:
     if not run.is_dir():
         raise DataError(f"run={run}: there is no such directory. Give that of a run of task=imagenet")
     if (run / "config.yaml").is_file():
-        target = read_yaml(run / "config.yaml").get("task", {}).get("_target_")
+        task = plain_yaml(run / "config.yaml").get("task")
+        target = task.get("_target_") if isinstance(task, dict) else None
         if target != TASK:
             raise DataError(f"run={run} is a run of {target}, which classifies no images: give one of task=imagenet")
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated
 
 from crt_exp.arguments import read
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
 from crt_exp.schema import Count, NotNegative, above, at_least, at_most, below, describe, parameters
 
@@ -20,6 +20,7 @@ WORDS = {"run": "directory of the run", "prompt": "what each sequence begins wit
          "temperature": "1: the model's own chances; 0: always the most likely symbol",
          "top_k": "of the so many most likely symbols", "top_p": "of the fewest symbols with so much of the chance",
          "seed": "the first sequence's; the others count on from it", "batch": "sequences at once",
+         "names": "folder of your own names, the --config-dir of that run",
          "device": "such as cpu or cuda", "output": "file to write, FASTA, text or PNG; null: print"}
 
 
@@ -37,6 +38,7 @@ class Options:
     batch: Count = 16
     device: str = "cpu"
     output: str | None = None
+    names: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,11 +70,15 @@ def draw(options: Options) -> None:
     from crt_exp.models.generation import Choice, generate
 
     check_device(options.device)
-    kept = language.load(options.run, "run")
+    with own_names([options.names] if options.names else []):
+        kept = language.load(options.run, "run")
     if not kept.description.causal:
         raise ConfigError(f"run = {options.run} predicts masked symbols (task.direction=bidirectional): sequences are "
                           "drawn from a unidirectional one")
     kind = kind_of(kept.symbols, options.run, options.known, options.output)
+    if max(kind.begin, kind.end or 0, kind.symbols - 1) >= kept.description.symbols:
+        raise ConfigError(f"run = {options.run}: its vocabulary has more symbols than its model, "
+                          f"{kept.description.symbols}")
     given = kind.prompt(options.prompt)
     count = longest(options, kept.description, kind, len(given)) - len(given)
     prompt = torch.tensor([kind.begin, *given], device=options.device)

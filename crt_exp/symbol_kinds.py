@@ -7,13 +7,14 @@ model behind its mark for a beginning, and is part of what is written.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 
 from crt_exp.config import ConfigError
 from crt_exp.data import image_values
 from crt_exp.data.images import read
+from crt_exp.schema import Count, Whole, at_most, check, shown
 from crt_exp.whole_files import whole
 
 
@@ -33,9 +34,17 @@ class Kind(Protocol):
         """The sequences, prompt included, to the terminal or a file, whole or not at all."""
 
 
+KEPT = {"letters": str, "tokenizer": str, "pixels": Annotated[Count, at_most(256)], "begin": Whole, "end": Whole,
+        "size": Annotated[Count, at_most(2**12)], "channels": Literal[1, 3]}    # what a run may have kept of them
+
+
 def kind_of(symbols: dict[str, Any], run: str, known: float, output: str | None) -> Kind:
     """That of the model of a run. known: the share of an image's rows that a prompt gives. Raises ConfigError, also
     where there is no file for images."""
+    if not isinstance(symbols, dict):
+        raise ConfigError(f"run = {run}: its vocabulary is {shown(symbols)}, and no keys with values")
+    for key in symbols.keys() & KEPT.keys():
+        check(f"run = {run}: vocabulary.{key}", symbols[key], KEPT[key])
     if symbols.keys() >= {"letters", "begin", "end", "size"}:
         return Letters(symbols["letters"], symbols["begin"], symbols["end"])
     if symbols.keys() >= {"pixels", "begin", "size", "channels"}:
@@ -88,7 +97,10 @@ class Text:
     def __post_init__(self):
         from tokenizers import Tokenizer
 
-        self.made = Tokenizer.from_str(self.tokenizer)
+        try:
+            self.made = Tokenizer.from_str(self.tokenizer)
+        except Exception as error:  # tokenizers raises nothing else
+            raise ConfigError(f"the tokenizer that this run kept cannot be read: {error}") from None
         self.begin, self.symbols = self.end, max(self.made.get_vocab().values()) + 1
 
     def prompt(self, given: str) -> list[int]:

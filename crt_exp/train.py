@@ -23,9 +23,10 @@ if __name__ == "__main__":  # before the libraries' imports: __main__ has words 
 
 import signal
 
-from crt_exp.config import CONF, ConfigError
+from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.ranks import world_size
 from crt_exp.runner.command_line import check_command_line, with_file_names
+from crt_exp.runner.configuration import folders, local
 from crt_exp.runner.ending import Stopped, fail, mistakes_said
 from crt_exp.runner.fit import build, fit, fit_on_processes, starts_processes
 from crt_exp.runner.processes import agree_on_start, leave
@@ -54,7 +55,7 @@ def main() -> None:
 
 def run(cfg) -> float | None:
     """One run of the composed configuration; returns the task's metric for sweeps (None on processes but the first)."""
-    with mistakes_said():
+    with mistakes_said(), own_names(local(folders())):
         task, mechanism = build(cfg)
         if starts_processes(cfg, task):
             del task, mechanism  # each process builds its own

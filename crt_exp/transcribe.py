@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from crt_exp.arguments import read
+from crt_exp.config import own_names
 from crt_exp.data import DataError, speech_table
 from crt_exp.data.speech import SHORTEST, BadAudio, Part, as_int16, decoded, padded, seconds_of
 from crt_exp.models import recogniser
@@ -30,11 +31,13 @@ TOGETHER = 8       # segments that are heard at once
 
 @dataclass(frozen=True)
 class Options:
-    """segment: seconds of audio that are heard at once."""
+    """segment: seconds of audio that are heard at once. names: a folder of your own names, the --config-dir of that
+    run."""
 
     run: str
     input: str
     segment: Annotated[float, at_least(1)] = 20.0
+    names: str | None = None
 
 
 class Said(NamedTuple):
@@ -61,7 +64,8 @@ def main() -> None:
 def transcribe(options: Options) -> int:
     """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
     files = speech_table.audio_files(options.input, "input")
-    known, tensors = recogniser.load(options.run, "run")
+    with own_names([options.names] if options.names else []):
+        known, tensors = recogniser.load(options.run, "run")
     model, bad = recogniser.load_whole(known, tensors, f"run = {options.run}"), []
     for file in files:
         try:

@@ -53,6 +53,26 @@ def test_example(block, capsys):
     assert capsys.readouterr().out.strip()
 
 
+SHOWN = {"# near 1": lambda values: abs(values[-1] - 1) < 0.1,  # what a block says of the numbers that it prints
+         "# 0.39 and 0.81": lambda values: abs(values[0] - 0.39) < 0.05 and abs(values[1] - 0.81) < 0.05,
+         "less and less": lambda values: values == sorted(values, reverse=True) and values[-1] >= 0}
+SAYING = [(block, said) for block in EXAMPLES for said in SHOWN if said in block.text]
+
+
+@pytest.mark.parametrize("block, said", SAYING, ids=[said for _, said in SAYING])
+def test_what_a_block_says_of_its_numbers_is_so(block, said, capsys):
+    """For every draw of its vectors, not for one."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        exec(block.text, {"__name__": "__main__"})
+        values = [float(number) for number in re.findall(r"-?\d+\.\d+(?:e[+-]?\d+)?", capsys.readouterr().out)]
+        assert SHOWN[said](values), f"seed {seed}: {values}"
+
+
+def test_every_word_on_numbers_is_looked_at():
+    assert {said for _, said in SAYING} == {*SHOWN}
+
+
 GALLERY = [block for block in BLOCKS if block.page.parent.name == "gallery"]
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "crt_exp"
 # From the bottom to the top: a module imports from lines above its own, or from its own line.
 # The longest name that fits counts.
 ROOMS = [
-    ["on_import", "ranks", "nonfinite", "nested", "precision", "config", "plain_yaml", "schema", "arguments",
+    ["on_import", "ranks", "nonfinite", "nested", "precision", "config", "plain_yaml", "schema", "stored", "arguments",
      "kernels", "compiling", "memory", "whole_files"],
     ["samplers"],
     ["features"],

@@ -1,5 +1,9 @@
 """python -m crt_exp.predict and the rollout that it draws: its numbers are the model's, its mistakes are named."""
 
+import json
+import shutil
+
+import hostile
 import numpy as np
 import pytest
 import torch
@@ -50,6 +54,42 @@ def test_maps_are_drawn(name, asked, trained, tmp_path, capsys, one_thread):
     with Image.open(place) as drawn:
         assert np.asarray(drawn).std() > 10
     assert main([*arguments, f"maps={place}"]) == 0
+
+
+@pytest.mark.parametrize("name", ["sampler", "imported", "phi", "m huge", "cells", "deep", "whole"])
+def test_a_hostile_run_runs_nothing(name, trained, tmp_path, capsys, monkeypatch):
+    sprung = hostile.set_trap(tmp_path, monkeypatch)
+    refused(lambda config: dict(hostile.changes(tmp_path))[name](config["crt_exp"]), trained, tmp_path, capsys)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("change", [
+    {"crt_exp": 5}, {"architecture": "local-dir:/"}, {"architecture": {"_target_": "os.system"}},
+    {"model_args": {"depth": 10**12}}, {"model_args": {"embed_dim": 10**9}}, {"model_args": {"attn_layer": {"a": 1}}},
+    {"model_args": {"embed_dim": 8192, "num_heads": 4, "depth": 100}}, {"model_args": 5}, {"num_classes": 10**12},
+    {"pretrained_cfg": {}}, {"pretrained_cfg": 5}], ids=str)
+def test_a_run_of_another_form_is_one_line_and_takes_no_memory(change, trained, tmp_path, capsys):
+    refused(lambda config: config.update(change), trained, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("text", ["task: 5\n", "task:\n  _target_: ${b}${b}\nb: ${oc.env:HOME}\n", "a: &a [1]\nb: *a\n",
+                                  "[" * 10**5], ids=["no keys", "interpolation", "alias", "deep"])
+def test_a_hostile_config_yaml_is_one_line(text, trained, tmp_path, capsys):
+    folder = shutil.copytree(trained / "exact", tmp_path / "run")
+    (folder / "config.yaml").write_text(text)
+    assert main([f"run={folder}", f"input={trained / 'digits'}"]) == 2
+    hostile.check_one_line(capsys.readouterr().err)
+
+
+def refused(change, trained, tmp_path, capsys):
+    folder = shutil.copytree(trained / "favorpp", tmp_path / "run")
+    config = json.loads((folder / "model/config.json").read_text())
+    change(config)
+    (folder / "model/config.json").write_text(json.dumps(config))
+    assert main([f"run={folder}", f"input={trained / 'digits'}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    hostile.check_one_line(err)
 
 
 def test_matrices_are_those_of_the_attention(trained, one_thread):

@@ -1,12 +1,16 @@
 """python -m crt_exp.sample: what is drawn has the chances of the parallel pass, and mistakes are told."""
 
+import json
+
+import hostile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_language import NAMES, calibrated, kept, mechanism
 from test_trembl import GENERATED, OPTIONS
 
-from crt_exp import sample
+from crt_exp import Mechanism, sample
+from crt_exp.config import own_names
 from crt_exp.models import language
 from crt_exp.models.generation import Choice, generate
 from crt_exp.tasks.trembl import VOCABULARY, TrEMBL
@@ -121,6 +125,62 @@ def test_a_model_that_was_kept_between_two_fits_of_its_codebook(tmp_path, capsys
     task.export(model, model.state_dict(), tmp_path / "run")
     code, out, err = called(capsys, f"run={tmp_path / 'run'}", "prompt=MK", "n=2")
     assert (code, err) == (0, "") and len(out.splitlines()) == 2
+
+
+OWN = """
+import torch
+from crt_exp.samplers import DenseNoise, iid
+
+def antithetic(m, d, generator=None, batch=(), dtype=torch.float32, scale: float = 1.0):
+    half = iid((m + 1) // 2, d, generator, batch, dtype).rows()
+    return DenseNoise(torch.stack([half, -half], -2).flatten(-3, -2)[..., :m, :], gaussian=True)
+"""
+
+
+def test_a_run_with_a_sampler_of_ones_own_is_read_where_its_names_are_given(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_samplers.py").write_text(OWN)
+    (tmp_path / "conf/sampler").mkdir(parents=True)
+    (tmp_path / "conf/sampler/antithetic.yaml").write_text("_target_: own_samplers.antithetic\n_partial_: true\n")
+    task = TrEMBL(**OPTIONS)
+    with own_names([tmp_path / "conf"]):
+        model = task.build(Mechanism.of("favorp", sampler="antithetic", m=8))
+    task.export(model, model.state_dict(), tmp_path / "run")
+    code, _, err = called(capsys, f"run={tmp_path / 'run'}")
+    assert code == 2 and "unknown sampler 'antithetic'" in err and "names=FOLDER" in err
+    code, out, err = called(capsys, f"run={tmp_path / 'run'}", f"names={tmp_path / 'conf'}")
+    assert (code, err) == (0, "") and out
+    assert "it takes a folder" in called(capsys, f"run={tmp_path / 'run'}", "names=nowhere")[2]
+
+
+@pytest.mark.parametrize("name", ["sampler", "imported", "phi", "m huge", "cells", "deep", "name in a list"])
+def test_a_hostile_run_runs_nothing(name, run, capsys, tmp_path, monkeypatch):
+    sprung = hostile.set_trap(tmp_path, monkeypatch)
+    edit(run, lambda config: dict(hostile.changes(tmp_path))[name](config["attention"]))
+    code, out, err = called(capsys, f"run={run}")
+    assert code == 2 and out == "" and not sprung.exists()
+    hostile.check_one_line(err)
+
+
+@pytest.mark.parametrize("key, value", [("sizes", {"d": 10**9}), ("sizes", {"layers": 10**12}),
+                                        ("sizes", {"d_ff": 2**40}), ("sizes", {"heads": 0}),
+                                        ("sizes", {"d": {"_target_": "os.system"}}), (None, {"symbols": 10**12}),
+                                        (None, {"length": 10**12}), (None, {"causal": "x"}),
+                                        (None, {"sizes": 5}), (None, {"vocabulary": 5}), ("vocabulary", {"letters": 5}),
+                                        ("vocabulary", {"begin": 10**6}), ("vocabulary", {"end": -1}),
+                                        ("vocabulary", {"letters": "A" * 1000})])
+def test_a_run_of_huge_sizes_is_one_line_and_takes_no_memory(key, value, run, capsys):
+    edit(run, lambda config: (config if key is None else config[key]).update(value))
+    code, _, err = called(capsys, f"run={run}")
+    assert code == 2 and "Error:" not in err.replace("ConfigError:", "").replace("DataError:", "")
+    hostile.check_one_line(err)
+
+
+def edit(run, change):
+    file = run / "model/config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
 
 
 def test_a_number_with_an_exponent_is_one(run, capsys):

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import hostile
 import numpy as np
 import pytest
 import soundfile
@@ -154,6 +155,34 @@ def test_runs_that_cannot_be_used(make, kept, typed, tmp_path):
     code, out, err = typed(f"run={tmp_path}", f"input={tmp_path / 'a.wav'}")
     assert code == 2 and out == "" and err.startswith("crt_exp.transcribe: error:"), err
     assert words in err and str(tmp_path) in err
+
+
+@pytest.mark.parametrize("name", ["sampler", "imported", "phi", "m huge", "cells", "deep"])
+def test_a_hostile_run_runs_nothing(name, kept, typed, tmp_path, monkeypatch):
+    sprung = hostile.set_trap(tmp_path, monkeypatch)
+    refused(lambda config: dict(hostile.changes(tmp_path))[name](config["attention"]), kept, typed, tmp_path)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("key, value", [("sizes", {"dim": 10**9}), ("sizes", {"layers": 10**12}),
+                                        ("sizes", {"mels": 10**9}), ("sizes", {"joiner": 10**9}),
+                                        (None, {"rate": 10**12}), ("symbols", {"kind": 5}),
+                                        (None, {"sizes": [1]}), (None, {"symbols": 5}), ("symbols", {"entries": [5]})])
+def test_a_run_of_huge_sizes_is_one_line_and_takes_no_memory(key, value, kept, typed, tmp_path):
+    refused(lambda config: (config if key is None else config[key]).update(value), kept, typed, tmp_path)
+
+
+def refused(change, kept, typed, tmp_path):
+    found, tensors = recogniser.load(kept[0], "run")
+    recogniser.keep(found, tensors, tmp_path / "run")
+    file = tmp_path / "run/model/config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+    soundfile.write(tmp_path / "a.wav", tone(600, 0.5), 8000)
+    code, out, err = typed(f"run={tmp_path / 'run'}", f"input={tmp_path / 'a.wav'}")
+    assert code == 2 and out == "" and err.startswith("crt_exp.transcribe: error:")
+    hostile.check_one_line(err)
 
 
 @pytest.mark.parametrize("args, words", [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.arms import EXACT, FLOOR, Arm, candidates
+from crt_exp.advice.arms import EXACT, Arm, candidates
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.bench import Bench, quiet
@@ -146,8 +146,8 @@ def arms_of(attentions: Sequence[str | tuple[str, dict]] | None, causal: bool) -
     arms = [Arm(each) if isinstance(each, str) else Arm(*each) for each in attentions]
     for arm in arms:
         arm.mechanism()
-    if all(arm.name in (EXACT, FLOOR) for arm in arms):
-        raise ValueError(f"attentions = {list(attentions)}: nothing to try beside {EXACT} and {FLOOR}; name others of "
+    if all(arm.name == EXACT for arm in arms):
+        raise ValueError(f"attentions = {list(attentions)}: nothing to try beside {EXACT}; name others of "
                          "conf/attention, or leave it out")
     return [Arm(EXACT), *(arm for arm in arms if arm.name != EXACT)]
 

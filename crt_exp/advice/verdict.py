@@ -163,6 +163,9 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
     if floor is not None and not tells(advice, floor):
         return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost_of(advice, floor)}, "
                       f"so they cannot tell mechanisms apart. Give {CLEARER.get(advice.noun, 'better known ones')}.")
+    if not tried:
+        cost = "" if floor is None else f", which costs {cost_of(advice, floor)}"
+        return None, f"No advice: nothing was tried but {FLOOR} attention, the floor{cost}."
     near = [row for row in tried if is_near(advice, row)]
     if not near:
         return None, _none_near(advice, min(tried, key=lambda row: row.worst))

@@ -16,6 +16,7 @@ class AttentionLayer(nn.Module):
     """
 
     can_be_causal = True
+    counts_places = True     # whether outputs depend on where a token stands, and not only on which keys it sees
 
     def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None):
         super().__init__()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.attention.padding import Shift, first_kept, from_first
 from crt_exp.features.base import can_ask, holds
 from crt_exp.samplers import at_least_float32
 from crt_exp.schema import Count, Whole, checked
@@ -164,11 +165,13 @@ def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: flo
 
 def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
                        key_mask: Tensor | None = None) -> Tensor:
-    """The values themselves: what no attention can be faster than. Needs as many keys as queries."""
+    """The values themselves: what no attention can be faster than. Needs as many keys as queries, or causal queries,
+    which are the last of the sequence."""
     check_inputs(x, y, v, None, (), causal, key_mask)
-    if x.shape[2] != y.shape[2]:
-        raise ValueError(f"identity attention of {x.shape[2]} queries to {y.shape[2]} keys: it needs as many of both")
-    return repeat_heads(v, x.shape[1])
+    L, S = x.shape[2], y.shape[2]
+    if L != S and not causal:
+        raise ValueError(f"identity attention of {L} queries to {S} keys: it needs as many of both")
+    return repeat_heads(v[:, :, S - L:], x.shape[1])
 
 
 def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
@@ -191,22 +194,33 @@ def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first:
     """Exact softmax over the first keys and the blocks around a query's own:
     the one before, and if not causal the one after.
 
-    Time and memory O(L (first + 3 block)). Query i stands at place i + S - L of the keys.
+    Time and memory O(L (first + 3 block)). Query i stands at place i + S - L of the keys, and places are counted from
+    the first real token of each row: a token after it that does not count keeps its place.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    B, H, L, S = *x.shape[:3], y.shape[2]
-    y, v = repeat_heads(y, H), repeat_heads(v, H)
-    keep = torch.ones(B, S, dtype=torch.bool, device=x.device) if key_mask is None else key_mask
-    y, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v))
+    shift = Shift.of(key_mask, block)
+    if shift is None:
+        return _window(x, y, v, key_mask, block, first, causal)
+    return shift.back(_window(*map(shift.there, (x, y, v)), shift.mask(key_mask), block, first, causal))
+
+
+def _window(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int, first: int, causal: bool) -> Tensor:
+    """`window_attention` where the first real token of each row begins a block."""
+    H, L, S = *x.shape[1:3], y.shape[2]
+    y, v, first = repeat_heads(y, H), repeat_heads(v, H), min(first, S)
+    keep = torch.ones(1, S, dtype=torch.bool, device=x.device) if key_mask is None else key_mask
+    y, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v)) if key_mask is not None else (y, v)
     start = (S - L) // block                                 # the block of the first query
     count = (S - 1) // block - start + 1                     # blocks with queries
     lead = (S - L) - start * block                           # places of the first block before the first query
     queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(2, (count, block))        # (B, H, n, block, d)
     around = range(-1, 1 if causal else 2)
     near = [_blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])]       # (B, H, n, w, .)
-    head = [t[:, :, None, :first].expand(-1, -1, count, -1, -1) for t in (y, v, keep[:, None, :, None])]
+    head = [t[:, :, :first] if key_mask is None else from_first(t, keep, first)
+            for t in (y, v, keep[:, None, :, None])]
+    head = [t.unsqueeze(2).expand(-1, -1, count, -1, -1) for t in head]
     keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
-    places = _allowed_places(S, block, min(first, S), start, count, around, causal, x.device)
+    places = _allowed_places(first_kept(keep), S, block, first, start, count, around, causal)
     allowed = kept[..., 0][..., None, :] & places
     out = _masked_softmax(queries, keys, values, allowed)
     return out.flatten(2, 3)[:, :, lead:lead + L]
@@ -220,23 +234,26 @@ def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Ten
     return torch.cat([parts[:, :, start + 1 + i:start + 1 + i + count] for i in around], 3)
 
 
-def _allowed_places(S: int, block: int, first: int, start: int, count: int, around: range, causal: bool,
-                    device) -> Tensor:
-    """(1, 1, count, block, first + len(around) block): which pairs count, by the places of their tokens alone."""
+def _allowed_places(begin: Tensor, S: int, block: int, first: int, start: int, count: int, around: range,
+                    causal: bool) -> Tensor:
+    """(B, 1, count, block, first + len(around) block): which pairs count, by the places of their tokens alone and of
+    the first one of each row, begin (B,)."""
+    begin, device = begin[:, None, None], begin.device
     at = torch.arange(count, device=device)[:, None] + start
     queries = at * block + torch.arange(block, device=device)                                       # (n, block)
     offsets = torch.arange(around.start * block, around.stop * block, device=device)
-    near = at * block + offsets                                                                     # (n, w)
-    near = torch.where(near < first, -1, near)               # the first tokens stand in front already
-    keys = torch.cat([torch.arange(first, device=device).expand(count, -1), near], 1)
-    allowed = (keys >= 0) & (keys < S)
-    allowed = allowed[:, None]
-    pairs = allowed & (keys[:, None] <= queries[..., None]) if causal else allowed.expand(-1, block, -1)
-    return pairs[None, None]
+    near = (at * block + offsets).expand(len(begin), -1, -1)                                        # (B, n, w)
+    near = torch.where(near < begin + first, -1, near)       # the first tokens stand in front already
+    keys = torch.cat([(begin + torch.arange(first, device=device)).expand(-1, count, -1), near], 2)
+    allowed = ((keys >= 0) & (keys < S)).unsqueeze(2)
+    pairs = allowed & (keys.unsqueeze(2) <= queries[..., None]) if causal else allowed.expand(-1, -1, block, -1)
+    return pairs.unsqueeze(1)
 
 
 class Exact(Baseline):
     """Softmax attention by torch's fused kernels: the ceiling."""
+
+    counts_places = False
 
     def attend(self, x, y, v, *, causal, key_mask):
         return exact_attention(x, y, v, causal=causal, key_mask=key_mask)
@@ -256,6 +273,8 @@ class Identity(Baseline):
 
 class Uniform(Baseline):
     """The mean of the values that a query may see: the control without queries and keys."""
+
+    counts_places = False
 
     def attend(self, x, y, v, *, causal, key_mask):
         return uniform_attention(x, y, v, causal=causal, key_mask=key_mask)
@@ -287,7 +306,8 @@ class Window(Baseline):
 class Linformer(Baseline):
     """Softmax attention to `rank` learned mixtures of the keys, for sequences of up to `length` tokens, not causal.
 
-    One projection for keys and one for values, shared by heads and batch; masked keys enter no mixture.
+    One projection for keys and one for values, shared by heads and batch; masked keys enter no mixture, and places are
+    counted from the first real key of each row.
     """
 
     can_be_causal = False
@@ -308,7 +328,7 @@ class Linformer(Baseline):
             raise ValueError(f"linformer was made for up to {most} keys, got {S}")
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         if key_mask is not None:
-            y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
+            y, v = (from_first(torch.where(key_mask[:, None, :, None], t, 0.0), key_mask, S) for t in (y, v))
         keys = self.key_projection[:, :S].to(y.dtype) @ y
         values = self.value_projection[:, :S].to(v.dtype) @ v
         return F.scaled_dot_product_attention(x, keys, values, scale=1.0)

@@ -107,6 +107,12 @@ def repeat_heads(t: Tensor, heads: int) -> Tensor:
     return t[:, :, None].expand(-1, -1, heads // t.shape[1], -1, -1).flatten(1, 2)
 
 
+def entries(rows: Tensor, batch: int) -> Tensor:
+    """The numbers of the batch entries that any index of one dimension means: numbers, those counted from the end, a
+    boolean mask."""
+    return torch.arange(batch, device=rows.device)[rows]
+
+
 def finite(top: Tensor) -> Tensor:
     """A maximum that may be subtracted: 0 for the empty set, so that exp(-inf - 0) = 0 and not NaN."""
     return torch.where(top == -torch.inf, 0.0, top)

@@ -141,10 +141,11 @@ class DecodingState:
         return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these batch entries, in this order: what a beam search needs."""
+        """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
         if self.kept is not None:
-            whole = (None if t is None else t.expand(self._batch, *t.shape[1:])[rows] for t in self.kept)
-            self.kept = Packed(*whole)
+            batch = self._batch  # parts of other shapes are the same for all entries
+            chosen = (t if t is None or t.ndim < 4 or len(t) != batch else t[rows] for t in self.kept)
+            self.kept = Packed(*chosen)
 
     @property
     def _batch(self) -> int:

@@ -74,6 +74,7 @@ class RandomFeatureAttention(Running):
     """
 
     group = None  # the processes that hold the parts of one sequence: see `attention`
+    counts_places = False
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise] | None, m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,

@@ -61,7 +61,8 @@ class Reformer(Baseline):
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"reformer's keys are its queries, and there are {q.shape[2]} queries and {k.shape[2]} "
-                             "keys: it attends to its own sequence alone")
+                             "keys: it attends to its own sequence alone, of which a cache holds no queries "
+                             "(use_cache=False)")
         return q
 
     def attend(self, x, y, v, *, causal, key_mask):

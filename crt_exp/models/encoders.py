@@ -73,7 +73,7 @@ def load_tokenizer(origin: Origin):
     """Raises DataError where there is none, here and on the hub."""
     from transformers import AutoTokenizer
 
-    tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name), origin, "tokenizer")
+    tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin, "tokenizer")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
         raise DataError(f"{origin.option} = {origin.name} holds no tokenizer: "
                         "put the model's tokenizer.json or vocab.txt there")
@@ -84,7 +84,8 @@ def load_config(origin: Origin, **changes: Any):
     """The model's configuration with other values for some keys. Raises DataError."""
     from transformers import AutoConfig
 
-    return loaded(lambda: AutoConfig.from_pretrained(origin.name, **changes), origin, "configuration")
+    load = partial(AutoConfig.from_pretrained, origin.name, trust_remote_code=False, **changes)
+    return loaded(load, origin, "configuration")
 
 
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
@@ -100,7 +101,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
         check_attention(config, origin, mechanism)
     if origin.weights:
         load = partial(auto.from_pretrained, origin.name, config=config, dtype=torch.float32, output_loading_info=True,
-                       ignore_mismatched_sizes=True)  # as a head for other classes must
+                       trust_remote_code=False, ignore_mismatched_sizes=True)  # as a head for other classes must
         model, info = loaded(load, origin, "weights")
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
@@ -122,9 +123,12 @@ def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
 
 def saved_attention(config) -> dict[str, Any]:
     """What `Mechanism.describe` says of the attention that a model's weights were saved with."""
-    saved = getattr(config, record.KEY, None) or EXACT
-    mechanisms = saved.get("mechanisms")
-    return mechanisms[0].get("described", {}) if mechanisms else saved
+    saved = getattr(config, record.KEY, None)
+    if saved is None:
+        return EXACT
+    if isinstance(saved, dict) and "mechanisms" not in saved:  # as runs of earlier versions wrote it
+        return saved
+    return record.checked(saved, config.name_or_path)["mechanisms"][0].get("described", {})
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -172,6 +176,9 @@ def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
         with quiet():
             return load()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise DataError(f"{origin.option} = {origin.name}: its {what} asks for code that lies there (auto_map), "
+                            "which is not run: give a model whose class transformers has") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         source = f"{origin.option} = {origin.name}: its {what} "
         if local:

@@ -4,15 +4,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.stored import json_object
 
 MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-256 of each file of weights, by its name
 ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained
@@ -62,7 +66,9 @@ def verify(folder: Path, named: str) -> None:
     if not (folder / DIGESTS).is_file():
         return
     try:
-        digests = dict(json.loads((folder / DIGESTS).read_text()))
+        digests = json_object(folder / DIGESTS)
+        if any(Path(name).name != name for name in digests):
+            raise ValueError("it names a file outside of its folder")
         wrong = next((name for name in digests if digest_of(folder / name) != digests[name]), None)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{named}: {folder / DIGESTS} cannot be compared with the weights: {error}") from None
@@ -76,6 +82,32 @@ def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
     for name, tensor in tensors:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise DataError(f"{named}: {name} holds NaN: they are of a run that diverged, or were made so since")
+
+
+def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str) -> None:
+    """Raises ConfigError unless the tensors are those of the model that is made, of so many layers: it is made without
+    memory, so that a configuration with huge sizes takes none."""
+    if layers > len(tensors):
+        raise ConfigError(f"{named}: its {CONFIG} describes {layers} layers, and there are {len(tensors)} tensors")
+    try:
+        with torch.device("meta"):
+            state = make().state_dict()
+    except RuntimeError as error:  # more numbers than can be counted
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{named}: its {CONFIG} describes no model that can be made: {reason}") from None
+    for name, tensor in state.items():
+        found = tuple(tensors[name].shape) if name in tensors else "not"
+        if found != tuple(tensor.shape):
+            raise ConfigError(f"{named}: its weights do not fit its {CONFIG}: {name} is {found} there and "
+                              f"{tuple(tensor.shape)} in the model that it describes")
+
+
+def description_in(folder: Path, named: str) -> dict[str, Any]:
+    """What its config.json holds. Raises DataError where it cannot be read."""
+    try:
+        return json_object(folder / CONFIG)
+    except ConfigError as error:
+        raise DataError(f"{named}: {folder} cannot be read: {error}") from None
 
 
 def folder_of(run: str | Path, option: str, wanted: str) -> Path:

@@ -21,7 +21,8 @@ from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import CONFIG, check_numbers, folder_of, save_tensors, whole_folder
+from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
+                                   whole_folder)
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Parameter, at_least, below, check_keys, parameters
 from crt_exp.swap.swap import LayerMaker
@@ -197,17 +198,29 @@ def load(run: str | Path, option: str) -> Kept:
     folder = folder_of(run, option, "the directory of a run of a sequence model, such as one of task=trembl")
     named = f"{option} = {run}"
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        if not isinstance(config, dict) or config.pop("kind", None) != KIND:
+        config = description_in(folder, named)
+        if config.pop("kind", None) != KIND:
             raise DataError(f"{named} is a run of another task: {folder / CONFIG} describes no sequence model")
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), named)
-        return Kept(Description(**config), mechanism, symbols, tensors, named)
+        check_keys("", config, parameters(Description))
+        kept = Kept(Description(**config), mechanism, symbols, tensors, named)
+        check_sizes(kept)
+        return kept
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(f"{named}: {folder} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def check_sizes(kept: Kept) -> None:
+    """Raises DataError for a description whose model has other weights than were kept, before it takes memory."""
+    layers, tensors = kept.description.sizes["layers"], dict(kept.tensors)
+    if kept.description.tied:
+        tensors["head.weight"] = tensors.get("symbol.weight")
+    exact = Mechanism.of("exact").layer
+    check_shapes(lambda: LanguageModel(kept.description, exact), layers, tensors, kept.named)
 
 
 def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:

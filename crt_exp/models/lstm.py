@@ -9,7 +9,7 @@ Legend: B columns of a text, T words of each in a batch, n of those that count, 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 from crt_exp.data import DataError
 from crt_exp.data.text import IGNORED
-from crt_exp.models.folder import CONFIG, check_numbers, folder_of, save_tensors, whole_folder
+from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
+                                   whole_folder)
+from crt_exp.schema import Count, at_least, below, check_keys, parameters
 
 KIND, WEIGHTS = "word_lstm", "model.safetensors"
 SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model
@@ -26,7 +28,7 @@ SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of
 class WordLSTM(nn.Module):
     """Reads words and goes on where it stopped: its state is an argument and a result."""
 
-    def __init__(self, words: int, width: int, layers: int, dropout: float):
+    def __init__(self, words: Count, width: Count, layers: Count, dropout: Annotated[float, at_least(0), below(1)]):
         super().__init__()
         self.embedding, self.dropout = nn.Embedding(words, width), nn.Dropout(dropout)
         self.lstm = nn.LSTM(width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
@@ -133,12 +135,15 @@ def load(run: str | Path, option: str) -> Kept:
 
     folder = folder_of(run, option, "the directory of a run of task=ptb")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or config.get("kind") != KIND:
+        config = description_in(folder, f"{option} = {run}")
+        if config.get("kind") != KIND:
             raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no language model "
                             "of words. Give a run of task=ptb.")
-        body = WordLSTM(len(config["words"]), **config["sizes"])
-        body.load_state_dict(load_file(folder / WEIGHTS))
+        sizes, tensors = {"words": len(config["words"]), **config["sizes"]}, load_file(folder / WEIGHTS)
+        check_keys("", sizes, parameters(WordLSTM))
+        check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option} = {run}")
+        body = WordLSTM(**sizes)
+        body.load_state_dict(tensors)
         check_numbers(body.state_dict().items(), f"{option} = {run}")
         return Kept(body.eval(), tuple(config["words"]), config["temperature"])
     except DataError:

@@ -4,8 +4,9 @@ Nothing in it names code that is run: the attention is rebuilt from names of con
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -16,11 +17,19 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.conformer_transducer import ConformerTransducer, Sizes
-from crt_exp.models.folder import CONFIG, check_numbers, folder_of, save_tensors, whole_folder
+from crt_exp.models.conformer_transducer import ConformerTransducer, Joiner, Layer, Predictor, Sizes, Subsampling
+from crt_exp.models.conformer_transducer import check_sizes as check_model_sizes
+from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
+                                   whole_folder)
+from crt_exp.schema import Count, at_most, check, check_keys, parameters
 
 KIND = "conformer_transducer"
 WEIGHTS, PIECES = "model.safetensors", "pieces.model"
+
+
+class KeptSymbols(TypedDict):
+    kind: Literal["characters", "words", "pieces"]
+    entries: Sequence[str]
 
 
 class Recogniser(NamedTuple):
@@ -53,21 +62,37 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     """What a run kept, and its weights. Raises DataError, naming `option`, for what is no run of a recogniser."""
     folder = folder_of(run, option, "the directory of a run of task=librispeech")
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        if not isinstance(config, dict) or config.get("kind") != KIND:
+        config = description_in(folder, f"{option} = {run}")
+        if config.get("kind") != KIND:
             raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no speech "
                             "recogniser. Give a run of task=librispeech.")
         symbols = config["symbols"]
+        check_keys("symbols.", symbols, parameters(KeptSymbols))
         symbols = (Symbols.of_pieces((folder / PIECES).read_bytes()) if symbols["kind"] == "pieces"
                    else Symbols(symbols["kind"], tuple(symbols["entries"])))
         mechanism = Mechanism.of_saved(config["attention"], f"{option} = {run}")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), f"{option} = {run}")
+        check("rate", config["rate"], Annotated[Count, at_most(10**6)])
+        check_sizes(config["sizes"], len(symbols) + 1, tensors, f"{option} = {run}")
         return Recogniser(symbols, config["rate"], config["sizes"], mechanism), tensors
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, ConfigError):
             raise
         raise DataError(f"{option} = {run}: {folder} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def check_sizes(sizes: Sizes, symbols: int, tensors: dict[str, Tensor], named: str) -> None:
+    """Raises ConfigError and DataError for sizes that are not those of the weights, before a model takes memory."""
+    check_keys("sizes.", sizes, parameters(Sizes))
+    check_model_sizes(sizes)
+    dim, cells = sizes["dim"], sizes["predictor"]
+    check_shapes(lambda: nn.ModuleDict({
+        "encoder": nn.ModuleDict({
+            "subsampling": Subsampling(sizes["mels"], sizes["channels"], dim, sizes["dropout"]),
+            "layers": nn.ModuleList(Layer(sizes) for _ in range(sizes["layers"]))}),
+        "predictor": Predictor(symbols, cells, sizes["dropout"]),
+        "joiner": Joiner(dim, cells, sizes["joiner"], symbols)}), sizes["layers"], tensors, named)
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:

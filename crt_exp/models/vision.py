@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.fitted_once import make_room
-from crt_exp.config import ConfigError, read_json
+from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
+from crt_exp.schema import shown
+from crt_exp.stored import check_option, json_object
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said
@@ -29,6 +31,7 @@ SIZES = {"patch": "patch_size", "width": "embed_dim", "depth": "depth", "heads":
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)     # of ImageNet
 ATTENTION = "attention.safetensors"
 HEAD = ("head.", "head_dist.", "fc_norm.", "norm.", "attn_pool.")   # what depends on classes and pooling
+DEEPEST, LARGEST = 512, 2**13                                # layers and pixels of a side that a file may ask for
 FOREIGN = ("decoder", "mask_token")                          # parts of pretraining that a classifier has no place for
 
 
@@ -103,7 +106,10 @@ class Description:
             config = content.get("pretrained_cfg", content)
             config |= {"num_classes": content.get("num_classes", config.get("num_classes"))}
             options = {k: v for k, v in content.get("model_args", {}).items() if k not in ("img_size", "num_classes")}
+            check_written(content["architecture"], config, options)
             return cls.of_timm(content["architecture"], config, options)
+        except ConfigError as error:
+            raise DataError(f"{path}: {error}") from None
         except KeyError as error:
             raise DataError(f"{path} says no {error.args[0]}, which timm writes there") from None
         except (TypeError, AttributeError, IndexError) as error:
@@ -126,6 +132,20 @@ class Description:
         options = {"patch_size": config.patch_size, "embed_dim": config.hidden_size, "depth": config.num_hidden_layers,
                    "num_heads": config.num_attention_heads, "mlp_ratio": config.intermediate_size / config.hidden_size}
         return cls(SIZED, config.image_size, options)
+
+
+def check_written(model: Any, config: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raises ConfigError for what a file may not say: another name than timm's, values that are none, huge sizes."""
+    import timm
+
+    if not isinstance(model, str) or not timm.is_model(model.partition(".")[0]):
+        raise ConfigError(f"architecture = {shown(model)}: timm has no such model")
+    sizes = {"num_classes": config["num_classes"] or 0, "input_size": list(config["input_size"])}
+    for key, value in (options | sizes).items():
+        check_option(key, value)
+    if not 0 < options.get("depth", 1) <= DEEPEST or max(config["input_size"]) > LARGEST:
+        raise ConfigError(f"depth = {shown(options.get('depth'))}, input_size = {shown(config['input_size'])}: it "
+                          f"takes up to {DEEPEST} layers and {LARGEST} pixels")
 
 
 def known(model: str) -> Description:
@@ -179,8 +199,10 @@ def checkpoint_of(init: str) -> Checkpoint | None:
         return Checkpoint(f"task.init = {init}", path, None, {})
     for folder in (path / MODEL, path):
         if (folder / "config.json").is_file():
-            content = read_json((folder / "config.json").read_text(), folder / "config.json")
+            content = json_object(folder / "config.json")
             own = content.get("crt_exp", {})
+            if not isinstance(own, dict):
+                raise ConfigError(f"{folder / 'config.json'}: crt_exp = {shown(own)} is not what a run writes there")
             return Checkpoint(f"task.init = {init}", folder, Description.read(content, folder / "config.json"),
                               {} if own.get("described") == EXACT or "described" not in own else own)
     refuse_adapters(path, f"task.init = {init}")
@@ -194,7 +216,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
 
 
 def is_mae(folder: Path) -> bool:
-    return json.loads((folder / "config.json").read_text()).get("model_type") == "vit_mae"
+    return json_object(folder / "config.json").get("model_type") == "vit_mae"
 
 
 def weights_in(path: Path) -> Path:
@@ -396,6 +418,16 @@ def keep(description: Description, mechanism: Mechanism, tensors: dict[str, Tens
             save_tensors(noise, folder / ATTENTION)
 
 
+def check_memory(checkpoint: Checkpoint) -> None:
+    """Raises DataError for a description of a far larger model than its weights are of, before it takes memory."""
+    kept = sum(tensor.numel() for tensor in checkpoint.state().values())
+    with torch.device("meta"):
+        described = sum(weight.numel() for weight in checkpoint.description.make().parameters())
+    if described > 2 * kept:
+        raise DataError(f"{checkpoint.named}: its config.json describes a model of {described} numbers, and its "
+                        f"weights have {kept}")
+
+
 class Kept(NamedTuple):
     """The model of a run in eval mode, the names of its classes, and what makes its input of a PIL.Image in RGB."""
 
@@ -415,6 +447,7 @@ def load(run: str | Path, size: int | None = None) -> Kept:
         raise DataError(f"{run} holds no classifier: give the directory of a run of task=imagenet")
     description = replace(checkpoint.description, size=size or checkpoint.description.size)
     description.check()
+    check_memory(checkpoint)
     saved = checkpoint.attention
     mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
     model = build(description, mechanism, str(run))

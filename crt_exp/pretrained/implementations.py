@@ -7,11 +7,13 @@ before an optimiser or DDP sees the model. A model that is built in another way 
 
 from functools import wraps
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
 from crt_exp.config import CONF
 from crt_exp.swap import record
+from crt_exp.swap.weights import note_choice
 
 NAMES = frozenset(path.stem for path in (CONF / "attention").glob("*.yaml"))
 
@@ -34,6 +36,7 @@ def register(models: ModuleType) -> None:
 
     from crt_exp.swap import families
 
+    families.register()             # what swapped models call: one that is unpickled was swapped elsewhere
     for name in NAMES:
         models.AttentionInterface.register(name, _unmade)
         AttentionMaskInterface.register(name, families.interface_mask)
@@ -52,14 +55,17 @@ def _loading(function):
     def from_pretrained(cls, source, *args, **options):
         if record.is_by_hand():
             with record.ignoring_buffers(cls):
-                return function(cls, source, *args, **options)
+                loaded = function(cls, source, *args, **options)
+            note_choice(loaded[0] if isinstance(loaded, tuple) else loaded, options)
+            return loaded
         asked = options.get("attn_implementation")
         _refuse_parts(asked)
         named = asked in NAMES
         with record.by_hand(), record.ignoring_buffers(cls, named):
             loaded = function(cls, source, *args, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if not _applied(model, source):
+        note_choice(model, options)
+        if not _applied(model, source, options):
             record.warn_of_loss(model, source)
         return loaded
     return from_pretrained
@@ -72,7 +78,7 @@ def _building(function):
             return function(cls, config, **options)
         with record.by_hand():
             model = function(cls, config, **options)
-        _applied(model, None)
+        _applied(model, None, options)
         return model
     return _from_config
 
@@ -94,7 +100,8 @@ def _saving(function):
     """Where a part alone was swapped, as model.bert, the configuration of the whole does not know it until now."""
     @wraps(function)
     def save_pretrained(self, *args, **options):
-        ours = "layers" in (record.get_record(self) or {})  # as a swap writes it, which may be undone since
+        own = record.get_record(self)
+        ours = isinstance(own, dict) and "layers" in own  # as a swap writes it, which may be undone since
         if ours or any("swapped" in part._modules for part in self.modules()):
             record.write(self)
         return function(self, *args, **options)
@@ -109,7 +116,7 @@ def _refuse_parts(name) -> None:
                              f"call crt_exp.swap_attention(model.<part>, {ours[0]!r})")
 
 
-def _applied(model: nn.Module, source: str | None) -> bool:
+def _applied(model: nn.Module, source: str | None, options: dict[str, Any]) -> bool:
     """Whether the model's configuration names one of ours; then it has that attention now."""
     configs = [part.config for part in model.modules() if hasattr(getattr(part, "config", None), "sub_configs")]
     named = {config._attn_implementation for config in configs} & NAMES
@@ -121,10 +128,10 @@ def _applied(model: nn.Module, source: str | None) -> bool:
     for config in configs:
         config._attn_implementation_internal = default
     name, saved = named.pop(), record.taken(model)
-    if source is not None and saved is not None and record.names(saved) == [name]:
-        from crt_exp.pretrained.saved import bring_back
+    if source is not None and saved is not None and record.names(record.checked(saved, source)) == [name]:
+        from crt_exp.pretrained.saved import bring_back, fetching_of
 
-        bring_back(model, saved, source)
+        bring_back(model, saved, source, **fetching_of(options))
     else:
         _swap(model, name)
     return True

@@ -1,8 +1,6 @@
 """A saved model whose attention was swapped, as it was: the reverse of save_pretrained after `swap_attention`."""
 
-import json
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,13 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
+from crt_exp.stored import json_object, too_deep
 from crt_exp.swap import families, record
-from crt_exp.swap.buffers import restore
+from crt_exp.swap.buffers import largest_dimension, restore
 from crt_exp.swap.swap import swap_layers
+from crt_exp.swap.weights import CHOOSING, note_choice, weights_of
 
-WEIGHTS = "model.safetensors", "diffusion_pytorch_model.safetensors"
-FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")  # of cached_file
+FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", *CHOOSING)
 
 
 def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
@@ -26,24 +25,51 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     takes. The noise has the number format of the saved weights where that is the model's.
 
     Raises ValueError where the folder holds no swapped model, where it was saved with a mechanism that its names do not
-    rebuild, where a layer has no entry or its noise is missing. Nothing of the folder is executed.
+    rebuild, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
+    is code that lies there is refused, unless `trust_remote_code=True` says that it was read.
     """
     if options.get("output_loading_info"):
         raise ValueError("output_loading_info: crt_exp.from_pretrained returns the model alone")
     if not hasattr(auto, "from_pretrained"):
         raise ValueError(f"auto = {auto!r}: give a class with from_pretrained, such as AutoModelForCausalLM")
-    with record.by_hand(), record.ignoring_buffers(auto, hasattr(auto, "_keys_to_ignore_on_load_unexpected")):
-        model = auto.from_pretrained(folder, **options)
-    saved = record.taken(model) or _record_in(folder)
+    local = _record_in(Path(folder) / (options.get("subfolder") or ""))  # read before other code reads that file
+    model = _loaded(auto, folder, options)
+    saved = record.taken(model)
+    saved = local if saved is None else saved
     if saved is None:
         raise ValueError(f"{folder}: its config.json has no {record.KEY}, so it holds no swapped model: load it by "
                          f"{getattr(auto, '__name__', auto)}.from_pretrained, then call swap_attention")
-    return bring_back(model, saved, folder, **{key: options[key] for key in FETCHING if key in options})
+    note_choice(model, options)
+    return bring_back(model, saved, folder, **fetching_of(options))
+
+
+def fetching_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of from_pretrained that say where its weights come from."""
+    return {key: options[key] for key in FETCHING if key in options}
+
+
+def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Module:
+    """The model with its own attention; where the class is to be found, without asking whether code may be run."""
+    finds = hasattr(auto, "_model_mapping")
+    safely = {"trust_remote_code": False} if finds else {}
+    try:
+        with record.by_hand(), record.ignoring_buffers(auto, hasattr(auto, "_keys_to_ignore_on_load_unexpected")):
+            return auto.from_pretrained(folder, **(safely | options))
+    except RecursionError:
+        raise too_deep(f"{folder}, config.json") from None
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(f"{folder}: its config.json asks for code that lies there (auto_map), which is not run: give "
+                          f"the model's own class in place of {auto.__name__}, or, once you have read that code, "
+                          "trust_remote_code=True") from None
 
 
 def bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, **fetching: Any) -> nn.Module:
     """Swaps the attention of a model, which has its own, as `saved` says."""
-    mechanisms = [_mechanism(each, folder) for each in _listed(saved, folder)]
+    mechanisms = [_mechanism(each, folder) for each in record.checked(saved, folder)["mechanisms"]]
+    files = weights_of(folder, **fetching)
+    _check_rows(mechanisms, files, folder)
     chosen = _chosen(model, saved, folder)
     for number, mechanism in enumerate(mechanisms):
         layers = [i for i, other in enumerate(chosen.values()) if other == number]
@@ -52,19 +78,23 @@ def bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, **fe
             swap_layers(model, mechanism.layer, mechanism.name, layers, causal=causal, saved=False,
                         record=saved["mechanisms"][number])
     states = [module.swapped for _, module in model.named_modules() if "swapped" in module._modules]
-    restore(model, states, weights_of(folder, **fetching), folder, strict=True)
+    restore(model, states, files, folder, strict=True)
     for state in states:
         _reopen(state, saved.get("open") or {})
     record.write(model)
     return model
 
 
-def _listed(saved: Any, folder: str | Path) -> list[dict[str, Any]]:
-    listed = saved.get("mechanisms") if isinstance(saved, dict) else None
-    if not isinstance(listed, list) or not isinstance(saved.get("layers"), dict):
-        raise ConfigError(f"{folder}: {record.KEY} in its config.json is not what swap_attention writes: it has no "
-                          "mechanisms and layers. Load the weights by from_pretrained and call swap_attention")
-    return listed
+def _check_rows(mechanisms: Iterable[Mechanism], files: list[Path], folder: str | Path) -> None:
+    """Raises ConfigError for more projections than the weights have rows of noise for, before any is drawn."""
+    most = largest_dimension(files)
+    for mechanism in mechanisms:
+        if mechanism.m and not most:
+            raise ConfigError(f"{mechanism.name}: its noise and statistics are not in the weights of {folder}: load "
+                              "the others by from_pretrained of its class, and call swap_attention for new noise")
+        if (mechanism.m or 0) > most:
+            raise ConfigError(f"{folder}: {record.KEY} in its config.json asks for m = {mechanism.m}, and its weights "
+                              f"hold noise of at most {most} rows")
 
 
 def _mechanism(saved: dict[str, Any], folder: str | Path) -> Mechanism:
@@ -94,22 +124,7 @@ def _reopen(state: nn.Module, opens: dict[str, int]) -> None:
         state.set_open(same[0])
 
 
-def _record_in(folder: str | Path) -> dict[str, Any] | None:
+def _record_in(folder: Path) -> dict[str, Any] | None:
     """Of a configuration that drops keys which its class does not know, as those of diffusers do."""
-    file = Path(folder) / "config.json"
-    return json.loads(file.read_text()).get(record.KEY) if file.is_file() else None
-
-
-def weights_of(source: str | Path, **fetching: Any) -> list[Path]:
-    """The files of weights of a folder, or of the hub's copy on this machine."""
-    folder = Path(source) / (fetching.get("subfolder") or "")
-    if folder.is_dir():
-        return sorted(folder.glob("*.safetensors"))
-    from transformers.utils import cached_file
-
-    fetch = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False, **fetching)
-    index = fetch(f"{WEIGHTS[0]}.index.json")
-    shards: Iterable[str] = WEIGHTS[:1]
-    if index is not None:
-        shards = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return [Path(file) for name in shards if (file := fetch(name)) is not None]
+    file = folder / "config.json"
+    return json_object(file).get(record.KEY) if file.is_file() else None

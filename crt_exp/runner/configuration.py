@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from crt_exp.config import ConfigError, choices, unknown
+from crt_exp.config import CONF, ConfigError, choices, construct, unknown
 from crt_exp.schema import (ATTENTION, FEATURES, SAMPLER, Count, Group, Parameter, at_least, at_most, check_keys,
-                            check_node)
+                            check_node, shown)
+from crt_exp.stored import plain_yaml
 
 # ---- what Hydra was asked for ----------------------------------------------------------------------------------------
 
@@ -40,6 +41,11 @@ def folders() -> list[str]:
 
     sources = HydraConfig.get().runtime.config_sources
     return [f"{source.schema}://{source.path}" for source in sources if source.provider.endswith("command-line")]
+
+
+def local(folders: list[str]) -> list[str]:
+    """Those of them that lie on this machine, as paths."""
+    return [folder.removeprefix("file://") for folder in folders if folder.startswith("file://")]
 
 
 def output_directory() -> Path:
@@ -143,3 +149,27 @@ def check_plain(given: dict[str, Any]) -> None:
             check_node(name, node, group)
         elif not group.optional:
             raise ConfigError(f"{name} is missing: a run needs one, {name}=... (known: {' '.join(choices(name))})")
+
+
+# ---- the configuration that lies in a run directory ------------------------------------------------------------------
+
+
+def kept_task(run: str | Path, **changes: Any) -> Any:
+    """The task of a run as it was configured, with other values for some keys.
+
+    The file is data: it names a class of conf/task and plain values of its options. Raises ConfigError for others.
+    """
+    path = Path(run) / "config.yaml"
+    node = plain_yaml(path).get("task")
+    target = node.get("_target_") if isinstance(node, dict) else None
+    if not isinstance(target, str) or target not in task_classes():
+        raise ConfigError(f"{path}: task._target_ = {shown(target)} is no class of conf/task")
+    node |= changes
+    check_node("task", node, GROUPS["task"])
+    return construct(node)
+
+
+def task_classes() -> set[str]:
+    """The classes that the files of conf/task name."""
+    files = [OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "task").glob("*.yaml")]
+    return {node["_target_"] for file in files for node in (file, file.get("task", {})) if "_target_" in node}

@@ -15,8 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from crt_exp.config import ConfigError, read_json
+from crt_exp.config import ConfigError
 from crt_exp.data.cache import warn
+from crt_exp.stored import read_json
 
 OPTIONS = ("model", "init", "tokenizer", "vocabulary", "text", "validation_text", "test_text", "calibration", "csv",
            "images", "audio", "families", "hub.data_files")

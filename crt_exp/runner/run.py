@@ -24,11 +24,12 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
-from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
+from crt_exp.config import ConfigError, instantiate
 from crt_exp.runner.configuration import overrides
 from crt_exp.runner.inputs import NAME as INPUTS
 from crt_exp.runner.inputs import check_inputs
 from crt_exp.runner.processes import SWEEP
+from crt_exp.stored import read_json, read_yaml
 from crt_exp.whole_files import whole
 
 # may differ between a run and its continuation

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from hydra.experimental.callback import Callback
 
-from crt_exp.config import CONF, ConfigError, read_json
+from crt_exp.config import CONF, ConfigError
 from crt_exp.runner.processes import SWEEP, raise_interrupts
+from crt_exp.stored import json_object, read_json
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
            "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
@@ -119,7 +120,7 @@ def finished_runs(directory: Path, sweep: str) -> list[Done]:
     below its directory runs of earlier sweeps may lie too."""
     runs = []
     for path in directory.glob("**/versions.json"):
-        versions = read_json(path.read_text(), path)
+        versions = json_object(path)
         if versions.get("sweep") != sweep:
             continue
         metrics = path.with_name("metrics.jsonl")

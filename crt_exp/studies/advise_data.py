@@ -1,6 +1,7 @@
 """Models of images and audio with files of their input, as `task=advise` takes them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.advice.call import SAMPLES, spread
-from crt_exp.config import read_json
 from crt_exp.data import DataError, images, speech, speech_table
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
+from crt_exp.stored import json_object
 from crt_exp.studies.bench_pieces import BatchBench
 
 OURS = "crt_exp"
@@ -142,7 +143,7 @@ def labels_of(model: nn.Module, tokenizer: Any, text: str) -> dict[str, Tensor]:
 def config_of(name: str) -> Mapping[str, Any] | None:
     """config.json of a folder or a run; None for a name of a hub. Raises DataError."""
     file = Path(encoders.folder_of(name, "task.model")) / CONFIG
-    return read_json(file.read_text(), file) if file.is_file() else None
+    return json_object(file) if file.is_file() else None
 
 
 def refuse_other(name: str, described: Mapping[str, Any]) -> None:
@@ -170,4 +171,5 @@ def part_of(name: str, kind: str) -> Any:
     import transformers
 
     origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
-    return encoders.loaded(lambda: getattr(transformers, kind).from_pretrained(origin.name), origin, f"{kind[4:]}")
+    load = partial(getattr(transformers, kind).from_pretrained, origin.name, trust_remote_code=False)
+    return encoders.loaded(load, origin, kind[4:])

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.config import instantiate, read_yaml
 from crt_exp.data.text import IGNORED
 from crt_exp.features import Statistics
 from crt_exp.features.base import log_expm1
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
+from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.distributions import Estimate, distances
@@ -150,7 +150,7 @@ def place(overrides: Sequence[str], sources: Sequence[str]) -> Path:
 @lru_cache(maxsize=1)
 def task_of(run: Path) -> Any:
     """The task of a kept run, as it was configured."""
-    return instantiate(read_yaml(run / "config.yaml").task)
+    return kept_task(run)
 
 
 def vectors_of(overrides: Sequence[str], sources: Sequence[str]) -> tuple[np.ndarray, Tensor]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crt_exp.config import read_yaml
 from crt_exp.data.text import official_file
+from crt_exp.stored import read_yaml
 from crt_exp.studies import plain_lstm, runs, training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.language_laws import MODEL

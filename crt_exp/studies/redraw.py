@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from crt_exp.config import instantiate, read_yaml
 from crt_exp.mechanism import Mechanism
+from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.fidelity import parsed
@@ -140,4 +140,4 @@ def look(start: str, m: int, batches: int) -> list[dict[str, Any]]:
 @lru_cache(maxsize=8)
 def task_of(start: str) -> Task:
     """The task of an exact model, which starts from it."""
-    return instantiate(read_yaml(f"{start}/config.yaml").task, init=start)
+    return kept_task(start, init=start)

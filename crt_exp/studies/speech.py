@@ -8,17 +8,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from torch import nn
 
-from crt_exp.config import instantiate, read_yaml
 from crt_exp.features import SDERF
 from crt_exp.mechanism import OF_MAP, Mechanism
 from crt_exp.models import recogniser
+from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import encoder_steps, runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.predicted import predicted_errors
@@ -125,7 +124,7 @@ def swapped(attention: list[str], start: list[str], sources: list[str], seed: in
 @lru_cache(maxsize=1)
 def task_of(place: str) -> Task:
     """The task of a kept run, as it was configured."""
-    return instantiate(read_yaml(Path(place) / "config.yaml").task)
+    return kept_task(place)
 
 
 def mechanism(options: Sequence[str], seed: int) -> Mechanism:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from crt_exp.config import instantiate, read_yaml
 from crt_exp.data import glue
 from crt_exp.data.text import official_file
 from crt_exp.metrics import METRICS
+from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import fidelity, runs, training
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.fidelity import Arm
@@ -70,14 +70,14 @@ def looking(grid: Grid, look: Mapping[str, Any], home: runs.Home, cells: Cells, 
 def looked_at(start: str, texts: int, m: int, draws: int) -> dict[str, Any]:
     """On the texts that the encoder read: loss, cost of uniform attention, that of the frequencies of tokens, nats;
     mean |x + y|^2 of each head of each layer; relative errors of outputs, one a layer."""
-    config = read_yaml(f"{start}/config.yaml").task
-    subject = Subject(start, str(official_file("wikitext2", "valid")), None, None, config.block, texts, 1, seed=0,
+    task = kept_task(start)
+    subject = Subject(start, str(official_file("wikitext2", "valid")), None, None, task.block, texts, 1, seed=0,
                       cache_dir="outputs/texts/tokens")
     errors = {arm: np.mean([fidelity.of_swap(subject, Arm(arm, m), draw, 0)["attention_error_layers"]
                             for draw in range(draws)], 0).tolist() for arm in COMPARED}
     control = fidelity.of_swap(subject, Arm("uniform", None), 0, 0)
     return {"pretrained": float(np.mean([each.loss for each in subject.exact])),
-            "unigram": unigram(instantiate(config)), "cost": float(np.mean(control["above_texts"])),
+            "unigram": unigram(task), "cost": float(np.mean(control["above_texts"])),
             "S": [fidelity.of_heads(subject, i)["mean_sq_sum"] for i in range(len(subject.calls[0]))],
             "errors": {f"{arm} m={m}": each for arm, each in errors.items()}
             | {"uniform": control["attention_error_layers"]}}

@@ -8,6 +8,29 @@ import torch
 from torch import Tensor, nn
 
 
+def place_of(module: nn.Module) -> torch.device | None:
+    """Where an attention module computes, None where nothing says it: its parameters' device, and where these come from
+    a disk or from the CPU for each call, as accelerate has it, the one that they come to. Of a module without memory,
+    whose weights are still to be loaded, the CPU: noise is drawn and not loaded."""
+    devices = [p.device for p in module.parameters()]
+    if not devices or any(device.type != "meta" for device in devices):
+        return next((device for device in devices if device.type != "meta"), None)
+    if torch.get_default_device().type == "meta":
+        return devices[0]
+    hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
+    hooks = [inner for hook in hooks for inner in (getattr(hook, "hooks", None) or [hook])]
+    comes_to = next((hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None),
+                    "cpu")
+    return torch.empty(0, device=comes_to).device
+
+
+def moved(state: nn.Module, device: torch.device | None) -> nn.Module:
+    """On that device; parameters without memory, which are still to be loaded, stay so."""
+    if device is None or device.type == "meta":
+        return state.to(device)
+    return state._apply(lambda t: t if t.is_meta else t.to(device))
+
+
 def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder: str | Path,
             strict: bool = False) -> None:
     """from_pretrained leaves the buffers of `swapped` aside, which its class does not know: takes them from the same
@@ -48,6 +71,18 @@ def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
                 if buffer:
                     saved.setdefault(path, {})[buffer] = tensors.get_tensor(key)
     return saved
+
+
+def largest_dimension(files: list[Path]) -> int:
+    """Of all tensors of `swapped` in them, whose headers alone are read; 0 where there are none."""
+    from safetensors import safe_open
+
+    largest = 0
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in filter(lambda key: ".swapped." in key, tensors.keys()):
+                largest = max(largest, *tensors.get_slice(key).get_shape(), 0)
+    return largest
 
 
 def _same_path(path: str, saved: Iterable[str]) -> str | None:

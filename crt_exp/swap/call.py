@@ -27,8 +27,11 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     that is not padding, causal or both, and for sizes other than those of the swap.
     """
     if mask is not None:
+        expected = causal
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
-        k, v = k[:, :, :used], v[:, :, :used]
+        if getattr(state, "counts_places", True):
+            used = _to_last_query(keep, causal, expected, q.shape[2], state.path)
+        k, v, keep = k[:, :, :used], v[:, :, :used], keep[:, :used]
     if keep is not None:
         keep = None if known_true(keep) else keep.expand(k.shape[0], -1)
     prepare(state, q, k, causal, cross)
@@ -79,6 +82,25 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
     return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
 
 
+def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, path: str) -> int:
+    """How many of the keys of keep (B, S) there are up to the last query, where a mask of pairs leaves that open: a
+    static cache has free room after it. expected: whether calls of this module are causal where no mask says so.
+
+    Raises ValueError for queries that all see the same keys and may be one token and its padding, or a whole prefix.
+    """
+    S = keep.shape[1]
+    if queries == 1:
+        return _last_used(keep) if causal else S
+    if causal or not expected:
+        return S
+    used = _last_used(keep)
+    if used != queries and S - used >= queries - 1:
+        raise ValueError(f"{path}: {queries} queries and {S} keys, of which all see the first {used}: the mask does "
+                         "not say where the queries stand, by which this attention chooses keys (tokens after the "
+                         "first that are all padding?): leave that padding out")
+    return used if used == queries else S
+
+
 def _of_keys_alone(mask: Tensor) -> bool:
     """Whether a mask (B,1,L,S) is the same for all queries by its shape or strides, so that no entry need be read."""
     return mask.ndim == 4 and all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3]))
@@ -110,12 +132,19 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     last = pairs[:, -1]
     if bool((pairs == last[:, None]).all()):
         return last, False, S
-    used = int(last.any(0).nonzero().max()) + 1 if bool(last.any()) else S  # a static cache has room after the last key
-    for end in {S, used}:
-        past = torch.ones(pairs.shape[1], end, dtype=torch.bool, device=pairs.device).tril(end - pairs.shape[1])
-        if pairs.shape[1] <= end and bool((pairs[..., :end] == (last[:, None, :end] & past)).all()):
-            return last[:, :end], True, end
-    return None
+    used, L = _last_used(last), pairs.shape[1]
+    end = used + L - 1 - int(pairs[..., used - 1].any(0).int().argmax())  # where the last query stands, if it is causal
+    past = torch.ones(L, S, dtype=torch.bool, device=pairs.device).tril(end - L)
+    return (last[:, :end], True, end) if end <= S and bool((pairs == (last[:, None] & past)).all()) else None
+
+
+def _last_used(keep: Tensor) -> int:
+    """How many keys there are up to the last one that counts in any row of keep (B, S); all, where none does.
+
+    A static cache has free room after it.
+    """
+    used = keep.any(0).nonzero()
+    return int(used[-1]) + 1 if len(used) else keep.shape[1]
 
 
 def known_true(keep: Tensor) -> bool:

@@ -125,6 +125,7 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     matrix (B,H,L,S) or None."""
     state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
     causal = _causal_without_mask(module, is_causal)
+    key, value = _in_use(query, key, value, attention_mask, causal)
     if state is None:
         return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
     for name in EXTRAS:
@@ -147,8 +148,10 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
                    **options) -> Tensor:
     """Says which attention the model asks for, so that no module need guess it: boolean masks, True = keep.
 
-    Causal: keys alone, (B, S), as transformers' flash attention has them. Bidirectional: (B,1,L,S), a view of (B, S) or
-    of a single number where there is no padding. Any other pattern: its pairs, (B,1,L,S).
+    Causal: keys alone, (B, S), as transformers' flash attention has them; they end with the last query, where those of
+    a static cache have free room after it. Bidirectional: (B,1,L,S), a view of (B, S) or of a single number where there
+    is no padding. Any other pattern, and one query in a static cache, so that all its masks have one shape: its pairs,
+    (B,1,L,S).
     """
     from transformers import masking_utils as masks
 
@@ -156,17 +159,28 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     plain = mask_function in known and local_size is None
     causal = mask_function is not masks.bidirectional_mask_function
     room = causal and kv_length + kv_offset > q_offset + q_length  # of a static cache, after the last token
-    short = attention_mask is not None and attention_mask.shape[-1] < kv_length
-    if not plain or room or short:
+    end = int(q_offset) + q_length if room and q_length > 1 else kv_offset + kv_length
+    short = attention_mask is not None and attention_mask.shape[-1] < end
+    if not plain or short or (room and q_length == 1):
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset,
                                mask_function or masks.causal_mask_function, attention_mask, local_size,
                                device=device, **(options | skips))
     if attention_mask is None:
-        keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
+        keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, end - kv_offset)
     else:
-        keep = attention_mask[:, -kv_length:].bool()
+        keep = attention_mask[:, kv_offset:end].bool()
     return keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
+
+
+def _in_use(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values up to the last query, where those of a static cache have free room after it: what our mask
+    function gives ends there, and several causal queries without a mask are the first ones, as torch's fused attention
+    has it."""
+    used = mask.shape[1] if mask is not None and mask.ndim == 2 else key.shape[2]
+    if mask is None and causal and query.shape[2] > 1:
+        used = query.shape[2]
+    return (key, value) if used >= key.shape[2] else (key[:, :, :used], value[:, :, :used])
 
 
 def _is_causal(mask: Tensor | None, path: str) -> bool:

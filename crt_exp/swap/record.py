@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
 from crt_exp import __version__
+from crt_exp.config import ConfigError
+from crt_exp.schema import Count, Whole, at_most, fits, shown
+from crt_exp.stored import SIZE, check_depth
 
 KEY = "crt_exp"
 LIBRARIES = ("crt_exp", "transformers")
@@ -90,6 +93,37 @@ def taken(holder: nn.Module) -> dict[str, Any] | None:
     return record
 
 
+def checked(record: Any, source: Any) -> dict[str, Any]:
+    """The record that a file holds, in the form that `record_of` gives it. Raises ConfigError, naming `source`, for any
+    other: nothing is taken from it before. Mechanisms are read by `Mechanism.of_saved`."""
+    try:
+        check_form(record)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {KEY} in its config.json is not what swap_attention writes: {error}. Load the "
+                          "weights by from_pretrained and call swap_attention") from None
+    return record
+
+
+def check_form(record: Any) -> None:
+    check_depth(record, KEY)
+    if not isinstance(record, dict):
+        raise ConfigError(f"{KEY} = {shown(record)}")
+    mechanisms, layers, opens = (record.get(key) for key in ("mechanisms", "layers", "open"))
+    if not isinstance(mechanisms, (list, tuple)) or not isinstance(layers, dict):
+        raise ConfigError("it has no mechanisms and layers")
+    if not all(isinstance(each, dict) for each in mechanisms) or not isinstance(opens or {}, dict):
+        raise ConfigError("its mechanisms and open are no keys with values")
+    for path, number in layers.items():
+        if number is not None and not (fits(number, Whole) and number < len(mechanisms)):
+            raise ConfigError(f"layers.{path} = {shown(number)}, which takes null or the number of one of its "
+                              f"{len(mechanisms)} mechanisms, counted from 0")
+    if all(number is None for number in layers.values()):
+        raise ConfigError("none of its layers is swapped")
+    for path, count in (opens or {}).items():
+        if not fits(count, Annotated[Count, at_most(SIZE)]):
+            raise ConfigError(f"open.{path} = {shown(count)}, which takes a whole number from 1 to {SIZE}")
+
+
 def names(record: dict[str, Any]) -> list[str]:
     return [str(each.get("name")) for each in record.get("mechanisms", ())]
 
@@ -134,9 +168,12 @@ def warn_of_loss(model: nn.Module, source: Any) -> None:
     if record is None and not _holds_buffers(source):
         return
     content = "a model with swapped attention"
-    if record and names(record):
-        swapped = sum(number is not None for number in record.get("layers", {}).values())
-        content += f", {' and '.join(names(record))} in {swapped} of {len(record.get('layers', {}))} layers"
+    if record is not None:
+        try:
+            swapped = [number is not None for number in checked(record, source)["layers"].values()]
+            content += f", {' and '.join(names(record))} in {sum(swapped)} of {len(swapped)} layers"
+        except ConfigError:
+            content += f", and a {KEY} in its config.json that is not what swap_attention writes"
     kind = type(model).__name__
     warnings.warn(f"{source} holds {content}, and this {kind} has exact attention with its weights: "
                   f"crt_exp.from_pretrained({kind}, {str(source)!r}) gives it back as it was saved",

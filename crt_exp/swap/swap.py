@@ -9,7 +9,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from torch import nn
 from crt_exp.swap import diffusion, families
 from crt_exp.swap import record as configured
 from crt_exp.attention.nearfar.layer import check_listed
-from crt_exp.swap.buffers import restore
+from crt_exp.swap.buffers import moved, place_of, restore
 from crt_exp.swap.replaced import unwatch, watch
 from crt_exp.swap.refusals import SEES, places, refusal
+from crt_exp.swap.weights import own_weights
 
 # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
 LayerMaker = Callable[..., nn.Module]
@@ -43,10 +43,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     _check_cross(model, modules, states)
     check_listed(states.values(), len(modules))
     if saved:
-        source = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
-        folder = Path(source if isinstance(source, str) else "")
-        files = sorted(folder.glob("*.safetensors")) if folder.name and folder.is_dir() else []
-        restore(model, list(states.values()), files, folder)
+        restore(model, list(states.values()), *own_weights(model))
     for i, state in states.items():
         state.record = {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
         _attach(modules[i][1], state)
@@ -185,8 +182,7 @@ def _state(maker, name: str, i: int, path: str, module: nn.Module, causal: bool 
                          "with layers=[...], or give causal=False if this model is never used so")
     state.path, state.mechanism = path, name
     state.causal = size.causal if causal is None else causal
-    device = next((p.device for p in module.parameters()), None)
-    return state.to(device).train(module.training)
+    return moved(state, place_of(module)).train(module.training)
 
 
 def _check_cross(model: nn.Module, modules: list[tuple[str, nn.Module]], states: dict[int, nn.Module]) -> None:

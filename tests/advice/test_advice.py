@@ -60,10 +60,16 @@ def test_a_model_whose_loss_is_not_finite_is_refused_by_its_parameter(value):
         crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, attentions=["window"], rounds=1)
 
 
-@pytest.mark.parametrize("attentions", [[], ["exact"], ["uniform"], ["exact", "uniform"]])
+@pytest.mark.parametrize("attentions", [[], ["exact"]])
 def test_nothing_to_try_is_refused(attentions):
-    with pytest.raises(ValueError, match="nothing to try beside exact and uniform"):
+    with pytest.raises(ValueError, match="nothing to try beside exact; name others"):
         crt_exp.advise(llama(), ids(), length=64, samples=3, calibration=2, attentions=attentions)
+
+
+def test_the_floor_alone_is_no_advice():
+    rows = [Row(Arm("exact"), 0.0, 0.0), Row(Arm("uniform"), 0.5, 0.1)]
+    found = Advice(rows, 64, 3, 2.0, None, 0.02, {})
+    assert found.chosen is None and "nothing was tried but uniform attention" in found.sentence
 
 
 def test_attention_whose_loss_is_not_finite_is_never_the_nearest():

@@ -50,9 +50,10 @@ def linformer(length, rank, **sizes):
 def test_identity_and_linformer():
     case = Case(OPRF(), masked=True, dtype=torch.float32)
     assert torch.equal(identity_attention(case.x, case.y, case.v), case.v)
-    layer = linformer(11, 3)
-    keep = case.mask[:, None, :, None]
-    y, v = layer.key_projection @ (case.y * keep), layer.value_projection @ (case.v * keep)
+    layer, keep = linformer(11, 3), case.mask[:, None, :, None]
+    begin = case.mask.int().argmax(1).tolist()     # places count from the first real key
+    y, v = (torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)]) for t in (case.y, case.v))
+    y, v = layer.key_projection @ y, layer.value_projection @ v
     assert_same([layer(case.x, case.y, case.v, case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
     layer(case.x, case.y[:, :, :7], case.v[:, :, :7]).sum().backward()
     assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[:, :7].abs().min() > 0

@@ -38,7 +38,8 @@ def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
     if L != S and not causal:
         pytest.skip("a window of two sequences is refused")
     x, y, v, keep = tensors(L, S, kv_heads=1)
-    i, j = places(L, S)
+    begin = keep.int().argmax(1)[:, None, None, None] if masked else 0     # places count from the first real token
+    i, j = (at - begin for at in places(L, S))
     near = (j // block >= i // block - 1) & (j // block <= i // block + (0 if causal else 1))
     allowed = (near | (j < first)) & ((j <= i) | torch.tensor(not causal))
     allowed = allowed.expand(B, 1, L, S) & (keep[:, None, None] if masked else True)

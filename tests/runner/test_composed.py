@@ -183,6 +183,9 @@ class Own:
         self.n = n
 
     def records(self, mechanism, seed, done=()):
+        from crt_exp.config import choices, known
+
+        assert "own" in known("task") and "own" not in choices("task")
         yield {"split": "test", "x": self.n, "final": True}
 
     def summary(self, records):

@@ -154,7 +154,7 @@ def model(folder):
     write_model(folder / "bert")
     (folder / "t.txt").write_text("the cat sat on the mat\n" * 400)
     return ["task=advise", f"task.model={folder / 'bert'}", f"task.text={folder / 't.txt'}", "task.length=32",
-            "task.samples=2", "task.calibration=1", "task.rounds=1", "task.attentions=[exact,uniform]",
+            "task.samples=2", "task.calibration=1", "task.rounds=1", "task.attentions=[exact,uniform,window]",
             "task.cache_dir=null"], "bert/config.json"
 
 

@@ -1,10 +1,13 @@
 """Saved is saved: a swapped model comes back as it was, and never silently with exact attention."""
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
+import hostile
 import pytest
 import torch
 import transformers
@@ -14,6 +17,8 @@ import crt_exp
 from crt_exp import calibrate_attention, samplers, swap_attention, unswap_attention
 from crt_exp.attention.nearfar.layer import NearFar
 from crt_exp.config import ConfigError
+from crt_exp.data import DataError
+from crt_exp.models import encoders
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 SMALL = {"nearfar": {"exact_until": 0, "block": 1, "heavy": 1, "cells": 2, "open": 1}, "linformer": {},
@@ -175,5 +180,192 @@ def test_a_card_says_mechanism_fidelity_and_command(tmp_path):
 def test_the_import_stays_light_and_waits_for_transformers():
     code = ("import sys, crt_exp\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
             "from transformers import PreTrainedModel\nassert PreTrainedModel.crt_exp_installed\n"
-            "from transformers import AttentionInterface\nassert 'nearfar' in AttentionInterface().valid_keys()\n")
+            "from transformers import AttentionInterface, AttentionMaskInterface\n"
+            "for table in (AttentionInterface(), AttentionMaskInterface()):\n"
+            "    assert {'nearfar', 'crt_exp', 'crt_exp_eager_masks'} <= set(table.valid_keys())\n")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- files of anybody
+
+def doors(folder):
+    """The ways in which a saved swap is brought back, and the one that leaves it."""
+    yield lambda: crt_exp.from_pretrained(transformers.BertModel, folder)
+    yield lambda: crt_exp.from_pretrained(transformers.AutoModel, folder)
+    yield lambda: transformers.BertModel.from_pretrained(folder, attn_implementation="favorpp")
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harmless")
+    swap_attention(made(bert), "favorpp", m=8).save_pretrained(folder)
+    return folder
+
+
+def copied(harmless, tmp_path):
+    return shutil.copytree(harmless, tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in hostile.changes(Path("/"))])
+def test_a_hostile_attention_runs_nothing(name, harmless, tmp_path, monkeypatch):
+    sprung, folder = hostile.set_trap(tmp_path, monkeypatch), copied(harmless, tmp_path)
+    edit(folder, lambda config: dict(hostile.changes(tmp_path))[name](config["crt_exp"]["mechanisms"][0]))
+    for number, door in enumerate(doors(folder)):
+        kept = json.loads((folder / "config.json").read_text())["crt_exp"]["mechanisms"][0]
+        if number == 2 and kept.get("name") != "favorpp":
+            continue            # of another attention than was asked for, which nothing is taken from
+        with pytest.raises(ConfigError) as caught:
+            door()
+        assert not sprung.exists()
+        hostile.check_one_line(caught.value)
+
+
+LAYER = "encoder.layer.0.attention.self"
+RECORDS = {
+    "a number": lambda config: config.update(crt_exp=5), "zero": lambda config: config.update(crt_exp=0),
+    "a list": lambda config: config.update(crt_exp=[1]), "a word": lambda config: config.update(crt_exp="favorpp"),
+    "empty": lambda config: config.update(crt_exp={}), "deep": lambda config: config.update(crt_exp=hostile.deep(200)),
+    "mechanisms": lambda config: config["crt_exp"].update(mechanisms=[5]),
+    "mechanisms in a dictionary": lambda config: config["crt_exp"].update(mechanisms={"0": {}}),
+    "open": lambda config: config["crt_exp"].update(open=[1]),
+    "open huge": lambda config: config["crt_exp"].update(open={LAYER: 2**60}),
+    "causal": lambda config: config["crt_exp"]["mechanisms"][0].update(causal="yes"),
+    "more rows than the weights have": lambda config: enlarge(config["crt_exp"]["mechanisms"][0], 4096),
+    "none swapped": lambda config: config["crt_exp"].update(layers=dict.fromkeys(config["crt_exp"]["layers"]))} | {
+    f"layer {number!r}": lambda config, number=number: config["crt_exp"]["layers"].update({LAYER: number})
+    for number in (99, 1, -1, "0", True, False, 0.0, 0.5, [0], {"0": 0})}
+
+
+def enlarge(saved, m):
+    saved["m"] = saved["described"]["m"] = m
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_of_another_form_is_one_line_at_every_door(name, harmless, tmp_path):
+    folder = copied(harmless, tmp_path)
+    edit(folder, RECORDS[name])
+    for door in doors(folder):
+        with pytest.raises(ConfigError, match="crt_exp|not one of this installation|levels deep") as caught:
+            door()
+        hostile.check_one_line(caught.value)
+    with pytest.warns(UserWarning, match="this BertModel has exact attention"):
+        transformers.BertModel.from_pretrained(folder).save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("content", ['{"a":' * 10**5, "{", "[1]", "1" * 10**5], ids=["deep", "half", "list", "digits"])
+def test_a_configuration_that_is_none_is_one_line(content, harmless, tmp_path):
+    folder = copied(harmless, tmp_path)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="config.json") as caught:
+        crt_exp.from_pretrained(transformers.AutoModel, folder)
+    hostile.check_one_line(caught.value)
+
+
+def test_code_of_a_folder_is_refused_without_a_question(harmless, tmp_path, monkeypatch):
+    folder = copied(harmless, tmp_path)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
+    asks = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+    edit(folder, lambda config: config.update(asks))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    with pytest.raises(ConfigError, match=r"asks for code that lies there \(auto_map\), which is not run") as caught:
+        crt_exp.from_pretrained(transformers.AutoModel, folder)
+    hostile.check_one_line(caught.value)
+    origin = encoders.Origin(str(folder), "task.model", True, False)
+    for load in (lambda: encoders.load_config(origin),
+                 lambda: encoders.load_model("AutoModel", None, origin, crt_exp.Mechanism.of("exact"))):
+        with pytest.raises(DataError, match="task.model = .* asks for code that lies there"):
+            load()
+    edit(folder, lambda config: config.update(model_type="bert"))  # a class that transformers has
+    assert crt_exp.from_pretrained(transformers.AutoModel, folder).config.crt_exp
+    assert not (tmp_path / "sprung").exists()
+
+
+# ---- which file the noise is taken from
+
+def noise(model):
+    return model.encoder.layer[0].attention.self.swapped.omega
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    """A folder with two models, and what each computes: the default, in one file, and `ema`, in several."""
+    folder = tmp_path_factory.mktemp("variants")
+    for seed, options in ((1, {}), (2, {"variant": "ema", "max_shard_size": "20KB"})):
+        swap_attention(made(bert), "favorpp", m=8, seed=seed).save_pretrained(folder, **options)
+    assert len(list(folder.glob("model.ema-*.safetensors"))) > 1 and (folder / "model.safetensors").is_file()
+    return folder
+
+
+@pytest.mark.parametrize("options, seed", [({}, 1), ({"variant": "ema"}, 2)], ids=["default", "ema"])
+def test_noise_comes_from_the_files_of_the_weights(options, seed, variants, tmp_path):
+    expected, bare = noise(swap_attention(made(bert), "favorpp", m=8, seed=seed)), {"add_pooling_layer": False}
+    nested = shutil.copytree(variants, tmp_path / "parts/one").parent
+    kind = transformers.BertModel
+    for folder, within in ((variants, {}), (nested, {"subfolder": "one"})):
+        given = {**options, **within, **bare}
+        assert torch.equal(noise(crt_exp.from_pretrained(kind, folder, **given)), expected)
+        back = kind.from_pretrained(folder, attn_implementation="favorpp", **given)
+        assert torch.equal(noise(back), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plain = kind.from_pretrained(folder, **given)
+        assert torch.equal(noise(swap_attention(plain, "favorpp", m=8)), expected)
+
+
+def test_a_model_that_was_loaded_before_the_import_is_not_given_the_noise_of_another(variants):
+    with pytest.warns(UserWarning, match="has exact attention"):
+        model = transformers.BertModel.from_pretrained(variants, variant="ema", add_pooling_layer=False)
+    del model.__dict__["loaded_with"]                        # as if the import came later
+    with pytest.raises(ValueError, match="holds noise in .*ema.* too, and of which files"):
+        swap_attention(model, "favorpp", m=8)
+    assert torch.equal(noise(swap_attention(model, "favorpp", m=8, saved=False)),
+                       noise(swap_attention(made(bert), "favorpp", m=8)))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_other_files_of_a_folder_are_none_of_its_weights(sharded, variants, tmp_path):
+    shutil.copy(variants / "config.json", tmp_path)
+    shutil.copy(variants / "model.safetensors", tmp_path / "old.safetensors")
+    model = swap_attention(made(bert), "favorpp", m=8, seed=3)
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    back = crt_exp.from_pretrained(transformers.BertModel, tmp_path, add_pooling_layer=False)
+    assert torch.equal(noise(back), noise(model))
+
+
+def test_variants_of_diffusers(tmp_path):
+    from test_implementations import denoised, dit
+
+    models = {name: swap_attention(dit(), "favorpp", m=8, seed=seed) for seed, name in enumerate((None, "ema"), 1)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path, variant=name)
+    with torch.no_grad():
+        for name, model in models.items():
+            back = crt_exp.from_pretrained(type(model), tmp_path, variant=name).eval()
+            assert torch.equal(denoised(back), denoised(model))
+
+
+# ---- another process
+
+PICKLED = """
+import sys, torch
+assert not {'crt_exp', 'transformers'} & set(sys.modules)
+for model, given, expected in torch.load(sys.argv[1], weights_only=False):
+    with torch.no_grad():
+        assert torch.equal(model(**given)[0], expected)
+        if model.can_generate():
+            model.generate(**given, max_new_tokens=2, do_sample=False)
+print('equal')
+"""
+
+
+@torch.no_grad()
+def test_a_pickled_model_works_in_another_process(tmp_path):
+    """The classes of transformers are imported there first, then those of this package."""
+    made(bert).save_pretrained(tmp_path)
+    loaded = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="window", add_pooling_layer=False)
+    models = [(swap_attention(made(bert), "favorpp", m=8), bert), (swap_attention(made(llama), "nearfar"), llama),
+              (loaded.eval(), bert)]
+    torch.save([(model, inputs(make), run(model, **inputs(make))) for model, make in models], tmp_path / "models.pt")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PICKLED, tmp_path / "models.pt"], capture_output=True,
+                          text=True)
+    assert done.stdout == "equal\n", done.stderr

@@ -32,8 +32,8 @@ from crt_exp.attention.nearfar.both import Both
 from crt_exp.attention.nearfar.causal import Causal, Codebook
 from crt_exp.attention.nearfar.choice import Sizes
 from crt_exp.attention.nearfar.features import FarFeatures
-from crt_exp.attention.nearfar.padding import Shift, first_kept
 from crt_exp.attention.nearfar.recall import Recall, exactly, renewals
+from crt_exp.attention.padding import Shift, first_kept
 from crt_exp.compiling import end_graph, left_open, outside_graphs
 from crt_exp.features.base import can_ask
 from crt_exp.precision import as_given

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_entries, check_inputs, compute_dtype
+from crt_exp.attention.checks import check_entries, check_inputs, compute_dtype, entries
 from crt_exp.attention.nearfar.causal import Codebook, cells_of, displaced, outer, slope
 from crt_exp.attention.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
 from crt_exp.attention.nearfar.engine.constants import HIDDEN
 from crt_exp.attention.nearfar.engine.sets import Weighted, plain_gather
-from crt_exp.attention.nearfar.padding import first_kept
+from crt_exp.attention.padding import first_kept
 
 
 class Kept(NamedTuple):
@@ -120,8 +120,9 @@ class NearFarState:
         return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these batch entries, in this order: what a beam search needs."""
+        """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
         if self.kept is not None:
+            rows = entries(rows, len(self.counts))
             self.kept = Kept(*(t[rows] for t in self.kept))
             self.counts = [self.counts[row] for row in rows.tolist()]
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from crt_exp.attention.baselines import Buffer
-from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype
+from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries
 from crt_exp.attention.nearfar.choice import Metric, Sizes
 from crt_exp.attention.nearfar.engine import native
 from crt_exp.attention.nearfar.engine.block_sums import one_hot
-from crt_exp.attention.nearfar.padding import first_kept
 from crt_exp.attention.nearfar.recall import (
     Epoch,
     Recall,
@@ -31,6 +30,7 @@ from crt_exp.attention.nearfar.recall import (
     renewals,
     rows_of,
 )
+from crt_exp.attention.padding import first_kept
 
 
 WHOLE = 16             # columns of keys and values are multiples of it where the C engine reads them as they lie
@@ -158,10 +158,11 @@ class RecallState:
         return other
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these batch entries, in this order: what a beam search needs."""
+        """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
         if not self.buffers:
             return
-        self.buffers = tuple(Buffer(t[rows], self.length) for t in self.kept)
+        rows = entries(rows, len(self.firsts))
+        self.buffers = tuple(Buffer(t[rows], self.length) for t in self.kept if t is not None)
         places = {first: self._rows(first) for first in self.known}
         chosen = [self.firsts[row] for row in rows.tolist()]
         heads = torch.arange(self.heads, device=rows.device)

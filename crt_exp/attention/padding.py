@@ -1,4 +1,5 @@
-"""Rows of a batch that begin with padding: blocks of tokens are counted from the first real one of each row.
+"""Rows of a batch that begin with padding: places, and blocks of tokens, are counted from the first real one of each
+row. Tokens after it that do not count keep their places.
 
 So a row's outputs do not depend on how much padding the other rows of its batch bring with them. Legend: B batch, S
 keys, L queries, which are the last of the sequence, b tokens of a block.
@@ -46,6 +47,12 @@ class Shift(NamedTuple):
     def back(self, t: Tensor) -> Tensor:
         """The inverse of `there`."""
         return _taken(t, torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1), 2)
+
+
+def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
+    """Of t (B, ., S, k) the n tokens from the first real one of each row on; zeros after the last one."""
+    places = torch.arange(n, device=t.device) + first_kept(keep).unsqueeze(1)
+    return _taken(t, places, 2).masked_fill((places >= t.shape[2])[:, None, :, None], 0)
 
 
 def _taken(t: Tensor, places: Tensor, dim: int) -> Tensor:

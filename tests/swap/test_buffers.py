@@ -1,0 +1,102 @@
+"""Noise and statistics live where their layer computes, also where its weights come from a disk for each call."""
+
+import shutil
+
+import accelerate
+import pytest
+import torch
+import transformers
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from swap_models import bert, inputs, llama, made, run
+
+import crt_exp
+from crt_exp import swap_attention
+
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.filterwarnings("ignore:.*attention has no:UserWarning"),
+              pytest.mark.filterwarnings("ignore::FutureWarning")]
+MECHANISMS = {"favorpp": {"m": 8}, "reformer": {}, "hrf_cluster": {"m": 4}, "hedgehog": {"m": 4},
+              "nearfar": {"preset": "bounded", "exact_until": 0}}
+WEIGHTS = "model.safetensors"
+
+
+def split(model):
+    """Its first layer in memory, the second on a disk, as accelerate names them."""
+    layer = next(path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1")))
+    places, before = {layer: "disk"}, ""
+    for name in layer.split("."):
+        others = [child for child, _ in model.get_submodule(before).named_children() if child != name]
+        places |= {f"{before}.{child}".lstrip("."): "cpu" for child in others}
+        before = f"{before}.{name}".lstrip(".")
+    return places
+
+
+def loading(make, tmp_path):
+    bare = {"add_pooling_layer": False} if make is bert else {}
+    return {"device_map": split(made(make)), "offload_folder": str(tmp_path / "disk"), **bare}
+
+
+def empty(make):
+    with init_empty_weights():
+        return made(make)
+
+
+def dispatched(model, folder, tmp_path, make):
+    return load_checkpoint_and_dispatch(model, str(folder / WEIGHTS), device_map=split(made(make)),
+                                        offload_folder=str(tmp_path / "disk"))
+
+
+# each: (a function of the model's maker, its folder, that of the swapped one, a folder, the swap) -> the swapped model
+def swapped_when_on_disk(make, plain, saved, tmp_path, swap):
+    return swap(type(made(make)).from_pretrained(plain, **loading(make, tmp_path)))
+
+
+def swapped_when_dispatched(make, plain, saved, tmp_path, swap):
+    return swap(dispatched(empty(make), plain, tmp_path, make))
+
+
+def swapped_when_empty(make, plain, saved, tmp_path, swap):
+    return dispatched(swap(empty(make)), plain, tmp_path, make)
+
+
+def made_empty_and_loaded_swapped(make, plain, saved, tmp_path, swap):
+    with init_empty_weights():
+        model = swap(made(make))
+    return dispatched(model, saved, tmp_path, make)
+
+
+def brought_back(make, plain, saved, tmp_path, swap):
+    return crt_exp.from_pretrained(type(made(make)), saved, **loading(make, tmp_path))
+
+
+def offloaded_after(make, plain, saved, tmp_path, swap):
+    model = swap(made(make))
+    accelerate.disk_offload(model, str(tmp_path / "disk"), execution_device=torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("way", [swapped_when_on_disk, swapped_when_dispatched, swapped_when_empty, brought_back,
+                                 made_empty_and_loaded_swapped, offloaded_after], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", MECHANISMS)
+@torch.no_grad()
+def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
+    for make in (llama, bert):
+        whole = swap_attention(made(make), name, **MECHANISMS[name])
+        expected = run(whole, **inputs(make))
+        made(make).save_pretrained(tmp_path / "plain")
+        whole.save_pretrained(tmp_path / "saved")
+        if name == "hedgehog" and way is swapped_when_empty:
+            continue            # its rows are weights, which the folder of the exact model does not hold
+        model = way(make, tmp_path / "plain", tmp_path / "saved", tmp_path, lambda m: swap_attention(
+            m, name, saved=False, **MECHANISMS[name])).eval()
+        assert not any(t.is_meta for part in model.modules() if "swapped" in part._modules
+                       for t in part.swapped.buffers())
+        assert torch.equal(run(model, **inputs(make)), expected), (make, name)
+        shutil.rmtree(tmp_path / "disk", ignore_errors=True)
+
+
+def test_a_model_that_is_made_on_meta_stays_there():
+    with torch.device("meta"):
+        model = swap_attention(made(bert), "favorpp", m=8)
+    assert all(t.is_meta for t in model.state_dict().values())
+    assert isinstance(model, transformers.BertModel)

@@ -1,0 +1,129 @@
+"""Every operation on a cache of a swapped decoder, for every state: what follows is what a fresh pass gives over the
+tokens that are left."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
+
+from crt_exp.attention.engines import native  # noqa: E402
+from crt_exp.attention.nearfar.past import KeptInC  # noqa: E402
+from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning",
+                                         "ignore:.*denominators are not positive:RuntimeWarning",
+                                         "ignore:.*past_key_values. is deprecated:FutureWarning")]
+needs_library = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+NEARFAR = {f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
+           for preset in ("cheap", "default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
+STATES = NEARFAR | {name: each for name, each in mechanisms().items()
+                    if name not in ("linformer", "reformer", "nearfar below", "nearfar beyond")}
+KEYS = {"nearfar features", *CONTROLS}      # whose cache keeps keys
+PROMPT, LENGTH = 20, 30
+
+
+def masks(padded):
+    """With padding on the left of two rows, and a token within that does not count."""
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    if padded:
+        mask[0, :5], mask[2, :9], mask[1, 12] = 0, 0, 0
+    return mask
+
+
+def prompted(model, ids, mask, recorded=0):
+    """A cache of PROMPT tokens, the last ones by themselves, and recorded as the past."""
+    stop = PROMPT - max(1, recorded)
+    given = {} if mask.all() else {"attention_mask": mask[:, :stop]}
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = model(ids[:, :stop], use_cache=True, position_ids=places[:, :stop], **given).past_key_values
+    if recorded:
+        cache.activate_past_recording()
+    for done in range(stop, PROMPT):
+        called(model, ids[:, :done + 1], mask[:, :done + 1], cache, done)
+    return cache
+
+
+def check_kind(cache, state, dtype):
+    """What is tested is what is meant: keys, a state, and near-far's by the engine in C or by PyTorch."""
+    assert all((state in KEYS) != (isinstance(layer, RecurrentLayer) and layer.state is not None)
+               for layer in cache.layers)
+    known = [known for layer in cache.layers if state not in KEYS
+             for known in getattr(layer.state, "known", {}).values()]
+    assert bool(known) == ("beyond" in state)
+    assert all(isinstance(each, KeptInC) == (dtype == torch.float32) for each in known)
+
+
+def check_goes_on(model, cache, ids, mask, done=PROMPT):
+    """Token by token and in a piece, as the whole sequence."""
+    whole = called(model, ids, mask)
+    for stop in (done + 1, done + 6, done + 7):
+        out = called(model, ids[:, :stop], mask[:, :stop], cache, done)
+        real = mask[:, done:stop].bool()
+        torch.testing.assert_close(out[real], whole[:, done:stop][real], rtol=1e-3, atol=1e-4)
+        done = stop
+
+
+CHOICES = {"reordered": (lambda cache: cache.reorder_cache(torch.tensor([2, 1, 1])), [2, 1, 1]),
+           "repeated": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+           "selected": (lambda cache: cache.batch_select_indices(torch.tensor([2])), [2]),
+           "selected by a mask": (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+           "selected from the end": (lambda cache: cache.batch_select_indices(torch.tensor([-1, 0])), [2, 0]),
+           "repeated, then selected": (lambda cache: (cache.batch_repeat_interleave(3), cache.reorder_cache(
+               torch.tensor([8, 0, 3, 4]))), [2, 0, 1, 1])}
+IN_C = [pytest.param(state, torch.float32, marks=needs_library) for state in (*NEARFAR, "nearfar bounded")]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("state, dtype", [(state, torch.float64) for state in STATES] + IN_C)
+@torch.no_grad()
+def test_operations_give_what_is_left(state, dtype, padded):
+    model, ids, mask = swapped(*STATES[state], dtype), tokens(), masks(padded)
+    for operation, rows in CHOICES.values():
+        cache = prompted(model, ids, mask)
+        check_kind(cache, state, dtype)
+        operation(cache)
+        check_goes_on(model, cache, ids[rows], mask[rows])
+    for removed in (0, 2, 4, PROMPT):
+        cache = prompted(model, ids, mask, recorded=4)
+        cache.crop(-removed)
+        check_goes_on(model, cache, ids, mask, PROMPT - removed)
+    cache = prompted(model, ids, mask)
+    other = copy.deepcopy(cache)
+    called(model, ids[:, [*range(PROMPT), 3, 1, 2]], mask[:, :PROMPT + 3], other, PROMPT)
+    check_goes_on(model, cache, ids, mask)
+
+
+def generated(model, ids, **options):
+    given = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True} | options
+    return model.generate(ids, **given)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+@pytest.mark.parametrize("preset", ["cheap", "default", "quality", "bounded"])
+def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
+    """As its presets are, exact up to a place, and with sizes that a prompt goes beyond."""
+    ids = tokens(batch=1 if "prompt_lookup_num_tokens" in options else 2, length=6).repeat(1, 3)
+    for sizes in ({}, SMALL if preset == "bounded" else SMALL | BEYOND | {"open": 5}):
+        model = swapped("nearfar", sizes | {"preset": preset})
+        found = generated(model, ids, **options)
+        expected = generated(model, ids, use_cache=False, **{k: v for k, v in options.items() if k == "num_beams"})
+        assert torch.equal(found.sequences, expected.sequences)
+        assert all(layer.state is not None for layer in found.past_key_values.layers)
+
+
+@pytest.mark.parametrize("state", STATES)
+@torch.no_grad()
+def test_a_row_with_padding_in_front_goes_on_as_it_does_alone(state):
+    """Before, in pieces and token by token: places are counted from its first real token."""
+    model, ids, mask = swapped(*STATES[state]), tokens(), masks(True)
+    row, first = slice(0, 1), 5
+    alone = called(model, ids[row, first:], mask[row, first:])
+    cache = prompted(model, ids, mask)
+    parts = [called(model, ids[:, :stop], mask[:, :stop], cache, done)
+             for done, stop in ((PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 6))]
+    torch.testing.assert_close(torch.cat(parts, 1)[row], alone[:, PROMPT - first:PROMPT + 6 - first])
+    torch.testing.assert_close(called(model, ids, mask)[row, first:], alone)
