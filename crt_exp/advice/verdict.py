@@ -117,7 +117,7 @@ class Advice:
 
 def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
             costs: dict[int, dict[str, dict[str, float]]]) -> list[Row]:
-    """losses: of each arm, the first being exact; costs: length -> what `Panel.cost` gives."""
+    """losses: of each arm, the first being exact; costs: length -> what `Bench.cost` gives."""
     own, last = losses[0], costs[max(costs)]
     rows = []
     for arm, losses_of in zip(arms, losses):

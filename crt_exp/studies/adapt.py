@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.runner.adapters import Adapters
+from crt_exp.studies.bench import fitted
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.fidelity import parsed
-from crt_exp.swap.calibration import fill_statistics
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
 from crt_exp.tasks.objectives import following
 
@@ -210,10 +210,7 @@ def swapped(setting: str, seed: int, steps: int, arm: str) -> nn.Module:
     model = begun(setting, seed, steps)
     if arm == EXACT:
         return model
-    parsed(arm, M.get(arm.split()[0]), seed).swap(model, saved=False)
-    if any(getattr(state, "learns", False) for state in swapped_layers(model)):
-        fill_statistics(model, calibration(setting, seed))
-    return model
+    return fitted(parsed(arm, M.get(arm.split()[0]), seed).swap(model, saved=False), calibration(setting, seed))
 
 
 def calibration(setting: str, seed: int) -> list[Tensor]:
