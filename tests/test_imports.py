@@ -31,6 +31,7 @@ ROOMS = [
     ["drawing"],
     ["sampled_softmax"],
     ["models"],
+    ["studies.bench", "studies.bench_pieces"],
     ["advice"],
     ["estimators", "regression"],
     ["tasks"],

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 from crt_exp import mechanism_text
 from crt_exp.advice.arms import EXACT, Arm, candidates
-from crt_exp.advice.batches import UNLABELLED, BatchPanel
-from crt_exp.advice.panel import Panel
-from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
-from crt_exp.swap.calibration import eval_mode, learns
+from crt_exp.mechanism import Mechanism
+from crt_exp.studies.bench import Bench, quiet
+from crt_exp.studies.bench_pieces import MASKED, BatchBench, TextBench, predicts
+from crt_exp.swap.calibration import eval_mode
+from crt_exp.swap.record import holders
 
 LENGTH, LEAST = 512, 32
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothing is said
+UNLABELLED = ("There are no labels: nats are those by which the outputs differ from the model's own, the divergence of "
+              "their probabilities.")
 
 
 def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
@@ -47,13 +50,13 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
         if _are_texts(texts):
             if labels is not None:
                 raise ValueError("labels are of images: a language model predicts the tokens of its texts")
-            panel = _of_texts(model, texts, length, tokenizer, samples, calibration, seed)
+            bench = _of_texts(model, texts, length, tokenizer, samples, calibration, seed)
         else:
             if length is not None:
                 raise ValueError(f"length = {length} is of texts: images and other pieces are as long as they are")
-            panel = _of_batches(model, texts, labels, samples, calibration, seed)
-        arms = arms_of(attentions, panel.causal)
-        return concluded(panel, arms, *measured(panel, arms, rounds, say), tolerance)
+            bench = _of_batches(model, texts, labels, samples, calibration, seed)
+        arms = arms_of(attentions, bench.causal)
+        return concluded(bench, arms, *measured(bench, arms, rounds, say), tolerance)
 
 
 def _are_texts(data: Any) -> bool:
@@ -63,19 +66,35 @@ def _are_texts(data: Any) -> bool:
 
 
 def _of_texts(model: nn.Module, texts: Any, length: int | None, tokenizer: Any, samples: int | None,
-              calibration: int, seed: int) -> TokenPanel:
+              calibration: int, seed: int) -> TextBench:
     ids = texts if isinstance(texts, Tensor) else tokens_of(texts, tokenizer)
     most = int(getattr(model.config, "max_position_embeddings", None) or 2**20) if hasattr(model, "config") else 2**20
     length = min(LENGTH, most) if length is None else length
     if not LEAST <= length <= most:
         raise ValueError(f"length = {length}: it takes {LEAST} to {most} tokens, the positions that this model has")
     judged, training = split(cut(ids, length), samples or SAMPLES["texts"], calibration)
-    return TokenPanel(model, judged, training, mask=getattr(tokenizer, "mask_token_id", None), seed=seed,
-                      special=getattr(tokenizer, "all_special_ids", ()))
+    return of_rows(model, judged, training, tokenizer, seed)
+
+
+def of_rows(model: nn.Module, rows: Tensor, training: Tensor, tokenizer: Any, seed: int) -> TextBench:
+    """Raises ValueError for models that predict neither masked nor next tokens."""
+    known = next(iter(holders(model)), None)
+    if not hasattr(getattr(known, "config", None), "vocab_size"):
+        raise ValueError(f"{type(model).__name__}: for texts advise takes a language model of transformers that "
+                         "predicts masked or next tokens; models of images and speech take images, or batches")
+    predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
+    if predicted is None:
+        raise ValueError(f"{type(known).__name__} predicts no tokens, so it has no loss to compare: load it by "
+                         "AutoModelForCausalLM or AutoModelForMaskedLM; task=fidelity compares the hidden states of "
+                         "bare encoders")
+    if predicted == MASKED and mask is None:
+        raise ValueError(f"{type(model).__name__} predicts masked tokens, and its tokenizer has no mask token: give "
+                         "tokenizer=... that has one")
+    return TextBench(model, rows, training, mask=mask, special=getattr(tokenizer, "all_special_ids", ()), seed=seed)
 
 
 def _of_batches(model: nn.Module, pieces: Any, labels: Tensor | None, samples: int | None, calibration: int,
-                seed: int) -> BatchPanel:
+                seed: int) -> BatchBench:
     noun, pieces = ("images", pieces.split(1)) if isinstance(pieces, Tensor) else ("pieces", list(pieces))
     if labels is not None and (noun != "images" or len(labels) != len(pieces)):
         raise ValueError(f"labels are classes of a tensor of images, one each: got {len(labels)} labels for "
@@ -83,7 +102,7 @@ def _of_batches(model: nn.Module, pieces: Any, labels: Tensor | None, samples: i
     if odd := [each for each in pieces if not isinstance(each, Tensor | Mapping)]:
         raise ValueError(f"a piece is a dictionary of the model's arguments, got {type(odd[0]).__name__}")
     judged, training = spread(len(pieces), samples or SAMPLES[noun], calibration, noun)
-    return BatchPanel(model, [pieces[i] for i in judged], [pieces[i] for i in training], noun=noun, seed=seed,
+    return BatchBench(model, [pieces[i] for i in judged], [pieces[i] for i in training], noun=noun, seed=seed,
                       labels=None if labels is None else [labels[i:i + 1] for i in judged])
 
 
@@ -134,7 +153,8 @@ def arms_of(attentions: Sequence[str | tuple[str, dict]] | None, causal: bool) -
     return [Arm(EXACT), *(arm for arm in arms if arm.name != EXACT)]
 
 
-def measured(panel: Panel, arms: list[Arm], rounds: int, say: Callable[[str], None]) -> tuple[list[dict], dict]:
+@quiet()
+def measured(bench: Bench, arms: list[Arm], rounds: int, say: Callable[[str], None]) -> tuple[list[dict], dict]:
     """Losses of each arm, and costs by length; the first that a model cannot have is an error that names the layer."""
     start, losses, costs = time.perf_counter(), [], {}
 
@@ -142,42 +162,43 @@ def measured(panel: Panel, arms: list[Arm], rounds: int, say: Callable[[str], No
         say(f"advise: {news} ({time.perf_counter() - start:.0f} s)")
 
     for arm in arms:
-        losses.append(panel.losses(arm))
-        progress(f"{arm.label}: {sum(losses[-1]['loss']) / panel.count:.3f} nats")
-    for length in panel.timed():
-        costs[length] = panel.cost(arms, length, rounds)
+        losses.append(bench.losses(arm.mechanism(bench.seed)))
+        progress(f"{arm.label}: {sum(losses[-1]['loss']) / len(bench.judged):.3f} nats")
+    for length in bench.timed():
+        costs[length] = bench.cost(mechanisms(bench, arms), length, rounds)
         progress(f"timed at {length} tokens")
     return losses, costs
 
 
-def concluded(panel: Panel, arms: list[Arm], losses: list[dict], costs: dict, tolerance: float) -> Advice:
+def mechanisms(bench: Bench, arms: Sequence[Arm]) -> dict[str, Mechanism | None]:
+    """By what tables call them."""
+    return {arm.label: arm.mechanism(bench.seed) for arm in arms}
+
+
+@quiet()
+def concluded(bench: Bench, arms: list[Arm], losses: list[dict], costs: dict, tolerance: float) -> Advice:
     own = {key: sum(each) / len(each) for key, each in losses[0].items()}
-    rows = rows_of(arms, losses, costs)
+    rows, attention = rows_of(arms, losses, costs), mechanisms(bench, arms)
     for row in rows:
-        row.exact_to = 0 if row.arm.name == EXACT else panel.exact_to(row.arm)
-    advice = Advice(rows, panel.length, panel.count, own["loss"], own.get("again"), tolerance,
-                    {arm.label: wants_calibration(panel, arm) for arm in arms}, panel.noun)
+        row.exact_to = bench.exact_to(attention[row.arm.label])
+    advice = Advice(rows, bench.length, len(bench.judged), own["loss"], own.get("again"), tolerance,
+                    {label: bench.wants_fit(each) for label, each in attention.items()}, bench.noun)
     if advice.chosen is not None:
-        advice.notes = notes_of(panel, advice.chosen.arm)
+        advice.notes = notes_of(bench, attention[advice.chosen.arm.label])
     if same := [row for row in rows if row.exact_to >= advice.length]:
         least = min(row.exact_to for row in same)
         advice.notes.append(f"{', '.join(row.arm.label for row in same)}: exact attention itself up to {least} tokens, "
                             "so that times differ by chance and by kernel.")
     if advice.again is not None and not advice.uses_memory:
         advice.notes.append("The model's own attention gains little from repeated text, so recall says nothing here.")
-    if isinstance(panel, BatchPanel) and not panel.labelled:
+    if not bench.labelled:
         advice.notes.append(UNLABELLED)
     return advice
 
 
-def wants_calibration(panel: Panel, arm: Arm) -> bool:
-    with panel.having(arm):
-        return learns(panel.model)
-
-
-def notes_of(panel: Panel, arm: Arm) -> list[str]:
+def notes_of(bench: Bench, attention: Mechanism) -> list[str]:
     """Which layers lose most, and which are further from exact attention than uniform attention is."""
-    layers = panel.layers(arm)
+    layers = bench.layer_errors(attention)
     if not layers:
         return []
     worst = max(range(len(layers)), key=lambda i: layers[i]["error"])

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from crt_exp.advice.arms import EXACT, FLOOR, Arm
+from crt_exp.drawing import CONTROL, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
+from crt_exp.drawing import EXACT as BLACK
 from crt_exp.metrics import interval
 from crt_exp.whole_files import whole, write_rows
 
@@ -22,6 +24,8 @@ TELLS = 5          # times what is allowed that uniform attention must cost, or 
 USES = 0.5         # nats by which repeated text must be easier for the model's own attention
 MARGIN = 1.05
 CLEARER = {"texts": "text that the model predicts well, or longer pieces"}
+SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66", "bounded": "#009E73"}
+WINDOW = "#AA4499"   # the floor is grey
 LONGER = {"texts": "a longer task.length", "images": "larger images"}
 
 
@@ -92,16 +96,11 @@ class Advice:
         return "\n".join([*lines, "", self.sentence, *self.notes, "", self.code])
 
     def markdown(self) -> str:
-        from crt_exp.drawing import markdown
-
         return (f"{markdown(header(self), [cells_of(self, row) for row in self.rows])}\n{self.sentence} Measured on "
                 f"{self.texts} {self.noun} of {self.length} tokens, one draw of the noise.")
 
     def save(self, directory: str | Path) -> None:
         """advise.csv, advise.md and advise.png in a folder."""
-        from crt_exp.advice.picture import figure
-        from crt_exp.drawing import save_figure
-
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         with whole(folder / "advise.md") as part:
@@ -118,7 +117,7 @@ class Advice:
 
 def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
             costs: dict[int, dict[str, dict[str, float]]]) -> list[Row]:
-    """losses: of each arm, the first being exact; costs: length -> what `Panel.cost` gives."""
+    """losses: of each arm, the first being exact; costs: length -> what `Bench.cost` gives."""
     own, last = losses[0], costs[max(costs)]
     rows = []
     for arm, losses_of in zip(arms, losses):
@@ -234,3 +233,44 @@ def cells_of(advice: Advice, row: Row) -> list[str]:
 
 def shown(value: float, half: float) -> str:
     return f"{value:.4f} ± {half:.4f}" if math.isfinite(value) else "not finite"
+
+
+# ---- the picture
+
+def figure(advice: Advice):
+    """Nats of each attention, and milliseconds against the length."""
+    drawn, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
+    others = [row for row in advice.rows if row.arm.name != EXACT][::-1]
+    for place, row in enumerate(others):
+        costs.errorbar(row.above, place, xerr=row.above_ci95, fmt="o", ms=5, color=shade(row))
+        if advice.uses_memory:
+            costs.errorbar(row.again, place, xerr=row.again_ci95, fmt="D", ms=6, mfc="white", color=shade(row))
+    costs.set_yticks(range(len(others)), [row.arm.label for row in others])
+    least = min(-advice.tolerance, *(row.above - row.above_ci95 for row in others))
+    costs.set_xscale("symlog", linthresh=advice.tolerance)
+    most = max(advice.tolerance, *(max(row.worst, row.again + row.again_ci95 if advice.uses_memory else 0)
+                                   for row in others))
+    costs.set_xlim(1.2 * least, 2 * most)
+    costs.axvspan(1.2 * least, advice.tolerance, color="#000000", alpha=0.06, lw=0)
+    repeated = ""
+    if advice.uses_memory:
+        costs.axvline(advice.allowed_again, color="0.4", lw=1, ls="--")
+        repeated = "\nopen: repeated text, allowed up to the dashes"
+    costs.set(title="nats above the model's own attention",
+              xlabel=f"{advice.texts} {advice.noun} of {advice.length} tokens; grey: allowed{repeated}")
+    for row in advice.rows:
+        times.plot(list(row.ms), list(row.ms.values()), marker="o", ms=3, color=shade(row),
+                   lw=2.2 if row is advice.chosen or row.arm.name == EXACT else 1)
+    times.set(xscale="log", yscale="log", title="milliseconds of a pass", xlabel="tokens")
+    plain_ticks(times.xaxis), plain_ticks(times.yaxis)
+    label_ends(times, [(row.arm.label.replace("nearfar preset=", "near-far "), max(row.ms), row.ms[max(row.ms)],
+                        shade(row)) for row in advice.rows])
+    return drawn
+
+
+def shade(row: Row) -> str:
+    if row.arm.name in (EXACT, FLOOR):
+        return BLACK if row.arm.name == EXACT else CONTROL
+    if row.arm.name == "window":
+        return WINDOW
+    return SHADES.get(str(row.arm.options.get("preset"))) or colour(row.arm.name)

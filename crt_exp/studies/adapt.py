@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from crt_exp.attention import NearFar
+from crt_exp.nearfar import NearFar
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.adapters import Adapters
+from crt_exp.studies.bench import fitted
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.times import PROCESSOR, Watch, milliseconds
-from crt_exp.swap.calibration import fill_statistics
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
 from crt_exp.tasks.objectives import following
 
@@ -214,9 +214,7 @@ def swapped(setting: str, seed: int, steps: int, arm: str) -> nn.Module:
         return model
     mechanism = Mechanism.parse(arm, seed=seed)
     mechanism.projecting(M.get(mechanism.name, mechanism.m)).swap(model, saved=False)
-    if any(getattr(state, "learns", False) for state in swapped_layers(model)):
-        fill_statistics(model, calibration(setting, seed))
-    return model
+    return fitted(model, calibration(setting, seed))
 
 
 def calibration(setting: str, seed: int) -> list[Tensor]:

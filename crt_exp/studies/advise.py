@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from crt_exp.advice.arms import Arm
-from crt_exp.advice.call import LEAST, SAMPLES, arms_of, concluded, split
-from crt_exp.advice.panel import Panel
-from crt_exp.advice.tokens import TokenPanel
+from crt_exp.advice.call import LEAST, SAMPLES, arms_of, concluded, mechanisms, of_rows, split
 from crt_exp.advice.verdict import Advice
 from crt_exp.data.speech_table import entries
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, checked
 from crt_exp.studies import advise_data
 from crt_exp.studies.base import planned
+from crt_exp.studies.bench import Bench, quiet
 from crt_exp.studies.subject import length_of, opened, rows_of
 
 
@@ -47,11 +46,12 @@ class Advise:
         self.advice: Advice | None = None
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        start, panel = time.perf_counter(), self.panel(seed)
-        arms, rows = self.arms(panel), list(done)
-        plan = [("arm", panel.losses, (arm,)) for arm in arms]
-        plan += [("cost", self.cost, (panel, arms, length)) for length in panel.timed()]
-        named = [*(arm.label for arm in arms), *(f"{length} tokens timed" for length in panel.timed())]
+        start, bench = time.perf_counter(), self.bench(seed)
+        arms, rows = self.arms(bench), list(done)
+        attention = mechanisms(bench, arms)
+        plan = [("arm", quiet()(bench.losses), (each,)) for each in attention.values()]
+        plan += [("cost", self.cost, (bench, attention, length)) for length in bench.timed()]
+        named = [*attention, *(f"{length} tokens timed" for length in bench.timed())]
         for row in planned(plan, rows):
             print(f"advise: {named[len(rows) - 1]}, {len(rows)} of {len(plan)} ({time.perf_counter() - start:.0f} s)",
                   file=sys.stderr, flush=True)
@@ -59,7 +59,7 @@ class Advise:
         if len(rows) == len(plan):
             losses = [{key: row[key] for key in ("loss", "again") if key in row} for row in rows[:len(arms)]]
             costs = {row["length"]: row for row in rows[len(arms):]}
-            self.advice = concluded(panel, arms, losses, costs, self.tolerance)
+            self.advice = concluded(bench, arms, losses, costs, self.tolerance)
             yield {"step": len(plan), "epoch": 0, "split": "test", **self.final(self.advice), "final": True}
 
     def inputs(self) -> list[Path]:
@@ -67,7 +67,7 @@ class Advise:
         table = Path(self.audio or "").expanduser()
         return [entry.audio for entry in entries(table)] if table.is_file() else []
 
-    def panel(self, seed: int) -> Panel:
+    def bench(self, seed: int) -> Bench:
         """Raises DataError and ValueError for a model, data and a length that do not go together."""
         if self.images is not None:
             return advise_data.of_images(self.model, self.images, self.samples, self.calibration, seed)
@@ -76,14 +76,14 @@ class Advise:
         model, predicts, tokenizer = opened(self.model, self.tokenizer)
         rows = rows_of(self.text, predicts, tokenizer, length_of(model, self.length, LEAST), self.cache_dir)
         judged, training = split(rows, self.samples or SAMPLES["texts"], self.calibration)
-        return TokenPanel(model, judged, training, mask=tokenizer.mask_token_id, special=tokenizer.all_special_ids,
-                          seed=seed)
+        return of_rows(model, judged, training, tokenizer, seed)
 
-    def arms(self, panel: Panel) -> list[Arm]:
-        return arms_of(self.attentions, panel.causal)
+    def arms(self, bench: Bench) -> list[Arm]:
+        return arms_of(self.attentions, bench.causal)
 
-    def cost(self, panel: Panel, arms: list[Arm], length: int) -> dict[str, Any]:
-        return {"length": length, **panel.cost(arms, length, self.rounds)}
+    @quiet()
+    def cost(self, bench: Bench, attention: dict[str, Mechanism | None], length: int) -> dict[str, Any]:
+        return {"length": length, **bench.cost(attention, length, self.rounds)}
 
     def final(self, advice: Advice) -> dict[str, Any]:
         chosen = advice.chosen or advice.rows[0]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.batches import BatchPanel
 from crt_exp.advice.call import SAMPLES, spread
 from crt_exp.data import DataError, images, speech, speech_table
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
 from crt_exp.stored import json_object
+from crt_exp.studies.bench_pieces import BatchBench
 
 OURS = "crt_exp"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -24,7 +24,7 @@ HEARERS = {"ForCTC": CTC, "ForAudioClassification": CLASSES, "ForSequenceClassif
 
 # ---- images
 
-def of_images(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchPanel:
+def of_images(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
     """model: a run of task=imagenet, a folder of timm or transformers, or a name of either. Raises DataError."""
     loaded, classes, transform = classifier(model)
     place = Path(folder).expanduser()
@@ -37,7 +37,7 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
         return transform(images.read(place / files[i]))[None]
 
     labels = [label_of(files[i], classes) for i in judged]
-    return BatchPanel(loaded, [read(i) for i in judged], [read(i) for i in training], noun="images", seed=seed,
+    return BatchBench(loaded, [read(i) for i in judged], [read(i) for i in training], noun="images", seed=seed,
                       labels=None if None in labels else [torch.tensor([label]) for label in labels])
 
 
@@ -71,7 +71,7 @@ def is_of_timm(name: str) -> bool:
 
 # ---- audio
 
-def of_audio(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchPanel:
+def of_audio(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
     """model: a run of task=librispeech, or a model of transformers for CTC or classes of audio. Raises DataError."""
     utterances = spoken(source)
     judged, training = spread(len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}")
@@ -86,7 +86,7 @@ def of_audio(model: str, source: str, samples: int | None, calibration: int, see
         raise DataError(f"task.audio = {source}: {error}") from None
     if len({"labels" in each for each in made}) > 1:
         raise DataError(f"task.audio = {source}: some utterances have labels that the model knows, and others do not")
-    return BatchPanel(loaded, made[:len(judged)], made[len(judged):], noun="utterances", seed=seed)
+    return BatchBench(loaded, made[:len(judged)], made[len(judged):], noun="utterances", seed=seed)
 
 
 def spoken(source: str) -> list[speech.Utterance]:

@@ -7,12 +7,11 @@ from functools import lru_cache
 
 import torch
 
-from crt_exp.attention import LinearAttention
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import LanguageModel
+from crt_exp.studies.bench import fitted
 from crt_exp.studies.times import Watch
-from crt_exp.swap.calibration import fill_statistics
 from crt_exp.tasks.recall import drawn
 
 CALIBRATION = 4      # rows that codebooks and statistics are made of
@@ -42,8 +41,5 @@ def accuracy(start: str, length: int, pairs: int, rows: int, seed: int, attentio
 def swapped(start: str, length: int, pairs: int, attention: str, m: int | None) -> LanguageModel:
     """The model with that attention, fitted to training rows where it has something to fit."""
     kept = kept_of(start)
-    model = kept.build(Mechanism.parse(attention, m=m))
-    if any(part.learns for part in model.modules() if isinstance(part, LinearAttention)):
-        given = [drawn("train", i, length, kept.symbols["values"], pairs, pairs)[0] for i in range(CALIBRATION)]
-        fill_statistics(model, [torch.from_numpy(tokens)[None] for tokens in given])
-    return model
+    given = (drawn("train", i, length, kept.symbols["values"], pairs, pairs)[0] for i in range(CALIBRATION))
+    return fitted(kept.build(Mechanism.parse(attention, m=m)), (torch.from_numpy(tokens)[None] for tokens in given))

@@ -21,10 +21,10 @@ from crt_exp.models import language
 from crt_exp.models.language import Kept, LanguageModel
 from crt_exp.studies import amino_acids, runs, training
 from crt_exp.studies.amino_acids import PAIRS
+from crt_exp.studies.bench import fitted
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.redraw import after_swap
 from crt_exp.swap.rollout import attention_matrices
-from crt_exp.swap.calibration import fill_statistics
 
 OWN = "a run of task=trembl"
 SWAPPED = ("favorpp", "favorp", "uniform")  # what an exact model is swapped to; the matrices of the first are kept
@@ -198,14 +198,7 @@ def swapped(kept: Kept, name: str, m: int, seed: int, letters: list[int]) -> Lan
     if name == kept.mechanism.name:
         return kept.build()
     model = kept.build(Mechanism.parse(name, seed=seed).projecting(m))
-    return fitted(model, letters)
-
-
-def fitted(model: LanguageModel, letters: list[int]) -> LanguageModel:
-    """Fills the statistics that causal maps are fitted to, where there are none."""
-    if any(getattr(part, "running", False) and not float(part.running_weight) for part in model.modules()):
-        fill_statistics(model, [amino_acids.read_by(model, letters)])
-    return model
+    return fitted(model, [amino_acids.read_by(model, letters)])
 
 
 def matrices(model: LanguageModel, letters: list[int]) -> list[Tensor]:
@@ -224,5 +217,6 @@ def shares(run: str, files: list[str], sequences: int, trained: bool, **_: Any) 
     model = kept.build()
     if not trained:
         torch.manual_seed(int(hashlib.sha256(weights_of(run).encode()).hexdigest()[:8], 16))
-        model = fitted(LanguageModel(kept.description, kept.mechanism.layer).eval(), chains[0])
+        model = LanguageModel(kept.description, kept.mechanism.layer).eval()
+        fitted(model, [amino_acids.read_by(model, chains[0])])
     return amino_acids.shares(model, chains).tolist()

@@ -5,7 +5,7 @@ Legend: H query heads, Hkv key heads, L queries, S keys, d, dv. x and y are scal
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +26,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
-from crt_exp.swap.calibration import fill_statistics, swapped_states
-from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention
+from crt_exp.studies.bench import Bench, Call, Layers
+from crt_exp.swap.swap import LayerMaker
 
 
 @dataclass
@@ -196,7 +196,7 @@ def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | N
 
 # ---- a pretrained model that reads a text
 
-class Pretrained:
+class Pretrained(Bench):
     """The tensors of a Hugging Face model while it reads a text, and its hidden states.
 
     model: a hub name, a folder or the directory of a run of task=mlm; tokenizer: a hub name, a folder or a BERT
@@ -211,10 +211,12 @@ class Pretrained:
     def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
                  layers: Sequence[int] | int | None = None):
         words = words_of(text)
-        self.name, self.model = model, load_bare(model)
-        self.inputs = tokenize(load_tokenizer(model, tokenizer), words, self.model, text, length)
+        loaded = load_bare(model)
+        self.name, self.inputs = model, tokenize(load_tokenizer(model, tokenizer), words, loaded, text, length)
+        super().__init__(loaded, training=[dict(self.inputs)])
         self.chosen = layers if layers is None or isinstance(layers, int) else list(layers)
-        self.captured, self.states = self._capture()
+        calls, self.states = self.watched(self.inputs, Call.of, self.chosen)
+        self.captured = [_layer_of(each) for each in calls]
         if not self.captured:
             raise ValueError(f"task.model={model}: none of the attention layers ran on this text")
 
@@ -225,47 +227,35 @@ class Pretrained:
     def layers(self, sample: int, seed: int) -> list[Layer]:
         return self.captured
 
-    def _run(self) -> list[Tensor]:
+    def run(self, piece: Mapping[str, Tensor]) -> list[Tensor]:
         """Hidden states behind each layer."""
         try:
-            return list(self.model(**self.inputs, output_hidden_states=True).hidden_states[1:])
+            return list(self.model(**piece, output_hidden_states=True).hidden_states[1:])
         except TypeError as error:
             raise ValueError(f"task.model={self.name} does not run on a text alone: {error}") from None
 
     @torch.no_grad()
-    def _capture(self) -> tuple[list[Layer], list[Tensor]]:
-        """Each call of each chosen layer, in the order of calls, and the hidden states of the exact model."""
-        layers = []
-        Mechanism.of("exact").swap(self.model, self.chosen)
-        hooks = [state.register_forward_pre_hook(lambda state, given: layers.append(_layer_of(state, given)))
-                 for state in swapped_states(self.model)]
-        states = self._run()
-        for hook in hooks:
-            hook.remove()
-        unswap_attention(self.model)
-        return layers, states
-
-    @torch.no_grad()
     def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
         """Relative error of the hidden states behind each layer, the chosen layers approximated: (samples, layers)."""
-        swap_layers(self.model, make, "studied", self.chosen, saved=False)
-        states = swapped_states(self.model)
-        errors = []
-        for sample in range(samples):
-            for state in states if sample else ():
-                if hasattr(state, "redraw"):  # near-far attention with cells draws nothing
-                    state.redraw()
-            if any(state.learns for state in states):
-                fill_statistics(self.model, [dict(self.inputs)])
-            errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(self._run(), self.states)]))
-        unswap_attention(self.model)
+        studied, errors = Layers(make, "studied"), []
+        with self.swapped(studied, self.chosen) as states:
+            for sample in range(samples):
+                if sample:
+                    self.redraw(states.values(), studied)
+                now = self.run(self.inputs)
+                errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(now, self.states)]))
         return torch.stack(errors)
 
+    def redraw(self, states: Iterable[nn.Module], studied: Layers) -> None:
+        for state in states:
+            if hasattr(state, "redraw"):  # near-far attention with cells draws nothing
+                state.redraw()
+        self.fit(studied)
 
-def _layer_of(state: nn.Module, given: tuple) -> Layer:
-    q, k, v, _ = given
-    root = state.scaling**0.5
-    return Layer(state.path, root * q, root * k, v, state.causal and q.shape[2] > 1)
+
+def _layer_of(call: Call) -> Layer:
+    root = call.scaling**0.5
+    return Layer(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
 
 
 def words_of(path: str | Path) -> str:

@@ -12,20 +12,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
 from crt_exp.mechanism import Mechanism
+from crt_exp.studies.bench import Layers, Swap
+from crt_exp.studies.bench_pieces import UNSURE, TextBench, following
 from crt_exp.studies.far_key import cells_at, of_pages, reading
-from crt_exp.studies.times import again, in_turns
-from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.swap.swap import unswap_attention
 from crt_exp.tasks.objectives import repeated
 
 NEAR, FIRST = 64, 16               # of the peers
 LLOYD = 10                         # passes of k-means
-UNSURE = 16                        # tokens of the second passage after which a model can know where it stands
 ROWS = 4                           # of a draw
 CALIBRATION = 4                    # rows of the training text that codebooks and statistics are made of
 
@@ -55,64 +54,50 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
 # ---- what is measured
 
 
+@lru_cache(maxsize=1)
+def bench_of(start: str, length: int, seed: int) -> TextBench:
+    """Rows of the test split to judge on, and of the training text to fit to."""
+    training = passages(start, "train", length, 0)[:CALIBRATION]
+    return TextBench(model_of(start)[0], passages(start, "test", length, seed), training)
+
+
 @torch.no_grad()
 def losses(start: str, length: int, seed: int, attention: str, m: int | None = None) -> dict[str, list[float]]:
     """Nats a token of each row: of its first half, `new`, and of the second but for its beginning, `copied`."""
-    model, result = model_of(start)[0], {"new": [], "copied": []}
-    with Swapped(start, attention, m, length):
-        for row in passages(start, "test", length, seed):
-            nats = F.cross_entropy(model(input_ids=row[None], use_cache=False).logits[0, :-1], row[1:],
-                                   reduction="none")
-            result["new"].append(float(nats[:length // 2 - 1].mean()))
-            result["copied"].append(float(nats[length // 2 + UNSURE:].mean()))
-    return result
+    bench = bench_of(start, length, seed)
+    with bench.swapped(attention_of(attention, m)):
+        nats = [bench.nats(*following(row)) for row in bench.rows.split(1)]
+    return {"new": [float(row[:length // 2 - 1].mean()) for row in nats],
+            "copied": [float(row[length // 2 + UNSURE:].mean()) for row in nats]}
 
 
-@torch.no_grad()
 def times(start: str, length: int, attentions: Sequence[tuple[str, int | None]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the layers of the model for one row, all in turn in each round."""
-    body, row = model_of(start)[0].model, passages(start, "test", length, 0)[:1]
-
-    def within(swapped: Swapped) -> float:
-        with swapped:
-            return again(partial(body, input_ids=row, use_cache=False))
-    return in_turns({attention: Swapped(start, attention, m, length) for attention, m in attentions}, rounds, within,
-                    warm=0)
+    bench, arms = bench_of(start, length, 0), {name: attention_of(name, m) for name, m in attentions}
+    return bench.times(arms, bench.rows[:1], rounds, torch.no_grad()(bench.body))
 
 
-class Swapped:
-    """Within it the model has this attention: "exact", one of PEERS with its number of keys ("pages 64"), or one as
-    `Mechanism.parse` reads it, fitted to training text where it has something to fit."""
-
-    def __init__(self, start: str, attention: str, m: int | None, length: int):
-        self.start, self.attention, self.m, self.length = start, attention, m, length
-        self.model = model_of(start)[0]
-
-    def __enter__(self) -> None:
-        name, *words = self.attention.split()
-        if name in PEERS:
-            AttentionInterface.register("peer", as_layer(PEERS[name], int(words[0])))
-            self.model.set_attn_implementation("peer")
-        elif name != "exact":
-            Mechanism.parse(self.attention, m=self.m).swap(self.model, saved=False)
-            if learns(self.model):
-                fill_statistics(self.model, list(passages(self.start, "train", self.length, 0)[:CALIBRATION].split(1)))
-
-    def __exit__(self, *_) -> None:
-        if self.attention.split()[0] in PEERS:
-            self.model.set_attn_implementation("sdpa")
-        elif self.attention != "exact":
-            unswap_attention(self.model)
+def attention_of(text: str, m: int | None) -> Swap | None:
+    """None for "exact"; one of PEERS with its number of keys ("pages 64"), or one as `Mechanism.parse` reads it."""
+    name, *words = text.split()
+    if name in PEERS:
+        return Layers(partial(Peer, PEERS[name], int(words[0])), name)
+    return None if name == "exact" else Mechanism.parse(text, m=m)
 
 
 # ---- peers
 
 
-def as_layer(peer: Callable[..., Tensor], count: int) -> Callable[..., tuple[Tensor, None]]:
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-               scaling: float, **_) -> tuple[Tensor, None]:
-        return peer(query * scaling, key, value, count).transpose(1, 2), None
-    return attend
+class Peer(AttentionLayer):
+    """A dense peer that reads `count` keys, in the place of causal attention."""
+
+    def __init__(self, peer: Callable[..., Tensor], count: int, heads: int, d: int, *, kv_heads: int | None = None,
+                 causal: bool = False, scaling: float | None = None, layer: int = 0):
+        super().__init__(heads, d, kv_heads, causal, scaling)
+        self.peer, self.count = peer, count
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return self.peer(q * self.scaling, k, v, self.count)
 
 
 def near_of(length: int) -> tuple[Tensor, Tensor]:

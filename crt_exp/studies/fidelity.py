@@ -14,15 +14,18 @@ import torch
 from crt_exp import mechanism_text
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
+from crt_exp.metrics import interval
 from crt_exp.schema import Count, Several, checked
-from crt_exp.studies import fidelity_files
 from crt_exp.studies.base import planned
+from crt_exp.studies.bench import medians
+from crt_exp.studies.bench_pieces import TextBench
 from crt_exp.studies.subject import Subject, load
 from crt_exp.studies.times import added, in_new_process
-from crt_exp.metrics import interval
-from crt_exp.swap.calibration import fill_statistics, learns
+from crt_exp.whole_files import whole, write_rows
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named
+NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attention", "cosine": "cosine",
+         "above": "nats above exact"}
 WARM = 128                                   # tokens of the call before memory is measured
 
 
@@ -118,7 +121,7 @@ class Fidelity:
     def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
         """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
         mechanisms = {arm.label: arm.mechanism() for arm in self.arms}
-        return {"length": length, "ms": subject.times(mechanisms, ids_of(subject.model, length), self.rounds),
+        return {"length": length, "ms": medians(subject.times(mechanisms, ids_of(subject.model, length), self.rounds)),
                 "mib": {arm.label: in_new_process(memory, model=self.model, text=arm.text, m=arm.m, length=length)
                         for arm in self.arms}}
 
@@ -127,20 +130,20 @@ class Fidelity:
                  for arm in self.arms]
         others = [each for each, arm in zip(means, self.arms) if arm.name not in CONTROLS] or means
         best = min(others, key=lambda each: each["hidden_error"])
-        return {"predicts": subject.predicts, "texts": len(subject.texts), "length": subject.length,
+        return {"predicts": subject.predicts, "texts": len(subject.rows), "length": subject.length,
                 "hidden_error": best["hidden_error"], "best": best["label"], "attentions": means, "final": True}
 
     # ---- what is said
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"{fidelity_files.table(records).to_string(index=False, na_rep='')}\n"
+        return (f"{table(records).to_string(index=False, na_rep='')}\n"
                 f"fidelity: {last['texts']} texts of {last['length']} tokens; nearest to the exact model: "
                 f"{last['best']}, hidden error {last['hidden_error']:.3g}")
 
     def keep(self, records: list[dict], directory: Path) -> None:
         """fidelity.csv and fidelity.png in the run directory."""
-        fidelity_files.write(records, directory)
+        write(records, directory)
 
 
 # ---- one record each
@@ -181,17 +184,76 @@ def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
 @torch.no_grad()
 def memory(model: str, text: str, m: int | None, length: int) -> float:
     """MiB at the peak of a pass beyond the weights, the model swapped as it is: for a new process."""
-    loaded, predicts = load(model)
-    Mechanism.parse(text, m=m).swap(loaded, saved=False)
-    call = {"use_cache": False} if predicts == "next" else {}
-    if learns(loaded):
-        fill_statistics(loaded, [ids_of(loaded, min(length, WARM))])
-    body = loaded.base_model                                 # logits of all tokens would hide the rest
-    body(input_ids=ids_of(loaded, min(length, WARM)), **call)
-    return added(lambda: body(input_ids=ids_of(loaded, length), **call))
+    loaded, _ = load(model)
+    short, long = ids_of(loaded, min(length, WARM)), ids_of(loaded, length)
+    bench = TextBench(loaded, long, short)
+    with bench.swapped(Mechanism.parse(text, m=m)):
+        bench.body(short)
+        return added(lambda: bench.body(long))
 
 
 def ids_of(model: torch.nn.Module, length: int) -> torch.Tensor:
     """(1, length): time does not depend on them."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (1, length), generator=generator)
+
+
+# ---- the table and the picture of a run
+
+
+def table(records: list[dict]):
+    """A DataFrame, a row for each attention and m: means over texts, with half-widths of 95% intervals, and what a pass
+    over the longest of the lengths costs."""
+    import pandas as pd
+
+    cost = next((r for r in reversed(records) if r["split"] == "cost"), None)
+    rows = [{"attention": each["attention"], "m": each["m"] or "",
+             **{name: shown(each, key) for key, name in NAMES.items() if key in each},
+             **(costs(cost, each["label"]) if cost else {})} for each in records[-1]["attentions"]]
+    return pd.DataFrame(rows)
+
+
+def costs(record: dict[str, Any], label: str) -> dict[str, str]:
+    return {f"{unit} of {record['length']} tokens": f"{record[key][label]:.3g}"
+            for key, unit in (("ms", "ms"), ("mib", "MiB"))}
+
+
+def shown(record: dict[str, Any], key: str) -> str:
+    return f"{record[key]:.4g} ± {record[f'{key}_ci95']:.2g}"
+
+
+def write(records: list[dict], directory: Path) -> None:
+    """fidelity.csv: a row for each attention, m and draw, and each layer; fidelity.png."""
+    rows = [{"attention": r["attention"], "m": r["m"], "draw": r["draw"], "layer": layer, "attention_error": a,
+             "hidden_error": h} for r in records if r["split"] == "swap"
+            for layer, (a, h) in enumerate(zip(r["attention_error_layers"], r["hidden_error_layers"]))]
+    rows += [{"attention": label, "length": r["length"], "ms": ms, "mib": r["mib"][label]}
+             for r in records if r["split"] == "cost" for label, ms in r["ms"].items()]
+    rows += [{key: value for key, value in each.items() if key != "label"} for each in records[-1]["attentions"]]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    write_rows(directory / "fidelity.csv", [columns, *([row.get(key, "") for key in columns] for row in rows)])
+    with whole(directory / "fidelity.png") as part:
+        figure(records).savefig(part, format="png", dpi=120)
+
+
+def figure(records: list[dict]):
+    """Hidden error behind each layer, and milliseconds and MiB against the length."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure((14, 4.5), layout="constrained")
+    FigureCanvasAgg(drawn)
+    errors, times, memory = drawn.subplots(1, 3)
+    for each in records[-1]["attentions"]:
+        layers = [r["hidden_error_layers"] for r in records if r["split"] == "swap"
+                  and (r["attention"], r["m"]) == (each["attention"], each["m"])]
+        mean = [sum(column) / len(layers) for column in zip(*layers)]
+        errors.plot(range(1, len(mean) + 1), mean, marker="o", ms=3, label=each["label"])
+    errors.set(xlabel="layer", title="relative error of the hidden states behind it", yscale="log")
+    costs = [r for r in records if r["split"] == "cost"]
+    for axes, key, title in ((times, "ms", "milliseconds a pass"), (memory, "mib", "MiB at the peak")):
+        for label in costs[0][key] if costs else ():
+            axes.plot([r["length"] for r in costs], [r[key][label] for r in costs], marker="o", ms=3, label=label)
+        axes.set(xlabel="tokens", title=title)
+    errors.legend(fontsize=7)
+    return drawn

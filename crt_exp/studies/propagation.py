@@ -22,7 +22,6 @@ from crt_exp.studies.captured import Branches, Synthetic, branch_errors
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.fidelity import of_heads
 from crt_exp.studies.subject import Subject
-from crt_exp.swap.swap import unswap_attention
 
 L, HEADS, D, DEPTH, SEED = 512, 8, 64, 12, 0
 FIRST = {"output": 0, "accumulated": 0, "propagated": 1}  # place of the layer from which an error is said to grow
@@ -89,11 +88,10 @@ def subject(start: str, length: int, texts: int) -> Subject:
 def trained_errors(start: str, length: int, texts: int, arm: str, sample: int) -> dict[str, list[float]]:
     """As `random_errors`, of one of the texts, with noise of its own."""
     read = subject(start, length, texts)
-    ids, states = read.texts[sample:sample + 1], [layers_of(read, read.texts[sample:sample + 1])]
+    ids, states = read.rows[sample:sample + 1], [layers_of(read, read.rows[sample:sample + 1])]
     for layers in (None, 0):
-        mechanism(arm, 1000 * SEED + sample).swap(read.model, layers, saved=False)
-        states.append(layers_of(read, ids))
-        unswap_attention(read.model)
+        with read.swapped(mechanism(arm, 1000 * SEED + sample), layers):
+            states.append(layers_of(read, ids))
     return branch_errors(*states)
 
 

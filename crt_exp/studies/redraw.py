@@ -5,7 +5,6 @@ weights in other attention as they are, and what the closed forms predict at the
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import runs, training
+from crt_exp.studies.bench import looked_at
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.predicted import predicted_error
 from crt_exp.studies.training import Grid
-from crt_exp.swap.calibration import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 
 ROWS, WIDE = 8, (4.0, 24.0)  # rows of a batch; the range of |x + y|^2 in which closed forms differ
@@ -124,11 +123,7 @@ def look(start: str, m: int, batches: int) -> list[dict[str, Any]]:
     rows = [{key: batch[key] for key in batch if key != "labels"}
             for _, batch in zip(range(batches), task.batches("validation", Plan(ROWS)))]
     for name in ("favorp", "favorpp"):
-        model = task.build(Mechanism.of(name, m=m))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of layers beyond uniform attention: the page shows them
-            calibrate_attention(model, rows)
-        measured[name] = [block.attention for block in model.body.blocks]
+        measured[name] = looked_at(task.build(Mechanism.of(name, m=m)), rows)
         seen = seen or [layer.seen for layer in measured[name]]  # FAVOR+'s: it keeps no running statistics
     return [{"S": stats.mean_sq_sum.double().flatten().tolist(),
              "predicted": {name: predicted_error(layers[i].phi, stats, m) for name, layers in measured.items()},

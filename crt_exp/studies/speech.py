@@ -4,7 +4,6 @@ A grid of runs of task=librispeech gives rates and losses; with them go how far 
 attention's, and what its closed form predicts.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -19,10 +18,10 @@ from crt_exp.presets import OF_MAP
 from crt_exp.models import recogniser
 from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import encoder_steps, runs, training
+from crt_exp.studies.bench import looked_at
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.predicted import predicted_errors
 from crt_exp.studies.training import HOME, Grid
-from crt_exp.swap.calibration import calibrate_attention
 from crt_exp.tasks.base import Plan, Reader, Task
 
 ENCODER = "encoder"
@@ -90,7 +89,7 @@ def encoder(cells: Cells, name: str, lengths: Sequence[int]) -> Iterator[Draw]:
 def after_fit(attention: list[str], start: list[str], sources: list[str], seed: int) -> dict[str, float]:
     """Loss and rates of the test split."""
     task, model = swapped(attention, start, sources, seed)
-    calibrate(task, model, list(islice(task.batches("train", Plan(1)), BATCHES)))
+    looked_at(model, [task.arguments(batch) for batch in islice(task.batches("train", Plan(1)), BATCHES)])
     tested = task.evaluate(model, "test", Reader(task))
     return {metric: tested[metric] for metric in ("loss", "wer", "cer")}
 
@@ -100,16 +99,10 @@ def errors(attention: list[str], start: list[str], sources: list[str]) -> list[d
     as predicted (None: there is no closed form), and the relative error of the output compared with uniform's."""
     task, model = swapped(attention, start, sources, 0)
     every = list(task.batches("validation", Plan(1)))  # from short utterances to long ones
-    calibrate(task, model, every[::max(1, len(every) // BATCHES)])
+    layers = looked_at(model, [task.arguments(batch) for batch in every[::max(1, len(every) // BATCHES)]])
     return [{"squared_norm": state.seen.mean_sq_sum.flatten().tolist(), "entry": entry(state),
              "output": state.measured.relative_error, "uniform": state.measured.relative_uniform}
-            for state in model.modules() if getattr(state, "seen", None) is not None]
-
-
-def calibrate(task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")                # of layers that uniform attention is nearer to: it is a draw
-        calibrate_attention(model, [task.arguments(batch) for batch in batches])
+            for state in layers if state.seen is not None]
 
 
 def swapped(attention: list[str], start: list[str], sources: list[str], seed: int) -> tuple[Task, nn.Module]:

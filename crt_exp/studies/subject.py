@@ -5,52 +5,27 @@ Legend: L tokens of a text, H query heads, d their dimension, D the width of the
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.advice.panel import Bench
-from crt_exp.advice.tokens import HEADS, MASKED, NEXT, SHARE  # of bare encoders nothing is predicted
-from crt_exp.attention.checks import repeat_heads
 from crt_exp.data import text as data
 from crt_exp.data.byte_pairs import running_blocks
-from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
+from crt_exp.studies.bench import Call, Swap
+from crt_exp.studies.bench_pieces import HEADS, MASKED, NEXT, SHARE, TextBench, nats  # bare encoders predict nothing
 from crt_exp.studies.captured import load_tokenizer, positions, relative_error
-from crt_exp.swap.calibration import swapped_states
-from crt_exp.swap.swap import unswap_attention
-from crt_exp.tasks.objectives import following
+from crt_exp.swap.calibration import learns
 
 KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}
 
 
-@dataclass
-class Call:
-    """One call of an attention layer with exact attention: q, k, v unscaled, (1, H or Hkv, L, d), and its output."""
-
-    path: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scaling: float
-    output: Tensor = None
-
-    def sums(self) -> Tensor:
-        """Mean |x + y|^2 of each head, (H,), over all pairs, float64."""
-        root = self.scaling**0.5
-        x, y = root * self.q.double(), root * repeat_heads(self.k, self.q.shape[1]).double()
-        return Statistics.of(x, y).mean_sq_sum.flatten()
-
-
-@dataclass
-class Pass:
+class Pass(NamedTuple):
     """What a model makes of one text: hidden states behind each layer, and the mean loss of the predicted tokens, nats;
     None where it predicts nothing."""
 
@@ -63,7 +38,7 @@ class Pass:
         return self.states[-1][0].double().mean(0)
 
 
-class Subject(Bench):
+class Subject(TextBench):
     """A Hugging Face model that was trained with exact attention, and `texts` pieces of `length` tokens of a text.
 
     model: a hub name, a folder or a run of task=mlm. text: files or folders, which the model was not trained on;
@@ -78,70 +53,50 @@ class Subject(Bench):
     def __init__(self, model: str, text: str | Sequence[str], calibration: str | Sequence[str] | None,
                  tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
                  cache_dir: str | Path | None = None):
-        self.name, self.cache_dir = model, cache_dir
-        loaded, self.predicts, self.tokenizer = opened(model, tokenizer)
-        super().__init__(loaded, None, seed)
-        self.most = min(positions(self.model), 2**20)
-        self.length = length_of(self.model, length)
+        self.name = model
+        loaded, predicted, self.tokenizer = opened(model, tokenizer)
+        self.most, L = min(positions(loaded), 2**20), length_of(loaded, length)
         check_apart(text, calibration)
-        self.texts = self.pieces(text, texts, "task.texts")
-        if calibration is not None:
-            self.training = self.pieces(calibration, calibration_texts, "task.calibration_texts").split(1)
+
+        def pieces(source: str | Sequence[str], count: int, option: str) -> Tensor:
+            return spread(rows_of(source, predicted, self.tokenizer, L, cache_dir), count, source, option)
+
+        super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
+                         pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
         self.calls: list[list[Call]] = []
         self.exact = [self.captured(i) for i in range(texts)]
 
     def __str__(self) -> str:
-        return f"{self.name}, {len(self.texts)} texts of {self.length} tokens"
-
-    @property
-    def causal(self) -> bool:
-        return self.predicts == NEXT
-
-    def pieces(self, text: str | Sequence[str], count: int, option: str) -> Tensor:
-        """(count, length) token ids."""
-        blocks = rows_of(text, self.predicts, self.tokenizer, self.length, self.cache_dir)
-        if len(blocks) < count:
-            raise ValueError(f"{option} = {count}: {text} has {len(blocks)} pieces of {self.length} tokens; give more "
-                             "text, fewer pieces or a smaller task.length")
-        rows = np.linspace(0, len(blocks) - 1, count).round().astype(int)
-        return blocks[rows]
+        return f"{self.name}, {len(self.rows)} texts of {self.length} tokens"
 
     # ---- reading
 
     @torch.no_grad()
     def read(self, i: int) -> Pass:
         """The model as it now stands, on text i."""
-        ids = self.texts[i:i + 1]
-        out = self.run(ids)
+        out = self.run(self.rows[i:i + 1])
+        states = list(out.hidden_states[1:])
         if self.predicts is None:
-            return Pass(list(out.hidden_states[1:]), None)
-        inputs, labels = (ids, following(ids)) if self.causal else self.masked(i)
+            return Pass(states, None)
+        inputs, labels = self.asked(i)
         logits = out.logits if self.causal else self.model(input_ids=inputs).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=data.IGNORED)
-        return Pass(list(out.hidden_states[1:]), float(loss))
+        return Pass(states, float(nats(logits, labels).mean()))
 
     def run(self, ids: Tensor) -> Any:
-        call = {"use_cache": False} if self.causal else {}
-        return self.model(input_ids=ids, output_hidden_states=True, **call)
+        return super().run(ids, output_hidden_states=True)
 
-    def masked(self, i: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of text i with the same masks at every call, (1, L) each."""
+    def asked(self, i: int) -> tuple[Tensor, Tensor]:
+        """Of masked models with BERT's corruption."""
+        if self.causal:
+            return super().asked(i)
         draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
-        batch = data.Masking.of(self.tokenizer, SHARE)(self.texts[i:i + 1].numpy(), draw)
+        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i:i + 1].numpy(), draw)
         return batch["input_ids"], batch["labels"]
 
-    @torch.no_grad()
     def captured(self, i: int) -> Pass:
         """The exact model on text i; the calls of its attention layers are kept in `calls`."""
-        exact, calls = self.read(i), []
-        Mechanism.of("exact").swap(self.model, saved=False)
-        with ExitStack() as stack:
-            stack.callback(unswap_attention, self.model)
-            for state in swapped_states(self.model):
-                stack.callback(state.register_forward_hook(
-                    lambda state, given, out: calls.append(Call(state.path, *given[:3], state.scaling, out))).remove)
-            self.run(self.texts[i:i + 1])
-        self.calls.append(calls)
+        exact = self.read(i)
+        self.calls.append(self.watched(self.rows[i:i + 1], Call.of)[0])
         return exact
 
     # ---- other attention
@@ -153,7 +108,7 @@ class Subject(Bench):
         every layer, all layers swapped; `cosine` (texts,) of the mean-pooled embeddings; `above` (texts,), the loss
         above that of the exact model in nats, where it predicts something."""
         with self.swapped(mechanism) as states:
-            of_texts = [self.of_text(i, states) for i in range(len(self.texts))]
+            of_texts = [self.of_text(i, states) for i in range(len(self.rows))]
         return {key: np.array([each[key] for each in of_texts]) for key in of_texts[0]}
 
     def of_text(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
@@ -165,11 +120,19 @@ class Subject(Bench):
                  "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
         return record if exact.loss is None else record | {"above": now.loss - exact.loss}
 
-    def fit(self, mechanism: Mechanism) -> None:
-        if self.training is None:
-            raise ValueError(f"attention {mechanism.name} of this model is fitted to training text: give "
+    def fit(self, attention: Swap) -> None:
+        if self.training is None and learns(self.model):
+            raise ValueError(f"attention {attention.name} of this model is fitted to training text: give "
                              "task.calibration=<file>, another than task.text")
-        super().fit(mechanism)
+        super().fit(attention)
+
+
+def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
+    """So many of the rows, spread over the text. Raises ValueError for too few."""
+    if len(rows) < count:
+        raise ValueError(f"{option} = {count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; give more "
+                         "text, fewer pieces or a smaller task.length")
+    return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
 
 def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, str | None, Any]:

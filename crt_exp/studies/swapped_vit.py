@@ -3,7 +3,6 @@
 Grids of task=imagenet; of the exact checkpoint also its layers, and images longer than it was trained on.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp import calibrate_attention
 from crt_exp.data import images as data
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.studies import runs, training
+from crt_exp.studies.bench import looked_at
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.predicted import predicted_error
 from crt_exp.studies.times import Watch, added
@@ -105,10 +104,7 @@ def layers(run: str, dataset: str, name: str, m: int, seed: int) -> list[dict[st
     of the layer's output, and uniform attention's."""
     kept, held_out = vision.load(run), data.load(dataset)["val"]
     model = Mechanism.of(name, m=m, seed=seed).swap(kept.model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # layers beyond uniform attention: the report says it
-        calibrate_attention(model, [shown(kept, held_out, spread(held_out, CAPTURED))])
-    states = [block.attn.swapped for block in model.blocks]
+    states = looked_at(model, [shown(kept, held_out, spread(held_out, CAPTURED))])
     return [{"S": s.seen.mean_sq_sum.double().tolist(), "predicted": predicted_error(s.phi, s.seen, m),
              "measured": s.measured.relative_error, "uniform": s.measured.relative_uniform} for s in states]
 

@@ -37,7 +37,7 @@ from crt_exp.schema import (
     checked,
     parameters,
 )
-from crt_exp.swap.calibration import fill_statistics
+from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.objectives import objective_of
 
@@ -247,7 +247,7 @@ class MLM(Task):
 
     def calibrate(self, model: nn.Module) -> None:
         """Fills the statistics that causal features are fitted to: the weights come from another attention."""
-        if any(getattr(part, "learns", False) for part in model.modules()):
+        if learns(model):
             read = [{"input_ids": batch["input_ids"], **self.objective.call}
                     for batch in islice(self.batches("train", Plan(8)), self.calibration)]
             if read:

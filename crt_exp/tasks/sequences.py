@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.attention import LinearAttention
 from crt_exp.config import ConfigError
 from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import PRESETS, Description, Dropout, LanguageModel, Positions
 from crt_exp.schema import Whole
-from crt_exp.swap.calibration import fill_statistics
+from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 
@@ -123,7 +122,7 @@ class SymbolTask(SequenceTask):
 
     def calibrate(self, model: nn.Module) -> None:
         """Fills the statistics that causal features are fitted to: the weights come from another attention."""
-        if any(part.learns for part in model.modules() if isinstance(part, LinearAttention)):
+        if learns(model):
             batches = zip(range(self.calibration), self.batches("train", Plan(8)))
             read = [{key: batch[key] for key in batch if key != "labels"} for _, batch in batches]
             if read:

@@ -16,11 +16,12 @@ import crt_exp
 from crt_exp import swap_attention
 from crt_exp.advice.arms import Arm, candidates
 from crt_exp.advice.call import cut, split
-from crt_exp.advice.tokens import TokenPanel
 from crt_exp.advice.verdict import Advice, Row, pays_from
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
+from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import NotFinite
+from crt_exp.studies.bench_pieces import TextBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -46,8 +47,8 @@ def ids(count=1200):
     return torch.randint(5, len(VOCABULARY), (count,), generator=torch.Generator().manual_seed(0))
 
 
-def panel_of(model, length=64, **options):
-    return TokenPanel(model, *split(cut(ids(), length), 3, 2), mask=4, special=range(5), **options)
+def bench_of(model, length=64, **options):
+    return TextBench(model, *split(cut(ids(), length), 3, 2), mask=4, special=range(5), **options)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -83,10 +84,10 @@ def test_attention_whose_loss_is_not_finite_is_never_the_nearest():
 @torch.no_grad()
 def test_losses_are_those_of_their_definition():
     model = llama()
-    panel = panel_of(model)
-    found = panel.losses(Arm("window", {"block": 16, "first": 4}))
+    bench = bench_of(model)
+    found = bench.losses(Mechanism.of("window", block=16, first=4))
     swap_attention(model, "window", block=16, first=4)
-    row = panel.rows[1:2]
+    row = bench.rows[1:2]
     assert found["loss"][1] == pytest.approx(float(model(row, labels=row).loss), abs=1e-5)
     twice = torch.cat([row[:, :32], row[:, :32]], 1)
     logits = model(twice).logits[0, 32 + 15:-1]
@@ -96,14 +97,14 @@ def test_losses_are_those_of_their_definition():
 @torch.no_grad()
 def test_masked_models_hide_the_same_words_from_all():
     model = bert()
-    panel = panel_of(model)
-    first, again = (panel.losses(Arm("uniform")) for _ in range(2))
+    bench = bench_of(model)
+    first, again = (bench.losses(Mechanism.of("uniform")) for _ in range(2))
     assert first == again and "again" not in first
-    hidden = panel._places(0)
-    assert 1 <= hidden.sum() <= 20 and not torch.isin(panel.rows[0][hidden], torch.arange(5)).any()
-    logits = model(torch.where(hidden, 4, panel.rows[0])[None]).logits[0]
-    own = panel.losses(Arm("exact"))["loss"][0]
-    assert own == pytest.approx(float(cross_entropy(logits[hidden], panel.rows[0][hidden])), abs=1e-5)
+    hidden = bench._places(0)
+    assert 1 <= hidden.sum() <= 20 and not torch.isin(bench.rows[0][hidden], torch.arange(5)).any()
+    logits = model(torch.where(hidden, 4, bench.rows[0])[None]).logits[0]
+    own = bench.losses(None)["loss"][0]
+    assert own == pytest.approx(float(cross_entropy(logits[hidden], bench.rows[0][hidden])), abs=1e-5)
 
 
 def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):

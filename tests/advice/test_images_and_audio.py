@@ -14,13 +14,12 @@ from torch.nn.functional import cross_entropy, kl_div
 
 import crt_exp
 from crt_exp import swap_attention
-from crt_exp.advice.arms import Arm
-from crt_exp.advice.batches import BatchPanel
 from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser, vision
 from crt_exp.models.conformer_transducer import PRESETS
 from crt_exp.studies.advise_data import label_of
+from crt_exp.studies.bench_pieces import BatchBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = ("class0", "class1", "class2")
@@ -50,12 +49,12 @@ def images(count=7):
 def test_losses_are_those_of_their_definition():
     model, x, labels = vit(), images(), torch.tensor([0, 1, 2, 0, 1, 2, 0])
     pieces = x.split(1)
-    labelled = BatchPanel(model, pieces[:5], pieces[5:], labels=labels.split(1))
-    bare = BatchPanel(model, pieces[:5], pieces[5:])
+    labelled = BatchBench(model, pieces[:5], pieces[5:], labels=labels.split(1))
+    bare = BatchBench(model, pieces[:5], pieces[5:])
     assert list(bare.timed()) == [17]                                    # 16 patches and a token
-    own, arm = model(x[3:4]), Arm("window", {"block": 4, "first": 1})
-    found, divergence = (panel.losses(arm)["loss"][3] for panel in (labelled, bare))
-    divergence -= bare.losses(Arm("exact"))["loss"][3]
+    own, arm = model(x[3:4]), Mechanism.of("window", block=4, first=1)
+    found, divergence = (bench.losses(arm)["loss"][3] for bench in (labelled, bare))
+    divergence -= bare.losses(None)["loss"][3]
     swap_attention(model, "window", block=4, first=1)
     swapped = model(x[3:4])
     assert found == pytest.approx(float(cross_entropy(swapped, labels[3:4])), abs=1e-5)
@@ -80,11 +79,11 @@ def test_dictionaries_are_what_the_model_takes():
                                          num_conv_pos_embedding_groups=2, **SIZES)
     model = transformers.Wav2Vec2ForCTC(config).eval()
     waves = [{"input_values": torch.randn(1, 4000 + 800 * i), "labels": torch.tensor([[3, 4]])} for i in range(4)]
-    panel = BatchPanel(model, waves[:3], waves[3:])
-    assert len(panel.timed()) == 3 and panel.length == 17                # the longest, its half and its quarter
+    bench = BatchBench(model, waves[:3], waves[3:])
+    assert len(bench.timed()) == 3 and bench.length == 17                # the longest, its half and its quarter
     with torch.no_grad():
         expected = float(model(**waves[1]).loss)
-    assert panel.labelled and panel.losses(Arm("exact"))["loss"][1] == pytest.approx(expected, abs=1e-5)
+    assert bench.labelled and bench.losses(None)["loss"][1] == pytest.approx(expected, abs=1e-5)
     advice = crt_exp.advise(model, [{"input_values": each["input_values"]} for each in waves], samples=3, calibration=1,
                             rounds=1, attentions=["uniform"], progress=str)
     assert any("There are no labels" in note for note in advice.notes) and advice.noun == "pieces"

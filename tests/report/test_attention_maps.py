@@ -16,8 +16,9 @@ from crt_exp.data.fasta import entries
 from crt_exp.data.protein import LETTERS, STANDARD
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, page
-from crt_exp.studies import amino_acids, attention_maps
+from crt_exp.studies import amino_acids
 from crt_exp.studies.amino_acids import PAIRS, alike, alike_by_frequency, blosum62, correlation
+from crt_exp.studies.bench import fitted
 from crt_exp.swap.rollout import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 
@@ -114,7 +115,7 @@ def made(tmp_path_factory):
         task = TrEMBL(**OPTIONS | {"direction": direction, "sizes": SIZES, "generated": generated})
         torch.manual_seed(1)
         model = task.build(mechanism(name))
-        attention_maps.fitted(model.eval(), [1, 2, 3, 4])
+        fitted(model.eval(), [amino_acids.read_by(model, [1, 2, 3, 4])])
         task.export(model, model.state_dict(), place / name)
     rng = np.random.default_rng(0)
     written = [f">sp|P{i:05}|P{i}_MADE\n{''.join(rng.permutation(list(STANDARD))[:16])}\n" for i in range(40)]

@@ -17,8 +17,7 @@ from crt_exp.attention import uniform_attention
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.mechanism import Mechanism
-from crt_exp.studies import fidelity_files
-from crt_exp.studies.fidelity import Fidelity, arms_of, mean_of
+from crt_exp.studies.fidelity import NAMES, Fidelity, arms_of, mean_of, table
 from crt_exp.studies.subject import Subject
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -80,7 +79,7 @@ def test_errors_of_a_masked_model_are_those_of_their_definition(folder):
     source = subject(folder, "bert")
     found = source.measured(Mechanism.of("favorpp", m=8, seed=5))
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert").eval()
-    ids, (inputs, labels) = source.texts[1:2], source.masked(1)
+    ids, (inputs, labels) = source.rows[1:2], source.asked(1)
     assert (labels != -100).sum() >= 1 and (inputs != ids)[labels == -100].sum() == 0
     exact = model(ids, output_hidden_states=True).hidden_states, model(inputs, labels=labels).loss
     swap_attention(model, "favorpp", m=8, seed=5, saved=False)
@@ -99,7 +98,7 @@ def test_causal_layers_are_fitted_to_the_training_text(folder):
     source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
     found = source.measured(Mechanism.of("favorpp", m=8))
     model = transformers.GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
-    ids = source.texts[:1]
+    ids = source.rows[:1]
     exact = float(model(ids, labels=ids).loss)
     swap_attention(model, "favorpp", m=8, saved=False)
     with warnings.catch_warnings():
@@ -129,8 +128,8 @@ def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
 
 def test_texts_and_masks_are_the_same_for_all(folder):
     one, two, other = (subject(folder, "bert", seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(one.texts, two.texts) and torch.equal(one.masked(2)[0], two.masked(2)[0])
-    assert not torch.equal(one.masked(2)[1], other.masked(2)[1])
+    assert torch.equal(one.rows, two.rows) and torch.equal(one.asked(2)[0], two.asked(2)[0])
+    assert not torch.equal(one.asked(2)[1], other.asked(2)[1])
 
 
 def test_arms():
@@ -150,9 +149,9 @@ def test_arms():
 
 def test_the_table_says_what_a_pass_costs():
     each = {"attention": "exact", "m": None, "label": "exact"} | {
-        f"{key}{end}": 0.5 for key in fidelity_files.NAMES for end in ("", "_ci95")}
+        f"{key}{end}": 0.5 for key in NAMES for end in ("", "_ci95")}
     cost = lambda length: {"split": "cost", "length": length, "ms": {"exact": length / 8}, "mib": {"exact": 2.0}}
-    found = fidelity_files.table([cost(16), cost(64), {"split": "test", "attentions": [each]}])
+    found = table([cost(16), cost(64), {"split": "test", "attentions": [each]}])
     assert found.columns[0] == "attention" and found["attention"][0] == "exact"
     assert found["ms of 64 tokens"][0] == "8" and found["MiB of 64 tokens"][0] == "2"
 
