@@ -6,7 +6,6 @@ Legend: L tokens, H query heads, Hkv key heads. Pieces for judging and pieces fo
 
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
