@@ -19,8 +19,7 @@ def mechanisms() -> dict[str, tuple[str, dict]]:
     small = {name: (name, SIZES.get(name, {"m": 8})) for name in choices("attention") if name != "nearfar"}
     opened = SMALL | {"open": 5}
     return small | {"nearfar below": ("nearfar", opened | BELOW), "nearfar beyond": ("nearfar", opened | BEYOND),
-                    "nearfar bounded": ("nearfar", SMALL | {"preset": "bounded"}),
-                    "nearfar features": ("nearfar", {"far": "features", "features": "pos", "m": 8} | SMALL)}
+                    "nearfar bounded": ("nearfar", SMALL | {"preset": "bounded"})}
 
 
 def layer(name, options, **sizes):

@@ -22,7 +22,6 @@ NEARFAR = {f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "
            for preset in ("cheap", "default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
 STATES = NEARFAR | {name: each for name, each in mechanisms().items()
                     if name not in ("linformer", "reformer", "nearfar below", "nearfar beyond")}
-KEYS = {"nearfar features", *CONTROLS}      # whose cache keeps keys
 PROMPT, LENGTH = 20, 30
 
 
@@ -49,9 +48,9 @@ def prompted(model, ids, mask, recorded=0):
 
 def check_kind(cache, state, dtype):
     """What is tested is what is meant: keys, a state, and near-far's by the engine in C or by PyTorch."""
-    assert all((state in KEYS) != (isinstance(layer, RecurrentLayer) and layer.state is not None)
+    assert all((state in CONTROLS) != (isinstance(layer, RecurrentLayer) and layer.state is not None)
                for layer in cache.layers)
-    known = [known for layer in cache.layers if state not in KEYS
+    known = [known for layer in cache.layers if state not in CONTROLS
              for known in getattr(layer.state, "known", {}).values()]
     assert bool(known) == ("beyond" in state)
     assert all(isinstance(each, KeptInC) == (dtype == torch.float32) for each in known)
