@@ -38,7 +38,8 @@ class Part(NamedTuple):
         """Options that are not those of its file, or what a dataclass was made with that is not its default."""
         if isinstance(self.content, dict):
             written = content_of(group, self.name) if self.name in known(group) else {}
-            return {key: value for key, value in self.content.items() if written.get(key) != value}
+            return {key: value for key, value in self.content.items()
+                    if not key.startswith("_") and written.get(key) != value}
         made_with = fields(self.content) if is_dataclass(self.content) else ()
         return {each.name: value for each in made_with if (value := getattr(self.content, each.name)) != each.default}
 

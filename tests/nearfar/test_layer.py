@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounter
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention
 from crt_exp.attention import softmax_attention
+from crt_exp.attention.base import check_listed
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
 from crt_exp.nearfar.choice import Sizes
@@ -233,11 +234,11 @@ def test_the_study_of_approximation_takes_it(typed):
 
 def test_a_list_of_keys_to_open_is_no_longer_than_the_model():
     made = [Mechanism.of("nearfar", open=[4, 8]).layer(2, 8, causal=True, layer=i) for i in range(2)]
-    nearfar_layer.check_listed(made)
-    nearfar_layer.check_listed(made[:1], 2)      # of a model that has the other one, which was not swapped
+    check_listed(made)
+    check_listed(made[:1], 2)      # of a model that has the other one, which was not swapped
     for count in (1, None):
         with pytest.raises(ValueError, match="open holds 2 numbers, and the model has 1 attention layers"):
-            nearfar_layer.check_listed(made[:1], count)
+            check_listed(made[:1], count)
 
 
 @pytest.mark.parametrize("causal", [False, True])

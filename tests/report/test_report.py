@@ -57,7 +57,7 @@ def newcomers(tmp_path, monkeypatch):
     shutil.copy(conf / "features/pos.yaml", conf / "features/aaa.yaml")
     shutil.copy(conf / "sampler/hadamard.yaml", conf / "sampler/bbb.yaml")
     monkeypatch.setattr(config, "CONF", conf)
-    monkeypatch.setattr("crt_exp.mechanism.CONF", conf)
+    monkeypatch.setattr("crt_exp.presets.CONF", conf)
 
 
 def test_new_map_and_sampler_appear_by_themselves(newcomers):
