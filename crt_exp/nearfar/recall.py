@@ -241,13 +241,19 @@ class Seen(NamedTuple):
     first: int        # the first block
 
 
+def as_bfloat16(t: Tensor) -> Tensor:
+    """The nearest numbers of bfloat16, in float32, by their bits: compilers leave out a cast there and back."""
+    bits = t.float().contiguous().view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
 @torch.no_grad()
 def opened(y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -> Tensor:
     """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: of those
     that are `member` (Z, ..., S) the ones of the largest logits, with queries and keys in bfloat16, whose products are
     summed up in float64 on CPUs, so that equal keys tie wherever they lie."""
     wide = torch.float64 if q.device.type == "cpu" else q.dtype
-    q, y = (t.to(torch.bfloat16).to(wide) for t in (q, y))
+    q, y = (as_bfloat16(t).to(wide) for t in (q, y))
     logits = (q.flatten(1, -2) @ y.mT).view(*q.shape[:-1], y.shape[1]).masked_fill(~member, HIDDEN)
     highest, places = largest(logits, min(sizes.open, y.shape[1]))
     return torch.where(highest > HIDDEN, places, -1)

@@ -440,3 +440,16 @@ def test_budgets_that_are_refused():
     state = NearFar(2, 4, preset="bounded", causal=True)
     with pytest.raises(ValueError, match="can read more or fewer"):
         state.set_open(8)
+
+
+def test_looks_are_rounded_to_bfloat16():
+    t = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-20, 20, 1000)
+    assert torch.equal(recall.as_bfloat16(t), t.to(torch.bfloat16).float())
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_queries_read_the_same_keys():
+    x, y, v = (t.float() for t in drawn(B=1, S=170))
+    eager = attend(x, y, v)
+    torch.testing.assert_close(torch.compile(attend)(x, y, v), eager, rtol=1e-4, atol=1e-5)
