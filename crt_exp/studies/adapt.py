@@ -26,7 +26,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.runner.adapters import Adapters
 from crt_exp.studies.bench import fitted
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.times import PROCESSOR, Watch, milliseconds
+from crt_exp.times import PROCESSOR, Watch, milliseconds
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
 from crt_exp.tasks.objectives import following
 

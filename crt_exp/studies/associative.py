@@ -11,7 +11,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import LanguageModel
 from crt_exp.studies.bench import fitted
-from crt_exp.studies.times import Watch
+from crt_exp.times import Watch
 from crt_exp.tasks.recall import drawn
 
 CALIBRATION = 4      # rows that codebooks and statistics are made of

@@ -20,7 +20,7 @@ from crt_exp.attention.linear import LinearAttention
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import NotFinite
-from crt_exp.studies.times import added, again, give_back, in_turns
+from crt_exp.times import added, again, give_back, in_turns
 from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention

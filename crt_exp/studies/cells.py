@@ -26,7 +26,7 @@ from tqdm import tqdm
 from crt_exp.runner.run import commit, machine, read_records
 from crt_exp.studies.draw_files import whole_text
 from crt_exp.studies.sources import fingerprint
-from crt_exp.studies.times import Watch, in_new_process
+from crt_exp.times import Watch, in_new_process
 
 PAGES = Path("outputs/report")  # where draws are committed
 Key = dict[str, Any]

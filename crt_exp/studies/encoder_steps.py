@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import PRESETS, ConformerTransducer
-from crt_exp.studies.times import added, in_turns
+from crt_exp.times import added, in_turns
 
 RATE, LAYERS = 16000, 4  # of the paper's 17 layers: the others take as long, and no more memory
 SIZES = PRESETS["paper"] | {"layers": LAYERS}

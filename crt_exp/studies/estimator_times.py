@@ -18,7 +18,7 @@ from sklearn.random_projection import GaussianRandomProjection
 from crt_exp import drawing
 from crt_exp.estimators import RandomFeatures
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.times import by_part, in_turns, milliseconds
+from crt_exp.times import by_part, in_turns, milliseconds
 
 WITHOUT = drawing.DENSE | dict.fromkeys(("gerf", *drawing.HYBRIDS), "its features differ for the two sides of the "
                                         "kernel, which one transform cannot give")

@@ -20,7 +20,7 @@ from crt_exp.studies.base import planned
 from crt_exp.studies.bench import medians
 from crt_exp.studies.bench_pieces import TextBench
 from crt_exp.studies.subject import Subject, load
-from crt_exp.studies.times import added, in_new_process
+from crt_exp.times import added, in_new_process
 from crt_exp.whole_files import whole, write_rows
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named

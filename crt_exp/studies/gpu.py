@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
-from crt_exp.studies.times import added, in_turns, milliseconds
+from crt_exp.times import added, in_turns, milliseconds
 
 HEADS, D = 16, 64
 ARMS = {"exact": {}, "favorpp": {"m": 256}, "nearfar": {}, "nearfar preset=bounded": {}}

@@ -27,7 +27,7 @@ from crt_exp.studies import runs, training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.distributions import Estimate, distances
 from crt_exp.studies.predicted import typical_pair
-from crt_exp.studies.times import Watch, added
+from crt_exp.times import Watch, added
 from crt_exp.tasks.base import Reader
 
 MODEL = ("conf/task/ptb.yaml", *runs.EXACT)

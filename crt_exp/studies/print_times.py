@@ -28,7 +28,7 @@ from torch import Tensor
 from crt_exp.drawing import markdown
 from crt_exp.mechanism import swap_attention
 from crt_exp.studies.speed import CAUSAL, forward, forward_backward, held_by, inputs, methods
-from crt_exp.studies.times import in_new_process, in_turns, ratio, threads
+from crt_exp.times import in_new_process, in_turns, ratio, threads
 
 NEAR_FAR, OTHERS = "nearfar", ("exact", "favorpp")
 LENGTHS, LONGEST, HALF = (1024, 2048, 4096, 8192, 16384), 65536, ", bfloat16"

@@ -20,7 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
 from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.times import Update, in_turns
+from crt_exp.times import Update, in_turns
 from crt_exp.swap.calibration import fill_statistics
 
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels

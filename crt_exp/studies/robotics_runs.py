@@ -17,7 +17,7 @@ from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.flops import TOKENS, columns, count
 from crt_exp.studies.pairs import drawn, generator
-from crt_exp.studies.times import PROCESSOR, Watch, in_turns, threads
+from crt_exp.times import PROCESSOR, Watch, in_turns, threads
 
 ROUNDS, CALLS = 5, 10  # of a time: how often all take their turn, and calls of one turn
 

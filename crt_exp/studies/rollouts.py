@@ -19,7 +19,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.runner.ending import Stopped
 from crt_exp.studies.cells import without_interrupts
-from crt_exp.studies.times import threads
+from crt_exp.times import threads
 
 DROPPED = float("nan")  # the return of a rollout with an observation or a reward that is not finite
 

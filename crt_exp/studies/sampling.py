@@ -28,7 +28,7 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.times import LONG, again, in_turns, milliseconds
+from crt_exp.times import LONG, again, in_turns, milliseconds
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB

@@ -30,7 +30,7 @@ from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies.base import Series
 from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
-from crt_exp.studies.times import Watch, added, by_part, in_turns, milliseconds, ratio
+from crt_exp.times import Watch, added, by_part, in_turns, milliseconds, ratio
 from crt_exp.whole_files import write_rows
 
 ALONE, VIT = "attention", "vit"

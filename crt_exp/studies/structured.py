@@ -17,7 +17,7 @@ from crt_exp.features import FeatureMap, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.projections import Projections
-from crt_exp.studies.times import Call, in_turns, milliseconds
+from crt_exp.times import Call, in_turns, milliseconds
 
 MAPS = ("trig", "pos", "oprf")      # they stand for the exponential maps; discrete ones need exactly Gaussian rows
 WITHOUT = dict.fromkeys(("sobol", "halton", "stratified"), "they place points, the report compares matrices")

@@ -17,7 +17,7 @@ from crt_exp.studies import runs, training
 from crt_exp.studies.bench import looked_at
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.predicted import predicted_error
-from crt_exp.studies.times import Watch, added
+from crt_exp.times import Watch, added
 from crt_exp.studies.training import Grid
 
 LOW, HIGH = 4, 24  # mean |x + y|^2 at which the closed forms of FAVOR+ and FAVOR++ differ

@@ -15,7 +15,7 @@ import yaml
 from crt_exp.runner.run import as_committed_with
 from crt_exp.studies import runs, texts
 from crt_exp.studies.cells import PAGES, Cells, Draw, Key, committed
-from crt_exp.studies.times import added
+from crt_exp.times import added
 
 HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before

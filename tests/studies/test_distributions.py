@@ -86,7 +86,7 @@ def test_long_vectors_do_not_overflow():
 @pytest.mark.parametrize("name, m", [("favorp", 64), ("hrf_gaussian", 8)])
 def test_time_and_memory_of_ten_thousand_classes(name, m, one_thread):
     """A hundredth of 82,430 queries: at most a hundredth of 60 s on each of 2 cores."""
-    from crt_exp.studies.times import peak, reset_peak
+    from crt_exp.times import peak, reset_peak
 
     x, y = vectors(824, 10_000, 200)
     x, y = x / 2, y / 2
