@@ -11,10 +11,8 @@ from itertools import product
 from string import Formatter
 from typing import Any
 
-import yaml
-
-from crt_exp import drawing
-from crt_exp.config import CONF, ConfigError, choices, construct, located, read_conf, unknown
+from crt_exp import drawing, mechanism_text
+from crt_exp.config import ConfigError, choices, construct, located, unknown
 from crt_exp.mechanism import Mechanism
 from crt_exp.presets import OF_MAP
 from crt_exp.studies.cells import Cells, Draw, Key
@@ -170,11 +168,9 @@ def arm_of(given: Arm) -> Mechanism:
     options = dict(words(given) if isinstance(given, str) else given)
     name, features, columns = (options.pop(key, None) for key in ("attention", "features", "columns"))
     chosen = {"features": features} | {key: options.pop(key) for key in ("m", "sampler") if key in options}
-    of_sampler = {key: options.pop(key) for key in list(options) if key.startswith(OF_SAMPLER)}
-    if of_sampler:
-        chosen["sampler"] = sampler_of(chosen["sampler"], of_sampler)
     if name is None:
-        options = {OF_MAP + key.removeprefix(OF_MAP): value for key, value in options.items()}
+        options = {key if key.startswith(OF_SAMPLER) else OF_MAP + key.removeprefix(OF_MAP): value
+                   for key, value in options.items()}
     if columns is not None:
         chosen["m"] = columns // Mechanism.of(name, **chosen | {"m": 1}, **options).map().rank(1)
     return Mechanism.of(name, **chosen, **options)
@@ -182,23 +178,11 @@ def arm_of(given: Arm) -> Mechanism:
 
 def words(text: str) -> dict[str, Any]:
     """"pos m=64" as a mapping."""
-    name, *rest = text.split() or [""]
+    name, options = mechanism_text.read(text)
     group = next((group for group in ("attention", "features") if name in choices(group)), None)
     if group is None:
         raise unknown("arm", name, [*choices("attention"), *choices("features")])
-    if bad := [word for word in rest if "=" not in word]:
-        raise ConfigError(f"the arm {text!r}: {bad[0]} is no option; write key=value after its name")
-    return {group: name} | {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in rest)}
-
-
-def sampler_of(name: str, options: Mapping[str, Any]) -> Callable:
-    """A choice of conf/sampler with other values for some of its keys."""
-    content = read_conf(CONF / "sampler" / f"{name}.yaml")
-    given = {key.removeprefix(OF_SAMPLER): value for key, value in options.items()}
-    for key in given:
-        if key not in content:
-            raise unknown(f"option of sampler {name}", key, [key for key in content if not key.startswith("_")])
-    return construct(content | given)
+    return {group: name} | options
 
 
 def expanded(entries: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
