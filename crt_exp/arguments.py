@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
 from crt_exp.config import ConfigError, unknown
-from crt_exp.schema import check_keys, describe, parameters
+from crt_exp.hints import describe, parameters
+from crt_exp.schema import check_keys
 
 Options = TypeVar("Options")
 

@@ -19,10 +19,10 @@ from crt_exp.features import GERF, FeatureMap, GeomRFPlus, Moments, PoisRFPlus, 
 from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
+from crt_exp.hints import whole_number
 from crt_exp.kernels import check_kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import Noise
-from crt_exp.schema import whole_number
 
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense

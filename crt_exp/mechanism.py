@@ -17,10 +17,11 @@ from torch import nn
 from crt_exp import mechanism_text
 from crt_exp.config import ConfigError, canonical, construct, imported, known, located, plain_number, unknown
 from crt_exp.features.base import FeatureMap
+from crt_exp.hints import shown, whole_number
 from crt_exp.presets import (BASE, GROUPS, Part, apart, by_place, check_options, default_choice, default_m, part_of,
                              read_preset, resolved, still_known, uses, with_phi)
 from crt_exp.samplers import Noise
-from crt_exp.schema import ATTENTION, check_node, is_map, shown, whole_number
+from crt_exp.schema import ATTENTION, check_node, is_map
 from crt_exp.stored import check_saved
 
 Layers = Iterable[int] | int | Literal["supported"] | None

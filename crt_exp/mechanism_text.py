@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from crt_exp.config import ConfigError
+from crt_exp.hints import shown
 from crt_exp.plain_yaml import scalar
-from crt_exp.schema import shown
 
 WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # blanks within brackets and quotes divide nothing
 PLAIN = re.compile(r"[\w.+*/:-]+")

@@ -7,7 +7,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from crt_exp.config import CONF, ConfigError, file_of, imported, known, located, read_conf, unknown
-from crt_exp.schema import FEATURES, SAMPLER, check_keys, check_node, is_map, parameters, shown
+from crt_exp.hints import parameters, shown
+from crt_exp.schema import FEATURES, SAMPLER, check_keys, check_node, is_map
 
 OF_MAP = "features."            # before an option of the map; so are those of the sampler and of phi
 GROUPS = {"features": FEATURES, "sampler": SAMPLER}

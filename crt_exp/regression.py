@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.estimators import ROWS, RandomFeatureEstimator, blocks
 from crt_exp.features import Features
-from crt_exp.schema import whole_number
+from crt_exp.hints import whole_number
 
 
 class _KernelRegression(RandomFeatureEstimator):

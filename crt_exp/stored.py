@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from crt_exp.config import ConfigError
-from crt_exp.schema import LARGEST as LARGEST_NUMBER
-from crt_exp.schema import Bound, Count, at_most, check_keys, parameters, shown
+from crt_exp.hints import LARGEST as LARGEST_NUMBER
+from crt_exp.hints import Bound, Count, at_most, parameters, shown
+from crt_exp.schema import check_keys
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -145,11 +145,13 @@ BAD = {
     ({"preset": "best"}, "attention.preset = best: it takes cheap, default, quality or bounded"),
 ], ids=str)
 def test_options_are_checked_as_on_the_command_line(options, words):
-    """Whichever way they come."""
-    for make in (lambda: Mechanism.of("nearfar", **options), lambda: swap_attention(encoder(), "nearfar", **options),
-                 lambda: NearFar(2, 4, **options)):
+    """Whichever way they come; the layer itself knows nothing of configurations."""
+    for make in (lambda: Mechanism.of("nearfar", **options), lambda: swap_attention(encoder(), "nearfar", **options)):
         with pytest.raises(ConfigError, match=words):
             make()
+    with pytest.raises(ValueError, match=words) as error:
+        NearFar(2, 4, **options)
+    assert type(error.value) is ValueError
 
 
 @pytest.mark.parametrize("name", ["exact", "window", "uniform", "linformer", "reformer", "identity", "nearfar"])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_shared
-from crt_exp.schema import whole_number
+from crt_exp.hints import whole_number
 
 
 class AttentionLayer(nn.Module):

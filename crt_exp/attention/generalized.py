@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from crt_exp.features.base import ONE, FeatureMap, Features, Projections
+from crt_exp.hints import NotNegative
 from crt_exp.samplers import at_least_float32
-from crt_exp.schema import NotNegative
 
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
 FUNCTIONS = {"relu": torch.relu, "elu+1": lambda t: F.elu(t) + 1, "sigmoid": torch.sigmoid, "abs": torch.abs,

@@ -31,7 +31,7 @@ from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
 from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
-from crt_exp.schema import Count, Whole, checked
+from crt_exp.hints import Count, Whole, checked
 
 # Two pieces of state belong to the process, for what reads them can be given neither: a layer deep within a model is
 # called by code that knows nothing of steps (`same_step`; torch keeps gradients and autocast in the same way), and an

@@ -18,7 +18,7 @@ from crt_exp.attention.baselines import Baseline
 from crt_exp.attention.checks import check_inputs, repeat_heads
 from crt_exp.attention.layer import in_backward
 from crt_exp.samplers import at_least_float32
-from crt_exp.schema import Count, Whole, checked
+from crt_exp.hints import Count, Whole, checked
 
 SELF = -1e5  # the logit of a token to itself, so that it is seen where there is no other: the authors' value
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.statistics import Statistics
+from crt_exp.hints import check, parameters
 from crt_exp.kernels import Kernel, log_kernel
 from crt_exp.nested import Nested, leaves, mapped
 from crt_exp.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, precise, transforming
-from crt_exp.schema import check, parameters
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
@@ -88,7 +88,7 @@ class FeatureMap(ABC):
 
     Unbiased for every value of the parameters that does not depend on the noise: a stale fit costs variance only. A map
     says what it computes in `phi_q` (and `phi_k`, where that is another map), or in `bind`: each is made of the other.
-    Raises ConfigError for options that do not fit their annotations.
+    Raises ValueError for options that do not fit their annotations.
     """
 
     kernel: Kernel = "softmax"

@@ -21,10 +21,10 @@ from torch import Tensor
 from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
+from crt_exp.hints import Positive, above, below
 from crt_exp.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise, transforming
-from crt_exp.schema import Positive, above, below
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from crt_exp.features.base import LOG2, ONE, Bound, FeatureMap, Features, align, can_ask, check_finite, log_cosh
 from crt_exp.features.statistics import Statistics
+from crt_exp.hints import below
 from crt_exp.kernels import log_0f1
 from crt_exp.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise
-from crt_exp.schema import below
 
 
 LARGEST_A = 0.12  # of an A that is trained: at 1/8 the variance is infinite

@@ -26,7 +26,7 @@ from crt_exp.nearfar.decoding import NearFarState
 from crt_exp.nearfar.engine.constants import AWAY
 from crt_exp.nearfar.past import RecallState
 from crt_exp.samplers.noise import transforming
-from crt_exp.schema import Count, Whole, checked
+from crt_exp.hints import Count, Whole, checked
 
 PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=2048),
            "default": Sizes(32, 16, 64, open=64, exact_until=2048),

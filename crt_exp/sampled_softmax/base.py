@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crt_exp.hints import whole_number
 from crt_exp.nonfinite import NotFinite
-from crt_exp.schema import whole_number
 
 
 class Drawn(NamedTuple):

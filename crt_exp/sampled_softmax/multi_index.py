@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crt_exp.hints import whole_number
 from crt_exp.sampled_softmax.base import Drawn, TableLaw, blocks, check_classes, joined
-from crt_exp.schema import whole_number
 
 STEPS = 10       # of Lloyd's algorithm in a rebuild, from the codewords that are there
 PAIRS = 2**22    # of a query and a cell, or of a class and a codeword, at once

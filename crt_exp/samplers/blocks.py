@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from crt_exp.hints import Count, Whole, whole_number
 from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform
-from crt_exp.schema import whole_number
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 from crt_exp.samplers.points import iid
-from crt_exp.schema import Count, Whole
 
 ONE_THREAD = 256     # columns up to which a factorisation takes one thread
 QR_FALLBACK = 1e-10  # squared Frobenius error in orthogonality: the Newton-Schulz step leaves 3/4 of it

@@ -18,7 +18,7 @@ from torch import nn
 
 from crt_exp import __version__
 from crt_exp.config import ConfigError
-from crt_exp.schema import Count, Whole, at_most, fits, shown
+from crt_exp.hints import Count, Whole, at_most, fits, shown
 from crt_exp.stored import SIZE, check_depth
 
 KEY = "crt_exp"
