@@ -5,6 +5,7 @@ Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_shared
@@ -43,6 +44,14 @@ class AttentionLayer(nn.Module):
         if group is not None:
             raise ValueError(f"{type(self).__name__} attention cannot split a sequence over processes (group=...): "
                              "only random-feature attention can, such as favorpp")
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer.
+
+    torch says so in a private function alone; nothing public tells a recomputed pass from a first one.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def check_listed(layers: Iterable[nn.Module], count: int | None = None) -> None:

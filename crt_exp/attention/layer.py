@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention.base import in_backward
 from crt_exp.attention.call import attention
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
@@ -28,15 +29,12 @@ from crt_exp.attention.sequence import Pooled, check_agreed
 from crt_exp.attention.statistics import for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
+from crt_exp.hints import Count, Whole, checked
 from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming
-from crt_exp.hints import Count, Whole, checked
 
-# Two pieces of state belong to the process, for what reads them can be given neither: a layer deep within a model is
-# called by code that knows nothing of steps (`same_step`; torch keeps gradients and autocast in the same way), and an
-# operator of torch takes tensors and numbers alone, so `_count_pass` looks its layer up.
-_IN_STEP = False
+# An operator of torch takes tensors and numbers alone, so `_count_pass` looks its layer up.
 _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
 
 
@@ -115,7 +113,7 @@ class RandomFeatureAttention(Running):
         self.check_call(q, k)
         q, k = self.normalized(q), self.normalized(k)
         changing = self.training and not in_backward()
-        if changing and not _IN_STEP:
+        if changing and not self.going_on:
             self._advance()
         out = self._attend(q, k, v, key_mask, self.denominators)
         if changing or self.calibrated is not None:
@@ -294,24 +292,6 @@ class RandomFeatureAttention(Running):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-@contextmanager
-def same_step(going_on: bool = True):
-    """Within it, training passes belong to the step of the pass before: a batch in micro-batches is read as a whole.
-
-    No layer draws noise or changes the parameters that its map is fitted to; statistics are pooled over the passes.
-    """
-    global _IN_STEP
-    before, _IN_STEP = _IN_STEP, going_on
-    try:
-        yield
-    finally:
-        _IN_STEP = before
-
-
-def in_step() -> bool:
-    return _IN_STEP
-
-
 def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
     """Raises ValueError where this map has nothing of that kind to train, and for new rows in place of trained ones."""
     if learn != "none" and not phi.trainable:
@@ -325,14 +305,6 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
 
 def _buffer_of(p: Projections) -> str:
     return f"omega_{p.name}" if p.name else "omega"
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer.
-
-    torch says so in a private function alone; nothing public tells a recomputed pass from a first one.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))

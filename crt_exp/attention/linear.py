@@ -1,10 +1,11 @@
 """What the layers have in common that stand for softmax attention in linear time and learn from what they see: what
 swaps, caches of decoding and tables ask of them."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.decoding import RecurrentPast
@@ -25,6 +26,7 @@ class LinearAttention(AttentionLayer):
         super().__init__(heads, d, kv_heads, causal, scaling)
         self.cross, self.normalize_qk = cross, normalize_qk
         self.calibrated = None   # within a calibration: how many passes it has seen
+        self.going_on = False    # whether a training pass belongs to the step of the one before: see `same_step`
         self.columns = None      # of the values proper, where a caller has put others behind them
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -54,3 +56,20 @@ class LinearAttention(AttentionLayer):
     def scaled(self, q: Tensor) -> Tensor:
         """What a decoding state takes for queries or keys q."""
         return self.normalized(q) * self.scale
+
+
+@contextmanager
+def same_step(model: nn.Module, going_on: bool = True) -> Iterator[None]:
+    """Within it, training passes of a model belong to the step of the pass before: a batch in micro-batches is read as
+    a whole.
+
+    No layer draws noise or changes the parameters that its map is fitted to; statistics are pooled over the passes.
+    """
+    before = [(layer, layer.going_on) for layer in model.modules() if isinstance(layer, LinearAttention)]
+    for layer, _ in before:
+        layer.going_on = going_on
+    try:
+        yield
+    finally:
+        for layer, was in before:
+            layer.going_on = was

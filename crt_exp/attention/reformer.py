@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crt_exp.attention.base import in_backward
 from crt_exp.attention.baselines import Baseline
 from crt_exp.attention.checks import check_inputs, repeat_heads
-from crt_exp.attention.layer import in_backward
-from crt_exp.samplers import at_least_float32
 from crt_exp.hints import Count, Whole, checked
+from crt_exp.samplers import at_least_float32
 
 SELF = -1e5  # the logit of a token to itself, so that it is seen where there is no other: the authors' value
 

@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from crt_exp.attention.base import in_backward
 from crt_exp.attention.fitted_once import FittedOnce
-from crt_exp.attention.layer import in_backward, in_step
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.compiling import outside_graphs
 from crt_exp.features.statistics import Statistics
+from crt_exp.hints import Count, Whole, checked
 from crt_exp.nearfar.call import Result, by_rows, check_sizes, near_far_attention
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import Metric, Sizes, centres_of
@@ -26,7 +27,6 @@ from crt_exp.nearfar.decoding import NearFarState
 from crt_exp.nearfar.engine.constants import AWAY
 from crt_exp.nearfar.past import RecallState
 from crt_exp.samplers.noise import transforming
-from crt_exp.hints import Count, Whole, checked
 
 PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=2048),
            "default": Sizes(32, 16, 64, open=64, exact_until=2048),
@@ -89,7 +89,7 @@ class NearFar(LinearAttention):
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
         self.check_call(q, k)
         changing = self.training and not in_backward()
-        if changing and not in_step():
+        if changing and not self.going_on:
             self._advance(self.uses_codebook(q, k))
         result = self._attend(q, k, v, key_mask)
         if changing or self.calibrated is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.layer import same_step
+from crt_exp.attention.linear import same_step
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.attention.base import check_listed
@@ -217,7 +217,7 @@ class Trainer:
         """Gradients of the mean loss over all rows of the step; returns this process's part of that mean."""
         shares, total = self._shares(batches), 0.0
         for i, (batch, share) in enumerate(zip(batches, shares)):
-            with self._synchronising(i == len(batches) - 1), same_step(i > 0):
+            with self._synchronising(i == len(batches) - 1), same_step(self.model, i > 0):
                 with self.clock("forward"):
                     loss = self._loss(self.model, batch)
                 with self.clock("backward"):  # gradients are averaged over processes: times their number makes it a sum

@@ -20,7 +20,7 @@ from crt_exp.attention import (
     attention,
     softmax_attention,
 )
-from crt_exp.attention.layer import same_step
+from crt_exp.attention.linear import same_step
 from crt_exp.features import GERF, OPRF, ClusteredHybrid, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
 
 
@@ -135,13 +135,29 @@ def test_micro_batches_of_a_step_are_read_as_a_whole(length):
         mask = torch.arange(length) < torch.tensor([length, 9, 5, 7])[:, None]
         expected, found = whole(q, k, v, mask), []
         for i in (0, 2):
-            with same_step(i > 0):
+            with same_step(parts, i > 0):
                 found.append(parts(*(t[i:i + 2] for t in (q, k, v, mask))))
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
     one, two = state(whole), state(parts)
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
     assert int(parts.draws) == 2 and int(parts.folds) == 2
+
+
+def test_a_step_is_of_one_model():
+    """Another one that is trained in between, or within it, has steps of its own."""
+    alone, other, held = (make(causal=True, redraw_every=1) for _ in range(3))
+    model = torch.nn.Sequential(held)
+    for seed in range(3):
+        alone(*qkv(seed))
+        with same_step(model, seed > 0):
+            held(*qkv(seed))
+            other(*qkv(seed))
+    assert int(other.draws) == int(alone.draws) == 2 and int(held.draws) == 0
+    one, two = state(alone), state(other)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    held(*qkv(3))
+    assert int(held.draws) == 1
 
 
 def test_running_average_is_bias_corrected():
@@ -282,7 +298,7 @@ def test_an_empty_batch_changes_nothing():
         layer(x, x, x)
         before = {name: t.clone() for name, t in layer.state_dict().items() if "pending" in name}
         empty = torch.zeros(0, 2, 5, 4, requires_grad=True)
-        with same_step():
+        with same_step(layer):
             layer(empty, empty, empty).sum().backward()
         assert empty.grad.shape == empty.shape
         assert all(torch.equal(t, layer.state_dict()[name]) for name, t in before.items())
