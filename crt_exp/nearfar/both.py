@@ -50,6 +50,7 @@ class Both:
     cross: bool
     codebook: Codebook | None
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
+    native: bool = False            # whether the C engine does it: `in_c`, asked once of all tensors of a call
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
@@ -58,7 +59,7 @@ class Both:
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
-        if self.in_c(x, y):
+        if self.native:
             keys = y.float()
             measure = self._across(self.factor * keys, keep, rows) if self.cross else None
             sets = native.choose(x.float(), keys, self.sizes.heavy, self.sizes.cells, keep, self.factor, measure)
@@ -85,7 +86,7 @@ class Both:
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,)."""
         (metric, choice), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
-        if self.in_c(x, y, v):
+        if self.native:
             sets, sizes = native.Sets(*metric, *choice), self.sizes
             tensors = x.float(), y.float(), v.float()
             result = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor, self.cross)

@@ -187,7 +187,7 @@ def _result(call: "Both | Causal | Recall", x: Tensor, y: Tensor, v: Tensor, key
         tensors = tuple(t.double() for t in tensors)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
     if call.in_c(*tensors):
-        call = replace(call, factor=factor)
+        call = replace(call, factor=factor, native=True)
     elif factor != 1:
         tensors = tensors[0] * factor, tensors[1] * factor, tensors[2]
     with as_given(x):
@@ -228,7 +228,7 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
 def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """A part of the heads at a time."""
     (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
-    if call.in_c(x, y, v) or torch.compiler.is_compiling() or transformed(x, y, v):
+    if call.native or torch.compiler.is_compiling() or transformed(x, y, v):
         size = Z
     elif size < Z and Z * S > KEPT:
         return _InParts.apply(call, keep, size, x, y, v)

@@ -108,6 +108,7 @@ class Causal:
     sizes: Sizes
     codebook: Codebook
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
+    native: bool = False            # whether the C engine does it: `in_c`, asked once of all tensors of a call
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
@@ -116,12 +117,11 @@ class Causal:
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
         book = self.codebook.at(rows).to(compute_dtype(x, y))
-        if self.in_c(x, y):
-            kept = without(y, keep)
-            check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(kept, dim=(1, 2)))
-            return Chosen(book)
-        y = without(y.to(book.centres.dtype) - book.metric.shift, keep)
+        y = without(y.to(book.centres.dtype), keep)
         check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2)))
+        if self.native:
+            return Chosen(book)
+        y = without(y - book.metric.shift, keep)
         z = y @ book.metric.root
         score = scores(z, book.metric.log_weights(y), keep)
         places = kept_and_left(score, min(self.sizes.block, y.shape[1]), min(self.sizes.heavy, y.shape[1]))
@@ -130,7 +130,7 @@ class Causal:
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
         (book, cell, places), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
-        if self.in_c(x, y, v):
+        if self.native:
             return self._in_c(x, without(y, keep), without(v, keep), keep, book)
         metric, S, (L, b) = book.metric, y.shape[1], (x.shape[2], min(self.sizes.block, y.shape[1]))
         start = (S - L) // b                                      # the block of the first query
@@ -203,7 +203,7 @@ def outer(uv: Tensor, y: Tensor, cell: Tensor, book: Codebook) -> Tensor:
 
 
 def slope(outers: Tensor, far: Tensor, mu: Tensor, book: Codebook) -> Tensor:
-    """C (Z, N, dv, d) as `cells.slopes`, of the keys in the cells; outers: sums of `outer` over them."""
+    """C (Z, N, dv, d) as `choice.slopes`, of the keys in the cells; outers: sums of `outer` over them."""
     weighted = far * _relative(book)[:, None, :, None]
     mass = weighted[..., -1].sum(-1).clamp(min=LEAST)[..., None, None]
     return (outers - weighted[..., :-1].mT @ mu) / mass

@@ -20,7 +20,7 @@ from crt_exp.attention.linear import LinearAttention
 from crt_exp.compiling import outside_graphs
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import Count, Whole, checked
-from crt_exp.nearfar.call import Result, by_rows, check_sizes, near_far_attention
+from crt_exp.nearfar.call import Result, by_rows, near_far_attention
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import Metric, Sizes, centres_of
 from crt_exp.nearfar.decoding import NearFarState
@@ -225,9 +225,7 @@ def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | Non
                          "keys to see exactly")
     given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order, "open": open,
              "exact_until": 0 if open == 0 else exact_until}
-    sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
-    check_sizes(sizes)
-    return sizes
+    return PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
 
 class Fitted(NamedTuple):

@@ -6,6 +6,7 @@ Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
 
 import copy
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -121,12 +122,12 @@ class RecallState:
         return out
 
     @torch.no_grad()
-    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> None:
+    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
         """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,Hkv,T,d), v (B,Hkv,T,dv)."""
         check_inputs(y, y, v, None, (), True, key_mask)
-        self._take(y, v, key_mask, version)
+        self._take(y, v, key_mask)
 
-    def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None, version: Hashable) -> None:
+    def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None, version: Hashable = None) -> None:
         if version is not None and version != self.version:
             raise ValueError(f"the decoding state belongs to version {self.version} of the layer, now {version}")
         (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
@@ -207,6 +208,7 @@ class RecallState:
             b = self.sizes.block
             if (S - T) // b < (S - 1) // b or until > S - T:                # in parallel
                 call = Recall(self.sizes)
+                call = replace(call, native=call.in_c(x, y, v))
                 out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
             else:
                 out = self._within(first, x, y, v, keep)

@@ -117,6 +117,7 @@ class Epoch(NamedTuple):
 class Recall:
     sizes: Sizes
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
+    native: bool = False            # whether the C engine does it: `in_c`, asked once of all tensors of a call
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
@@ -131,7 +132,7 @@ class Recall:
         if places[0] >= y.shape[1]:
             return Chosen()
         metric = metric_of(y, keep, self.sizes, self.factor)
-        if self.in_c(x, y):
+        if self.native:
             return Chosen(metric)
         keep = kept_of(y, keep)
         return Chosen(metric, [Epoch.of(y, keep, self.sizes, a, e, metric)
@@ -145,7 +146,7 @@ class Recall:
         parts, predicted = [], x.new_zeros(len(y))
         if first < until:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
-        if metric is not None and self.in_c(x, y, v):
+        if metric is not None and self.native:
             given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes, S), self.factor)
             result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
             return result.out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)

@@ -4,6 +4,7 @@ import near_far_reference as reference
 import pytest
 import torch
 from nearfar_cases import book, codebook, same, tensors
+from torch.autograd import forward_ad
 
 from crt_exp.attention import softmax_attention, uniform_attention
 from crt_exp.nearfar import NearFar, both, near_far_attention
@@ -111,6 +112,21 @@ def test_derivatives_under_transforms():
     expected = torch.autograd.grad(call(x, y, v), (x, y, v))
     for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(x, y, v), expected):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("sizes, causal", [(Sizes(4, 2, 3, open=4, exact_until=8), True), (Sizes(4, 2, 3), False)])
+def test_a_tangent_of_one_alone(sizes, causal, which):
+    """The engine is chosen once, by queries, keys and values: a tangent of any rules the C engine out."""
+    inputs = [t.detach().float() for t in tensors(L=40)[:3]]
+    expected = near_far_attention(*inputs, sizes, causal=causal).out
+    with forward_ad.dual_level():
+        inputs[which] = forward_ad.make_dual(inputs[which], torch.ones_like(inputs[which]))
+        out, tangent = forward_ad.unpack_dual(near_far_attention(*inputs, sizes, causal=causal).out)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert tangent.shape == out.shape
+    if which == 2:      # weights are a mean's
+        torch.testing.assert_close(tangent, torch.ones_like(out), rtol=1e-4, atol=1e-4)
 
 
 # ---- sets and cells --------------------------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ def form_of(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, pa
     """Rows (.,.,M,d), scale (.,.,1,1) and bias (.,.,M) of the log features of factor x, for what has entered."""
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
-    rows, scale, bias = (t.detach().to(x.device, compute_dtype(x, y, v))[(None,) * (4 - t.ndim)]
-                         for t in (rows, scale, bias))
+    dtype = compute_dtype(x, y, v)
+    rows, scale, bias = (t.detach().to(x.device, dtype)[(None,) * (4 - t.ndim)] for t in (rows, scale, bias))
     return Form(rows, scale, bias.squeeze(-2), phi.norm_weight * factor**2, keep)
 
 
