@@ -40,7 +40,7 @@ HYBRID = [AngularHybrid(), GaussianHybrid("gaussian", base="pos", shared=False),
           Hybrid([GaussianCoefficient(M=-1.0), AngularCoefficient()], [TrigRF(), HypRF(), OPRF()], shared=False),
           Hybrid(AngularCoefficient(), [CERF(M=0.9), CERF(M=1j, antithetic=True)])]
 POSITIVE = [m for m in SIMPLE if isinstance(m, palette.POSITIVE)]
-MAPS = SIMPLE + COMPOSITE + EXPONENTIAL  # HYBRID: unbiased and of known variance by tests/test_hybrid.py
+MAPS = SIMPLE + COMPOSITE + EXPONENTIAL  # HYBRID: unbiased and of known variance by tests/features/test_hybrid.py
 
 
 def independent(phi, draw):

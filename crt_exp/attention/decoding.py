@@ -70,14 +70,14 @@ class DecodingState:
         return out
 
     @torch.no_grad()
-    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> None:
+    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
         """Takes T >= 1 tokens whose outputs are known or not wanted:
         y (B,H,T,d) with as many heads as the queries, v (B,H,T,dv).
 
         Half of the work of `step`, in one pass: for a prompt whose outputs `attention` gives.
         """
         check_inputs(y, y, v, self._noise, self._params, True, key_mask)
-        self._check(y, version)
+        self._check(y)
         dtype = compute_dtype(y, v)
         with as_given(y):
             if self._fused:
@@ -151,7 +151,7 @@ class DecodingState:
     def _batch(self) -> int:
         return self.kept.sums.shape[0]
 
-    def _check(self, x: Tensor, version: Hashable) -> None:
+    def _check(self, x: Tensor, version: Hashable = None) -> None:
         changed = any(changes(t) != count for t, count in self._seen)
         if changed or (version is not None and version != self.version):
             raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which "

@@ -98,9 +98,9 @@ def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
     return score if keep is None else score.masked_fill(~keep, -torch.inf)
 
 
-def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tensor:
+def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
     """Centres (Z, K, d) of cells of the vectors z (Z, S, d) with weights e^log_u (Z, S), -inf for those that do not
-    count; cells <= S. `picks` at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
+    count; cells <= S. PICKS at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
     far or at first to the mean, of equal vectors one alone; and one pass of Lloyd's algorithm. Where fewer vectors
     differ than there are cells, the last centres are AWAY."""
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
@@ -108,8 +108,8 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int, picks: int = PICKS) -> Tens
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
     D, picked = _to_nearest(z, squares, mean), []
     log_u = log_u.masked_fill(_seen_before(z, squares), -torch.inf)
-    while (left := cells - picks * len(picked)) > 0:
-        values, chosen = largest(log_u + D.log(), min(picks, left))                             # (Z, picks)
+    while (left := cells - PICKS * len(picked)) > 0:
+        values, chosen = largest(log_u + D.log(), min(PICKS, left))                             # (Z, PICKS)
         new = values > -torch.inf                   # fewer different keys than cells: no key is near to the rest
         here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
         picked.append(here.masked_fill(~new.unsqueeze(-1), AWAY))

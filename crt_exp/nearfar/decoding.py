@@ -71,10 +71,10 @@ class NearFarState:
         return out
 
     @torch.no_grad()
-    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> None:
+    def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
         """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,Hkv,T,d), v (B,Hkv,T,dv)."""
         check_inputs(y, y, v, None, (), True, key_mask)
-        self._check(y, version)
+        self._check(y)
         self._take(y, v, key_mask)
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class NearFarState:
             self.kept = Kept(*(t[rows] for t in self.kept))
             self.counts = [self.counts[row] for row in rows.tolist()]
 
-    def _check(self, y: Tensor, version: Hashable) -> None:
+    def _check(self, y: Tensor, version: Hashable = None) -> None:
         if version is not None and version != self.version:
             raise ValueError(f"the decoding state belongs to version {self.version} of the codebook, which has changed "
                              f"since (now {version}): start a new state, and keep it fixed while decoding")

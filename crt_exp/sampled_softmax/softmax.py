@@ -67,11 +67,6 @@ class SampledSoftmax(nn.Module):
         log_z, o_t = self._sampled(h, t)
         return (log_z - o_t).view(targets.shape)
 
-    def log_normaliser(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """log Z^ of every query with fresh negatives, (...): the mean of Z^ over draws is the softmax's normaliser."""
-        h, t = self._checked(hidden, targets)
-        return self._sampled(h, t)[0].view(targets.shape)
-
     @torch.no_grad()
     def update(self, rows: Tensor | None = None) -> None:
         """After the optimiser's step: the tables follow the classes of the passes since the last update, and those of

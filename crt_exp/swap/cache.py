@@ -89,7 +89,7 @@ class RecurrentLayer(DynamicLayer):
     def attend(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None,
                mask: Tensor | None, causal: bool, scaling: float | None, dropout: float,
                matrix: bool) -> tuple[Tensor, Tensor | None]:
-        """`swap_call.attend` for queries (B,H,T,d) and what `update` gave;
+        """`call.attend` for queries (B,H,T,d) and what `update` gave;
         keep (B,S) and mask (B,.,T,S) are those of all tokens.
 
         Raises ValueError, naming the layer, where the state cannot give what is asked for.

@@ -80,7 +80,7 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
 
 def describe_attention(model: nn.Module):
-    """Prints, and returns as a DataFrame, one row for each attention module: see `swap_table.COLUMNS`."""
+    """Prints, and returns as a DataFrame, one row for each attention module: see `table.COLUMNS`."""
     from crt_exp.swap.table import table
 
     rows = table(_modules(model), families.others(model))

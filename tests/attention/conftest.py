@@ -13,7 +13,7 @@ def small_chunks(monkeypatch):
 @pytest.fixture
 def by_products(monkeypatch):
     """Closed forms by PyTorch's products, also where the library in C would do the work
-    (tests/test_native.py tests that)."""
+    (tests/attention/test_native.py tests that)."""
     monkeypatch.setattr(native, "applies", lambda *tensors: False)
 
 

@@ -15,9 +15,9 @@ from crt_exp.nearfar.engine.sets import check_backward
 COLUMNS = 32     # rows that are read in a step
 
 
-def logits(q: Tensor, keys: Tensor, places: Tensor, rounded: bool = False) -> Tensor:
-    """q.key (Z, ..., o), HIDDEN for none; rounded: both as bfloat16 has them. Differentiable in q and keys."""
-    return _Logits.apply(q.flatten(1, -2), keys, places.flatten(1, -2), rounded).view(places.shape)
+def logits(q: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """q.key (Z, ..., o), HIDDEN for none. Differentiable in q and keys."""
+    return _Logits.apply(q.flatten(1, -2), keys, places.flatten(1, -2)).view(places.shape)
 
 
 def sums(weight: Tensor, values: Tensor, places: Tensor) -> Tensor:
@@ -29,15 +29,15 @@ def sums(weight: Tensor, values: Tensor, places: Tensor) -> Tensor:
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, keys, places, rounded):
+    def forward(ctx, q, keys, places):
         ctx.save_for_backward(q, keys, places)
-        return _products(q, keys, places, HIDDEN, rounded)
+        return _products(q, keys, places, HIDDEN)
 
     @staticmethod
     def backward(ctx, grad):
         q, keys, places = ctx.saved_tensors
         check_backward(grad)
-        return _weighted(grad, keys, places), _added(grad, q, keys, places), None, None
+        return _weighted(grad, keys, places), _added(grad, q, keys, places), None
 
 
 class _Sums(torch.autograd.Function):
@@ -53,15 +53,14 @@ class _Sums(torch.autograd.Function):
         return _products(grad, values, places, 0.0), _added(weight, grad, values, places), None
 
 
-def _products(given: Tensor, table: Tensor, places: Tensor, none: float, rounded: bool = False) -> Tensor:
+def _products(given: Tensor, table: Tensor, places: Tensor, none: float) -> Tensor:
     """(Z, R, o)."""
     from crt_exp.nearfar.engine import kernels      # which imports triton
 
     out = given.new_empty(places.shape)
     with torch.cuda.device_of(table):
         kernels.read_logits[_programs(places)](given.contiguous(), table.contiguous(), places.contiguous(), out,
-                                               *_sizes(places, table), none, rounded, COLUMNS,
-                                               tile_width(table.shape[-1]))
+                                               *_sizes(places, table), none, COLUMNS, tile_width(table.shape[-1]))
     return out
 
 

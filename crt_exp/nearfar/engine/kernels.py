@@ -177,22 +177,12 @@ def _read(table, places, first, slot, o, S, width, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x):
-    """As bfloat16 has it, to the nearest, by its bits: Triton's interpreter would cut them off."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def read_logits(given, table, places, out, R, o, S, width, none, ROUNDED: tl.constexpr, COLUMNS: tl.constexpr,
-                WIDE: tl.constexpr):
+def read_logits(given, table, places, out, R, o, S, width, none, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
     """out (Z, R, o): the products of each row of `given` (Z, R, width) with the rows that it reads, `none` for none."""
     first = tl.program_id(0).to(tl.int64)
     slot, columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE)
     x = tl.load(given + first * width + columns, mask=columns < width, other=0.0)
     rows, valid, _ = _read(table + first // R * S * width, places, first, slot, o, S, width, WIDE)
-    if ROUNDED:
-        x, rows = _rounded(x), _rounded(rows)
     tl.store(out + first * o + slot, tl.where(valid, tl.sum(rows * x[None, :], 1), none), mask=slot < o)
 
 

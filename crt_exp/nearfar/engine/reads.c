@@ -8,7 +8,6 @@
 
 typedef struct {
     int64_t Z, R, o, d, head, threads;   /* head: numbers from one head's keys to the next one's */
-    int64_t rounded;                     /* whether logits are of queries and keys in bfloat16 */
     const int64_t *places;               /* (Z, R, o) */
     const float *rows;                   /* (Z, S, d): keys, or values */
     const float *given;                  /* (Z, R, d): queries; or (Z, R, o): weights */
@@ -21,21 +20,6 @@ INLINE void fetch(const float *row, int64_t d) {
     for (int64_t i = 0; i < d; i += 16) __builtin_prefetch(row + i);
 }
 
-/* A number as bfloat16 has it. */
-INLINE float rounded(float x) {
-    uint32_t b;
-    memcpy(&b, &x, sizeof b);
-    b = (b + 0x7fff + (b >> 16 & 1)) & 0xffff0000u;
-    memcpy(&x, &b, sizeof b);
-    return x;
-}
-
-INLINE float rounded_dot(const float *a, const float *b, int64_t d) {
-    float sum = 0;
-    for (int64_t p = 0; p < d; p++) sum += rounded(a[p]) * rounded(b[p]);
-    return sum;
-}
-
 int near_far_read_logits(const Reads *c) {
     const int64_t o = c->o, d = c->d;
 #pragma omp parallel for schedule(static) num_threads((int)c->threads)
@@ -44,8 +28,7 @@ int near_far_read_logits(const Reads *c) {
         const int64_t *places = c->places + row * o;
         for (int64_t j = 0; j < o; j++) {
             if (j + AHEAD < o && places[j + AHEAD] >= 0) fetch(rows + places[j + AHEAD] * d, d);
-            const float *y = rows + places[j] * d;
-            c->out[row * o + j] = places[j] < 0 ? HIDDEN : c->rounded ? rounded_dot(q, y, d) : dot(q, y, (int)d);
+            c->out[row * o + j] = places[j] < 0 ? HIDDEN : dot(q, rows + places[j] * d, (int)d);
         }
     }
     return OK;

@@ -16,19 +16,17 @@ from crt_exp.nearfar.engine.constants import HIDDEN
 
 
 class Reads(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "R", "o", "d", "head", "threads", "rounded")),
+    _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "R", "o", "d", "head", "threads")),
                 *((name, ctypes.c_void_p) for name in ("places", "rows", "given", "out"))]
 
 
-def logits(q: Tensor, keys: Tensor, places: Tensor, rounded: bool = False) -> Tensor:
-    """q.key (Z, ..., o), HIDDEN for none; rounded: both as bfloat16 has them."""
+def logits(q: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    """q.key (Z, ..., o), HIDDEN for none."""
     if in_c(q, keys):
-        return _read("near_far_read_logits", q, keys, places, places.shape, rounded)
+        return _read("near_far_read_logits", q, keys, places, places.shape)
     if on_gpu(q, keys, places):
-        return fused_reads.logits(q, keys, places, rounded)
+        return fused_reads.logits(q, keys, places)
     own = rows(keys, places.clamp(min=0))
-    if rounded:
-        q, own = (t.to(torch.bfloat16).to(t.dtype) for t in (q, own))
     return (own @ q.unsqueeze(-1)).squeeze(-1).masked_fill(places < 0, HIDDEN)
 
 
@@ -58,8 +56,7 @@ def on_gpu(given: Tensor, table: Tensor, places: Tensor) -> bool:
     return not plain and places.numel() > 0 and fused.applies(given, table)
 
 
-def _read(name: str, given: Tensor, table: Tensor, places: Tensor, shape: tuple[int, ...],
-          rounded: bool = False) -> Tensor:
+def _read(name: str, given: Tensor, table: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Raises IndexError for a place beyond the table."""
     if not places.numel():
         return given.new_zeros(shape)
@@ -70,7 +67,7 @@ def _read(name: str, given: Tensor, table: Tensor, places: Tensor, shape: tuple[
         raise IndexError(f"place {int(places.max())}: there are {S} keys")
     out = given.new_empty(shape)
     call = Reads(Z=Z, R=places[0, ..., 0].numel(), o=places.shape[-1], d=d, head=table.stride(0),
-                 threads=torch.get_num_threads(), rounded=rounded, places=places.data_ptr(), rows=table.data_ptr(),
+                 threads=torch.get_num_threads(), places=places.data_ptr(), rows=table.data_ptr(),
                  given=given.data_ptr(), out=out.data_ptr())
     getattr(native_library.library(), name)(ctypes.byref(call))
     return out
