@@ -54,7 +54,7 @@ Several = Annotated[Sequence[Entry], Bound("of at least one entry", len)]
 # ---- one value -------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class Misfit(NamedTuple):
     """A value that does not fit: that of a key, or the entry of its list."""
 
     key: str
@@ -69,7 +69,7 @@ def check(key: str, value: Any, hint: Any) -> None:
         raise ValueError(f"{misfit.key} = {shown(misfit.value)}: it takes {wanted}")
 
 
-def wrong(key: str, value: Any, hint: Any) -> Place | None:
+def wrong(key: str, value: Any, hint: Any) -> Misfit | None:
     """The innermost place that is wrong; None where all is right."""
     bare, bounds = unwrapped(hint)
     if get_origin(bare) in (Union, types.UnionType):
@@ -77,18 +77,18 @@ def wrong(key: str, value: Any, hint: Any) -> Place | None:
     right, inner = wrong_entry(key, value, bare) if is_list(bare) else (is_a(value, bare), None)
     if inner or (right and all(bound.holds(value) for bound in bounds)):
         return inner
-    return Place(key, value, hint)
+    return Misfit(key, value, hint)
 
 
-def wrong_for_all(key: str, value: Any, union: Any) -> Place | None:
+def wrong_for_all(key: str, value: Any, union: Any) -> Misfit | None:
     """Where none of several types fits; a list is looked into."""
     places = [wrong(key, value, option) for option in get_args(union)]
     if None in places:
         return None
-    return next((place for place in places if place.key != key), Place(key, value, union))
+    return next((place for place in places if place.key != key), Misfit(key, value, union))
 
 
-def wrong_entry(key: str, values: Any, hint: Any) -> tuple[bool, Place | None]:
+def wrong_entry(key: str, values: Any, hint: Any) -> tuple[bool, Misfit | None]:
     """Whether it is a list with as many entries as there must be, and the first wrong one of them."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         return False, None

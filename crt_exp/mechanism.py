@@ -18,8 +18,8 @@ from crt_exp import mechanism_text
 from crt_exp.config import ConfigError, canonical, construct, imported, known, located, plain_number, unknown
 from crt_exp.features.base import FeatureMap
 from crt_exp.hints import shown, whole_number
-from crt_exp.presets import (BASE, GROUPS, Part, apart, by_place, check_options, default_choice, default_m, part_of,
-                             read_preset, resolved, still_known, uses, with_phi)
+from crt_exp.presets import (BASE, GROUPS, GroupChoice, apart, by_place, check_options, default_choice, default_m,
+                             part_of, read_preset, resolved, still_known, uses, with_phi)
 from crt_exp.samplers import Noise
 from crt_exp.schema import ATTENTION, check_node, is_map
 from crt_exp.stored import check_saved
@@ -37,8 +37,8 @@ class Mechanism:
 
     name: str
     options: dict[str, Any]
-    features: Part | None = None
-    sampler_part: Part | None = None
+    features: GroupChoice | None = None
+    sampler_part: GroupChoice | None = None
     m: int | None = None
     seed: int = 0
 
@@ -120,13 +120,13 @@ class Mechanism:
 
         name = chosen("attention")
         node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
-        parts = {group: Part(chosen(group), {key: value for key, value in OmegaConf.to_container(
+        parts = {group: GroupChoice(chosen(group), {key: value for key, value in OmegaConf.to_container(
             cfg[group], resolve=True).items() if key != "m"}) for group in GROUPS}  # m is the mechanism's own
         return cls._made(name, resolved(node), parts["features"], parts["sampler"], cfg.features.m, cfg.seed)
 
     @classmethod
-    def _made(cls, name: str | None, options: dict[str, Any], features: Part | None, sampler_part: Part | None,
-              m: Any, seed: Any) -> "Mechanism":
+    def _made(cls, name: str | None, options: dict[str, Any], features: GroupChoice | None,
+              sampler_part: GroupChoice | None, m: Any, seed: Any) -> "Mechanism":
         """Without the parts that the attention does not use."""
         used = uses(options)
         features = features if "features" in used else None
@@ -277,7 +277,7 @@ class Mechanism:
                                     {key: value for key, value in words.items() if value is not None or key in node})
 
     @staticmethod
-    def _named(part: Part | None, group: str, named: dict[str, str]) -> str | None:
+    def _named(part: GroupChoice | None, group: str, named: dict[str, str]) -> str | None:
         """A choice where it is not the one that the attention makes, whose choices are `named`."""
         word = part and part.word()
         return None if word == (named.get(group) or default_choice(group)) else word

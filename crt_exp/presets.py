@@ -16,7 +16,7 @@ GONE = {"far": "cells"}         # options that saved models may name, each at th
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
 
 
-class Part(NamedTuple):
+class GroupChoice(NamedTuple):
     """A choice of a group: its name, and its contents (with `_target_`) or the object itself."""
 
     name: str
@@ -84,7 +84,7 @@ def uses(options: Any) -> frozenset[str]:
     return frozenset({"sampler", "m"} if options["phi"].get("projection", True) else ())
 
 
-def part_of(group: str, choice: Any, changes: dict[str, Any]) -> Part | None:
+def part_of(group: str, choice: Any, changes: dict[str, Any]) -> GroupChoice | None:
     """A choice by its name, with other values for some of its keys, or an object."""
     if not isinstance(choice, str):
         if changes:
@@ -92,14 +92,14 @@ def part_of(group: str, choice: Any, changes: dict[str, Any]) -> Part | None:
                               "with it")
         if not (is_map(type(choice)) if group == "features" else callable(choice)):
             raise ConfigError(f"{group} = {shown(choice)}: it takes a name of conf/{group} or the object itself")
-        return Part(getattr(choice, "__name__", type(choice).__name__), choice)
+        return GroupChoice(getattr(choice, "__name__", type(choice).__name__), choice)
     if choice not in known(group):
         raise unknown(group, choice, known(group))
     content = content_of(group, choice)
     check_options(f"{group} {choice}", changes, content)
     content |= changes
     check_node(group, content, GROUPS[group])
-    return Part(choice, content)
+    return GroupChoice(choice, content)
 
 
 def by_place(group: str, choice: Any, options: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat
 from crt_exp.attention.engines.chunks import PIECES, Call, Outputs, Part, chunks, in_pieces
 from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, merge
-from crt_exp.features.base import Bound, FeatureMap, Features
+from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import leaves
 from crt_exp.precision import as_given
@@ -181,7 +181,7 @@ class RecurrentPast:
         return self.state.step(scaled(q), scaled(k), v, version=self.layer.version)
 
 
-def _features(bound: Bound, y: Tensor, x: Tensor) -> tuple[Features, Features]:
+def _features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features]:
     """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
     if torch.compiler.is_compiling() or bound.phi_q is not bound.phi_k:
         return bound.phi_k(y).dense(), bound.phi_q(x).dense()

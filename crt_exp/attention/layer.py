@@ -28,7 +28,7 @@ from crt_exp.attention.running import Running
 from crt_exp.attention.sequence import Pooled, check_agreed
 from crt_exp.attention.statistics import for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
-from crt_exp.features.statistics import Chosen, Mirrored, Moments, Statistics
+from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.hints import Count, Whole, checked
 from crt_exp.nested import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
@@ -211,7 +211,7 @@ class RandomFeatureAttention(Running):
         keys = keys if self.group is None else Pooled(keys, key_mask, self.group)
         queries = Mirrored(keys)
         if self.keeps_statistics:
-            queries = Chosen(self.running_weight > 0, self._running_moments("x"), queries)
+            queries = EitherMoments(self.running_weight > 0, self._running_moments("x"), queries)
         return Statistics(queries, keys)
 
     def _for_query_heads(self, params):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import Bound, FeatureMap, Features, Params
+from crt_exp.features.base import BoundMap, FeatureMap, Features, Params
 from crt_exp.features.statistics import Statistics
 from crt_exp.kernels import Kernel
 from crt_exp.nested import Nested, mapped, shared
@@ -46,7 +46,7 @@ class Composite(FeatureMap):
     def fit(self, stats: Statistics) -> Params:
         return tuple(p.fit(stats) for p in self.parts)
 
-    def _bound(self, noise: Nested, params: Params) -> list[Bound]:
+    def _bound(self, noise: Nested, params: Params) -> list[BoundMap]:
         """Of each part."""
         return [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), _each(params, self.parts))]
 
@@ -79,10 +79,10 @@ class Sum(Composite):
     def width(self, m) -> int:
         return sum(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
 
-    def bind(self, noise, params) -> Bound:
+    def bind(self, noise, params) -> BoundMap:
         bound = self._bound(noise, params)
-        return Bound(lambda x: _concatenate([b.phi_q(x) for b in bound], self.weights, signed=True),
-                     lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False))
+        return BoundMap(lambda x: _concatenate([b.phi_q(x) for b in bound], self.weights, signed=True),
+                        lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False))
 
     def log_kernel(self, x, y) -> Tensor:
         """log of the weighted sum, where that is positive."""
@@ -113,12 +113,12 @@ class Product(Composite):
     def width(self, m) -> int:
         return math.prod(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
 
-    def bind(self, noise, params) -> Bound:
+    def bind(self, noise, params) -> BoundMap:
         if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
             raise ValueError("a Product needs a pair of two independent noises: with shared ones it is biased")
         first, second = self._bound(noise, params)
-        return Bound(lambda x: _outer(first.phi_q(x), second.phi_q(x)),
-                     lambda y: _outer(first.phi_k(y), second.phi_k(y)))
+        return BoundMap(lambda x: _outer(first.phi_q(x), second.phi_q(x)),
+                        lambda y: _outer(first.phi_k(y), second.phi_k(y)))
 
     def log_kernel(self, x, y) -> Tensor:
         return self.parts[0].log_kernel(x, y) + self.parts[1].log_kernel(x, y)

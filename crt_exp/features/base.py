@@ -52,7 +52,7 @@ class Features(NamedTuple):
                 out.mul_(self.value)
 
 
-class Bound(NamedTuple):
+class BoundMap(NamedTuple):
     """A feature map with its noise and parameters filled in, and what depends on these alone already computed."""
 
     phi_q: Callable[[Tensor], Features]
@@ -150,10 +150,10 @@ class FeatureMap(ABC):
         """Key features; the same map unless said otherwise."""
         return self.bind(precise(noise, y.dtype), params).phi_k(y).dense()
 
-    def bind(self, noise: Noise, params: Params = ()) -> Bound:
+    def bind(self, noise: Noise, params: Params = ()) -> BoundMap:
         """Both maps as functions of the vectors alone, for callers that go through a set in chunks."""
         phi_q = partial(self.phi_q, noise=noise, params=params)
-        return Bound(phi_q, phi_q if self.one_map else partial(self.phi_k, noise=noise, params=params))
+        return BoundMap(phi_q, phi_q if self.one_map else partial(self.phi_k, noise=noise, params=params))
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
         """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient,

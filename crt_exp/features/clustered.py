@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, Bound, Features, align, check_finite, log_expm1, placed
+from crt_exp.features.base import ONE, BoundMap, Features, align, check_finite, log_expm1, placed
 from crt_exp.features.blocks import Blocks, InBlocks, Selected, rows_of
 from crt_exp.features.coefficients import Coefficient
 from crt_exp.features.complex_exponential import (CERF, Diagonal, Field, diagonal_by_centres, diagonal_by_moments,
@@ -99,12 +99,12 @@ class ClusteredHybrid(ClusteredMap):
     def unfitted(self, d: int) -> Clusters:
         return self.unknown(d)
 
-    def bind(self, noise: Noise, params: Clusters) -> Bound:
+    def bind(self, noise: Noise, params: Clusters) -> BoundMap:
         size, imaginary = (t.unflatten(-2, (self.queries, self.keys)) for t in params[2:])
         inverse = 1 / size
         of_queries = _Side(self, noise, params.queries, size, imaginary, key=False)
         of_keys = _Side(self, noise, params.keys, inverse.transpose(-3, -2), -imaginary.transpose(-3, -2), key=True)
-        return Bound(of_queries.features, of_keys.features)
+        return BoundMap(of_queries.features, of_keys.features)
 
     def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
         """That of the active base, with m iid projections."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, Bound, FeatureMap, Features, check_finite, log_cosh, placed
+from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, check_finite, log_cosh, placed
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.precision import as_given
@@ -106,10 +106,10 @@ class CERF(FeatureMap):
         check_finite(best.size, "M")
         return CERFParams((best.size if self.field == "real" else best.matrix).unsqueeze(-2))
 
-    def bind(self, noise: Noise, params: CERFParams) -> Bound:
+    def bind(self, noise: Noise, params: CERFParams) -> BoundMap:
         for_keys = inverse_transposed(params.M)
-        return Bound(lambda x: self._phi(x, noise, params.M, key=False),
-                     lambda y: self._phi(y, noise, for_keys, key=True))
+        return BoundMap(lambda x: self._phi(x, noise, params.M, key=False),
+                        lambda y: self._phi(y, noise, for_keys, key=True))
 
     def _phi(self, x: Tensor, noise: Noise, M: Tensor, key: bool) -> Features:
         noise.check(x)

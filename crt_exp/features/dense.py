@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import Bound, FeatureMap, Features, check_finite, log_cosh, placed
+from crt_exp.features.base import BoundMap, FeatureMap, Features, check_finite, log_cosh, placed
 from crt_exp.features.complex_exponential import inverse_transposed, paired, times
 from crt_exp.features.exponential import PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
@@ -52,11 +52,11 @@ class Dense(PositiveExponential):
 
     fitted = True
 
-    def bind(self, noise: Noise, params: SDERFParams) -> Bound:
+    def bind(self, noise: Noise, params: SDERFParams) -> BoundMap:
         weight, G = self._weight(noise, params), params.balance
         side = partial(self._of_side, noise=noise, weight=weight, h=params.shift)
         of_queries = partial(side, G=G)
-        return Bound(of_queries, of_queries if G is None else partial(side, G=inverse_transposed(G)))
+        return BoundMap(of_queries, of_queries if G is None else partial(side, G=inverse_transposed(G)))
 
     def _of_side(self, x: Tensor, noise: Noise, weight: Tensor, h: Tensor | None, G: Tensor | None) -> Features:
         return self._phi(self._moved(x, G, h), noise, weight)
@@ -210,7 +210,7 @@ def sizes_of_a(root: Tensor) -> Tensor:
     return (1 - sizes.square()) / 4
 
 
-def of_eigenvalues(M: Tensor, function) -> Tensor:
+def matrix_function(M: Tensor, function) -> Tensor:
     """The function of a symmetric matrix."""
     if M.shape[-2] == 1:
         return function(M)
@@ -221,7 +221,7 @@ def of_eigenvalues(M: Tensor, function) -> Tensor:
 def optimal_root(spread: Tensor) -> Tensor:
     """R of the A of least mean log second moment for the mean of (s - h)(s - h)^T: formula 7 of CRT in each principal
     direction."""
-    return of_eigenvalues(spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0))))
+    return matrix_function(spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0))))
 
 
 def balance(x: Tensor, y: Tensor) -> Tensor:
@@ -232,10 +232,10 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     factor = torch.linalg.cholesky((x + ridge * unit) / ridge)  # with entries that are far from underflow
-    middle = of_eigenvalues(factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt())
+    middle = matrix_function(factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt())
     left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
     P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
-    return of_eigenvalues((P + P.mT) / 2, lambda v: v.clamp(min=1e-12).sqrt())
+    return matrix_function((P + P.mT) / 2, lambda v: v.clamp(min=1e-12).sqrt())
 
 
 def _mean_size(M: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, Bound, FeatureMap, Features, align, check_finite
+from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import Positive, above, below
@@ -54,10 +54,10 @@ class DiscreteRF(FeatureMap):
     def _rate(self, stats: Statistics, shift: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def bind(self, noise: Noise, params: DiscreteParams) -> Bound:
+    def bind(self, noise: Noise, params: DiscreteParams) -> BoundMap:
         weight, half_odd = self._weights(noise, params)
         phi = partial(self._phi, noise=noise, weight=weight, half_odd=half_odd, shift=params.shift)
-        return Bound(phi, phi)
+        return BoundMap(phi, phi)
 
     def writer(self, noise: Noise, params: DiscreteParams):
         weight, half_odd = self._weights(precise(noise, torch.float64), params)

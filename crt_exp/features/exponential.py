@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import LOG2, ONE, Bound, FeatureMap, Features, align, can_ask, check_finite, log_cosh
+from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import below
 from crt_exp.kernels import log_0f1
@@ -100,13 +100,13 @@ class PositiveExponential(FeatureMap):
         """What of factor x (..., L, d), a query or a key, enters the formula, and the factor that is left to it."""
         return x, factor
 
-    def bind(self, noise, params=()) -> Bound:
+    def bind(self, noise, params=()) -> BoundMap:
         if noise.matrix_free:
             noise = self.directions(noise)
             phi = partial(self._phi_matrix_free, noise=noise, affine=self.affine(noise, params))
         else:
             phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
-        return Bound(phi, phi)
+        return BoundMap(phi, phi)
 
     def writer(self, noise, params=()):
         if noise.matrix_free:

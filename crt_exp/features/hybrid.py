@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, Bound, FeatureMap, Features, Params, Projections, log_expm1
+from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, Params, Projections, log_expm1
 from crt_exp.features.blocks import Block, Blocks, InBlocks
 from crt_exp.features.coefficients import (AngularCoefficient, BipolarCoefficient, BipolarGaussianCoefficient,
                                            Coefficient, column)
@@ -96,7 +96,7 @@ class HybridMap(InBlocks):
                                  f"coefficients and {len(bases)} of the bases: draw noise by phi.noise(m, draw), and "
                                  "take parameters of phi.fit")
 
-    def bind(self, noise, params) -> Bound:
+    def bind(self, noise, params) -> BoundMap:
         self._check(noise, params)
         bases = self.made_of()[1]
         bound = [b.bind(n, p) for b, n, p in zip(bases, noise[1], params[1])]
@@ -105,7 +105,7 @@ class HybridMap(InBlocks):
             rhos = [c.rho(x, n, p, key) for c, n, p in zip(self.made_of()[0], noise[0], params[0])]
             weights = self._weights(rhos, params[0], key)
             return Blocks(tuple(Block(w, (b.phi_k if key else b.phi_q)(x)) for w, b in zip(weights, bound)))
-        return Bound(lambda x: features(x, False), lambda y: features(y, True))
+        return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
 
     def _weights(self, rhos: list[Tensor], params: tuple, key: bool) -> list[Tensor]:
         """Of each base, (..., L, R): [sqrt|a|, rho] of its coefficient, and for the last one of what these leave."""
@@ -201,7 +201,7 @@ class Bipolar(HybridMap):
         positive = HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
         return (self.coefficient(),), (positive, TrigRF(self.kernel))
 
-    def bind(self, noise, params) -> Bound:
+    def bind(self, noise, params) -> BoundMap:
         """With all projections in one product, where both bases share theirs."""
         self._check(noise, params)
         (of_coefficient,), (of_base, other) = noise
@@ -214,7 +214,7 @@ class Bipolar(HybridMap):
             rho = self.made_of()[0][0].of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
             return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
-        return Bound(lambda x: features(x, False), lambda y: features(y, True))
+        return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
 
     def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
         """The features of the positive and the trigonometric base, from their projections (..., L, m)."""

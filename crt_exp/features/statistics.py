@@ -140,7 +140,7 @@ class Mirrored:
         return -1.5 * self._of.largest if name == "minimum" else getattr(self._of, name)
 
 
-class Chosen:
+class EitherMoments:
     """Moments of one set where `condition` holds, else of another, each computed when asked for;
     nothing waits for a device."""
 
@@ -158,7 +158,7 @@ class Statistics:
     Scalars have the shape (...) of the batch dimensions, float64: they feed closed forms.
     """
 
-    x: Moments | Mirrored | Chosen
+    x: Moments | Mirrored | EitherMoments
     y: Moments
 
     @classmethod

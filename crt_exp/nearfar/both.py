@@ -30,14 +30,14 @@ from crt_exp.nearfar.choice import (
 from crt_exp.nearfar.engine import native, reads
 from crt_exp.nearfar.engine.block_sums import block_sums, one_hot
 from crt_exp.nearfar.engine.constants import HIDDEN
-from crt_exp.nearfar.engine.sets import Gathered, Weighted, Window
+from crt_exp.nearfar.engine.sets import Gathered, Weighted, KeyWindow
 from crt_exp.nearfar.engine.windows import gather
 from crt_exp.nearfar.recall import in_parts, opened, parts_of
 
 QUERIES = 256    # of a block, where there is no window
 
 
-class Chosen(NamedTuple):
+class ChosenSets(NamedTuple):
     metric: Metric
     choice: Choice
 
@@ -57,13 +57,13 @@ class Both:
         return not self.sizes.open and native.applies(*tensors)
 
     @torch.no_grad()
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenSets:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
         if self.native:
             keys = y.float()
             measure = self._across(self.factor * keys, keep, rows) if self.cross else None
             sets = native.choose(x.float(), keys, self.sizes.heavy, self.sizes.cells, keep, self.factor, measure)
-            return Chosen(Metric(*sets[:3]), Choice(*sets[3:]))
+            return ChosenSets(Metric(*sets[:3]), Choice(*sets[3:]))
         dtype = compute_dtype(x, y)
         y = y.to(dtype)
         if self.cross:
@@ -73,17 +73,18 @@ class Both:
             metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
         y = without(y - metric.shift, keep)
         choice = Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep)
-        return Chosen(metric, choice)
+        return ChosenSets(metric, choice)
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> Metric:
-        """Of keys (Z, S, d) of another sequence than the queries, which those of the codebook stand for."""
+        """Of keys (Z, S, d) of another sequence than the queries, which those of the codebook stand for. Without one
+        queries are taken to be as large as keys: those at hand may lie in the future of each other."""
         metric = Metric.of(None, y, None, keep)
         if self.codebook is not None:
             known = self.codebook.at(rows).to(y.dtype).metric
             metric = Metric(metric.shift, *(t.expand(len(y), -1, -1) for t in known[1:]))
         return metric
 
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,)."""
         (metric, choice), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
         if self.native:
@@ -94,7 +95,7 @@ class Both:
             return result.out, result.share.mean((1, 2)) * spread.sqrt()
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
         b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
-        window = None if self.cross else Window(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
+        window = None if self.cross else KeyWindow(blocks(y, b), blocks(v, b), _bias(choice, keep, b), after=True)
         heavy = heavy_set(y, v, choice)
         level = levels(y.detach(), metric, choice)
         K = choice.centres.shape[1]

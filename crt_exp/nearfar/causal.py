@@ -33,7 +33,7 @@ from crt_exp.nearfar.choice import (
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import block_sums
 from crt_exp.nearfar.engine.constants import AWAY, HIDDEN, LEAST
-from crt_exp.nearfar.engine.sets import Weighted, Window
+from crt_exp.nearfar.engine.sets import Weighted, KeyWindow
 from crt_exp.nearfar.engine.windows import gather
 
 
@@ -71,7 +71,7 @@ class Left(NamedTuple):
     joins: Tensor     # (Z, N, b): whether there are as many
 
 
-class Chosen(NamedTuple):
+class ChosenPlaces(NamedTuple):
     """The codebook alone where the C engine does the rest."""
 
     book: Codebook
@@ -115,19 +115,20 @@ class Causal:
         return not self.sizes.first_order and native.applies(*tensors)
 
     @torch.no_grad()
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Chosen:
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenPlaces:
         book = self.codebook.at(rows).to(compute_dtype(x, y))
         y = without(y.to(book.centres.dtype), keep)
         check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2)))
         if self.native:
-            return Chosen(book)
+            return ChosenPlaces(book)
         y = without(y - book.metric.shift, keep)
         z = y @ book.metric.root
         score = scores(z, book.metric.log_weights(y), keep)
         places = kept_and_left(score, min(self.sizes.block, y.shape[1]), min(self.sizes.heavy, y.shape[1]))
-        return Chosen(book, nearest(z, book.measured), places)
+        return ChosenPlaces(book, nearest(z, book.measured), places)
 
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
+               chosen: ChosenPlaces) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
         (book, cell, places), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
         if self.native:
@@ -136,7 +137,7 @@ class Causal:
         start = (S - L) // b                                      # the block of the first query
         lead = S - L - start * b                                  # its place there
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
-        window = Window(blocks(y, b), blocks(v, b), _bias(keep, S, b, x), False, _future(b, x))
+        window = KeyWindow(blocks(y, b), blocks(v, b), _bias(keep, S, b, x), False, _future(b, x))
         heavy = _heavy(y, v, places, start)
         queries = torch.cat([x.new_zeros(*x.shape[:2], lead, x.shape[3]), x], 2) if lead else x
         u = weights(y, metric, torch.ones_like(cell, dtype=torch.bool), cell, book.level)
@@ -144,7 +145,7 @@ class Causal:
         rows = taken(rows, places.left) * places.joins.unsqueeze(-1)
         cell = cell.gather(1, places.left.flatten(1)).view(places.left.shape)
         sums = block_sums(rows, cell, book.centres.shape[1], lag=0, both=False)[:, start:]
-        far, cells = cells_of(sums, v.shape[-1], book)
+        far, cells = codebook_cells(sums, v.shape[-1], book)
         gathered = gather(grouped(queries, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)), precise=precise)
         out, share = (ungrouped(t, x.shape[1], lead + L)[:, :, lead:] for t in (gathered.out, gathered.share))
         if self.sizes.first_order:
@@ -164,7 +165,7 @@ class Causal:
         return result.out, result.share.mean((1, 2)) * result.spread.sqrt()
 
 
-def cells_of(sums: Tensor, dv: int, book: Codebook) -> tuple[Tensor, Cells]:
+def codebook_cells(sums: Tensor, dv: int, book: Codebook) -> tuple[Tensor, Cells]:
     """[V, N] and the cells of sums (Z, N, K, dv + d + 2) of [u v] and the moments of the keys."""
     far = torch.cat([sums[..., :dv], sums[..., -1:]], -1)
     return far, summed(sums[..., dv:], book.metric, book.measured, book.level)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_entries, check_inputs, compute_dtype, entries
 from crt_exp.attention.padding import first_kept
-from crt_exp.nearfar.causal import Codebook, cells_of, displaced, outer, slope
+from crt_exp.nearfar.causal import Codebook, codebook_cells, displaced, outer, slope
 from crt_exp.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
 from crt_exp.nearfar.engine.block_sums import one_hot
 from crt_exp.nearfar.engine.constants import HIDDEN
 from crt_exp.nearfar.engine.sets import Weighted, plain_gather
 
 
-class Kept(NamedTuple):
+class KeptCells(NamedTuple):
     """What is remembered, (B, Hkv, ...) each: never changed in place."""
 
     sums: Tensor      # (., K, dv + d + 2): of the keys of the cells
@@ -30,11 +30,11 @@ class Kept(NamedTuple):
     score: Tensor     # (., n + 2 b): -inf for keys that are not there
     outers: Tensor    # (., dv, d): of the keys of the cells, where values are to first order
 
-    def flat(self) -> "Kept":
-        return Kept(*(t.flatten(0, 1) for t in self))
+    def flat(self) -> "KeptCells":
+        return KeptCells(*(t.flatten(0, 1) for t in self))
 
-    def of(self, batch: int) -> "Kept":
-        return Kept(*(t.unflatten(0, (batch, -1)) for t in self))
+    def of(self, batch: int) -> "KeptCells":
+        return KeptCells(*(t.unflatten(0, (batch, -1)) for t in self))
 
 
 class NearFarState:
@@ -78,7 +78,8 @@ class NearFarState:
         self._take(y, v, key_mask)
 
     @torch.no_grad()
-    def token(self, kept: Kept, counts: Tensor, x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Kept, Tensor]:
+    def token(self, kept: KeptCells, counts: Tensor, x: Tensor, y: Tensor,
+              v: Tensor) -> tuple[Tensor, KeptCells, Tensor]:
         """`step` of one token as a function of what is kept and of the tokens so far of each row, counts (B,) int64:
         its outputs, what is kept after it, and the counts.
 
@@ -89,7 +90,8 @@ class NearFarState:
         b, B = self.sizes.block, len(y)
         full = (counts >= 2 * b) & (counts % b == 0)
         moved = self._without_a_block(kept.flat(), B).of(B)
-        kept = Kept(*(torch.where(full.view(-1, *[1] * (old.ndim - 1)), new, old) for new, old in zip(moved, kept)))
+        kept = KeptCells(*(torch.where(full.view(-1, *[1] * (old.ndim - 1)), new, old)
+                           for new, old in zip(moved, kept)))
         slots = self.sizes.heavy + torch.where(counts < 2 * b, counts, b + counts % b)
         dtype, seen = compute_dtype(y, v), torch.ones_like(counts, dtype=torch.bool).unsqueeze(1)
         kept = self._with(kept, y.to(dtype), v.to(dtype), slots.unsqueeze(1), seen)
@@ -123,7 +125,7 @@ class NearFarState:
         """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
         if self.kept is not None:
             rows = entries(rows, len(self.counts))
-            self.kept = Kept(*(t[rows] for t in self.kept))
+            self.kept = KeptCells(*(t[rows] for t in self.kept))
             self.counts = [self.counts[row] for row in rows.tolist()]
 
     def _check(self, y: Tensor, version: Hashable = None) -> None:
@@ -157,7 +159,7 @@ class NearFarState:
         check_entries(y)
         self.kept = self._with(kept, y, v, slots, seen)
 
-    def _with(self, kept: Kept, y: Tensor, v: Tensor, slots: Tensor, seen: Tensor) -> Kept:
+    def _with(self, kept: KeptCells, y: Tensor, v: Tensor, slots: Tensor, seen: Tensor) -> KeptCells:
         """With keys y (B,Hkv,t,d) and values at slots (B, t) of the window; those that are not seen (B, t) count
         nowhere."""
         B, Hkv = y.shape[:2]
@@ -167,24 +169,24 @@ class NearFarState:
         score = score.unflatten(0, (B, Hkv)).masked_fill(~seen[:, None], -torch.inf)
         new = zip((kept.keys, kept.values, kept.score.unsqueeze(-1)), (y, v, score.unsqueeze(-1)))
         keys, values, score = (_written(old, slots, t) for old, t in new)
-        return Kept(kept.sums, keys, values, score.squeeze(-1), kept.outers)
+        return KeptCells(kept.sums, keys, values, score.squeeze(-1), kept.outers)
 
-    def _empty(self, y: Tensor, v: Tensor) -> Kept:
+    def _empty(self, y: Tensor, v: Tensor) -> KeptCells:
         (B, Hkv, _, d), dv, K, first = y.shape, v.shape[-1], self.codebook.centres.shape[1], self.sizes.first_order
         w, new = self.sizes.heavy + 2 * self.sizes.block, y.to(compute_dtype(y, v)).new_zeros
-        return Kept(new(B, Hkv, K, dv + d + 2), new(B, Hkv, w, d), new(B, Hkv, w, dv),
-                    new(B, Hkv, w).fill_(-torch.inf), new(B, Hkv, dv, d if first else 0))
+        return KeptCells(new(B, Hkv, K, dv + d + 2), new(B, Hkv, w, d), new(B, Hkv, w, dv),
+                         new(B, Hkv, w).fill_(-torch.inf), new(B, Hkv, dv, d if first else 0))
 
-    def _moved(self, kept: Kept, full: list[int]) -> Kept:
+    def _moved(self, kept: KeptCells, full: list[int]) -> KeptCells:
         """In these rows the first block leaves the window: its keys and the heavy ones of the lowest scores go to their
         cells."""
         if len(full) == len(kept.sums):
             return self._without_a_block(kept.flat(), len(full)).of(len(full))
         rows = torch.tensor(full, device=kept.keys.device)
-        moved = self._without_a_block(Kept(*(t[rows] for t in kept)).flat(), len(full)).of(len(full))
-        return Kept(*(t.index_copy(0, rows, part) for t, part in zip(kept, moved)))
+        moved = self._without_a_block(KeptCells(*(t[rows] for t in kept)).flat(), len(full)).of(len(full))
+        return KeptCells(*(t.index_copy(0, rows, part) for t, part in zip(kept, moved)))
 
-    def _without_a_block(self, kept: Kept, batch: int) -> Kept:
+    def _without_a_block(self, kept: KeptCells, batch: int) -> KeptCells:
         n, b, Z = self.sizes.heavy, self.sizes.block, len(kept.keys)
         book = self._book(batch, kept.keys.dtype)
         places = torch.arange(n + b, device=kept.keys.device).expand(Z, -1)
@@ -198,9 +200,9 @@ class NearFarState:
         outers = kept.outers
         if self.sizes.first_order:
             outers = outers + outer(rows[:, None, :, :values.shape[-1]], keys[:, None, n:], cell[:, None], book)[:, 0]
-        return Kept(kept.sums + one_hot(cell, book.centres.shape[1], rows.dtype).mT @ rows, *rest, outers)
+        return KeptCells(kept.sums + one_hot(cell, book.centres.shape[1], rows.dtype).mT @ rows, *rest, outers)
 
-    def _read(self, x: Tensor, kept: Kept) -> Tensor:
+    def _read(self, x: Tensor, kept: KeptCells) -> Tensor:
         """Outputs (B, H, dv) of the queries x (B, H, d) of the last token."""
         B, Hkv = kept.sums.shape[:2]
         kept, dv = kept.flat(), kept.values.shape[-1]
@@ -209,7 +211,7 @@ class NearFarState:
         there = (kept.score > -torch.inf).unsqueeze(-1).to(kept.keys.dtype)
         own = Weighted(kept.keys.unsqueeze(1), torch.cat([kept.values, there], -1).unsqueeze(1),
                        kept.score.new_zeros(kept.score.shape).unsqueeze(1))
-        far, cells = cells_of(kept.sums.unsqueeze(1), dv, book)
+        far, cells = codebook_cells(kept.sums.unsqueeze(1), dv, book)
         gathered = plain_gather(q, None, (own, Weighted(cells.mu, far, cells.bias)))
         out = gathered.out
         if self.sizes.first_order:

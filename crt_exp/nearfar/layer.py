@@ -70,9 +70,9 @@ class NearFar(LinearAttention):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
         self.number, self.listed = layer, None if open is None or isinstance(open, int) else len(open)
-        open = of_layer(open, layer)
+        open = open_in_layer(open, layer)
         opens = 0 if open is None and preset == "bounded" else open
-        self.sizes = sizes_of(preset, block, heavy, cells, first_order, opens, exact_until, causal)
+        self.sizes = preset_sizes(preset, block, heavy, cells, first_order, opens, exact_until, causal)
         self.opens = opens or 0                 # this and the next: of calls that are not causal
         self.exact_until = SHORT if exact_until is None else exact_until
         makes = cross or causal and not self.sizes.open
@@ -204,7 +204,7 @@ class NearFar(LinearAttention):
                 f"open={opens}, heads={self.heads}, d={self.d}, causal={self.causal}, cross={self.cross}")
 
 
-def of_layer(open: int | Sequence[int] | None, layer: int) -> int | None:
+def open_in_layer(open: int | Sequence[int] | None, layer: int) -> int | None:
     """The number of a layer where there is a list of them."""
     if open is None or isinstance(open, int):
         return open
@@ -214,8 +214,8 @@ def of_layer(open: int | Sequence[int] | None, layer: int) -> int | None:
     return open[layer]
 
 
-def sizes_of(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,
-             open: int | None, exact_until: int | None, causal: bool) -> Sizes:
+def preset_sizes(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,
+                 open: int | None, exact_until: int | None, causal: bool) -> Sizes:
     """Those of the preset, but for those that are given. Raises ValueError for numbers that cannot be."""
     if preset == "bounded" and open:
         raise ValueError(f"open = {open} with preset = bounded, whose memory does not grow and holds no keys to read: "

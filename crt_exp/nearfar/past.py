@@ -23,7 +23,7 @@ from crt_exp.nearfar.recall import (
     Epoch,
     Recall,
     Seen,
-    cells_of,
+    epoch_cells,
     exactly,
     in_chunks,
     kept_of,
@@ -38,7 +38,7 @@ WHOLE = 16             # columns of keys and values are multiples of it where th
 LEAST_ROOM = 1024      # tokens
 
 
-class Kept(NamedTuple):
+class KeptKeys(NamedTuple):
     """All tokens so far, of buffers that may be longer: never changed where another state looks at them."""
 
     keys: Tensor      # (B, Hkv, S, d)
@@ -88,15 +88,15 @@ class RecallState:
 
     def __init__(self, sizes: Sizes, heads: int, version: Hashable = None):
         self.sizes, self.heads, self.version = sizes, heads, version
-        self.length, self.buffers = 0, ()         # of the parts of `Kept`
+        self.length, self.buffers = 0, ()         # of the parts of `KeptKeys`
         self.firsts: list[int | None] = []        # of each row: the place of its first real token
         self.known: dict[int, Known | KeptInC] = {}         # by that place
         self.own: set[int] = set()                # of those, the ones that no other state looks at
         self.until = renewals(sizes, 0)[0]        # tokens that see all keys
 
     @property
-    def kept(self) -> Kept | None:
-        return Kept(*(buffer.tensor[:, :, :self.length] for buffer in self.buffers)) if self.buffers else None
+    def kept(self) -> KeptKeys | None:
+        return KeptKeys(*(buffer.tensor[:, :, :self.length] for buffer in self.buffers)) if self.buffers else None
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
@@ -135,7 +135,7 @@ class RecallState:
             raise ValueError(f"the decoding state holds {len(self.firsts)} sequences, got {B}")
         self.firsts = self.firsts if self.buffers else [None] * B
         parts = [y.to(dtype), v.to(dtype)]
-        if len(self.buffers) == len(Kept._fields) or not (key_mask is None or bool(key_mask.all())):
+        if len(self.buffers) == len(KeptKeys._fields) or not (key_mask is None or bool(key_mask.all())):
             keep = torch.ones(B, 1, T, 1, dtype=torch.bool, device=y.device) if key_mask is None else (
                 key_mask[:, None, :, None])
             parts = [*(torch.where(keep, t, 0.0) for t in parts), keep]                      # padding may hold NaN
@@ -230,7 +230,7 @@ class RecallState:
         block = (y.shape[1] - 1) // b
         known = self._known(first, *places[-2:], block - 1, y, v, keep)
         self.known[first] = known
-        far, cells = cells_of(known.sums.unsqueeze(1), v.shape[-1], known.epoch)
+        far, cells = epoch_cells(known.sums.unsqueeze(1), v.shape[-1], known.epoch)
         seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
         lead = y.shape[1] - x.shape[2] - block * b
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])

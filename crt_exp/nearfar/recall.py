@@ -75,7 +75,7 @@ def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0)
     return metric._replace(root=metric.root * size.rsqrt())
 
 
-class Chosen(NamedTuple):
+class ChosenEpochs(NamedTuple):
     """Nothing where all queries see all earlier keys; the metric alone where the C engine does the rest."""
 
     metric: Metric | None = None
@@ -124,21 +124,22 @@ class Recall:
         return native.applies(*tensors)
 
     @torch.no_grad()
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> "Chosen":
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenEpochs:
         """For queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
         kept = without(y, keep)
         check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(kept, dim=(1, 2)))
         places, y, first = renewals(self.sizes, y.shape[1]), kept.to(compute_dtype(x, y)), y.shape[1] - x.shape[2]
         if places[0] >= y.shape[1]:
-            return Chosen()
+            return ChosenEpochs()
         metric = metric_of(y, keep, self.sizes, self.factor)
         if self.native:
-            return Chosen(metric)
+            return ChosenEpochs(metric)
         keep = kept_of(y, keep)
-        return Chosen(metric, [Epoch.of(y, keep, self.sizes, a, e, metric)
-                               for a, e in zip(places, places[1:]) if e > first])
+        return ChosenEpochs(metric, [Epoch.of(y, keep, self.sizes, a, e, metric)
+                                     for a, e in zip(places, places[1:]) if e > first])
 
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: "Chosen") -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
+               chosen: ChosenEpochs) -> tuple[Tensor, Tensor]:
         """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
         (metric, epochs), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
         x, y, v = x.to(dtype), without(y, keep).to(dtype), without(v, keep).to(dtype)
@@ -173,7 +174,7 @@ class Recall:
         with torch.no_grad():
             cell = torch.cat([epoch.cell, epoch.cells(y[:, start:stop], keep[:, start:stop])], 1)
             member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
-        far, cells = cells_of(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
+        far, cells = epoch_cells(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
         here = Seen(y, v, keep, member, cell, far, cells, first)
         out, share = in_chunks(epoch, here, q, self.sizes)
         out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:] for t in (out, share))
@@ -222,7 +223,7 @@ def far_sums(epoch: Epoch, member: Tensor, cell: Tensor, y: Tensor, v: Tensor, b
     return sums
 
 
-def cells_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Cells]:
+def epoch_cells(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Cells]:
     """[V, N] and the cells of sums (Z, N, K, dv + d + 2) of `rows_of` the keys."""
     far, metric = torch.cat([sums[..., :dv], sums[..., -1:]], -1), epoch.metric
     cells = summed(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1), mass=False)

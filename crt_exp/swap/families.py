@@ -28,7 +28,7 @@ CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORE
 EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")  # arguments that change logits or softmax
 
 
-class Sizes(NamedTuple):
+class HeadSizes(NamedTuple):
     heads: int
     d: int
     kv_heads: int
@@ -303,26 +303,26 @@ def _looks_like_attention(kind: type) -> bool:
     return "attention" in kind.__name__.lower() or calls
 
 
-def sizes(module: nn.Module, path: str) -> Sizes:
+def sizes(module: nn.Module, path: str) -> HeadSizes:
     """The sizes of an attention module. Raises ValueError, naming it, for what no linear attention can stand for."""
     kind = family(module)
     if kind == "torch":
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError(f"{path}: add_bias_kv and add_zero_attn are not supported")
-        return Sizes(module.num_heads, module.head_dim, module.num_heads, True, None)
+        return HeadSizes(module.num_heads, module.head_dim, module.num_heads, True, None)
     if kind == "timm":
         d = module.head_dim if hasattr(module, "head_dim") else module.qkv.out_features // (3 * module.num_heads)
-        return Sizes(module.num_heads, d, getattr(module, "num_kv_heads", module.num_heads), False, module.scale)
+        return HeadSizes(module.num_heads, d, getattr(module, "num_kv_heads", module.num_heads), False, module.scale)
     if kind == "diffusers":
         heads, d, scaling = sizes_of(module)
-        return Sizes(heads, d, heads, False, scaling)
+        return HeadSizes(heads, d, heads, False, scaling)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads
     d = 2 * d if hasattr(module, "q_pos_sine_proj") else d  # Conditional DETR: content and position side by side
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
     causal = bool(getattr(module, "is_causal", True))
-    return Sizes(heads, d, kv_heads, causal, _number(getattr(module, "scaling", None)), may_be_cross(module, path))
+    return HeadSizes(heads, d, kv_heads, causal, _number(getattr(module, "scaling", None)), may_be_cross(module, path))
 
 
 def may_be_cross(module: nn.Module, path: str) -> bool:

@@ -12,7 +12,7 @@ from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.engine import fused, fused_reads, reads
 from crt_exp.nearfar.engine.constants import HIDDEN
-from crt_exp.nearfar.engine.sets import Weighted, Window, plain_gather
+from crt_exp.nearfar.engine.sets import Weighted, KeyWindow, plain_gather
 
 pytest.importorskip("triton", reason="Triton comes with PyTorch on Linux alone")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1",
@@ -36,7 +36,7 @@ def inputs(Z=2, N=3, n=None, b=5, r=10, d=8, dv=9, heavy=3, K=7, after=True, hid
     W = b * (3 if after else 2)
     mask = torch.where(torch.rand(Z, N, b, generator=g) < 0.8, 0.0, HIDDEN)
     later = torch.where(torch.rand(r, W, generator=g) < 0.7, 0.0, HIDDEN) if hidden else None
-    window = Window(draw(Z, N, b, d), draw(Z, N, b, dv), mask, after, later) if near else None
+    window = KeyWindow(draw(Z, N, b, d), draw(Z, N, b, dv), mask, after, later) if near else None
     mass = 5 * torch.rand(Z, n, K, 1, generator=g)
     mass[:, :, 0] = 0
     cells = Weighted(draw(Z, 1, K, d), torch.cat([draw(Z, n, K, dv) * mass, mass], -1), draw(Z, 1, K))
@@ -53,7 +53,7 @@ def gathered(gather, dtype, q, window, sets):
     near = () if window is None else (leaf(window.keys), leaf(window.values))
     if window is not None:
         later = None if window.hidden is None else window.hidden.to(dtype)
-        window = Window(*near, window.bias.to(dtype), window.after, later)
+        window = KeyWindow(*near, window.bias.to(dtype), window.after, later)
     found = gather(q, window, sets)
     g = torch.Generator().manual_seed(1)
     total = sum((t * torch.randn(t.shape, generator=g).to(dtype)).sum() for t in found)

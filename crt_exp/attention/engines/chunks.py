@@ -28,7 +28,7 @@ from crt_exp.attention.partials import (
     underflowed,
     within,
 )
-from crt_exp.features.base import Bound, FeatureMap
+from crt_exp.features.base import BoundMap, FeatureMap
 from crt_exp.nested import Nested, leaves, mapped
 from crt_exp.precision import as_given
 
@@ -79,7 +79,7 @@ class Rows(NamedTuple):
         return rows[:2]
 
 
-class Kept(NamedTuple):
+class KeptStates(NamedTuple):
     """What the forward pass keeps of a range of the batch, besides the inputs."""
 
     states: list[Partial | None]   # after all keys, or before every KEPT-th causal chunk
@@ -130,7 +130,7 @@ class Part:
     order does not matter; None: CHUNK. again: autograd through all chunks computes each again and keeps no features."""
 
     call: Call
-    bound: Bound
+    bound: BoundMap
     keep: Tensor | None
     tokens: int | None = None
     again: bool = False
@@ -203,11 +203,11 @@ class Part:
 
     # Bidirectional.
 
-    def forward(self, x, y, v, results) -> Kept:
+    def forward(self, x, y, v, results) -> KeptStates:
         state = self.state(y, v, y.shape[2])
         for t in chunks(x.shape[2], self.tokens):
             self.write(self.read(x[:, :, t], state), results, t)
-        return Kept([state], [])
+        return KeptStates([state], [])
 
     def state(self, y: Tensor, v: Tensor, length: int) -> Partial | None:
         """What the first keys leave in the features."""
@@ -239,7 +239,7 @@ class Part:
 
     # Causal. `lengths` holds the tokens of the pieces that each chunk took.
 
-    def causal_forward(self, x, y, v, results) -> Kept:
+    def causal_forward(self, x, y, v, results) -> KeptStates:
         offset = y.shape[2] - x.shape[2]
         state, kept, lengths = self.state(y, v, offset), [], []
         write = self.piece_writer(x, y, v, offset, self.seen(offset), results)
@@ -248,7 +248,7 @@ class Part:
                 kept.append(state)
             state, length = in_pieces(chunk, PIECES, state, write)
             lengths.append(length)
-        return Kept(kept, lengths)
+        return KeptStates(kept, lengths)
 
     def piece_writer(self, x, y, v, offset: int, seen: Tensor | None, results) -> Piece:
         """What `in_pieces` does with a piece: its rows are written into the results."""

@@ -83,7 +83,7 @@ class Tile:
     def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor,
                  size: int, memory: Memory):
         self.x, self.y, self.v, self.offsets = x[index], y[index], v[index], offsets[index]
-        rows, scale, bias = (of_tile(t, index) for t in form[:3])
+        rows, scale, bias = (tile_part(t, index) for t in form[:3])
         self.rows = (rows * scale).expand(*self.x.shape[:2], -1, -1)                                     # (b, h, M, d)
         self.bias, self.norm_weight = bias.unsqueeze(-2), form.norm_weight                               # (., ., 1, M)
         self.hidden = None if form.keep is None else ~form.keep[index[0], None, :, None]                 # (b, 1, S, 1)
@@ -143,7 +143,7 @@ class Tile:
         dy[:, :, tokens] = torch.addcmul(dlogs @ self.rows, self.known(self.y, tokens), dnorms)
 
 
-def of_tile(t: Tensor, index: tuple[slice, slice]) -> Tensor:
+def tile_part(t: Tensor, index: tuple[slice, slice]) -> Tensor:
     """What serves these batch entries and heads, of one for each or one for all."""
     return t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))]
 

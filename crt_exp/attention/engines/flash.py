@@ -44,9 +44,9 @@ def empty(x: Tensor, v: Tensor, rows: Tensor) -> Bidirectional:
 
 
 def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> Bidirectional:
-    directions, keys, values = of_keys(x, y, v, form)
+    directions, keys, values = extended_keys(x, y, v, form)
     U, log_z = softmax_attention(directions, keys, values)
-    queries, virtual, top = of_queries(x, directions, log_z, form)
+    queries, virtual, top = extended_queries(x, directions, log_z, form)
     out, logsum = softmax_attention(queries, virtual, U)
     out = out[..., :v.shape[-1]]
     if form.keep is not None:  # a sequence without keys: U is the mean of what was masked
@@ -59,8 +59,8 @@ def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional, g
     d, dv, U = x.shape[-1], v.shape[-1], kept.state
     if form.keep is not None:
         grad = grad.masked_fill(~form.keep.any(-1)[:, None, None, None], 0)
-    directions, keys, values = of_keys(x, y, v, form)
-    queries, virtual, top = of_queries(x, directions, kept.log_z, form)
+    directions, keys, values = extended_keys(x, y, v, form)
+    queries, virtual, top = extended_queries(x, directions, kept.log_z, form)
     columns = U.shape[-1]
     out, grad = pad(kept.out, columns), pad(grad, columns)
     if grad_logsum is not None:
@@ -76,7 +76,7 @@ def backward(x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional, g
     return dqueries[..., :d].contiguous(), dy, dvalues.contiguous()
 
 
-def of_keys(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+def extended_keys(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Directions [W, 1, ...] (B,H,M,width), keys [y, offset, ...] (B,H,S,width) and values [v, 0, ...]."""
     columns = width(y.shape[-1], v.shape[-1])
     rows = (form.rows * form.scale).to(x.dtype).expand(*x.shape[:2], -1, -1)
@@ -90,7 +90,7 @@ def of_keys(x: Tensor, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor
     return pad(torch.cat([rows, ones], -1), columns), pad(keys, columns), pad(v, columns)
 
 
-def of_queries(x: Tensor, directions: Tensor, log_z: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+def extended_queries(x: Tensor, directions: Tensor, log_z: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [x, 1, ...] (B,H,L,width), virtual keys [W, log z + 2 bias - top, ...] (B,H,M,width), and top (B,H,1)."""
     d, columns = x.shape[-1], directions.shape[-1]
     offsets = log_z + 2 * form.bias

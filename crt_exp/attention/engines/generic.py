@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, check_result, learning, transformed
-from crt_exp.attention.engines.chunks import Call, Kept, Part, Rows, chunks, plain_attention, write_rows
+from crt_exp.attention.engines.chunks import Call, KeptStates, Part, Rows, chunks, plain_attention, write_rows
 from crt_exp.attention.partials import Partial
 from crt_exp.precision import as_given
 
@@ -87,7 +87,7 @@ class _Chunked(torch.autograd.Function):
         states, grads = iter(states), [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x, y, v)]
         with as_given(x):
             for (rows, part), (count, lengths) in zip(call.parts(x), ctx.kept):
-                kept = Kept([next(states) for _ in range(count)], lengths)
+                kept = KeptStates([next(states) for _ in range(count)], lengths)
                 run = part.causal_backward if call.causal else part.backward
                 run(x[rows], y[rows], v[rows], [t[rows] for t in given], kept, [t[rows] for t in grads])
         return *grads, None

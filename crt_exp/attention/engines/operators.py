@@ -10,7 +10,7 @@ from crt_exp.attention.engines.chunks import Call, Part, plain_attention
 from crt_exp.attention.engines.generic import plain_gradients
 from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
 from crt_exp.attention.partials import Partial, finish, normalised
-from crt_exp.features.base import ONE, Bound, Features
+from crt_exp.features.base import ONE, BoundMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
 from crt_exp.precision import as_given
 
@@ -74,7 +74,7 @@ def part_of(form: Form, causal: bool) -> Part:
         t = t.to(weight.dtype)
         return Features(ONE, t @ weight + bias - form.norm_weight * sq_norm(t))
 
-    return Part(Call(None, None, None, causal, form.keep), Bound(phi, phi), form.keep)
+    return Part(Call(None, None, None, causal, form.keep), BoundMap(phi, phi), form.keep)
 
 
 def _in_plain_operations(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool) -> Partial:

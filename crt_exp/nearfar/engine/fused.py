@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.engines.protocol import tile_width
-from crt_exp.nearfar.engine.sets import Gathered, Weighted, Window, check_backward, log_weight, over
+from crt_exp.nearfar.engine.sets import Gathered, Weighted, KeyWindow, check_backward, log_weight, over
 
 ROWS = COLUMNS = 32     # queries and keys of a step
 WIDEST = 256            # columns of keys and values that a program holds
@@ -29,7 +29,7 @@ def applies(*tensors: Tensor) -> bool:
     return ours and find_spec("triton") is not None
 
 
-def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], precise: bool = True) -> Gathered:
+def gather(q: Tensor, window: KeyWindow | None, sets: tuple[Weighted, ...], precise: bool = True) -> Gathered:
     """What queries q (Z, n, r, d) gather from a window and one or two sets, the last of which is that of the cells,
     with the log-sums. Differentiable in q, keys, values, sums and biases of sets. Products are of TF32 where they need
     not be `precise`, or torch.set_float32_matmul_precision allows it."""

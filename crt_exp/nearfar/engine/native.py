@@ -28,7 +28,7 @@ PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", 
          "spread", "slope", "logsum", "share")
 
 
-class Call(ctypes.Structure):
+class NearFarCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in SIZES), ("factor", ctypes.c_double),
                 *((name, View) for name in VIEWS), *((name, ctypes.c_void_p) for name in PLAIN)]
 
@@ -239,7 +239,7 @@ def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, result: Attended, **vi
 def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], **sizes: float) -> None:
     (Z, G, L, d), S = views["x"].shape, views["y"].shape[2]
     sizes["block"] = min(sizes["block"], S)
-    _do(name, _filled(Call, views, plain, Z=Z, G=G, L=L, S=S, d=d, **sizes))
+    _do(name, _filled(NearFarCall, views, plain, Z=Z, G=G, L=L, S=S, d=d, **sizes))
 
 
 # ---- what both calls share

@@ -19,7 +19,7 @@ from crt_exp.attention.checks import check_gradient
 from crt_exp.nearfar.engine.constants import HIDDEN, LEAST
 
 
-class Window(NamedTuple):
+class KeyWindow(NamedTuple):
     """Keys that lie around the queries: those of a block see its own and the one before, and, where `after`, the next.
 
     The queries are those of the last n of the N blocks. hidden (r, W) is added to the logits, and bias (Z, N, b), which
@@ -50,7 +50,7 @@ class Gathered(NamedTuple):
     logsum: Tensor | None    # (Z, n, r, 1): the log of the denominator
 
 
-class Seen(NamedTuple):
+class PlainKeys(NamedTuple):
     """Keys that queries see as plain ones: a window or a set, of all blocks of a head where a dimension n is 1."""
 
     keys: Tensor      # (Z, n or 1, m, d)
@@ -58,23 +58,23 @@ class Seen(NamedTuple):
     bias: Tensor      # (Z, n or 1, 1 or r, m)
 
 
-def plain_gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...]) -> Gathered:
+def plain_gather(q: Tensor, window: KeyWindow | None, sets: tuple[Weighted, ...]) -> Gathered:
     """What queries q (Z, n, r, d) gather, at once, with all weights in memory."""
     return weighed(q, seen(window, sets, q), True)
 
 
-def seen(window: Window | None, sets: tuple[Weighted, ...], q: Tensor) -> list[Seen]:
+def seen(window: KeyWindow | None, sets: tuple[Weighted, ...], q: Tensor) -> list[PlainKeys]:
     """A window around each block of queries q (Z, n, r, d), and the sets."""
     near = []
     if window is not None:
         bias = _around(window.bias.unsqueeze(-1), window, q.shape[1], HIDDEN).mT.to(q.dtype)
         bias = bias if window.hidden is None else bias + window.hidden
-        near = [Seen(*(_around(t, window, q.shape[1]) for t in (window.keys, window.values)), bias)]
-    return near + [Seen(keys, sums[..., :-1] * over(sums[..., -1:]), (bias + log_weight(sums)).unsqueeze(-2))
+        near = [PlainKeys(*(_around(t, window, q.shape[1]) for t in (window.keys, window.values)), bias)]
+    return near + [PlainKeys(keys, sums[..., :-1] * over(sums[..., -1:]), (bias + log_weight(sums)).unsqueeze(-2))
                    for keys, sums, bias in sets]
 
 
-def weighed(q: Tensor, parts: list[Seen], logsum: bool) -> Gathered:
+def weighed(q: Tensor, parts: list[PlainKeys], logsum: bool) -> Gathered:
     """What queries q (Z, n, r, d) gather of all that they see. logsum: with the logs of the denominators."""
     logits = torch.cat([_products(q, keys.mT, bias) for keys, _, bias in parts], -1)
     shares = logits.softmax(-1).split([part.keys.shape[2] for part in parts], -1)
@@ -95,7 +95,7 @@ def _products(a: Tensor, b: Tensor, add: Tensor | None = None) -> Tensor:
     return torch.baddbmm(add.flatten(dim, dim + 1), rows, b).view(*shape, b.shape[-1])
 
 
-def _around(t: Tensor, window: Window, n: int, beyond: float = 0.0) -> Tensor:
+def _around(t: Tensor, window: KeyWindow, n: int, beyond: float = 0.0) -> Tensor:
     """The windows of the last n of the blocks (Z, N, b, .), copied: (Z, n, W, .); `beyond` the ends."""
     padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 1), value=beyond)
     start = t.shape[1] - n

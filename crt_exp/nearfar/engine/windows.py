@@ -9,12 +9,12 @@ from torch import Tensor
 
 from crt_exp.attention.checks import transformed
 from crt_exp.nearfar.engine import fused
-from crt_exp.nearfar.engine.sets import Gathered, Seen, Weighted, Window, plain_gather, seen, weighed
+from crt_exp.nearfar.engine.sets import Gathered, PlainKeys, Weighted, KeyWindow, plain_gather, seen, weighed
 
 ROWS = 4096      # queries of a chunk, whose weights are to stay in a cache
 
 
-def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], logsum: bool = False,
+def gather(q: Tensor, window: KeyWindow | None, sets: tuple[Weighted, ...], logsum: bool = False,
            precise: bool = True) -> Gathered:
     """What queries q (Z, n, r, d) gather from their window and the sets, the last of which is that of the cells. What
     a query gathers that sees no key means nothing. `logsum`: with the logs of the denominators. precise: no products of
@@ -31,12 +31,12 @@ def gather(q: Tensor, window: Window | None, sets: tuple[Weighted, ...], logsum:
     return in_chunks(q, seen(window, sets, q), logsum)
 
 
-def in_chunks(q: Tensor, parts: list[Seen], logsum: bool) -> Gathered:
+def in_chunks(q: Tensor, parts: list[PlainKeys], logsum: bool) -> Gathered:
     """`weighed`, all blocks of several heads at a time, or several blocks of one."""
     n, r = q.shape[1:3]
     some = max(1, ROWS // (n * r)), min(n, max(1, ROWS // r))
     tensors = [q, *(t for part in parts for t in part)]
-    return _cat([_cat([weighed(rows, [Seen(*given[i:i + 3]) for i in range(0, len(given), 3)], logsum)
+    return _cat([_cat([weighed(rows, [PlainKeys(*given[i:i + 3]) for i in range(0, len(given), 3)], logsum)
                        for rows, *given in zip(*(_split(t, n, some[1]) for t in of_heads))], 1)
                  for of_heads in zip(*(t.split(some[0]) for t in tensors))], 0)
 

@@ -30,7 +30,7 @@ VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "log
          "dvalues")
 
 
-class Call(ctypes.Structure):
+class AttentionCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in SIZES), ("norm_weight", ctypes.c_double),
                 *((name, View) for name in VIEWS), ("keep", ctypes.c_void_p), ("levels", ctypes.c_void_p)]
 
@@ -82,9 +82,9 @@ class Engine:
         kept = type(kept)(*(t.contiguous() for t in kept))
         named |= dict(zip(("out", "logsum", "states", "logs"), kept))
         keep = None if form.keep is None else form.keep.contiguous()
-        call = Call(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
-                    keep=None if keep is None else keep.data_ptr(),
-                    levels=kept.levels.data_ptr() if self.causal else None)
+        call = AttentionCall(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
+                             keep=None if keep is None else keep.data_ptr(),
+                             levels=kept.levels.data_ptr() if self.causal else None)
         status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
