@@ -16,6 +16,7 @@ from crt_exp.config import ConfigError, choices, construct, located, unknown
 from crt_exp.mechanism import Mechanism
 from crt_exp.presets import OF_MAP
 from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.sources import TRAINING
 
 EVERY = "*"                                             # all maps or samplers of conf/
 GROUPS: dict[str, Callable[[], Sequence[str]]] = {"features": drawing.maps, "sampler": drawing.samplers}
@@ -32,7 +33,8 @@ class Part:
     Names in braces stand for lists, see `expanded`. sweep: {argument: values}, which are x where a field has no other.
     seeds: of the probe; with more than one they are the units. fields: what of a row is drawn, and controls: name ->
     such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
-    times in turns: the probe gets them by name, and its rows say whose they are.
+    times in turns: the probe gets them by name, and its rows say whose they are. folders: of the models of `starts`, by
+    seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them.
     """
 
     probe: Mapping[str, Any]
@@ -45,17 +47,19 @@ class Part:
     workers: int | None = None
     apart: bool = False
     together: bool = False
+    folders: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, part: Mapping[str, Any]) -> "Part":
+    def read(cls, part: Mapping[str, Any], folders: Mapping[str, Sequence[str]] | None = None) -> "Part":
         """Raises ConfigError for a key that is not one, and for one that is missing."""
-        known = [each.name for each in fields(cls)]
+        known = [each.name for each in fields(cls) if each.name != "folders"]
         for key in part:
             if key not in known:
                 raise unknown("key of a part", key, known)
         if missing := [key for key in ("probe", "fields", "arms") if not part.get(key)]:
             raise ConfigError(f"a part of a page lacks {missing[0]}: got {', '.join(part)}")
-        return cls(**{**part, "arms": expanded(part["arms"]), "settings": expanded(part.get("settings", {"": {}}))})
+        return cls(**{**part, "arms": expanded(part["arms"]), "settings": expanded(part.get("settings", {"": {}})),
+                      "folders": folders or {}})
 
     def places(self) -> Iterator[tuple[str, str, Any, int, Key]]:
         """(setting, arm, x, seed, key) of each cell."""
@@ -68,7 +72,8 @@ class Part:
                 made, more = {each: self.made(each, common)[0] for each in self.arms}, {}
             else:
                 made, more = self.made(arm, common)
-            yield setting, arm, x, seed, {"probe": {**self.probe, **given, **more, **swept}, "arm": made, "seed": seed}
+            key = {"probe": {**self.probe, **given, **more, **swept}, "arm": made, "seed": seed}
+            yield setting, arm, x, seed, started(key, self.folders, seed)
 
     def made(self, arm: str, common: Mapping[str, Any]) -> tuple[Arm, Mapping[str, Any]]:
         """The arm with what all arms of its setting have, and its arguments of the probe."""
@@ -113,10 +118,14 @@ class Place:
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """The draws of all parts that the size lists, then those that are `derived` of them: functions of draws."""
+    """Trains the models of `starts`, then the draws of all parts that the size lists, then those that are `derived` of
+    them: functions of draws."""
     if not size.get("parts"):
         raise ConfigError(f"{name}: nothing says what it measures: a size takes parts, or the file `measure`")
-    parts, cells, made = [Part.read(part) for part in size["parts"]], Cells(name, sources, keep), []
+    cells, made = Cells(name, sources, keep), []
+    folders = located("starts", f"{TRAINING}.begun")(size["starts"], cells, sources, name, size.get("workers")
+                                                     ) if size.get("starts") else {}
+    parts = [Part.read(part, folders) for part in size["parts"]]
     for part in parts:
         cells.fill(distinct([key for *_, key in part.places()]), rows, name, part.workers, part.apart)
     for part in parts:
@@ -159,6 +168,17 @@ def drawn(cells: Cells, key: Key, row: Mapping[str, Any], what: Mapping[str, Any
 
 
 # ---- what names stand for
+
+
+def started(value: Any, folders: Mapping[str, Sequence[str]], seed: int) -> Any:
+    """With the folder of a model in the place of each {start: name}. Raises ConfigError."""
+    if isinstance(value, Mapping):
+        if [*value] != ["start"] or not isinstance(name := value["start"], str):
+            return {key: started(each, folders, seed) for key, each in value.items()}
+        if name not in folders:
+            raise unknown("start", name, [*folders])
+        return folders[name][seed % len(folders[name])]
+    return [started(each, folders, seed) for each in value] if isinstance(value, list) else value
 
 
 def arm_of(given: Arm) -> Mechanism:

@@ -5,7 +5,7 @@ Arms of one seed read the same rows in the same order and start from the same we
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain, groupby, product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,8 +63,8 @@ class Grid:
     before: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "common", flat(self.common))
-        object.__setattr__(self, "before", {**self.before, "common": flat(self.before.get("common", []))})
+        object.__setattr__(self, "common", runs.flat(self.common))
+        object.__setattr__(self, "before", {**self.before, "common": runs.flat(self.before.get("common", []))})
 
     def count(self, arm: str, setting: str | None = None) -> int:
         """Of its seeds: in a setting, or the most of them."""
@@ -121,9 +121,24 @@ class Grid:
                 "sources": list(home.sources)}
 
 
-def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
-    """Options and lists of them, in one list."""
-    return list(chain.from_iterable([each] if isinstance(each, str) else each for each in options))
+def begun(given: Mapping[str, Any], cells: Cells, sources: Sequence[str], label: str, workers: int | None = None
+          ) -> dict[str, list[str]]:
+    """Trains all `starts` of a page, stage by stage: name -> the folder of each of its last runs, by seed. What is
+    there is not trained again, and a run whose folder is gone is, though its cell is kept."""
+    starts = {name: runs.Start.read(name, each) for name, each in given.items()}
+    homes = {name: start.home(HOME, sources) for name, start in starts.items()}
+    lines = {(name, seed): start.lines(seed, homes[name]) for name, start in starts.items()
+             for seed in range(start.count)}
+    for number in range(max(map(len, lines.values()), default=0)):
+        made = {homes[name].place(each[number]): {"overrides": each[number], "sources": [*homes[name].sources],
+                                                  "kept": True}
+                for (name, _), each in lines.items() if number < len(each)}
+        cells.fill([*made.values()], train, f"{label}: starts, stage {number + 1}", workers)
+        for place, key in made.items():
+            if not place.is_dir():
+                train(**key)
+    return {name: [str(homes[name].place(lines[name, seed][-1])) for seed in range(start.count)]
+            for name, start in starts.items()}
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:

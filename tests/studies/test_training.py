@@ -1,12 +1,15 @@
 """Grids of runs: every run is a command line, arms of a seed differ in their attention alone, and draws are records."""
 
+import shutil
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+from crt_exp.config import ConfigError
 from crt_exp.report import draws, page
 from crt_exp.runner.command_line import check_command_line
-from crt_exp.studies import cells, runs, training
+from crt_exp.studies import cells, grid, runs, sources, training
 from crt_exp.studies.training import Grid
 
 GRIDS = {(name, size): spec for name in page.names() for size, spec in page.load(name).get("sizes", {}).items()
@@ -132,6 +135,56 @@ def test_arms_of_a_setting_and_options_of_those_that_go_on(tmp_path, monkeypatch
     assert seeds == {("U", 0), ("U", 1), ("B", 0)}
     moved = Grid(**size).options("U", "later", 0, HOME)
     assert moved[:4] == ["gap=1", "steps=2", "attention=favorp", "seed=100"] and moved[4].startswith("task.init=")
+
+
+def trace(arm, start, seed):
+    """A probe: what the run of a start reached, and its second stage."""
+    return {"steps": runs.read_records(Path(start) / "metrics.jsonl")[-1]["step"], "folder": start}
+
+
+def test_models_of_starts_are_trained_first_and_once(tmp_path, monkeypatch, one_thread):
+    """Two seeds of two stages; probes get the folder of their seed, and a run whose folder is gone is trained anew."""
+    monkeypatch.chdir(tmp_path)
+    start = {"sources": "exact", "count": 2, "common": ["task=recall", ["attention=exact", "trainer.batch=2"]],
+             "stages": [["task.block=16", "task.pairs=2", "task.queries=2", "task.evaluated=2", f"trainer.steps={n}"]
+                        for n in (1, 2)]}
+    size = {"workers": 1, "starts": {"a model": start}, "parts": [
+        {"probe": {"_target_": f"{__name__}.trace", "start": {"start": "a model"}}, "arms": ["exact"], "seeds": 3,
+         "fields": [{"metric": "steps", "field": "steps"}, {"metric": "folder", "field": "folder"}], "workers": 1}]}
+    made = [*grid.measure("mine", ["studies/training.py"], size)]
+    assert [draw.value for draw in made if draw.metric == "steps"] == [2, 2, 2]
+    first, second, third = [draw.value for draw in made if draw.metric == "folder"]
+    assert first == third != second and Path(first).parent == training.HOME
+    assert len([*training.HOME.iterdir()]) == 4
+    begun, real = [], runs.run
+    monkeypatch.setattr(runs, "run", lambda overrides, place: begun.append(place) or real(overrides, place))
+    assert [draw.value for draw in grid.measure("mine", ["studies/training.py"], size)] == [draw.value for draw in made]
+    assert not begun
+    shutil.rmtree(first)
+    [*grid.measure("mine", ["studies/training.py"], size)]
+    assert begun == [Path(first)] and Path(first).is_dir()
+
+
+@pytest.mark.parametrize("start, message", [
+    ({"stage": []}, "unknown key of the start a model 'stage'; did you mean stages"),
+    ({"common": ["a=1"]}, "start a model: it takes at least one of stages"),
+    ({"stages": [["a=1"]], "sources": "none"}, "sources: exact or none")], ids=str)
+def test_a_start_that_is_none(start, message):
+    with pytest.raises(ConfigError, match=message):
+        runs.Start.read("a model", start)
+
+
+def test_exact_starts_stay_while_other_attention_changes():
+    start = runs.Start.read("a model", {"stages": [["task=recall"]], "sources": "exact"})
+    found = sources.closure(start.home(HOME.path, ["studies/redraw.py"]).sources)
+    names = {sources.name_of(file) for file in found}
+    assert {"tasks/recall.py", "conf/task/recall.yaml", "runner/trainer.py"} < names
+    assert not [name for name in names if name.startswith(("nearfar", "swap/", "studies/redraw"))]
+
+
+def test_a_start_of_another_name_is_refused():
+    with pytest.raises(ConfigError, match="did you mean a model"):
+        grid.started({"probe": [{"start": "the model"}]}, {"a model": ["here"]}, 0)
 
 
 def test_a_run_that_has_ended_is_not_started_again(tmp_path, monkeypatch):
