@@ -159,7 +159,7 @@ def kept(start: str) -> language.Kept:
     return language.load(start, "start")
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=32)
 def swapped(start: str, length: int, pairs: int, arm: str) -> LanguageModel:
     """The model with that attention, fitted to training rows where it has something to fit."""
     made = kept(start)
