@@ -59,8 +59,8 @@ def bench_of(start: str, length: int, seed: int) -> TextBench:
 
 @torch.no_grad()
 def losses(arm: str, start: str, length: int, seed: int) -> dict[str, float]:
-    """Nats a token of the first half of rows, `new`, and of the second but for its beginning, `copied`; `gain`: by which
-    the second is cheaper."""
+    """Nats a token of the first half of rows, `new`, and of the second but for its beginning, `copied`; `gain`: by
+    which the second is cheaper."""
     bench = bench_of(start, length, seed)
     with bench.swapped(attention_of(arm)):
         nats = [bench.nats(*following(row)) for row in bench.rows.split(1)]

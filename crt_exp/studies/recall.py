@@ -1,5 +1,5 @@
-"""Recall: heads in which each query gives most of its weight to a key of its own, far away, and a model that was trained
-to recall pairs.
+"""Recall: heads in which each query gives most of its weight to a key of its own, far away, and a model that was
+trained to recall pairs.
 
 What a mean of many keys cannot give back: the hardest case for attention that does not look at each key.
 Legend: L tokens, H heads, d.
@@ -81,8 +81,8 @@ class Law:
         return k
 
     def towards(self, k: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
-        """Queries (H, R, d) that point to keys k (H, L, d) at `target` (H, R), as long as gives these their weight among
-        the keys that are not hidden (R, L); less where a longer key lies in the same direction, as in clusters."""
+        """Queries (H, R, d) that point to keys k (H, L, d) at `target` (H, R), as long as gives these their weight
+        among the keys that are not hidden (R, L); less where a longer key lies in the same direction, as in clusters."""
         unit = torch.nn.functional.normalize(rows(k, target), dim=-1)
         logits = unit @ k.mT
         logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
@@ -142,8 +142,8 @@ def errors(arm: Mapping[str, str], seed: int, **law: Any) -> list[dict[str, Any]
 @torch.no_grad()
 def accuracy(arm: str, start: str, length: int, pairs: int, rows: int, seed: int, split: str = "test"
              ) -> dict[str, float]:
-    """The share of the values that are right, of all pairs that were said in so many rows, and milliseconds of a row: by
-    a run of task=recall whose attention is swapped without training."""
+    """The share of the values that are right, of all pairs that were said in so many rows, and milliseconds of a row,
+    by a run of task=recall whose attention is swapped without training."""
     model, symbols, right, count = swapped(start, length, pairs, arm), kept(start).symbols["values"], 0, 0
     with Watch() as watch:
         for i in range(rows):
