@@ -5,9 +5,11 @@ whose `records(mechanism, seed)` yields rows, a study that task=... runs as well
 file says: a name of what is compared.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -34,7 +36,8 @@ class Part:
     seeds: of the probe; with more than one they are the units. fields: what of a row is drawn, and controls: name ->
     such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
     times in turns: the probe gets them by name, and its rows say whose they are. folders: of the models of `starts`, by
-    seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them.
+    seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them,
+    {starts: name} for all of them.
     """
 
     probe: Mapping[str, Any]
@@ -155,7 +158,7 @@ def drawn(cells: Cells, key: Key, row: Mapping[str, Any], what: Mapping[str, Any
     this one; digits: to which it is rounded.
     """
     value = what["value"] if "value" in what else row.get(what["field"])
-    if row.get(what.get("unless")):
+    if value is None or row.get(what.get("unless")):
         return
     several, place = isinstance(value, list), place.of(row, what)
     for i, each in enumerate(value if several else [value]):
@@ -170,9 +173,31 @@ def drawn(cells: Cells, key: Key, row: Mapping[str, Any], what: Mapping[str, Any
 # ---- what names stand for
 
 
+def given(value: Any, options: Mapping[str, str]) -> Any:
+    """With what a user gave in the place of each {option: name}, or null, and of {digest: [name]} the `digest` of what
+    files these name."""
+    if isinstance(value, Mapping):
+        if [*value] == ["option"]:
+            return options.get(value["option"])
+        if [*value] == ["digest"]:
+            return [digest(Path(options[name])) for name in value["digest"] if name in options]
+        return {key: given(each, options) for key, each in value.items()}
+    return [given(each, options) for each in value] if isinstance(value, list) else value
+
+
+def digest(path: Path) -> str:
+    """Of a file, or of the weights in a folder; empty where there is none."""
+    path, made = path.expanduser(), hashlib.sha256()
+    for each in sorted(path.rglob("*.safetensors")) if path.is_dir() else filter(Path.is_file, [path]):
+        made.update(each.read_bytes())
+    return made.hexdigest()[:16]
+
+
 def started(value: Any, folders: Mapping[str, Sequence[str]], seed: int) -> Any:
     """With the folder of a model in the place of each {start: name}. Raises ConfigError."""
     if isinstance(value, Mapping):
+        if [*value] == ["starts"]:
+            return [*folders[value["starts"]]]
         if [*value] != ["start"] or not isinstance(name := value["start"], str):
             return {key: started(each, folders, seed) for key, each in value.items()}
         if name not in folders:

@@ -1,7 +1,7 @@
 """The law over all words of a language model, estimated by random features: how far it is from the softmax.
 
-A model is a run of task=ptb. Its queries x are the outputs at every word of the test split, its keys y the embeddings of
-all words; both are divided by the square root of the temperature, so that the kernel is exp(x.y).
+A model is a run of task=ptb. Its queries x are the outputs at every word of the test split, its keys y the embeddings
+of all words; both are divided by the square root of the temperature, so that the kernel is exp(x.y).
 
 The text of HRF does not say of which one-dimensional laws its distances are, so there are both (math of HRF 4.2):
 index: of the two laws over the class numbers 0 .. V - 1, W1 = sum_c |F_c - F^_c|, KS = max_c |F_c - F^_c|;
@@ -73,7 +73,7 @@ def distances_of(arm: str, start: str, every: int, m: int, seed: int) -> dict[st
 
 
 def control(arm: str, start: str, every: int, ms: Sequence[int], seed: int) -> Iterator[dict[str, float]]:
-    """Distances of a law that knows no query, the same at each m: uniform, or the words' shares in the training text."""
+    """Distances of a law that knows no query, the same at each m: uniform, or the words' shares in training."""
     x, y = vectors_of(start)
     weights = torch.ones(len(y)) if arm == "uniform" else torch.from_numpy(task_of(start).unigram)
     found = distances(taken(x, every), y, lambda part: weights.float().expand(len(part), -1))._asdict()

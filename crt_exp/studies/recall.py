@@ -82,7 +82,7 @@ class Law:
 
     def towards(self, k: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
         """Queries (H, R, d) that point to keys k (H, L, d) at `target` (H, R), as long as gives these their weight
-        among the keys that are not hidden (R, L); less where a longer key lies in the same direction, as in clusters."""
+        among the keys that are not hidden (R, L); less where a longer key lies in that direction, as in clusters."""
         unit = torch.nn.functional.normalize(rows(k, target), dim=-1)
         logits = unit @ k.mT
         logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
