@@ -1,17 +1,11 @@
 """The driver of what measures: cells and draws of a page's file, arms by name, and what is refused."""
 
-from pathlib import Path
-
-import pandas as pd
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.report import draws, page
 from crt_exp.studies import grid
 from crt_exp.studies.grid import Part, arm_of, expanded
 
-COMMITTED = Path(__file__).parents[2] / "outputs/report"
-DRIVEN = [name for name in page.names() if "sizes" in page.load(name) and "measure" not in page.load(name)]
 
 
 class Norms:
@@ -134,16 +128,3 @@ def test_a_page_that_says_not_what_measures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="nothing says what it measures"):
         next(grid.measure("mine", [], {}))
-
-
-@pytest.mark.parametrize("name", DRIVEN)
-def test_draws_that_are_committed_are_of_cells_that_the_page_declares(name):
-    """Of each setting and arm of its parts, but for those that rows name."""
-    spec, frame = page.load(name), pd.read_csv(draws.path_of(name, COMMITTED), usecols=["setting", "arm"], dtype=str)
-    parts = [Part.read(part) for part in spec["sizes"]["small"]["parts"]]
-    places = {(setting, arm) for part in parts if not part.together for setting in part.settings
-              for arm in [*part.arms, *part.controls]}
-    fields = [what for part in parts for what in [*part.fields, *part.controls.values()]]
-    named = any({"setting", "arm"} & {*what} for what in fields if isinstance(what, dict))
-    found = {*zip(frame["setting"], frame["arm"])}
-    assert places <= found and (places == found or named or "derived" in spec["sizes"]["small"])
