@@ -108,24 +108,6 @@ def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
     return list(chain.from_iterable([each] if isinstance(each, str) else each for each in options))
 
 
-def staged(path: Path, sources: Sequence[str], lines: Sequence[Sequence[str]],
-           begin: Sequence[str] = ("task.init=scratch",)) -> Path:
-    """The run of the last of some command lines, each of which goes on from the weights of the one before, the first
-    from what `begin` says. What is done is not done again: a run is named by all lines up to its own, and its code."""
-    place = path
-    for count, line in enumerate(lines, 1):
-        start = begin if count == 1 else [f"task.init={place}"]
-        place = stage(path, sources, lines[:count])
-        run([*line, *start, "resume=auto", "trainer.keep=1"], place)
-    return place
-
-
-def stage(path: Path, sources: Sequence[str], lines: Sequence[Sequence[str]]) -> Path:
-    """Where the last of these lines is run."""
-    decided = " ".join([*(option for line in lines for option in line), fingerprint(tuple(sources))])
-    return path / f"exact-{hashlib.sha256(decided.encode()).hexdigest()[:10]}"
-
-
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     """`python -m crt_exp` with these arguments, without a logger: all its records, the last of them final.
 
