@@ -7,7 +7,7 @@ file says: a name of what is compared.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from itertools import groupby, product
 from string import Formatter
 from typing import Any
 
@@ -33,6 +33,9 @@ class Part:
     seeds: of the probe; with more than one they are the units. fields: what of a row is drawn, and controls: name ->
     such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
     times in turns: the probe gets them by name, and its rows say whose they are.
+
+    Cells of parts with the same workers that follow each other are measured seed by seed: an interruption leaves whole
+    seeds, and what changes on the machine meanwhile changes for all arms.
     """
 
     probe: Mapping[str, Any]
@@ -68,7 +71,8 @@ class Part:
                 made, more = {each: self.made(each, common)[0] for each in self.arms}, {}
             else:
                 made, more = self.made(arm, common)
-            yield setting, arm, x, seed, {"probe": {**self.probe, **given, **more, **swept}, "arm": made, "seed": seed}
+            probe = {**self.probe, **given, **more, **swept}
+            yield setting, arm, x, seed, {"probe": probe, "arms" if self.together else "arm": made, "seed": seed}
 
     def made(self, arm: str, common: Mapping[str, Any]) -> tuple[Arm, Mapping[str, Any]]:
         """The arm with what all arms of its setting have, and its arguments of the probe."""
@@ -117,8 +121,9 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     if not size.get("parts"):
         raise ConfigError(f"{name}: nothing says what it measures: a size takes parts, or the file `measure`")
     parts, cells, made = [Part.read(part) for part in size["parts"]], Cells(name, sources, keep), []
-    for part in parts:
-        cells.fill(distinct([key for *_, key in part.places()]), rows, name, part.workers, part.apart)
+    for (workers, apart), alike in groupby(parts, lambda part: (part.workers, part.apart)):
+        places = sorted((place for part in alike for place in part.places()), key=lambda place: place[3])
+        cells.fill(distinct([key for *_, key in places]), rows, name, workers, apart)
     for part in parts:
         for draw in part.draws(cells):
             made.append(draw)
@@ -127,13 +132,15 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
         yield from construct(derived, draws=made)
 
 
-def rows(probe: dict[str, Any], arm: Any, seed: int) -> list[dict[str, Any]]:
-    """All rows of a cell."""
+def rows(probe: dict[str, Any], seed: int, arm: Any = None, arms: Mapping[str, Any] | None = None
+         ) -> list[dict[str, Any]]:
+    """All rows of a cell, of one arm or of all together."""
     given = dict(probe)
     target = located("probe", given.pop("_target_"))
     if isinstance(target, type):
-        return list(target(**given).records(arm_of(arm), seed))
-    found = target(arm, **given, seed=seed)
+        made = arm_of(arm) if arms is None else {name: arm_of(each) for name, each in arms.items()}
+        return list(target(**given).records(made, seed))
+    found = target(arm if arms is None else arms, **given, seed=seed)
     return [found] if isinstance(found, dict) else list(found)
 
 

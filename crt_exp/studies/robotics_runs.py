@@ -16,7 +16,7 @@ from crt_exp.models.implicit_policy import column_sums
 from crt_exp.studies import training
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.flops import TOKENS, columns, count
-from crt_exp.studies.pairs import drawn, generator
+from crt_exp.studies.kernel import drawn, generator
 from crt_exp.times import PROCESSOR, Watch, in_turns, threads
 
 ROUNDS, CALLS = 5, 10  # of a time: how often all take their turn, and calls of one turn
