@@ -1,6 +1,8 @@
-"""Mean squared error of attention by random features against m, for one mechanism and sampler
-(the Hadamard report's setting)."""
+"""Errors of the output of attention by random features, against m: of whole random heads (the Hadamard report's setting
+and that of Performers, Figure 4).
+"""
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +14,9 @@ from crt_exp.attention.reference import softmax_attention
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, Several, checked
+from crt_exp.studies.approximation import Approximation
 from crt_exp.studies.base import Series
+from crt_exp.studies.captured import Synthetic, relative_error
 from crt_exp.studies.kernel import generator
 
 
@@ -59,3 +63,42 @@ def tensors(length: int, d: int, scale: float, seed: int) -> tuple[Tensor, Tenso
 @lru_cache(maxsize=64)
 def _exact(length: int, d: int, scale: float, seed: int) -> Tensor:
     return softmax_attention(*tensors(length, d, scale, seed))
+
+
+class HeadErrors:
+    """Squared errors of the output of one head over those of uniform attention, the mean of V, of each sample.
+
+    mean_sq_sum: mean |x + y|^2 of queries and keys, of which the Performers' paper says "appropriately normalized" and
+    no more. turn: as in `Synthetic`. Attention without projections has the same errors at every m.
+    """
+
+    def __init__(self, length: int, d: int, mean_sq_sum: float, ms: Sequence[int], samples: int,
+                 turn: float | None = None):
+        self.head = {"length": length, "heads": 1, "d": d, "scale": (mean_sq_sum / (2 * d**0.5)) ** 0.5, "depth": 0,
+                     "turn": turn}
+        self.ms, self.samples = ms, samples
+
+    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        """mse, that of `zero` and `uniform`, and `relative`, the error of uniform attention over the exact norm."""
+        whole = None if mechanism.estimates else self.of_layer(mechanism, seed)
+        for m in self.ms:
+            mse, relative = whole or self.of_map(mechanism, m, seed)
+            yield {"m": m, "mse": mse, "zero": [error**-2 for error in relative], "uniform": [1.0] * self.samples,
+                   "relative": relative}
+
+    def of_map(self, mechanism: Mechanism, m: int, seed: int) -> tuple[list[float], list[float]]:
+        task = Approximation([m], self.samples, rows=1, pairs=0, **self.head)
+        errors = task.measure(mechanism.map(), mechanism, m, 0, seed)[0]
+        ratio = errors["output_error"] / errors["uniform_error"]
+        return ratio[:, 0].square().tolist(), errors["uniform_error"][:, 0].tolist()
+
+    @torch.no_grad()
+    def of_layer(self, mechanism: Mechanism, seed: int) -> tuple[list[float], list[float]]:
+        source, mse, relative = Synthetic(**self.head), [], []
+        layer = mechanism.layer(1, self.head["d"], scaling=1.0).eval()
+        for sample in range(self.samples):
+            given = source.layers(sample, seed)[0]
+            relative.append(relative_error(given.uniform, given.output).item())
+            error = relative_error(layer(given.x, given.y, given.v), given.output).item()
+            mse.append((error / relative[-1]) ** 2)
+        return mse, relative
