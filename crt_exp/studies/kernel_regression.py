@@ -69,17 +69,16 @@ class PeerClassifier:
 
 
 def chosen(draws: Sequence[Draw]) -> Iterator[Draw]:
-    """The test accuracy of each split's own choice of map and coding ("car", or "car, onehot"), which its validation part
-    makes; of the first of equals."""
-    best: dict[tuple[str, Any], Draw] = {}
+    """The test accuracy of each split's own choice of map and coding ("car", or "car, onehot"), which its validation
+    part makes; of the first of equals."""
+    valid: dict[tuple[str, Any], list[Draw]] = {}
     tested = {(draw.setting, draw.arm, draw.unit): draw for draw in draws if draw.metric == "accuracy"}
     for draw in draws:
-        place = draw.setting.partition(", ")[0], draw.unit
         if draw.metric == "validation" and draw.arm in choices("features"):
-            if place not in best or draw.value > best[place].value:
-                best[place] = draw
-    for (dataset, unit), draw in best.items():
-        yield replace(tested[draw.setting, draw.arm, unit], setting=dataset, arm=CHOICE, seconds="")
+            valid.setdefault((draw.setting.partition(", ")[0], draw.unit), []).append(draw)
+    for (dataset, unit), each in valid.items():
+        best = max(each, key=lambda draw: draw.value)
+        yield replace(tested[best.setting, best.arm, unit], setting=dataset, arm=CHOICE, seconds="")
 
 
 def averages(draws: Sequence[Draw]) -> Iterator[Draw]:
