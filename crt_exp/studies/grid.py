@@ -8,7 +8,7 @@ file says: a name of what is compared.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -38,6 +38,9 @@ class Part:
     times in turns: the probe gets them by name, and its rows say whose they are. folders: of the models of `starts`, by
     seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them,
     {starts: name} for all of them.
+
+    Cells of parts with the same workers that follow each other are measured seed by seed: an interruption leaves whole
+    seeds, and what changes on the machine meanwhile changes for all arms.
     """
 
     probe: Mapping[str, Any]
@@ -75,7 +78,8 @@ class Part:
                 made, more = {each: self.made(each, common)[0] for each in self.arms}, {}
             else:
                 made, more = self.made(arm, common)
-            key = {"probe": {**self.probe, **given, **more, **swept}, "arm": made, "seed": seed}
+            probe = {**self.probe, **given, **more, **swept}
+            key = {"probe": probe, "arms" if self.together else "arm": made, "seed": seed}
             yield setting, arm, x, seed, started(key, self.folders, seed)
 
     def made(self, arm: str, common: Mapping[str, Any]) -> tuple[Arm, Mapping[str, Any]]:
@@ -129,8 +133,9 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     folders = located("starts", f"{TRAINING}.begun")(size["starts"], cells, sources, name, size.get("workers")
                                                      ) if size.get("starts") else {}
     parts = [Part.read(part, folders) for part in size["parts"]]
-    for part in parts:
-        cells.fill(distinct([key for *_, key in part.places()]), rows, name, part.workers, part.apart)
+    for (workers, apart), alike in groupby(parts, lambda part: (part.workers, part.apart)):
+        places = sorted((place for part in alike for place in part.places()), key=lambda place: place[3])
+        cells.fill(distinct([key for *_, key in places]), rows, name, workers, apart)
     for part in parts:
         for draw in part.draws(cells):
             made.append(draw)
@@ -139,13 +144,15 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
         yield from construct(derived, draws=made)
 
 
-def rows(probe: dict[str, Any], arm: Any, seed: int) -> list[dict[str, Any]]:
-    """All rows of a cell."""
+def rows(probe: dict[str, Any], seed: int, arm: Any = None, arms: Mapping[str, Any] | None = None
+         ) -> list[dict[str, Any]]:
+    """All rows of a cell, of one arm or of all together."""
     given = dict(probe)
     target = located("probe", given.pop("_target_"))
     if isinstance(target, type):
-        return list(target(**given).records(arm_of(arm), seed))
-    found = target(arm, **given, seed=seed)
+        made = arm_of(arm) if arms is None else {name: arm_of(each) for name, each in arms.items()}
+        return list(target(**given).records(made, seed))
+    found = target(arm if arms is None else arms, **given, seed=seed)
     return [found] if isinstance(found, dict) else list(found)
 
 

@@ -16,7 +16,7 @@ from crt_exp.models.implicit_policy import column_sums
 from crt_exp.studies import grid, training
 from crt_exp.studies.cells import Draw
 from crt_exp.studies.flops import TOKENS, columns, count
-from crt_exp.studies.pairs import drawn, generator
+from crt_exp.studies.kernel import drawn, generator
 from crt_exp.times import PROCESSOR, Watch, in_turns, threads
 
 CALLS = 10  # of one turn of a time

@@ -1,11 +1,21 @@
 """The driver of what measures: cells and draws of a page's file, arms by name, and what is refused."""
 
+from itertools import compress
+from pathlib import Path
+
+import pandas as pd
 import pytest
 
 from crt_exp.config import ConfigError
+from crt_exp.report import draws, page
 from crt_exp.studies import grid
 from crt_exp.studies.grid import Part, arm_of, expanded
 
+COMMITTED = Path(__file__).parents[2] / "outputs/report"
+DRIVEN = [name for name in page.names() if "sizes" in page.load(name) and "measure" not in page.load(name)]
+PLACE = ("setting", "arm", "metric", "table", "x", "unit")
+EARLIER = {"table1": "table == 'means'"}  # rows of earlier measurements, whose draws are not left
+LACKING = ("adapt", "fig2", "hrf-flops")    # pages of rows that lack some of their fields
 
 
 class Norms:
@@ -128,3 +138,58 @@ def test_a_page_that_says_not_what_measures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="nothing says what it measures"):
         next(grid.measure("mine", [], {}))
+
+
+@pytest.mark.parametrize("name", DRIVEN)
+def test_draws_that_are_committed_are_of_cells_that_the_page_declares(name):
+    """The same settings, arms, metrics and tables, and the same x and units where a page says them, not rows."""
+    size = page.load(name)["sizes"]["small"]
+    frame = pd.read_csv(draws.path_of(name, COMMITTED), dtype=str, keep_default_na=False, usecols=PLACE)
+    frame["x"] = frame["x"].map({x: plain(x) for x in frame["x"].unique()})
+    earlier = frame.query(EARLIER[name]) if name in EARLIER else frame[:0]
+    frame = frame.drop(earlier.index)
+    models = {start: ["its folder"] for start in size.get("starts", {})}
+    declared = {place for part in size["parts"] for place in placed(Part.read(part, models))}
+    of_cells, lost = pd.Series(False, frame.index), {*zip(earlier["setting"], earlier["arm"])}
+    for told in {tuple(value is not None for value in place) for place in declared}:
+        here = {(*compress(place, told),): place for place in declared
+                if tuple(value is not None for value in place) == told}
+        there = pd.MultiIndex.from_frame(frame[[*compress(PLACE, told)]])
+        of_cells |= there.isin([*here])
+        missing = {*here} - {*there.unique()}
+        assert name in LACKING or {here[known][:2] for known in missing} <= lost
+    arms, found = {place[:2] for place in declared}, {*zip(frame["setting"], frame["arm"])} | lost
+    left = {*zip(frame["setting"][~of_cells], frame["arm"][~of_cells])}
+    assert not (left & arms if "derived" in size else left)
+    assert {place for place in arms if None not in place} <= found
+
+
+def placed(part):
+    """PLACE of each value that a part declares, with None for what only a row says."""
+    for setting, arm, x, seed, key in part.places():
+        unit, given = str(seed) if part.seeds > 1 else "", part.arms.get(arm)
+        values = [(arm, what, unit, given.get("over", 1) if isinstance(given, dict) else 1) for what in part.fields]
+        if arm in ("", next(iter(part.arms))) and not seed:
+            values += [(name, what, "", 1) for name, given in part.controls.items()
+                       for what in ([given] if isinstance(given, dict) else given)]
+        for name, what, unit, over in values:
+            place = {"setting": setting, "arm": name, "metric": what["metric"], "table": ""} | {
+                key: None if "{" in what[key] else what[key] for key in ("setting", "arm", "table") if key in what}
+            for each in xs(what, key["probe"]) if "x" in what else [x]:
+                told = isinstance(each, int | float | str)
+                yield (*place.values(), plain(each / over if over != 1 else each) if told else None,
+                       None if "unit" in what or what.get("each") == "unit" else unit)
+
+
+def xs(what, probe):
+    """Values of x that rows take from the probe's arguments, one or a list of them."""
+    given = probe.get(what["x"], probe.get(what["x"] + "s"))
+    return given if isinstance(given, list) else [given]
+
+
+def plain(x):
+    """100 and "100.0" alike."""
+    try:
+        return f"{float(x):g}"
+    except ValueError:
+        return x

@@ -10,11 +10,18 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.report import draws, page, render
 from crt_exp.report.page import Page
 from crt_exp.studies import flops, grid, sources, speech
-from crt_exp.studies.clusters import Clusters
 from crt_exp.studies.flops import Flops
-from crt_exp.studies.pairs import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
-from crt_exp.studies.pointwise import Pointwise
-from crt_exp.studies.qmc import QMC
+from crt_exp.studies.kernel import (
+    QMC,
+    Clusters,
+    Pointwise,
+    angles_of,
+    at_angles,
+    drawn,
+    generator,
+    log_relative_mse,
+    squared_errors,
+)
 
 EXACT = Mechanism.of("exact")
 
