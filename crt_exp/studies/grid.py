@@ -201,15 +201,14 @@ def digest(path: Path) -> str:
 
 
 def started(value: Any, folders: Mapping[str, Sequence[str]], seed: int) -> Any:
-    """With the folder of a model in the place of each {start: name}. Raises ConfigError."""
+    """With the folder of a model in the place of each {start: name}, those of all seeds of {starts: name}. Raises
+    ConfigError."""
     if isinstance(value, Mapping):
-        if [*value] == ["starts"]:
-            return [*folders[value["starts"]]]
-        if [*value] != ["start"] or not isinstance(name := value["start"], str):
+        if len(value) != 1 or not {"start", "starts"} & {*value} or not isinstance(name := [*value.values()][0], str):
             return {key: started(each, folders, seed) for key, each in value.items()}
         if name not in folders:
             raise unknown("start", name, [*folders])
-        return folders[name][seed % len(folders[name])]
+        return [*folders[name]] if "starts" in value else folders[name][seed % len(folders[name])]
     return [started(each, folders, seed) for each in value] if isinstance(value, list) else value
 
 

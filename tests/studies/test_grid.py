@@ -193,3 +193,20 @@ def plain(x):
         return f"{float(x):g}"
     except ValueError:
         return x
+
+
+def test_what_a_user_gave_stands_in_a_size_and_other_files_are_other_cells(tmp_path):
+    (tmp_path / "a.fasta").write_text("MK")
+    size = {"probe": {"input": {"option": "input"}, "m": {"option": "m"}, "content": {"digest": ["input", "m"]}}}
+    found = grid.given(size, {"input": str(tmp_path / "a.fasta")})["probe"]
+    assert found["input"] == str(tmp_path / "a.fasta") and found["m"] is None and len(found["content"]) == 1
+    (tmp_path / "a.fasta").write_text("MKL")
+    assert grid.given(size, {"input": str(tmp_path / "a.fasta")})["probe"]["content"] != found["content"]
+    assert grid.given(size, {}) == {"probe": {"input": None, "m": None, "content": []}}
+
+
+def test_starts_stand_for_the_models_of_all_seeds():
+    part = {"runs": {"starts": "exact"}, "run": {"start": "exact"}}
+    assert grid.started(part, {"exact": ["a", "b"]}, 3) == {"runs": ["a", "b"], "run": "b"}
+    with pytest.raises(ConfigError, match="did you mean exact"):
+        grid.started({"starts": "exakt"}, {"exact": ["a"]}, 0)
