@@ -17,7 +17,7 @@ from torch import Tensor
 from crt_exp import mechanism_text
 from crt_exp.data.text import official_file
 from crt_exp.mechanism import Mechanism
-from crt_exp.studies import runs, training
+from crt_exp.studies import training
 from crt_exp.studies.captured import Branches, Synthetic, branch_errors
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.studies.fidelity import of_heads
@@ -71,11 +71,10 @@ def random_errors(S: int, arm: str, sample: int) -> dict[str, list[float]]:
 
 def encoder(made: Mapping[str, Any], cells: Cells, sources: Sequence[str], name: str) -> Key:
     """Where its run is, trained if it is not there, and the tokens of its blocks."""
-    grid = training.Grid(settings={}, arms={"exact": []}, metrics=["loss"], before=made)
-    home = runs.Home(training.HOME, tuple(sources))
-    training.train_before(grid, home, cells, [("exact", SEED)], name)
-    line = grid.stages("exact", SEED, home)[-1]
-    return {"start": str(home.place(line)), "length": int(next(o for o in line if o.startswith("task.block="))[11:])}
+    start = {key: made[key] for key in ("common", "stages")}
+    key, = training.begun({"encoder": start}, cells, sources, name)["encoder"]
+    block = next(option for option in key["overrides"] if option.startswith("task.block="))
+    return {"start": training.folder(key), "length": int(block.removeprefix("task.block="))}
 
 
 @lru_cache(maxsize=1)

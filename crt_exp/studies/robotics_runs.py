@@ -13,7 +13,7 @@ from torch import Tensor
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import column_sums
-from crt_exp.studies import training
+from crt_exp.studies import grid
 from crt_exp.studies.cells import Cells, Draw
 from crt_exp.studies.flops import TOKENS, columns, count
 from crt_exp.studies.pairs import drawn, generator
@@ -26,7 +26,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     """The draws of the grid `runs` of training (return, tables "validation" and "test"); share: a return on test over
     the mean return of exact attention. Of ranking the patches (table cost, setting "d = 4", x: patches): flops,
     counted, and ms, of turns, one image at a time."""
-    made = [*training.measure(name, sources, {**size["runs"], "cost": False}, keep)]
+    made = [*grid.measure(name, sources, {"runs": size["runs"]}, keep)]
     yield from made
     yield from shares(made)
     cells = Cells(name, sources, keep)
