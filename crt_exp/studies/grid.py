@@ -8,6 +8,7 @@ file says: a name of what is compared.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from itertools import groupby, product
 from pathlib import Path
 from string import Formatter
@@ -33,7 +34,8 @@ class Part:
     probe: `_target_` and arguments. settings: name -> more arguments; arm: what all arms have there. arms: name -> an
     arm as `arm_of` reads it, or null, where its name says it all; over: what x is divided by, probe: more arguments.
     Names in braces stand for lists, see `expanded`. sweep: {argument: values}, which are x where a field has no other.
-    seeds: of the probe; with more than one they are the units. fields: what of a row is drawn, and controls: name ->
+    seeds: of the probe, and seeds_of: of arms that have fewer; with more than one they are the units, or go round
+    through so many `units`. fields: what of a row is drawn, and controls: name ->
     such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
     times in turns: the probe gets them by name, and its rows say whose they are. folders: of the models of `starts`, by
     seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them,
@@ -50,6 +52,8 @@ class Part:
     controls: Mapping[str, Mapping[str, Any] | Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     seeds: int = 1
+    seeds_of: Mapping[str, int] = field(default_factory=dict)
+    units: int = 0
     workers: int | None = None
     apart: bool = False
     together: bool = False
@@ -72,6 +76,8 @@ class Part:
         name, values = next(iter(self.sweep.items()), ("", [""]))
         arms = [""] if self.together else self.arms
         for setting, arm, x, seed in product(self.settings, arms, values, range(self.seeds)):
+            if seed >= self.seeds_of.get(arm, self.seeds):
+                continue
             given = dict(self.settings[setting])
             common, swept = given.pop("arm", {}), {name: x} if name else {}
             if self.together:
@@ -93,7 +99,8 @@ class Part:
     def draws(self, cells: Cells) -> Iterator[Draw]:
         for setting, arm, x, seed, key in self.places():
             given = self.arms.get(arm)
-            over, unit = given.get("over", 1) if isinstance(given, Mapping) else 1, seed if self.seeds > 1 else ""
+            over = given.get("over", 1) if isinstance(given, Mapping) else 1
+            unit = seed % (self.units or self.seeds) if self.seeds > 1 else ""
             for row, what in product(cells[key], self.fields):
                 yield from drawn(cells, key, row, what, Place(setting, arm, unit, x), over)
         yield from self.drawn_controls(cells)
@@ -125,21 +132,24 @@ class Place:
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """Trains the models of `starts`, then the draws of all parts that the size lists, then those that are `derived` of
-    them: functions of draws."""
-    if not size.get("parts"):
-        raise ConfigError(f"{name}: nothing says what it measures: a size takes parts, or the file `measure`")
-    cells, made = Cells(name, sources, keep), []
-    folders = located("starts", f"{TRAINING}.begun")(size["starts"], cells, sources, name, size.get("workers")
-                                                     ) if size.get("starts") else {}
-    parts = [Part.read(part, folders) for part in size["parts"]]
+    """The draws of a size: of all `parts`, of the grids of `runs`, one after the other, for they have conditions on the
+    draws before, and last those that are `derived` of all these by functions. Models of `starts` are trained first."""
+    if not size.get("parts") and not size.get("runs"):
+        raise ConfigError(f"{name}: nothing says what it measures: a size takes parts or runs, or the file `measure`")
+    cells, made, models = Cells(name, sources, keep), [], {}
+    if "starts" in size or "runs" in size:
+        training = import_module(TRAINING)
+        models = training.begun(size.get("starts", {}), cells, sources, name, size.get("workers"))
+    folders = {start: [training.folder(key) for key in keys] for start, keys in models.items()}
+    parts = [Part.read(part, folders) for part in size.get("parts", [])]
     for (workers, apart), alike in groupby(parts, lambda part: (part.workers, part.apart)):
         places = sorted((place for part in alike for place in part.places()), key=lambda place: place[3])
         cells.fill(distinct([key for *_, key in places]), rows, name, workers, apart)
     for part in parts:
-        for draw in part.draws(cells):
-            made.append(draw)
-            yield draw
+        made += part.draws(cells)
+    for given in size.get("runs", []):
+        made += training.measured(training.Grid.read(given, models), [*made], cells, sources, name)
+    yield from made
     for derived in size.get("derived", []):
         yield from construct(derived, draws=made)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import column_sums
-from crt_exp.studies import grid, training
+from crt_exp.studies import grid
 from crt_exp.studies.cells import Draw
 from crt_exp.studies.flops import TOKENS, columns, count
 from crt_exp.studies.kernel import drawn, generator
@@ -22,24 +22,16 @@ from crt_exp.times import PROCESSOR, Watch, in_turns, threads
 CALLS = 10  # of one turn of a time
 
 
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """The draws of the grid `runs` of training, those `derived` of them, and those of `parts`."""
-    made = [*training.measure(name, sources, {**size["runs"], "cost": False}, keep)]
-    yield from made
-    yield from shares(made)
-    yield from grid.measure(name, sources, {"parts": size["parts"]}, keep)
-
-
-def shares(draws: Sequence[Draw]) -> Iterator[Draw]:
-    """Of a return on test over the mean return of exact attention, of the seeds that all arms of a setting have."""
-    test = [draw for draw in draws if draw.table == "test" and draw.metric == "return"]
+def shares(draws: Sequence[Draw], metric: str, of: str, table: str) -> Iterator[Draw]:
+    """A metric `of` each arm over its mean of exact attention, of the seeds that all arms of a setting have."""
+    test = [draw for draw in draws if draw.table == table and draw.metric == of]
     for setting in dict.fromkeys(draw.setting for draw in test):
         here = [draw for draw in test if draw.setting == setting]
         seeds = [{draw.unit for draw in here if draw.arm == arm} for arm in {draw.arm for draw in here}]
         ours = [draw for draw in here if draw.unit in set.intersection(*seeds)]
         exact = [draw.value for draw in ours if draw.arm == "exact"]
         for draw in ours:
-            yield replace(draw, metric="share", value=draw.value * len(exact) / sum(exact), seconds="")
+            yield replace(draw, metric=metric, value=draw.value * len(exact) / sum(exact), seconds="")
 
 
 def costs(arm: Mapping[str, Any], d: int, lengths: Sequence[int], rounds: int, seed: int) -> Iterator[dict[str, Any]]:

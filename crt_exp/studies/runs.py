@@ -104,8 +104,8 @@ class Start:
 
 
 def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
-    """Options and lists of them, in one list."""
-    return list(chain.from_iterable([each] if isinstance(each, str) else each for each in options))
+    """Options and lists of them, however deep, in one list."""
+    return list(chain.from_iterable([each] if isinstance(each, str) else flat(each) for each in options))
 
 
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The driver of what measures: cells and draws of a page's file, arms by name, and what is refused."""
 
-from itertools import compress
+from itertools import compress, product
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +10,7 @@ from crt_exp.config import ConfigError
 from crt_exp.report import draws, page
 from crt_exp.studies import grid
 from crt_exp.studies.grid import Part, arm_of, expanded
+from crt_exp.studies.training import Grid
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
 DRIVEN = [name for name in page.names() if "sizes" in page.load(name) and "measure" not in page.load(name)]
@@ -140,7 +141,47 @@ def test_a_page_that_says_not_what_measures(tmp_path, monkeypatch):
         next(grid.measure("mine", [], {}))
 
 
-@pytest.mark.parametrize("name", DRIVEN)
+# Settings, tables and arms that stand in a file of draws and are of measurements before: `choices` or facts say so.
+BEFORE = {"fidelity": {"means"}, "fig3": {"directly after the swap, an earlier model", "squared_norm"},
+          "hrf-speech": {"directly after the swap, an earlier model"}, "table2": {"perplexity", "majority class"}}
+TRAINED = [name for name in DRIVEN if "runs" in page.load(name)["sizes"]["small"]]
+
+
+def declared(size):
+    """(setting, arm, metric, table) of what a size draws; None for what only rows say."""
+    for part in map(Part.read, size.get("parts", [])):
+        for setting, what in product(part.settings, part.fields):
+            named = what.get("arm", "")
+            arms = [*part.arms] if not named or part.together and "{" in named else [None if "{" in named else named]
+            yield from ((setting, arm, what["metric"], what.get("table", "")) for arm in arms)
+        for setting, (name, given) in product(part.settings, part.controls.items()):
+            yield from ((setting, name, what["metric"], what.get("table", "")) for what in given)
+    for each in map(Grid.read, size["runs"]):
+        for setting, arm in product(each.settings, each.arms):
+            places = [setting, *(f"{setting}, {name}" for name in each.apart.values())]
+            yield from ((setting, arm, metric, "validation") for metric in each.metrics)
+            yield from ((place, arm, metric, "test") for place in places for metric in each.tested or [None])
+            yield from ((place, name, None, "test") for place in places for name in each.baselines.values())
+            yield from ((setting, arm, metric, "step") for metric in ("steps_per_s", "mib") if each.cost)
+    for given in size.get("derived", []):
+        into = given.get("into", {})
+        for metric in given["metrics"].values() if "metrics" in given else [given["metric"]]:
+            yield from ((into.get(setting), arm, metric, given["table"]) for setting in into or [None]
+                        for arm in given.get("arms", [given.get("arm")]))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_committed_places_are_those_of_parts_and_runs(name):
+    """Setting, arm, metric and table of every draw."""
+    places = {*declared(page.load(name)["sizes"]["small"])}
+    frame = pd.read_csv(draws.path_of(name, COMMITTED), usecols=["setting", "arm", "metric", "table"], dtype=str)
+    found = {*frame[["setting", "arm", "metric", "table"]].fillna("").itertuples(index=False, name=None)}
+    odd = [each for each in found if not BEFORE.get(name, set()) & {*each} and not any(
+        all(ours in (theirs, None) for ours, theirs in zip(place, each)) for place in places)]
+    assert not odd
+
+
+@pytest.mark.parametrize("name", [name for name in DRIVEN if name not in TRAINED])
 def test_draws_that_are_committed_are_of_cells_that_the_page_declares(name):
     """The same settings, arms, metrics and tables, and the same x and units where a page says them, not rows."""
     size = page.load(name)["sizes"]["small"]
