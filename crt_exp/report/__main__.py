@@ -5,18 +5,17 @@ NAME.md and NAME.png.
 """
 
 import argparse
-import inspect
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from crt_exp.config import ConfigError, located, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
-from crt_exp.studies import cells, sources
+from crt_exp.studies import cells, grid, sources
 
 SIZES = ("small", "gpu", "full")
 
@@ -25,11 +24,9 @@ class PagesFailed(ValueError):
     """Some pages cannot be made; their errors are said."""
 
 
-def options_of(report: str, function: Callable[..., None], words: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE for the keyword-only parameters of a function that makes or measures a report. Raises ConfigError for
-    other words."""
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    result = {}
+def options_of(report: str, known: Iterable[str], words: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE for the `options` of a report's file. Raises ConfigError for other words."""
+    known, result = [*known], {}
     for word in words:
         key, _, value = word.partition("=")
         if not known:
@@ -49,10 +46,13 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
     name, measured = Path(name).stem, located("measure", spec.get("measure", sources.DRIVER))
-    given = options_of(name, measured, options)
+    known, chosen = spec.get("options", {}), spec["sizes"][size]
+    given = options_of(name, known, options)
+    for option in given:
+        chosen = chosen | (known[option] or {})
     if again:
         cells.forget(name)
-    return draws.write(name, measured(name, sources.of_page(spec), spec["sizes"][size], keep, **given), folder)
+    return draws.write(name, measured(name, sources.of_page(spec), grid.given(chosen, given), keep), folder)
 
 
 def render_all(folder: Path) -> None:

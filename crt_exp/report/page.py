@@ -21,6 +21,8 @@ come after those of the file.
     tables, panels: see `tables` and `figures`
     sizes:      SIZE -> parts, what is measured: see `crt_exp.studies.grid.Part`
     measure:    a function that measures in another way; sizes are then its settings
+    options:    KEY of KEY=VALUE on the command line -> what is in the place of the size's own keys where it is given,
+                or null; in sizes {option: KEY} stands for VALUE, see `crt_exp.studies.grid.given`
 """
 
 import importlib.util
@@ -55,7 +57,8 @@ from crt_exp.report.evidence import (
 
 FOLDER = CONF / "report"
 KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims",
-        "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "measure", "sizes")
+        "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "measure", "options",
+        "sizes")
 NO_ROWS = np.empty(0, int)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 

@@ -347,13 +347,6 @@ def commit() -> str | None:
     return _git(root, "rev-parse", "HEAD") + ("+changes" if changed else "")
 
 
-def as_committed_with(file: str, others: str) -> str:
-    """The text of a file of the repository at the last commit of others, a pattern; empty where history has none."""
-    root = Path(crt_exp.__file__).parent.parent
-    last = _git(root, "log", "-1", "--format=%H", "--", others) if (root / ".git").exists() else ""
-    return _git(root, "show", f"{last}:{file}") if last else ""
-
-
 def _git(root: Path, *args: str) -> str:
     return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""What a swap loses and light training brings back, on four small models that are trained here.
+"""What a swap loses and light training brings back, on small models that are trained here.
 
 copying: a GPT-2 on rows of random symbols whose second half is the first again; causal: the same on characters of
 WikiText-2; masked: a pre-norm RoBERTa on symbols said twice, some of them hidden; vision: a ViT on handwritten digits.
@@ -7,43 +7,31 @@ Every arm is swapped in, taught by attention transfer, and trained by low-rank a
 order) and without it for as many steps in all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from crt_exp.nearfar import NearFar
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import NearFar
 from crt_exp.runner.adapters import Adapters
 from crt_exp.studies.bench import fitted
-from crt_exp.studies.cells import Cells, Draw
-from crt_exp.times import PROCESSOR, Watch, milliseconds
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
 from crt_exp.tasks.objectives import following
+from crt_exp.times import PROCESSOR, Watch, milliseconds, threads
 
-HOME = Path("outputs/adapt")
 SYMBOLS, COPIED, LENGTH, MASKED, SHARE = 16, 64, 64, 64, 0.3   # symbols; tokens of rows; hidden ones
 WIDTH, LAYERS, HEADS = 128, 4, 4                    # those of the small models of fidelity and copying
 PATCH = 4                                           # pixels a side of MNIST's 28: 49 tokens and one more
 HIDDEN = 63                                         # the token of a hidden character
 ROWS = 16                                           # of a step
-EXACT_LR, TRANSFER_LR, LORA_LR, RANK = 3e-3, 2e-2, 5e-3, 4
-PLACES = ("swapped", "transferred", "transfer, LoRA", "LoRA")
-EXACT, UNIFORM = "exact", "uniform"
-ARMS = ("nearfar block=4 heavy=2 cells=4 open=8 exact_until=8", "favorpp learn=projections",
-        "favorsharp learn=parameters", "hedgehog", "window block=4 first=2")
-JUDGED = (EXACT, UNIFORM, *ARMS[:2])                # those that may have more seeds
-M = {"favorpp": 64, "favorsharp": 32, "hedgehog": 32}  # all of 64 features
-BUDGET = 48                                         # keys that all causal layers of near-far together read
+UNIFORM = "uniform"                                 # the control, which is not adapted
 
 
 # ---- rows and models
@@ -168,53 +156,101 @@ def trained(model: nn.Module, setting: str, seed: int, steps: int, lr: float, st
     return watch.seconds
 
 
-def exact(setting: str, seed: int, steps: int) -> dict[str, float]:
-    """Trains the exact model of a seed and keeps it."""
+@lru_cache(maxsize=64)
+def exact(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
+    """The weights of the exact model of a seed, which every arm starts from."""
     torch.manual_seed(seed)
     model = SETTINGS[setting].model()
-    seconds = trained(model, setting, seed, steps, EXACT_LR)
-    HOME.mkdir(parents=True, exist_ok=True)
-    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, file_of(setting, seed, steps))
-    return {"loss": tested(model, setting, seed), "seconds": seconds}
-
-
-def file_of(setting: str, seed: int, steps: int) -> Path:
-    return HOME / f"{setting}-{seed}-{steps}.safetensors"
-
-
-def begun(setting: str, seed: int, steps: int) -> nn.Module:
-    model = SETTINGS[setting].model()
-    model.load_state_dict(load_file(file_of(setting, seed, steps)), strict=False)
-    return model.eval()
+    trained(model, setting, seed, steps, lr)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 # ---- an arm
 
 
-def adapted(setting: str, seed: int, steps: int, arm: str, transfer: int, lora: int) -> dict[str, Any]:
-    """Loss and CPU seconds at each of PLACES; of a step of transfer and of training: seconds and bytes for the backward
-    pass."""
-    model = swapped(setting, seed, steps, arm)
-    places = {"swapped": (tested(model, setting, seed), 0.0)}
-    seconds = taught(model, setting, seed, transfer) if arm not in (EXACT, UNIFORM) else 0.0
-    places["transferred"] = (tested(model, setting, seed), seconds)
-    if arm != UNIFORM:
-        more = low_rank(model, setting, seed, lora, transfer)
-        places["transfer, LoRA"] = (tested(model, setting, seed), seconds + more)
-        model = swapped(setting, seed, steps, arm)
-        alone = low_rank(model, setting, seed, transfer + lora, 0)
-        places["LoRA"] = (tested(model, setting, seed), alone)
-    return {"places": places, "steps": of_steps(setting, seed, steps, arm)}
+@dataclass(frozen=True)
+class Adapted:
+    """A model of SETTINGS that gets other attention. steps: of its own training; transfer, and lora beyond these: of
+    adaptation; *_lr: learning rates of all three. rank: of adapters. budget: keys that all causal layers of near-far
+    attention together read."""
+
+    setting: str
+    steps: int
+    transfer: int
+    lora: int
+    exact_lr: float
+    transfer_lr: float
+    lora_lr: float
+    rank: int
+    budget: int
+
+    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        """Loss (nats) and CPU seconds at each place: swapped, transferred, after LoRA beyond it, and after as many
+        steps of LoRA alone; of a step of transfer over one of training all weights: CPU seconds, and bytes for the
+        backward pass."""
+        with threads(1):
+            yield from self.places(mechanism, seed)
+            yield from self.step_ratios(mechanism, seed)
+
+    def places(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        def at(place: str, seconds: float) -> dict[str, Any]:
+            return {"place": place, "loss": tested(model, self.setting, seed), "seconds": seconds}
+
+        model = self.swapped(mechanism, seed)
+        yield at("swapped", 0.0)
+        seconds = self.taught(model, seed) if adapts(mechanism) else 0.0
+        yield at("transferred", seconds)
+        if mechanism.name != UNIFORM:
+            more = self.low_rank(model, seed, self.lora, self.transfer)
+            yield at("transfer, LoRA", seconds + more)
+            model = self.swapped(mechanism, seed)
+            yield at("LoRA", self.low_rank(model, seed, self.transfer + self.lora, 0))
+
+    def swapped(self, mechanism: Mechanism, seed: int) -> nn.Module:
+        """The exact model with the arm's attention, whose statistics are of training rows."""
+        model = SETTINGS[self.setting].model()
+        model.load_state_dict(exact(self.setting, seed, self.steps, self.exact_lr), strict=False)
+        if mechanism.is_exact:
+            return model.eval()
+        replace(mechanism, seed=seed).swap(model.eval(), saved=False)
+        return fitted(model, calibration(self.setting, seed))
+
+    def taught(self, model: nn.Module, seed: int) -> float:
+        """Attention transfer of those that have something to learn; CPU seconds."""
+        shares = has_budget(model)
+        if not (shares or learned(swapped_layers(model))):
+            return 0.0
+        with Watch(PROCESSOR) as watch:
+            taught = Transferring(model)
+            calibrate(taught, calibration(self.setting, seed), self.budget if shares else None)
+            if learned(swapped_layers(model)):
+                trained(taught, self.setting, seed, self.transfer, self.transfer_lr, transfer_loss)
+            release(taught)
+        return watch.seconds
+
+    def low_rank(self, model: nn.Module, seed: int, steps: int, first: int) -> float:
+        """Adapters, drawn from the seed, trained and merged; CPU seconds."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapters = Adapters(model, {"rank": self.rank, "alpha": 2.0 * self.rank, "dropout": 0.0, "targets": None,
+                                        "also": [], "merge": True})
+        seconds = trained(model, self.setting, seed, steps, self.lora_lr, first=first)
+        adapters.merge()
+        return seconds
+
+    def step_ratios(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        if not adapts(mechanism):
+            return
+        model, rows = self.swapped(mechanism, seed), SETTINGS[self.setting].rows("train", 5, ROWS)
+        if learned(swapped_layers(model)):
+            seconds, mib = cost(lambda: loss_of(model.train(), rows))
+            taught = Transferring(model).train()
+            taught_seconds, taught_mib = cost(lambda: transfer_loss(taught, rows))
+            yield {"place": "transferred", "time_ratio": taught_seconds / seconds, "memory_ratio": taught_mib / mib}
 
 
-def swapped(setting: str, seed: int, steps: int, arm: str) -> nn.Module:
-    """The exact model with the arm's attention, whose statistics are of training rows."""
-    model = begun(setting, seed, steps)
-    if arm == EXACT:
-        return model
-    mechanism = Mechanism.parse(arm, seed=seed)
-    mechanism.projecting(M.get(mechanism.name, mechanism.m)).swap(model, saved=False)
-    return fitted(model, calibration(setting, seed))
+def adapts(mechanism: Mechanism) -> bool:
+    return not mechanism.is_exact and mechanism.name != UNIFORM
 
 
 def calibration(setting: str, seed: int) -> list[Tensor]:
@@ -227,45 +263,12 @@ def has_budget(model: nn.Module) -> bool:
     return isinstance(first, NearFar) and first.causal
 
 
-def taught(model: nn.Module, setting: str, seed: int, steps: int) -> float:
-    """Attention transfer of those that have something to learn; CPU seconds."""
-    shares = has_budget(model)
-    if not (shares or learned(swapped_layers(model))):
-        return 0.0
-    with Watch(PROCESSOR) as watch:
-        taught = Transferring(model)
-        calibrate(taught, calibration(setting, seed), BUDGET if shares else None)
-        if learned(swapped_layers(model)):
-            trained(taught, setting, seed, steps, TRANSFER_LR, transfer_loss)
-        release(taught)
-    return watch.seconds
-
-
 def transfer_loss(taught: Transferring, rows: tuple[Tensor, Tensor]) -> Tensor:
     return taught(rows[0])[0].mean()
 
 
-def low_rank(model: nn.Module, setting: str, seed: int, steps: int, first: int) -> float:
-    adapters = Adapters(model, {"rank": RANK, "alpha": 2.0 * RANK, "dropout": 0.0, "targets": None, "also": [],
-                                "merge": True})
-    seconds = trained(model, setting, seed, steps, LORA_LR, first=first)
-    adapters.merge()
-    return seconds
-
-
-def of_steps(setting: str, seed: int, steps: int, arm: str, rounds: int = 5) -> dict[str, tuple[float, float]]:
-    """Of a step of transfer and of one of training all weights: CPU seconds, the least of some, and MiB kept."""
-    if arm in (EXACT, UNIFORM):
-        return {}
-    model, rows = swapped(setting, seed, steps, arm), SETTINGS[setting].rows("train", 5, ROWS)
-    if not learned(swapped_layers(model)):
-        return {}
-    costs = {"trained": cost(lambda: loss_of(model.train(), rows), rounds)}
-    taught = Transferring(model).train()
-    return costs | {"transferred": cost(lambda: transfer_loss(taught, rows), rounds)}
-
-
-def cost(loss: Callable[[], Tensor], rounds: int) -> tuple[float, float]:
+def cost(loss: Callable[[], Tensor], rounds: int = 5) -> tuple[float, float]:
+    """CPU seconds, the least of some, and MiB kept for the backward pass."""
     held = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -276,29 +279,3 @@ def cost(loss: Callable[[], Tensor], rounds: int) -> tuple[float, float]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss()
     return min(spent), sum(held.values()) / 2**20
-
-
-# ---- draws
-
-
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """Metrics: loss (nats), seconds (CPU) at each place x; time_ratio and memory_ratio of a step of transfer to one of
-    training (unit: seeds, of the arms JUDGED `judged` of them in the settings that it names)."""
-    torch.set_num_threads(1)
-    cells, judged = Cells(name, sources, keep), size.get("judged", {})
-    most = {setting: max(size["seeds"], judged.get(setting, 0)) for setting in SETTINGS}
-    starts = {(setting, seed): {"setting": setting, "seed": seed, "steps": size["steps"][setting]}
-              for seed, setting in product(range(max(most.values())), SETTINGS) if seed < most[setting]}
-    cells.fill([*starts.values()], exact, f"{name}: exact models", workers=1)
-    keys = {(setting, seed, arm): start | {"arm": arm, "transfer": size["transfer"], "lora": size["lora"]}
-            for (setting, seed), start in starts.items() for arm in (EXACT, UNIFORM, *ARMS)
-            if seed < size["seeds"] or arm in JUDGED}
-    cells.fill([*keys.values()], adapted, f"{name}: arms", workers=1)
-    for (setting, seed, arm), key in keys.items():
-        for place, (loss, seconds) in cells[key]["places"].items():
-            yield cells.draw(key, setting, arm, "loss", loss, seed, place)
-            yield cells.draw(key, setting, arm, "seconds", seconds, seed, place)
-        steps = cells[key]["steps"]
-        for i, metric in enumerate(("time_ratio", "memory_ratio") if steps else ()):
-            yield cells.draw(key, setting, arm, metric, steps["transferred"][i] / steps["trained"][i], seed,
-                             "transferred")

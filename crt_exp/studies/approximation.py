@@ -27,7 +27,7 @@ from crt_exp.schema import Count, Positive, Several, Whole, checked
 from crt_exp.studies import layers
 from crt_exp.studies.base import check_estimates, planned
 from crt_exp.studies.captured import Layer, Pretrained, Synthetic, relative_error
-from crt_exp.studies.pairs import drawn, drawn_ratios, generator, log_relative_mse
+from crt_exp.studies.kernel import drawn, drawn_ratios, generator, log_relative_mse
 
 DRAWS = 200      # of the noise, for sample variances
 PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged

@@ -1,6 +1,9 @@
 """Attention matrices of a protein model, exact and swapped, and which amino acids its attention takes for alike.
 
-The models are exact ones of task=trembl, trained here, or a run of the user's: exact or with its own attention.
+Models are runs of task=trembl: exact ones, or a user's with its own attention. Probes take them with the choices of a
+page: input (a FASTA file; None: the proteomes), entry (an accession; None: that of `example`, {file, entry}, or the
+first of the input), m (projections as typed; None: those of the arms), first (letters that are kept; None: all), and
+`content`, a digest of what the user named, so that other files of the same names are read anew. Rows name the entry.
 """
 
 import hashlib
@@ -19,185 +22,64 @@ from crt_exp.data.sources import missing, task_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import Kept, LanguageModel
-from crt_exp.studies import amino_acids, runs, training
-from crt_exp.studies.amino_acids import PAIRS
+from crt_exp.runner.configuration import kept_task
+from crt_exp.studies import amino_acids
 from crt_exp.studies.bench import fitted
-from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.redraw import after_swap
+from crt_exp.studies.grid import digest
 from crt_exp.swap.rollout import attention_matrices
+from crt_exp.tasks.base import Reader
 
 OWN = "a run of task=trembl"
-SWAPPED = ("favorpp", "favorp", "uniform")  # what an exact model is swapped to; the matrices of the first are kept
+Row = dict[str, Any]
 
 
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False, *, run: str | None = None,
-            input: str | None = None, entry: str | None = None, m: str | None = None, first: str | None = None
-            ) -> Iterator[Draw]:
-    """Tables of one setting, the accession of the entry: "maps" (letters; row: the weights of a query as text, unit
-    layer.head, x the query), "error" of each layer and draw of the noise, "alike" of each model, "swap". Of one draw or
-    one model they are "one draw" and "one model", for nothing is judged by these. size: {train, seeds, m, noises,
-    sequences, file, entry}. Options: run, input (a FASTA file), entry, m, first (letters that are kept).
+# ---- matrices
+
+
+def maps(arm: Mapping[str, str], run: str, noises: int, example: Mapping[str, str], seed: int, input: str | None = None,
+         entry: str | None = None, m: str | None = None, first: str | None = None, content: Sequence[str] = ()
+         ) -> Iterator[Row]:
+    """Of the model with exact attention and with the first arm, each query's weights as text, and the errors of all
+    arms, by layer and draw of the noise. A run that has other attention is drawn with its own, and `uniform`.
 
     Raises DataError and ConfigError for a run, file, entry or number that cannot be used.
     """
-    projections, count = number("m", m, size["m"]), number("first", first, None)
-    files, place, accession = chosen(input, entry, size)
+    projections, count = number("m", m), number("first", first)
+    _, place, accession = chosen(input, entry, example)
     protein = entry_of(place, accession)
-    cells, home = Cells(name, sources, keep), runs.Home(training.HOME, tuple(sources))
-    models = [run] if run else [trained(home, size, seed) for seed in range(size["seeds"])]
-    kept = of_proteins(models[0])
-    if m is not None and not kept.mechanism.is_exact:
-        raise ConfigError(f"m={m}: this run was trained with {kept.mechanism.name}, which is drawn next to exact "
-                          "attention: leave it out")
-    setting = protein.accession.decode()
-    yield from of_maps(cells, setting, {"run": models[0], "weights": weights_of(models[0]), "file": str(place),
-                                        "entry": setting, "m": projections, "noises": size["noises"], "first": count})
-    yield from of_alike(cells, setting, models, files, size["sequences"])
-    if not run:
-        yield from of_swaps(cells, setting, models)
-
-
-def trained(home: runs.Home, size: Mapping[str, Any], seed: int) -> str:
-    options = [*size["train"], f"seed={seed}"]
-    home.kept(options)
-    return str(home.place(options))
-
-
-# ---- draws
-
-
-def of_maps(cells: Cells, setting: str, key: Key) -> Iterator[Draw]:
-    value = cells.fill([key], drawn, "matrices", 1)[key]
-    for metric in ("letters", "file"):
-        yield cells.draw(key, setting, "exact", metric, value[metric], table="maps")
-    for arm, layers in value["matrices"].items():
-        for unit, rows in layers.items():
-            for query, row in enumerate(rows):
-                yield cells.draw(key, setting, arm, "row", row, unit, query, "maps")
-    for arm, draws in value["errors"].items():
-        for noise, layers in enumerate(draws):
-            for layer, error in enumerate(layers):
-                table = "error" if len(value["errors"][next(iter(value["errors"]))]) > 1 else "one draw"
-                yield cells.draw(key, setting, arm, "error", error, noise, layer, table)
-
-
-def of_alike(cells: Cells, setting: str, models: Sequence[str], files: Sequence[str], sequences: int
-             ) -> Iterator[Draw]:
-    """r with BLOSUM62 and its p; controls that are the same for all models stand with each. similarity: of each pair
-    of amino acids, the mean over trained models (unit: the pair)."""
-    common = {"files": list(files), "content": [digest(Path(file)) for file in files], "sequences": sequences}
-    keys = {(learned, i): {"run": model, "weights": weights_of(model), "trained": learned, **common}
-            for learned in (True, False) for i, model in enumerate(models)}
-    cells.fill([*keys.values()], shares, "amino acids", 1 if len(models) == 1 else None)
-    score, table = amino_acids.blosum62(), "alike" if len(models) > 1 else "one model"
-    frequencies = amino_acids.frequencies(sequences_of(files, sequences))
-    same = {"composition": amino_acids.alike(frequencies),
-            "frequency": amino_acids.alike_by_frequency(frequencies.mean(0))}
-    matrices = {place: amino_acids.alike(np.array(cells[key])) for place, key in keys.items()}
-    for (learned, i), key in keys.items():
-        arms = {"trained": matrices[True, i], **same} if learned else {"random weights": matrices[False, i]}
-        for arm, matrix in arms.items():
-            correlated = amino_acids.correlation(matrix, score)
-            for metric, value in (("r", correlated.r), ("p", correlated.p)):
-                yield cells.draw(key, setting, arm, metric, value, i, table=table)
-    mean = np.mean([matrix for (learned, _), matrix in matrices.items() if learned], 0)
-    for a, b in zip(*PAIRS):
-        for arm, matrix in (("trained", mean), ("BLOSUM62", score)):
-            pair = f"{STANDARD[a]}{STANDARD[b]}"
-            yield cells.draw(keys[True, 0], setting, arm, "similarity", float(matrix[a, b]), pair, table="pairs")
-
-
-def of_swaps(cells: Cells, setting: str, models: Sequence[str]) -> Iterator[Draw]:
-    """Whether attention matters to these models: their loss with uniform attention in its place."""
-    for i, model in enumerate(models):
-        for arm in ("exact", "uniform"):
-            key = {"start": model, "attention": arm, "seed": 0}
-            value = cells.fill([key], after_swap, "what uniform attention costs", 1)[key]
-            yield cells.draw(key, setting, arm, "loss", value["test"]["loss"], i, table="swap")
-
-
-# ---- what is chosen
-
-
-def number(key: str, value: str | None, default: int | None) -> int | None:
-    if value is not None and not (value.isdecimal() and int(value) > 0):
-        raise ConfigError(f"{key}={value}: it takes a whole number of at least 1")
-    return default if value is None else int(value)
-
-
-def of_proteins(run: str) -> Kept:
-    """Raises DataError and ConfigError for what is no run of task=trembl."""
-    kept = language.load(run, "run")
-    if kept.symbols.get("letters") != LETTERS:
-        raise ConfigError(f"run = {run} reads other symbols than amino acids: give {OWN}")
-    return kept
-
-
-def chosen(input: str | None, entry: str | None, size: Mapping[str, Any]) -> tuple[list[str], Path, str | None]:
-    """The FASTA files whose sequences tell amino acids apart, the one with the entry, and its accession (None: the
-    first of the file). Raises DataError where there is none."""
-    if input is not None:
-        return [input], Path(input).expanduser(), entry
-    folder = task_folder("protein", None)
-    if folder is None or not (folder / size["file"]).is_file():
-        raise missing("protein", folder and folder / size["file"])
-    return [str(path) for path in fasta.fasta_files(folder)], folder / size["file"], entry or size["entry"]
-
-
-def entry_of(path: Path, accession: str | None) -> fasta.Entry:
-    """Raises DataError where the file has no such entry."""
-    for entry in fasta.entries(path, LETTERS):
-        if accession in (None, entry.accession.decode()):
-            return entry
-    raise DataError(f"{path} has no entry {accession}: give one of its accessions, such as "
-                    f"{next(fasta.entries(path, LETTERS)).accession.decode()}")
-
-
-def sequences_of(files: Sequence[str], count: int) -> list[np.ndarray]:
-    """Those whose accessions have the lowest hashes, which is where the test split is taken from."""
-    index = fasta.indexed([Path(file) for file in files], LETTERS)
-    return [np.array(index.sequence(row)) for row in np.argsort(index.hashes, kind="stable")[:count]]
-
-
-def weights_of(run: str) -> str:
-    return digest(language.folder_of(run, "run", OWN) / language.WEIGHTS)
-
-
-def digest(path: Path) -> str:
-    with path.expanduser().open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-# ---- cells
-
-
-def drawn(run: str, file: str, entry: str, m: int, noises: int, first: int | None, **_: Any) -> dict[str, Any]:
-    """The matrices of the model with exact attention and with another, and the errors of others. A run that has other
-    attention is drawn with its own; exact attention with the first of SWAPPED."""
-    kept, letters = of_proteins(run), list(entry_of(Path(file), entry).tokens)
+    kept, letters, named = of_proteins(run), list(protein.tokens), {"entry": protein.accession.decode()}
     own = kept.mechanism.name
-    names = (own, "uniform") if own != "exact" else SWAPPED
+    if own != "exact":
+        if m is not None:
+            raise ConfigError(f"m={m}: this run was trained with {own}, which is drawn next to exact attention: leave "
+                              "it out")
+        arm, noises = {own: own, "uniform": "uniform"}, 1
     exact = matrices(kept.build(Mechanism.of("exact")), letters)
-    others = {name: [matrices(swapped(kept, name, m, seed, letters), letters)
-                     for seed in range(noises if Mechanism.parse(name).draws and name != own else 1)] for name in names}
-    errors = {name: [errors_of(each, exact) for each in draws] for name, draws in others.items()}
-    errors["uniform"] = errors["uniform"] * len(errors[names[0]])  # the same whatever the noise
-    shown = {"exact": exact, names[0]: others[names[0]][0]}
-    return {"letters": decode(letters)[:exact[0].shape[-1]], "file": Path(file).name, "errors": errors,
-            "matrices": {name: as_text(layers, first) for name, layers in shown.items()}}
+    yield named | {"letters": decode(letters)[:exact[0].shape[-1]], "file": place.name}
+    yield from (named | row for row in weights("exact", exact, count))
+    for name, text in arm.items():
+        for noise in range(noises):
+            made = matrices(swapped(kept, text, projections, noise, letters), letters)
+            if name == next(iter(arm)) and not noise:
+                yield from (named | row for row in weights(name, made, count))
+            yield named | {"arm": name, "noise": noise, "error": errors_of(made, exact),
+                           "layer": [*range(len(exact))], "table": "error" if noises > 1 else "one draw"}
 
 
-def as_text(layers: list[Tensor], first: int | None) -> dict[str, list[str]]:
-    """layer.head -> a text for each query: the weights of the keys."""
-    return {f"{i}.{j}": [" ".join(f"{weight:.3g}" for weight in row) for row in A[:first, :first].tolist()]
-            for i, layer in enumerate(layers) for j, A in enumerate(layer)}
+def weights(arm: str, layers: list[Tensor], first: int | None) -> Iterator[Row]:
+    """Of each head, layer.head, a text for each query: the weights of the keys."""
+    for i, layer in enumerate(layers):
+        for j, A in enumerate(layer):
+            rows = [" ".join(f"{weight:.3g}" for weight in row) for row in A[:first, :first].tolist()]
+            yield {"arm": arm, "head": f"{i}.{j}", "row": rows, "query": [*range(len(rows))]}
 
 
-def swapped(kept: Kept, name: str, m: int, seed: int, letters: list[int]) -> LanguageModel:
+def swapped(kept: Kept, text: str, m: int | None, seed: int, letters: list[int]) -> LanguageModel:
     """The run's weights with that attention; causal maps fitted to the entry, where they were not trained."""
-    if name == kept.mechanism.name:
+    if text == kept.mechanism.name:
         return kept.build()
-    model = kept.build(Mechanism.parse(name, seed=seed).projecting(m))
+    mechanism = Mechanism.parse(text, seed=seed)
+    model = kept.build(mechanism if m is None else mechanism.projecting(m))
     return fitted(model, [amino_acids.read_by(model, letters)])
 
 
@@ -211,12 +93,90 @@ def errors_of(estimates: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float((a - b).norm() / b.norm()) for a, b in zip(estimates, exact)]
 
 
-def shares(run: str, files: list[str], sequences: int, trained: bool, **_: Any) -> list[list[float]]:
-    """See `amino_acids.shares`. Not trained: a model like it with random weights, the control."""
-    kept, chains = of_proteins(run), sequences_of(files, sequences)
-    model = kept.build()
-    if not trained:
-        torch.manual_seed(int(hashlib.sha256(weights_of(run).encode()).hexdigest()[:8], 16))
-        model = LanguageModel(kept.description, kept.mechanism.layer).eval()
-        fitted(model, [amino_acids.read_by(model, chains[0])])
-    return amino_acids.shares(model, chains).tolist()
+# ---- amino acids
+
+
+def alike(arm: str, runs: Sequence[str], sequences: int, example: Mapping[str, str], seed: int,
+          input: str | None = None, entry: str | None = None, content: Sequence[str] = ()) -> Iterator[Row]:
+    """r with BLOSUM62 and its p of each model, of one like it with random weights, and of controls that are the same
+    for all models; of the mean over trained models the similarity of each pair of amino acids. arm: "trained"."""
+    files, place, accession = chosen(input, entry, example)
+    named, score = {"entry": entry_of(place, accession).accession.decode()}, amino_acids.blosum62()
+    chains = sequences_of(files, sequences)
+    frequencies, similar = amino_acids.frequencies(chains), []
+    controls = {"composition": amino_acids.alike(frequencies),
+                "frequency": amino_acids.alike_by_frequency(frequencies.mean(0))}
+    for i, run in enumerate(runs):
+        kept = of_proteins(run)
+        similar.append(amino_acids.alike(amino_acids.shares(kept.build(), chains)))
+        untrained = amino_acids.alike(amino_acids.shares(with_random_weights(kept, chains[0], run), chains))
+        for name, matrix in {arm: similar[-1], **controls, "random weights": untrained}.items():
+            yield named | {"arm": name, "model": i, "table": "alike" if len(runs) > 1 else "one model",
+                           **amino_acids.correlation(matrix, score)._asdict()}
+    for a, b in zip(*amino_acids.PAIRS):
+        for name, matrix in ((arm, np.mean(similar, 0)), ("BLOSUM62", score)):
+            yield named | {"arm": name, "pair": f"{STANDARD[a]}{STANDARD[b]}", "similarity": float(matrix[a, b])}
+
+
+def with_random_weights(kept: Kept, letters: Sequence[int], run: str) -> LanguageModel:
+    """Drawn from a seed that is the run's."""
+    own = digest(language.folder_of(run, "run", OWN) / language.WEIGHTS)
+    torch.manual_seed(int(hashlib.sha256(own.encode()).hexdigest()[:8], 16))
+    model = LanguageModel(kept.description, kept.mechanism.layer).eval()
+    return fitted(model, [amino_acids.read_by(model, letters)])
+
+
+def sequences_of(files: Sequence[str], count: int) -> list[np.ndarray]:
+    """Those whose accessions have the lowest hashes, which is where the test split is taken from."""
+    index = fasta.indexed([Path(file) for file in files], LETTERS)
+    return [np.array(index.sequence(row)) for row in np.argsort(index.hashes, kind="stable")[:count]]
+
+
+# ---- whether attention matters
+
+
+@torch.no_grad()
+def after_swap(arm: str, run: str, example: Mapping[str, str], seed: int, input: str | None = None,
+               entry: str | None = None) -> Row:
+    """The loss on the test split of a run's weights in this attention."""
+    _, place, accession = chosen(input, entry, example)
+    task = kept_task(run, init=run)
+    found = task.metrics(task.build(Mechanism.parse(arm)).eval(), "test", Reader(task))
+    return {"entry": entry_of(place, accession).accession.decode(), "model": seed, "loss": found["loss"]}
+
+
+# ---- what is chosen
+
+
+def number(key: str, value: str | None) -> int | None:
+    if value is not None and not (value.isdecimal() and int(value) > 0):
+        raise ConfigError(f"{key}={value}: it takes a whole number of at least 1")
+    return None if value is None else int(value)
+
+
+def of_proteins(run: str) -> Kept:
+    """Raises DataError and ConfigError for what is no run of task=trembl."""
+    kept = language.load(run, "run")
+    if kept.symbols.get("letters") != LETTERS:
+        raise ConfigError(f"run = {run} reads other symbols than amino acids: give {OWN}")
+    return kept
+
+
+def chosen(input: str | None, entry: str | None, example: Mapping[str, str]) -> tuple[list[str], Path, str | None]:
+    """The FASTA files whose sequences tell amino acids apart, the one with the entry, and its accession (None: the
+    first of the file). Raises DataError where there is none."""
+    if input is not None:
+        return [input], Path(input).expanduser(), entry
+    folder = task_folder("protein", None)
+    if folder is None or not (folder / example["file"]).is_file():
+        raise missing("protein", folder and folder / example["file"])
+    return [str(path) for path in fasta.fasta_files(folder)], folder / example["file"], entry or example["entry"]
+
+
+def entry_of(path: Path, accession: str | None) -> fasta.Entry:
+    """Raises DataError where the file has no such entry."""
+    for entry in fasta.entries(path, LETTERS):
+        if accession in (None, entry.accession.decode()):
+            return entry
+    raise DataError(f"{path} has no entry {accession}: give one of its accessions, such as "
+                    f"{next(fasta.entries(path, LETTERS)).accession.decode()}")

@@ -4,8 +4,6 @@ A cell is one call of a function with one key, kept as a line of JSON in outputs
 of it, as a row of outputs/report/<name>.csv: what a page compares, and all that is committed.
 """
 
-import csv
-import io
 import json
 import os
 import signal
@@ -24,7 +22,6 @@ import joblib
 from tqdm import tqdm
 
 from crt_exp.runner.run import commit, machine, read_records
-from crt_exp.studies.draw_files import whole_text
 from crt_exp.studies.sources import fingerprint
 from crt_exp.times import Watch, in_new_process
 
@@ -53,14 +50,6 @@ class Draw:
     commit: str = ""
     date: str = ""
     versions: str = ""
-
-
-def committed(name: str) -> list[dict[str, str]]:
-    """The rows of the draws of a page, as text; none where it has none."""
-    for path in (PAGES / f"{name}.csv", PAGES / f"{name}.csv.gz"):
-        if path.is_file():
-            return list(csv.DictReader(io.StringIO(whole_text(path), newline="")))
-    return []
 
 
 class OutOfTime(ValueError):
@@ -123,12 +112,6 @@ class Cells:
                             "computed are kept, and the same command goes on")
         return self
 
-    def restore(self, key: Key, value: Any, rows: Sequence[dict[str, str]]) -> None:
-        """Takes over a cell that is not kept here from its committed draws: with their commit, date and versions."""
-        seconds = next((float(row["seconds"]) for row in rows if row["seconds"]), "")
-        self.kept.setdefault(json.dumps(key), {"key": key, "value": value, "seconds": seconds,
-                                               **{name: rows[0][name] for name in ("commit", "date", "versions")}})
-
     def draw(self, key: Key, setting: str, arm: str, metric: str, value: float | str, unit: str | int = "",
              x: float | int | str = "", table: str = "") -> Draw:
         """A value of the cell of this key, with its seconds (once), commit, date and versions."""
@@ -138,10 +121,6 @@ class Cells:
         self.credited.add(name)
         return Draw(setting, arm, metric, value, unit, x, table, seconds, record["commit"], record["date"],
                     record["versions"])
-
-    def is_drawn(self, key: Key) -> bool:
-        """Whether a value of this cell stands on a draw."""
-        return json.dumps(key) in self.credited
 
     def _keep(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:

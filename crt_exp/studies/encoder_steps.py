@@ -3,7 +3,9 @@
 Recognition: evaluation mode, no gradient, one recording. Legend: T frames of the encoder, 25 a second.
 """
 
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +14,14 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import PRESETS, ConformerTransducer
 from crt_exp.times import added, in_turns
 
-RATE, LAYERS = 16000, 4  # of the paper's 17 layers: the others take as long, and no more memory
-SIZES = PRESETS["paper"] | {"layers": LAYERS}
-METHODS = {"exact": ("exact", None), "FAVOR++, m = 16": ("favorpp", 16), "FAVOR++, m = 256": ("favorpp", 256),
-           "uniform": ("uniform", None)}
+RATE, WORDS = 16000, 32
 
 
-def encoder(method: str) -> nn.Module:
-    """With random weights: time does not depend on them."""
+def encoder(arm: str, layers: int) -> nn.Module:
+    """Of the paper's sizes but for the number of layers, with random weights: time does not depend on them."""
     torch.manual_seed(0)
-    name, m = METHODS[method]
-    model = ConformerTransducer(32, RATE, SIZES)
-    return (model if name == "exact" else Mechanism.of(name, m=m).swap(model)).encoder.eval()
+    model = ConformerTransducer(WORDS, RATE, PRESETS["paper"] | {"layers": layers})
+    return (model if arm == "exact" else Mechanism.parse(arm).swap(model)).encoder.eval()
 
 
 def audio(seconds: int) -> Tensor:
@@ -37,14 +35,18 @@ def hear(model: nn.Module, given: Tensor) -> None:
     model(given, torch.tensor([given.shape[1]]))
 
 
-def times(seconds: int, rounds: int) -> dict[str, list[float]]:
-    """method -> milliseconds in each round; every method takes its turn in every round."""
+def times(arm: Mapping[str, str], seconds: int, layers: int, heard: int, seed: int) -> Iterator[dict[str, Any]]:
+    """`seconds` of each arm in each round; every arm takes its turn in every round. heard: seconds of audio in all, for
+    more rounds of short audio, which varies more; at least three."""
     given = audio(seconds)
-    return in_turns({method: partial(hear, encoder(method), given) for method in METHODS}, rounds)
+    turns = in_turns({name: partial(hear, encoder(text, layers), given) for name, text in arm.items()},
+                     max(3, heard // seconds))
+    for name, rounds in turns.items():
+        yield {"arm": name, "seconds": [ms / 1e3 for ms in rounds]}
 
 
-def memory(seconds: int, method: str) -> float:
+def memory(arm: str, seconds: int, layers: int, seed: int) -> dict[str, float]:
     """MiB at the peak beyond weights and audio. For a new process."""
-    model, given = encoder(method), audio(seconds)
+    model, given = encoder(arm, layers), audio(seconds)
     hear(model, audio(1))  # libraries and threads
-    return added(partial(hear, model, given))
+    return {"mib": added(partial(hear, model, given))}

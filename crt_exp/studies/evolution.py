@@ -23,7 +23,7 @@ from torch import Tensor
 
 from crt_exp.runner import checkpoint
 from crt_exp.samplers import orthogonal
-from crt_exp.studies.pairs import generator
+from crt_exp.studies.kernel import generator
 from crt_exp.studies.rollouts import Player, play_all
 
 CHECKPOINTS = "checkpoints"                              # within the run directory

@@ -22,7 +22,7 @@ from crt_exp.features.blocks import Blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import Count, Positive, Several, at_least, checked
 from crt_exp.studies.base import Series
-from crt_exp.studies.pairs import (angles_of, at_angles, drawn, generator, log_relative_mse,
+from crt_exp.studies.kernel import (angles_of, at_angles, drawn, generator, log_relative_mse,
                                    squared_errors)
 
 aten = torch.ops.aten

@@ -5,9 +5,12 @@ whose `records(mechanism, seed)` yields rows, a study that task=... runs as well
 file says: a name of what is compared.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from importlib import import_module
+from itertools import groupby, product
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -16,6 +19,7 @@ from crt_exp.config import ConfigError, choices, construct, located, unknown
 from crt_exp.mechanism import Mechanism
 from crt_exp.presets import OF_MAP
 from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.sources import TRAINING
 
 EVERY = "*"                                             # all maps or samplers of conf/
 GROUPS: dict[str, Callable[[], Sequence[str]]] = {"features": drawing.maps, "sampler": drawing.samplers}
@@ -30,9 +34,15 @@ class Part:
     probe: `_target_` and arguments. settings: name -> more arguments; arm: what all arms have there. arms: name -> an
     arm as `arm_of` reads it, or null, where its name says it all; over: what x is divided by, probe: more arguments.
     Names in braces stand for lists, see `expanded`. sweep: {argument: values}, which are x where a field has no other.
-    seeds: of the probe; with more than one they are the units. fields: what of a row is drawn, and controls: name ->
+    seeds: of the probe, and seeds_of: of arms that have fewer; with more than one they are the units, or go round
+    through so many `units`. fields: what of a row is drawn, and controls: name ->
     such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
-    times in turns: the probe gets them by name, and its rows say whose they are.
+    times in turns: the probe gets them by name, and its rows say whose they are. folders: of the models of `starts`, by
+    seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them,
+    {starts: name} for all of them.
+
+    Cells of parts with the same workers that follow each other are measured seed by seed: an interruption leaves whole
+    seeds, and what changes on the machine meanwhile changes for all arms.
     """
 
     probe: Mapping[str, Any]
@@ -42,33 +52,41 @@ class Part:
     controls: Mapping[str, Mapping[str, Any] | Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     seeds: int = 1
+    seeds_of: Mapping[str, int] = field(default_factory=dict)
+    units: int = 0
     workers: int | None = None
     apart: bool = False
     together: bool = False
+    folders: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, part: Mapping[str, Any]) -> "Part":
+    def read(cls, part: Mapping[str, Any], folders: Mapping[str, Sequence[str]] | None = None) -> "Part":
         """Raises ConfigError for a key that is not one, and for one that is missing."""
-        known = [each.name for each in fields(cls)]
+        known = [each.name for each in fields(cls) if each.name != "folders"]
         for key in part:
             if key not in known:
                 raise unknown("key of a part", key, known)
         if missing := [key for key in ("probe", "fields", "arms") if not part.get(key)]:
             raise ConfigError(f"a part of a page lacks {missing[0]}: got {', '.join(part)}")
-        return cls(**{**part, "arms": expanded(part["arms"]), "settings": expanded(part.get("settings", {"": {}}))})
+        return cls(**{**part, "arms": expanded(part["arms"]), "settings": expanded(part.get("settings", {"": {}})),
+                      "folders": folders or {}})
 
     def places(self) -> Iterator[tuple[str, str, Any, int, Key]]:
         """(setting, arm, x, seed, key) of each cell."""
         name, values = next(iter(self.sweep.items()), ("", [""]))
         arms = [""] if self.together else self.arms
         for setting, arm, x, seed in product(self.settings, arms, values, range(self.seeds)):
+            if seed >= self.seeds_of.get(arm, self.seeds):
+                continue
             given = dict(self.settings[setting])
             common, swept = given.pop("arm", {}), {name: x} if name else {}
             if self.together:
                 made, more = {each: self.made(each, common)[0] for each in self.arms}, {}
             else:
                 made, more = self.made(arm, common)
-            yield setting, arm, x, seed, {"probe": {**self.probe, **given, **more, **swept}, "arm": made, "seed": seed}
+            probe = {**self.probe, **given, **more, **swept}
+            key = {"probe": probe, "arms" if self.together else "arm": made, "seed": seed}
+            yield setting, arm, x, seed, started(key, self.folders, seed)
 
     def made(self, arm: str, common: Mapping[str, Any]) -> tuple[Arm, Mapping[str, Any]]:
         """The arm with what all arms of its setting have, and its arguments of the probe."""
@@ -81,7 +99,8 @@ class Part:
     def draws(self, cells: Cells) -> Iterator[Draw]:
         for setting, arm, x, seed, key in self.places():
             given = self.arms.get(arm)
-            over, unit = given.get("over", 1) if isinstance(given, Mapping) else 1, seed if self.seeds > 1 else ""
+            over = given.get("over", 1) if isinstance(given, Mapping) else 1
+            unit = seed % (self.units or self.seeds) if self.seeds > 1 else ""
             for row, what in product(cells[key], self.fields):
                 yield from drawn(cells, key, row, what, Place(setting, arm, unit, x), over)
         yield from self.drawn_controls(cells)
@@ -113,27 +132,37 @@ class Place:
 
 
 def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """The draws of all parts that the size lists, then those that are `derived` of them: functions of draws."""
-    if not size.get("parts"):
-        raise ConfigError(f"{name}: nothing says what it measures: a size takes parts, or the file `measure`")
-    parts, cells, made = [Part.read(part) for part in size["parts"]], Cells(name, sources, keep), []
+    """The draws of a size: of all `parts`, of the grids of `runs`, one after the other, for they have conditions on the
+    draws before, and last those that are `derived` of all these by functions. Models of `starts` are trained first."""
+    if not size.get("parts") and not size.get("runs"):
+        raise ConfigError(f"{name}: nothing says what it measures: a size takes parts or runs, or the file `measure`")
+    cells, made, models = Cells(name, sources, keep), [], {}
+    if "starts" in size or "runs" in size:
+        training = import_module(TRAINING)
+        models = training.begun(size.get("starts", {}), cells, sources, name, size.get("workers"))
+    folders = {start: [training.folder(key) for key in keys] for start, keys in models.items()}
+    parts = [Part.read(part, folders) for part in size.get("parts", [])]
+    for (workers, apart), alike in groupby(parts, lambda part: (part.workers, part.apart)):
+        places = sorted((place for part in alike for place in part.places()), key=lambda place: place[3])
+        cells.fill(distinct([key for *_, key in places]), rows, name, workers, apart)
     for part in parts:
-        cells.fill(distinct([key for *_, key in part.places()]), rows, name, part.workers, part.apart)
-    for part in parts:
-        for draw in part.draws(cells):
-            made.append(draw)
-            yield draw
+        made += part.draws(cells)
+    for given in size.get("runs", []):
+        made += training.measured(training.Grid.read(given, models), [*made], cells, sources, name)
+    yield from made
     for derived in size.get("derived", []):
         yield from construct(derived, draws=made)
 
 
-def rows(probe: dict[str, Any], arm: Any, seed: int) -> list[dict[str, Any]]:
-    """All rows of a cell."""
+def rows(probe: dict[str, Any], seed: int, arm: Any = None, arms: Mapping[str, Any] | None = None
+         ) -> list[dict[str, Any]]:
+    """All rows of a cell, of one arm or of all together."""
     given = dict(probe)
     target = located("probe", given.pop("_target_"))
     if isinstance(target, type):
-        return list(target(**given).records(arm_of(arm), seed))
-    found = target(arm, **given, seed=seed)
+        made = arm_of(arm) if arms is None else {name: arm_of(each) for name, each in arms.items()}
+        return list(target(**given).records(made, seed))
+    found = target(arm if arms is None else arms, **given, seed=seed)
     return [found] if isinstance(found, dict) else list(found)
 
 
@@ -146,7 +175,7 @@ def drawn(cells: Cells, key: Key, row: Mapping[str, Any], what: Mapping[str, Any
     this one; digits: to which it is rounded.
     """
     value = what["value"] if "value" in what else row.get(what["field"])
-    if row.get(what.get("unless")):
+    if value is None or row.get(what.get("unless")):
         return
     several, place = isinstance(value, list), place.of(row, what)
     for i, each in enumerate(value if several else [value]):
@@ -159,6 +188,38 @@ def drawn(cells: Cells, key: Key, row: Mapping[str, Any], what: Mapping[str, Any
 
 
 # ---- what names stand for
+
+
+def given(value: Any, options: Mapping[str, str]) -> Any:
+    """With what a user gave in the place of each {option: name}, or null, and of {digest: [name]} the `digest` of what
+    files these name."""
+    if isinstance(value, Mapping):
+        if [*value] == ["option"]:
+            return options.get(value["option"])
+        if [*value] == ["digest"]:
+            return [digest(Path(options[name])) for name in value["digest"] if name in options]
+        return {key: given(each, options) for key, each in value.items()}
+    return [given(each, options) for each in value] if isinstance(value, list) else value
+
+
+def digest(path: Path) -> str:
+    """Of a file, or of the weights in a folder; empty where there is none."""
+    path, made = path.expanduser(), hashlib.sha256()
+    for each in sorted(path.rglob("*.safetensors")) if path.is_dir() else filter(Path.is_file, [path]):
+        made.update(each.read_bytes())
+    return made.hexdigest()[:16]
+
+
+def started(value: Any, folders: Mapping[str, Sequence[str]], seed: int) -> Any:
+    """With the folder of a model in the place of each {start: name}, those of all seeds of {starts: name}. Raises
+    ConfigError."""
+    if isinstance(value, Mapping):
+        if len(value) != 1 or not {"start", "starts"} & {*value} or not isinstance(name := [*value.values()][0], str):
+            return {key: started(each, folders, seed) for key, each in value.items()}
+        if name not in folders:
+            raise unknown("start", name, [*folders])
+        return [*folders[name]] if "starts" in value else folders[name][seed % len(folders[name])]
+    return [started(each, folders, seed) for each in value] if isinstance(value, list) else value
 
 
 def arm_of(given: Arm) -> Mechanism:

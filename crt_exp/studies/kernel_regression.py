@@ -1,122 +1,52 @@
-"""What `make table1` and `make demo` measure: kernel regression on tables by every map, scikit-learn's, and controls.
+"""Kernel regression on tables by every map, scikit-learn's, and controls: a probe of task=uci, and what follows of it.
 
-A setting is a data set with its coding of categories; a unit is a random split, whose value is the mean over draws of
-the noise. Sigma is tuned on the validation part of each split; the test part is read once.
+A unit is a random split, whose value is the mean over draws of the noise. Sigma is tuned on the validation part of each
+split; the test part is read once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from sklearn.dummy import DummyClassifier
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 
-from crt_exp import drawing
+from crt_exp.config import choices
 from crt_exp.mechanism import Mechanism
-from crt_exp.studies.cells import Cells, Draw, Key
+from crt_exp.studies.cells import Draw
 from crt_exp.studies.uci import UCI
 
-WITHOUT = {"smreg": "it estimates a kernel of its own, not the one that is tuned here and that `exact` stands for",
-           **drawing.APART}
 PEERS = {"RBFSampler": RBFSampler, "Nystroem": Nystroem}
-MAJORITY, CHOICE, AVERAGE = "majority", "the choice of validation", "average"
-SEED = 0
+CHOICE, AVERAGE = "the choice of validation", "average"
 
 
-@dataclass(frozen=True)
-class Size:
-    """What one SIZE stands for. datasets: name -> codings; few: data sets with half the splits, for their test parts
-    are large; peers: scikit-learn's maps too, and all maps at m columns as well."""
+class Accuracies(UCI):
+    """Accuracy and validation, in percent, of each split, and sigma of each draw.
 
-    datasets: Mapping[str, Sequence[str]]
-    split: Sequence[float]
-    sigmas: Sequence[float]
-    repeats: int
-    m: int = 128
-    draws: int = 1
-    few: Sequence[str] = ()
-    peers: bool = False
-    workers: int | None = None
+    peer: a name of PEERS, or "majority", in the place of the mechanism's map; columns: of a peer.
+    """
 
-    @cached_property
-    def arms(self) -> dict[str, tuple[str, int]]:
-        """arm -> (name, m)."""
-        maps = drawing.maps(WITHOUT)
-        arms = {name: (name, self.m) for name in ("exact", *maps, MAJORITY)}
-        if self.peers:
-            arms |= {f"{name} m={self.m // 2}": (name, self.m // 2) for name in maps if width(name) == 2}
-            arms |= {f"{name} m={k * self.m}": (name, k * self.m) for name in PEERS for k in (1, 2)}
-        return arms
+    def __init__(self, dataset: str, coding: str, split: Sequence[float], sigmas: Sequence[float], repeats: int,
+                 draws: int = 1, peer: str | None = None, columns: int = 0):
+        super().__init__(dataset, coding, "standard", split, repeats, sigmas, draws)
+        self.peer, self.columns = peer, columns
 
-    def key(self, dataset: str, coding: str, arm: str) -> Key:
-        name, m = self.arms[arm]
-        return {"dataset": dataset, "coding": coding, "name": name, "m": m, "split": [*self.split],
-                "sigmas": [*self.sigmas], "repeats": self.repeats // (1 + (dataset in self.few)), "draws": self.draws}
+    def records(self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()) -> Iterator[dict[str, Any]]:
+        found = [record for record in super().records(mechanism, seed, done) if record["split"] == "split"]
+        means = {ours: np.reshape([100 * record[theirs] for record in found], (self.repeats, -1)).mean(1).tolist()
+                 for ours, theirs in (("accuracy", "accuracy"), ("validation", "validation_accuracy"))}
+        yield means | {"sigma": [record["sigma"] for record in found]}
 
+    def draws_of(self, mechanism: Mechanism) -> int:
+        return super().draws_of(mechanism) if self.peer is None else self.draws
 
-def width(name: str) -> int:
-    return Mechanism.of(features=name).map("gaussian").width(1)
-
-
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """Metrics accuracy and validation, in percent, and sigma of each draw; setting "average": over all data sets with
-    their first coding, of the splits that all have; arm "the choice of validation": of each split's own map."""
-    setting = Size(**size)
-    keys = {(dataset, coding, arm): setting.key(dataset, coding, arm)
-            for dataset, codings in setting.datasets.items() for coding, arm in product(codings, setting.arms)}
-    cells = Cells(name, sources, keep).fill([*keys.values()], accuracies, name, setting.workers)
-    for (dataset, coding, arm), key in keys.items():
-        for metric, values in cells[key].items():
-            for unit, value in enumerate(values):
-                yield cells.draw(key, named(dataset, coding), arm, metric, value, unit)
-    for dataset, codings in setting.datasets.items():
-        yield from choices(cells, keys, dataset, codings)
-    for arm in setting.arms:
-        first = [keys[dataset, codings[0], arm] for dataset, codings in setting.datasets.items()]
-        for unit, values in enumerate(zip(*(cells[key]["accuracy"] for key in first))):
-            yield cells.draw(first[0], AVERAGE, arm, "accuracy", float(np.mean(values)), unit)
-
-
-def named(dataset: str, coding: str) -> str:
-    return dataset if coding == "ordinal" else f"{dataset}, {coding}"
-
-
-def choices(cells: Cells, keys: Mapping[tuple[str, str, str], Key], dataset: str,
-            codings: Sequence[str]) -> Iterator[Draw]:
-    """The test accuracy of each split's own choice of map and coding, which its validation part makes."""
-    arms = [keys[dataset, coding, arm] for coding in codings for arm in drawing.maps(WITHOUT)]
-    picks = np.argmax([cells[key]["validation"] for key in arms], 0)
-    for unit, pick in enumerate(picks):
-        yield cells.draw(arms[pick], dataset, CHOICE, "accuracy", cells[arms[pick]]["accuracy"][unit], unit)
-
-
-def accuracies(dataset: str, coding: str, name: str, m: int, split: list[float], sigmas: list[float], repeats: int,
-               draws: int) -> dict[str, list[float]]:
-    task = Peers(dataset, coding, "standard", split, repeats, sigmas, draws)
-    records = [record for record in task.records(mechanism(name, m), SEED) if record["split"] == "split"]
-    means = {ours: np.reshape([100 * record[theirs] for record in records], (repeats, -1)).mean(1).tolist()
-             for ours, theirs in (("accuracy", "accuracy"), ("validation", "validation_accuracy"))}
-    return means | {"sigma": [record["sigma"] for record in records]}
-
-
-def mechanism(name: str, m: int) -> Mechanism:
-    if name in (*PEERS, MAJORITY):
-        return Mechanism(name, {}, m=m)
-    return Mechanism.parse(name) if name == "exact" else Mechanism.parse(name, m=m, sampler="orthogonal")
-
-
-class Peers(UCI):
-    """The task for the maps of scikit-learn and the majority class too."""
-
-    def estimator(self, mechanism, sigma, seed):
-        if mechanism.name == MAJORITY:
-            return DummyClassifier(strategy="most_frequent")
-        if mechanism.name not in PEERS:
+    def estimator(self, mechanism: Mechanism, sigma: float, seed: int) -> Any:
+        if self.peer is None:
             return super().estimator(mechanism, sigma, seed)
-        return PeerClassifier(PEERS[mechanism.name](gamma=sigma**2 / 2, n_components=mechanism.m, random_state=seed))
+        if self.peer == "majority":
+            return DummyClassifier(strategy="most_frequent")
+        return PeerClassifier(PEERS[self.peer](gamma=sigma**2 / 2, n_components=self.columns, random_state=seed))
 
 
 class PeerClassifier:
@@ -133,3 +63,31 @@ class PeerClassifier:
     def score(self, X, y) -> float:
         best = (self.transformer.transform(X) @ self.state).argmax(1)
         return float((self.classes[best] == y).mean())
+
+
+# ---- what follows of all draws
+
+
+def chosen(draws: Sequence[Draw]) -> Iterator[Draw]:
+    """The test accuracy of each split's own choice of map and coding ("car", or "car, onehot"), which its validation
+    part makes; of the first of equals."""
+    valid: dict[tuple[str, Any], list[Draw]] = {}
+    tested = {(draw.setting, draw.arm, draw.unit): draw for draw in draws if draw.metric == "accuracy"}
+    for draw in draws:
+        if draw.metric == "validation" and draw.arm in choices("features"):
+            valid.setdefault((draw.setting.partition(", ")[0], draw.unit), []).append(draw)
+    for (dataset, unit), each in valid.items():
+        best = max(each, key=lambda draw: draw.value)
+        yield replace(tested[best.setting, best.arm, unit], setting=dataset, arm=CHOICE, seconds="")
+
+
+def averages(draws: Sequence[Draw]) -> Iterator[Draw]:
+    """Over all data sets, with categories in documented order, of the splits that all have."""
+    of: dict[tuple[str, Any], list[Draw]] = {}
+    for draw in draws:
+        if draw.metric == "accuracy" and ", " not in draw.setting:
+            of.setdefault((draw.arm, draw.unit), []).append(draw)
+    most = max(map(len, of.values()))
+    for each in of.values():
+        if len(each) == most:
+            yield replace(each[0], setting=AVERAGE, value=float(np.mean([draw.value for draw in each])), seconds="")

@@ -18,7 +18,7 @@ from crt_exp.attention import Exact
 from crt_exp.data.protein import LETTERS, TOKENS
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
-from crt_exp.studies import training
+from crt_exp.studies import grid
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.times import Update, in_turns
 from crt_exp.swap.calibration import fill_statistics
@@ -43,7 +43,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     model, x: letters a row; each round a row), ms of a drawn letter (x: letters before it), mib at the peak of a step.
     lengths: of rows; long: that of the wide model, and the longest whose matrix can be formed. positions, letters:
     where letters are drawn, and how many by each process; drawn, m: the preset and the projections of that model."""
-    yield from training.measure(name, sources, {key: value for key, value in size.items() if key not in OWN}, keep)
+    yield from grid.measure(name, sources, {"runs": size["runs"]}, keep)
     own, cells = {key: size[key] for key in OWN}, Cells(name, sources, keep)
     parts = [*product((LAYER, MODEL), own["lengths"]), (WIDE, own["long"])]
     steps = {(part, length): {"part": part, "cases": [[arm, length, rows(part, length)] for arm in TIMED],

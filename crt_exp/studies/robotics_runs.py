@@ -1,4 +1,4 @@
-"""What `make hrf-robotics` measures: returns of trained policies, and what it costs to rank the patches of an image."""
+"""Shares of the return of exact attention, and what it costs to rank the patches of an image."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,54 +13,37 @@ from torch import Tensor
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import column_sums
-from crt_exp.studies import training
-from crt_exp.studies.cells import Cells, Draw
+from crt_exp.studies import grid
+from crt_exp.studies.cells import Draw
 from crt_exp.studies.flops import TOKENS, columns, count
-from crt_exp.studies.pairs import drawn, generator
+from crt_exp.studies.kernel import drawn, generator
 from crt_exp.times import PROCESSOR, Watch, in_turns, threads
 
-ROUNDS, CALLS = 5, 10  # of a time: how often all take their turn, and calls of one turn
+CALLS = 10  # of one turn of a time
 
 
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """The draws of the grid `runs` of training (return, tables "validation" and "test"); share: a return on test over
-    the mean return of exact attention. Of ranking the patches (table cost, setting "d = 4", x: patches): flops,
-    counted, and ms, of turns, one image at a time."""
-    made = [*training.measure(name, sources, {**size["runs"], "cost": False}, keep)]
-    yield from made
-    yield from shares(made)
-    cells = Cells(name, sources, keep)
-    keys = {d: {"d": d, "lengths": list(size["lengths"]), "arms": [[arm, dict(options)] for arm, options in
-                                                                 size["ranked"].items()]} for d in size["ds"]}
-    cells.fill([*keys.values()], costs, f"{name}: costs", workers=1)
-    for d, key in keys.items():
-        for arm, metric, length, turn, value in cells[key]:
-            yield cells.draw(key, f"d = {d}", arm, metric, value, turn, length, "cost")
-
-
-def shares(draws: Sequence[Draw]) -> Iterator[Draw]:
-    """Of the seeds that all arms of a setting have."""
-    test = [draw for draw in draws if draw.table == "test" and draw.metric == "return"]
+def shares(draws: Sequence[Draw], metric: str, of: str, table: str) -> Iterator[Draw]:
+    """A metric `of` each arm over its mean of exact attention, of the seeds that all arms of a setting have."""
+    test = [draw for draw in draws if draw.table == table and draw.metric == of]
     for setting in dict.fromkeys(draw.setting for draw in test):
         here = [draw for draw in test if draw.setting == setting]
         seeds = [{draw.unit for draw in here if draw.arm == arm} for arm in {draw.arm for draw in here}]
         ours = [draw for draw in here if draw.unit in set.intersection(*seeds)]
         exact = [draw.value for draw in ours if draw.arm == "exact"]
         for draw in ours:
-            yield replace(draw, metric="share", value=draw.value * len(exact) / sum(exact), seconds="")
+            yield replace(draw, metric=metric, value=draw.value * len(exact) / sum(exact), seconds="")
 
 
-def costs(d: int, lengths: list[int], arms: list) -> list[tuple]:
-    """(arm, metric, patches, turn, value): flops of each, and ms of every turn."""
-    made = [(arm, Mechanism.of(**options)) for arm, options in arms]
-    rows = [(arm, "flops", length, "", flops(mechanism, d, length))
-             for (arm, mechanism), length in product(made, lengths)]
-    layers = {arm: mechanism.layer(1, d, scaling=1.0).eval() for arm, mechanism in made}
+def costs(arm: Mapping[str, Any], d: int, lengths: Sequence[int], rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Of ranking so many patches: `flops` of each arm, counted, and `ms` of every turn, one image at a time."""
+    made = {name: grid.arm_of(each) for name, each in arm.items()}
+    for (name, mechanism), length in product(made.items(), lengths):
+        yield {"arm": name, "patches": length, "flops": flops(mechanism, d, length)}
+    layers = {name: mechanism.layer(1, d, scaling=1.0).eval() for name, mechanism in made.items()}
     with threads(1):
         for length in lengths:
-            spent = in_turns(layers, ROUNDS, partial(milliseconds, d=d, length=length), warm=0)
-            rows += [(arm, "ms", length, turn, spent[arm][turn]) for turn, arm in product(range(ROUNDS), layers)]
-    return rows
+            spent = in_turns(layers, rounds, partial(milliseconds, d=d, length=length), warm=0)
+            yield from ({"arm": name, "patches": length, "ms": spent[name]} for name in layers)
 
 
 def on_sphere(rows: int, d: int) -> Tensor:

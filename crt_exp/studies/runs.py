@@ -5,14 +5,17 @@ import io
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from crt_exp.config import ConfigError, unknown
 from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import read_records
+from crt_exp.studies import sources as code
 from crt_exp.studies.sources import fingerprint
 
 # Where what decides a run with exact attention begins, beside its task: no map and no other attention.
@@ -63,22 +66,46 @@ class Home:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def staged(path: Path, sources: Sequence[str], lines: Sequence[Sequence[str]],
-           begin: Sequence[str] = ("task.init=scratch",)) -> Path:
-    """The run of the last of some command lines, each of which goes on from the weights of the one before, the first
-    from what `begin` says. What is done is not done again: a run is named by all lines up to its own, and its code."""
-    place = path
-    for count, line in enumerate(lines, 1):
-        start = begin if count == 1 else [f"task.init={place}"]
-        place = stage(path, sources, lines[:count])
-        run([*line, *start, "resume=auto", "trainer.keep=1"], place)
-    return place
+@dataclass(frozen=True)
+class Start:
+    """Models that are trained first, as a page's file names them. stages: options of command lines, `common` before
+    them; each goes on from the run of the one before. count: so many, of the seeds from 0 on. sources: "exact" where
+    no attention but exact attention decides them (EXACT), so that they stay while the rest of the code changes."""
+
+    stages: Sequence[Sequence[str | Sequence[str]]]
+    common: Sequence[str | Sequence[str]] = ()
+    count: int = 1
+    sources: str = ""
+
+    @classmethod
+    def read(cls, name: str, given: Mapping[str, Any]) -> "Start":
+        """Raises ConfigError for a key that is not one, and where there is no stage."""
+        for key in given:
+            if key not in (known := [each.name for each in fields(cls)]):
+                raise unknown(f"key of the start {name}", key, known)
+        if not given.get("stages") or given.get("sources", "") not in ("", "exact"):
+            raise ConfigError(f"start {name}: it takes at least one of stages, and sources: exact or none")
+        return cls(**given)
+
+    def home(self, path: Path, sources: Sequence[str]) -> Home:
+        """Of its runs; sources: of the page."""
+        if not self.sources:
+            return Home(path, tuple(sources))
+        named = code.named([flat(self.common), *map(flat, self.stages)])
+        return Home(path, (*dict.fromkeys(map(code.name_of, named)), *EXACT))
+
+    def lines(self, seed: int, home: Home) -> list[list[str]]:
+        """The command line of each stage."""
+        lines: list[list[str]] = []
+        for stage in self.stages:
+            begun = [f"task.init={home.place(lines[-1])}"] if lines else []
+            lines.append([*flat(self.common), *flat(stage), *begun, f"seed={seed}"])
+        return lines
 
 
-def stage(path: Path, sources: Sequence[str], lines: Sequence[Sequence[str]]) -> Path:
-    """Where the last of these lines is run."""
-    decided = " ".join([*(option for line in lines for option in line), fingerprint(tuple(sources))])
-    return path / f"exact-{hashlib.sha256(decided.encode()).hexdigest()[:10]}"
+def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
+    """Options and lists of them, however deep, in one list."""
+    return list(chain.from_iterable([each] if isinstance(each, str) else flat(each) for each in options))
 
 
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from crt_exp.config import CONF, ConfigError
 
 PACKAGE = Path(__file__).parent.parent
 DRIVER = "crt_exp.studies.grid.measure"    # of pages that name no other
+TRAINING = "crt_exp.studies.training"      # and this, of those with `starts` or `runs`
 KEEPING = [Path(__file__).relative_to(PACKAGE).with_name(name) for name in ("cells.py", "sources.py")]
 OPTION = re.compile(r"(task|experiment|trainer)=([\w-]+)")
 # What is read by name. A Mechanism is a map for some modules; where one names LAYERS, what layers need counts too.
@@ -31,13 +32,15 @@ READ = {MECHANISM: ("conf/config.yaml", "conf/features", "conf/sampler"),
 
 
 def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the walk of a page begins: the module of its `measure`, the classes, tasks and experiments of its sizes.
+    """Where the walk of a page begins: the module of its `measure`, that of runs, and what its sizes name.
     Raises ConfigError for a measurement that has no file."""
     module = spec.get("measure", DRIVER).rpartition(".")[0]
     if (begin := file_of(module)) is None:
         raise ConfigError(f"measure: {spec['measure']}: {module} is no file of crt_exp or of this directory, so that "
                           "nothing says when its cells are stale")
-    return tuple(dict.fromkeys(map(name_of, (begin, *named(spec.get("sizes"))))))
+    trained = {"starts", "runs"} & {key for size in spec.get("sizes", {}).values() for key in size}
+    return tuple(dict.fromkeys(map(name_of, (begin, *([file_of(TRAINING)] if trained else ()),
+                                             *named(spec.get("sizes"))))))
 
 
 @cache

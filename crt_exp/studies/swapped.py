@@ -1,132 +1,147 @@
-"""What `make fidelity` measures: language models that are trained here with exact attention, then swapped.
+"""A kept run with other attention and without training: its losses, and how far its layers are from exact attention.
 
-Every attention reads the same texts with the same masks and starts from the same weights: a run of task=fidelity
-directly after the swap, a grid of task=mlm for what training on does to it, and heads drawn from the model's moments
-for texts of any length.
+The run is one of any task, with exact attention; its weights are put into the other as task.init does it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from crt_exp.attention import exact_attention
-from crt_exp.data.text import official_file
+from crt_exp.attention.linear import LinearAttention
+from crt_exp.data import images
+from crt_exp.features import SDERF
 from crt_exp.mechanism import Mechanism
-from crt_exp.studies import runs, training
-from crt_exp.studies.captured import relative_error
-from crt_exp.studies.cells import Cells, Draw, Key
-from crt_exp.studies.subject import Subject
-from crt_exp.studies.training import Grid
+from crt_exp.runner.configuration import kept_task
+from crt_exp.studies.bench import looked_at
+from crt_exp.studies.predicted import predicted_errors
+from crt_exp.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.times import Watch, added
 
-TEXTS = {"above_texts": "above", "hidden_error_texts": "hidden_error", "attention_error_texts": "attention_error",
-         "cosine_texts": "cosine"}
-LAYERS = {"attention_error_layers": "attention_error", "hidden_error_layers": "hidden_error"}
-CELLS, AT = 64, 512  # of near-far attention at that length; they grow as its root
+Row = dict[str, Any]
 
 
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """Metrics of a text (units; several draws of the noise): above, hidden_error, attention_error, cosine; by layer (x,
-    table "layers"): S, the least, mean and largest |x + y|^2 of its heads, and both errors. loss of seeds by step, of
-    models trained on, where uniform attention costs at least `least` directly after the swap."""
-    home, cells = runs.Home(training.HOME, tuple(sources)), Cells(name, sources, keep)
-    passed = {}
-    for model, given in size["models"].items():
-        grid = Grid(settings={}, arms={"exact": []}, metrics=["loss"], before=given["before"],
-                    workers=size.get("workers"))
-        training.train_before(grid, home, cells, [("exact", 0)], name)
-        start = str(home.place(grid.stages("exact", 0, home)[-1]))
-        for setting, options in given["settings"].items():
-            key = {"overrides": ["task=fidelity", f"task.model={start}", *size["common"], *options],
-                   "sources": list(sources)}
-            cells.fill([key], records, f"{name}: {setting}", workers=1)
-            yield from of_records(cells, key, setting)
-            passed.setdefault(model, cost_of_uniform(cells[key]) >= size["least"])
-        if "matched" in given:
-            yield from of_heads(cells, start, given["matched"], f"{name}: matched heads", size.get("workers"))
-    for grid in size["grids"]:
-        if passed[grid["model"]]:
-            rest = {key: value for key, value in grid.items() if key != "model"}
-            yield from training.measured(Grid(**rest), home, cells, name)
+@lru_cache(maxsize=8)
+def task_of(start: str, size: int | None = None) -> Task:
+    """The task of a run, which starts from it; size: of its images, where it is another."""
+    return kept_task(start, init=start, **({"size": size} if size else {}))
 
 
-def records(overrides: list[str], sources: list[str]) -> list[dict[str, Any]]:
-    """Of a run of task=fidelity, all but the last, which holds means."""
-    return runs.Home(training.HOME, tuple(sources)).passing(overrides)[:-1]
+def model_of(start: str, arm: str, noise: int) -> nn.Module:
+    return task_of(start).build(Mechanism.parse(arm, seed=noise)).eval()
 
 
-def cost_of_uniform(swaps: list[dict[str, Any]]) -> float:
-    return float(np.mean([each["above_texts"] for each in swaps if each.get("attention") == "uniform"]))
+# ---- losses
 
 
-def of_records(cells: Cells, key: Key, setting: str) -> Iterator[Draw]:
-    for record in cells[key]:
-        if record["split"] == "heads":
-            S = record["mean_sq_sum"]
-            for metric, value in (("S", np.mean(S)), ("S_least", min(S)), ("S_largest", max(S))):
-                yield cells.draw(key, setting, "exact", metric, float(value), x=record["layer"], table="layers")
-            continue
-        arm = record["attention"] + (f" m={record['m']}" if record["m"] else "")
-        for field, metric in TEXTS.items():
-            for text, value in enumerate(record[field]):
-                yield cells.draw(key, setting, arm, metric, value, text)
-        for field, metric in LAYERS.items():
-            for layer, value in enumerate(record[field]):
-                yield cells.draw(key, setting, arm, metric, value, record["draw"], layer, "layers")
+@torch.no_grad()
+def losses(arm: str, start: str, splits: Sequence[str], seed: int, offset: int = 0, fit: int = 0) -> Row:
+    """<split>_<metric> of the task, at `step` 0. The seed of the noise is `offset` more than that of the cell; fit:
+    batches of training, one utterance or row each, to which attention is fitted that has something to fit."""
+    task, model = task_of(start), model_of(start, arm, offset + seed)
+    if fit:
+        looked_at(model, [given(task, batch) for batch in islice(task.batches("train", Plan(1)), fit)])
+    read = getattr(task, "metrics", task.evaluate)  # without what only a run's end asks for
+    return {"step": 0} | {f"{split}_{metric}": value for split in splits
+                          for metric, value in read(model, split, Reader(task)).items()
+                          if isinstance(value, (int, float))}
 
 
-# ---- heads drawn from normal laws with the moments of the model's own queries, keys and values
+def given(task: Task, batch: Batch) -> Any:
+    """What the model is called with."""
+    if hasattr(task, "arguments"):
+        return task.arguments(batch)
+    return {key: value for key, value in batch.items() if key != "labels"}
 
 
-def of_heads(cells: Cells, start: str, given: Mapping[str, Any], label: str, workers: int | None) -> Iterator[Draw]:
-    """Metric attention_error of `setting`, x: tokens, units: draws, a value a layer. "nearfar cells" in an arm: with
-    cells as the root of the length."""
-    reading = {"start": start, "texts": given["texts"], "at": given["at"]}
-    keys = {place: reading | {"arm": place[0], "length": place[1], "draw": place[2]}
-            for place in product(given["arms"], given["lengths"], range(given["draws"]))}
-    cells.fill([*keys.values()], matched, label, workers)
-    for (arm, length, draw), key in keys.items():
-        for error in cells[key]:
-            yield cells.draw(key, given["setting"], arm, "attention_error", error, draw, length)
+# ---- layers
 
 
-def matched(start: str, texts: int, at: int, arm: str, length: int, draw: int) -> list[float]:
-    """Relative error of the output, bidirectional, a number a layer. Tokens are independent: nothing is near."""
-    if arm.endswith(" cells"):
-        arm += f"={8 * round(CELLS * (length / AT) ** 0.5 / 8)}"
-    errors = []
-    for number, laws in enumerate(moments(start, texts, at)):
-        generator = torch.Generator().manual_seed(10_000 * draw + number)
-        q, k, v = (normal(mean, root, length, generator) for mean, root in laws)
-        heads, d = q.shape[1], q.shape[3]
-        with torch.no_grad():
-            layer = Mechanism.parse(arm, seed=draw).layer(heads, d, layer=number).eval()
-            exact = exact_attention(q / d**0.25, k / d**0.25, v)
-            errors.append(float(relative_error(layer(q, k, v), exact)))
-    return errors
+def layers(arm: str | Mapping[str, str], start: str, seed: int, rows: int, batches: int = 1, spread: bool = False,
+           noise: int | None = None, window: Sequence[float] = (0, math.inf)) -> Iterator[Row]:
+    """Of each layer (`layer`, from 0 on, and `number`, from 1 on) on validation batches of so many rows: the relative
+    error of its `output` and, as the closed forms say, of an `entry` of its kernel matrix, of each head in `entries`,
+    None where they say nothing. S: mean |x + y|^2 of its heads, `inside`: whether it lies in the window; `uniform`:
+    the relative error of uniform attention's output.
+
+    spread: batches from all over the split, else its first ones. noise: the seed of the noise, else that of the cell.
+    Of several arms in one cell the entries are those at the S of the first, which is that of exact attention too where
+    layers keep running statistics; what is not the arm's own stands in its rows alone, and last, of all layers, the
+    `share` of heads inside.
+    """
+    arms, first = arm if isinstance(arm, Mapping) else {arm: arm}, []
+    read = pieces(task_of(start), rows, batches, spread)
+    for name, text in arms.items():
+        states = looked_at(model_of(start, text, seed if noise is None else noise), read)
+        first = first or [state.seen for state in states]
+        for i, (state, seen) in enumerate(zip(states, first)):
+            shared = {} if name != next(iter(arms)) else of_inputs(state, seen, window)
+            yield {"arm": name, "layer": i, "number": i + 1, "output": state.measured.relative_error,
+                   **of_entries(state, seen), **shared}
+    S = torch.cat([seen.mean_sq_sum.double().flatten() for seen in first])
+    yield {"share": float(((window[0] <= S) & (window[1] >= S)).double().mean())}
 
 
-@lru_cache(maxsize=2)
-def moments(start: str, texts: int, length: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Of q, k and v of each layer: mean (1, H, 1, d) and root of the covariance (1, H, d, d), over texts and tokens."""
-    subject = Subject(start, str(official_file("wikitext2", "test")), None, None, length, texts, 1, seed=0,
-                      cache_dir="outputs/texts/tokens")
-    return [[law(torch.cat([getattr(calls[i], name) for calls in subject.calls], 2)) for name in ("q", "k", "v")]
-            for i in range(len(subject.calls[0]))]
+def of_inputs(state: LinearAttention, seen: Any, window: Sequence[float]) -> Row:
+    S = seen.mean_sq_sum.double().flatten().tolist()
+    inside = [int(window[0] <= each <= window[1]) for each in S]
+    return {"S": S, "S_mean": float(np.mean(S)), "S_least": min(S), "S_largest": max(S), "inside": inside,
+            "uniform": state.measured.relative_uniform}
 
 
-def law(t: Tensor) -> tuple[Tensor, Tensor]:
-    mean = t.double().mean(2, keepdim=True)
-    centred = t.double() - mean
-    values, vectors = torch.linalg.eigh(centred.mT @ centred / t.shape[2])
-    return mean, vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+def of_entries(state: LinearAttention, seen: Any) -> Row:
+    if state.phi.on_vectors or isinstance(state.phi, SDERF):  # they depend on more than a typical pair
+        return {}
+    try:
+        entries = predicted_errors(state.phi, seen, state.m)
+    except NotImplementedError:                               # parts that share their projections
+        return {}
+    return {"entry": float(entries.square().mean().sqrt()), "entries": entries.tolist()}
 
 
-def normal(mean: Tensor, root: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """(1, H, length, d) float32."""
-    drawn = torch.randn(1, mean.shape[1], length, mean.shape[3], generator=generator, dtype=torch.float64)
-    return (mean + drawn @ root.mT).float()
+def pieces(task: Task, rows: int, batches: int, spread: bool) -> list[Any]:
+    """Batches of the validation split; of images one of all."""
+    if hasattr(task, "images"):
+        return [pictures(task, rows * batches)[0]]
+    every = task.batches("validation", Plan(rows))
+    chosen = (read := list(every))[::max(1, len(read) // batches)] if spread else islice(every, batches)
+    return [given(task, batch) for batch in chosen]
+
+
+# ---- images
+
+
+def pictures(task: Task, count: int) -> tuple[Tensor, Tensor]:
+    """(n, 3, H, W) and labels (n,): at most that many of the held-out images, of all classes alike, for files are
+    listed class by class."""
+    held_out, transform = images.load(task.dataset, task.data_dir)["val"], task.description.transform()
+    rows = np.unique(np.linspace(0, len(held_out) - 1, min(count, len(held_out))).astype(int))
+    return (torch.stack([transform(held_out.read(held_out.sources[row])) for row in rows]),
+            torch.from_numpy(held_out.labels[rows]))
+
+
+@torch.no_grad()
+def classified(arm: str, start: str, pixels: int, count: int, batch: int, seed: int) -> Row:
+    """Accuracy, loss, milliseconds an image and peak memory on images of `pixels` a side, positions interpolated. For a
+    process of its own."""
+    task = task_of(start, pixels)
+    model = task.build(Mechanism.parse(arm, seed=seed)).eval()
+    shown, labels = pictures(task, count)
+    logits, times = [], []
+
+    def read() -> None:
+        for part in shown.tensor_split(max(1, len(shown) // batch)):
+            with Watch() as watch:
+                logits.append(model(part).float())
+            times.append(watch.ms / len(part))
+
+    mib, scores = added(read), torch.cat(logits)
+    return {"accuracy": (scores.argmax(-1) == labels).double().mean().item(), "images": len(labels),
+            "loss": F.cross_entropy(scores, labels).item(), "ms_image": float(np.median(times[1:] or times)),
+            "mib": mib, "tokens": model.patch_embed.num_patches}

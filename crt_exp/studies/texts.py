@@ -1,29 +1,58 @@
-"""Texts and vocabularies that runs of a measurement name, made from WikiText-2 where they are not there."""
+"""Texts, vocabularies and models without weights that runs of a measurement name, made from WikiText-2 where they are
+not there."""
 
+import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.text import bert_tokenizer, lines_of, official_file
 from crt_exp.data.vocabulary import SPECIAL
 
 FOLDER = Path("outputs/texts")
+WORDS = 40    # of a line of drawn words
+LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "intermediate_size": 384, "max_position_embeddings": 16384, "tie_word_embeddings": True}
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Makes what options name in FOLDER: "validation-8.tokens" and "characters-88"."""
+    """Makes what options name in FOLDER, alone or in a list: "validation-8.tokens", "drawn-14000.tokens",
+    "characters-88" and "llama-2048"."""
     for option in options:
-        place = Path(option.partition("=")[2])
-        if place.parent == FOLDER:
-            kind, _, number = place.name.removesuffix(".tokens").partition("-")
-            MADE[kind](place, int(number))
+        for place in map(Path, re.split(r"[\[\],]", option.partition("=")[2])):
+            if place.parent == FOLDER:
+                kind, _, number = place.name.removesuffix(".tokens").partition("-")
+                MADE[kind](place, int(number))
 
 
 def held_out(place: Path, every: int) -> None:
     """A part of the validation text: every so-many-th line."""
     lines = official_file("wikitext2", "valid").read_text(encoding="utf-8").splitlines(keepends=True)
     written(place, "".join([line for line in lines if line.strip()][::every]))
+
+
+def drawn(place: Path, lines: int) -> None:
+    """Words of the training text, drawn at random: nothing tells what they are but that they were said before."""
+    if place.exists():
+        return
+    words = sorted({*official_file("wikitext2", "train").read_text(encoding="utf-8").lower().split()})
+    draw = random.Random(0)
+    written(place, "\n".join(" ".join(draw.choices(words, k=WORDS)) for _ in range(lines)))
+
+
+def llama(folder: Path, pieces: int) -> None:
+    """Sizes and a tokenizer of so many byte pairs of the training text, without weights."""
+    from transformers import LlamaConfig
+
+    if (folder / "config.json").exists():
+        return
+    tokenizer = byte_pairs(official_file("wikitext2", "train"), pieces, True, FOLDER / "tokens")
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(vocab_size=len(tokenizer), architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=None,
+                **LLAMA).save_pretrained(folder)
 
 
 def characters(folder: Path, size: int) -> None:
@@ -50,4 +79,4 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-MADE = {"validation": held_out, "characters": characters}
+MADE = {"validation": held_out, "drawn": drawn, "characters": characters, "llama": llama}

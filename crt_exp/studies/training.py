@@ -3,260 +3,178 @@
 Arms of one seed read the same rows in the same order and start from the same weights; that seed also draws their noise.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain, groupby, product
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
-import yaml
-
-from crt_exp.runner.run import as_committed_with
+from crt_exp import mechanism_text
+from crt_exp.config import ConfigError, unknown
+from crt_exp.presets import OF_MAP
 from crt_exp.studies import runs, texts
-from crt_exp.studies.cells import PAGES, Cells, Draw, Key, committed
+from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.times import added
 
 HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
-BEGIN = "exact models"  # the setting of runs that moved arms start from
 FINAL = ("step", "epoch", "split", "time_s", "final")
 VALIDATION = ("validation", "val")  # splits of the records that make curves
+PLACE = ("metric", "setting", "table", "x")
+CONDITION = ("arm", "than", "over", "least", *PLACE)
+Arm = str | Sequence[str] | Mapping[str, str] | None
+Models = Mapping[str, Sequence[Key]]  # of each start by seed, the key of its last run
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a page's file says under `sizes`. common: options of all runs, or lists of them. settings: options of each.
-    arms: options of each attention. moved: arms that start from the weights of the run of `start` with their seed,
-    which is then `offset` more, so that they do not read the rows in the same order; then: their options in a
-    setting. begin: name -> options of one run in whose weights all moved arms start, in the place of that of
-    `start`. only: the arms of a setting that does not have all. seeds_of: of arms that have another number of them,
-    in all settings or in those that are named. metrics: of the records on validation, those that are kept; tested:
-    of the one on test (default: all). baselines: prefix -> name: what the test record holds under keys with this
-    prefix, as draws of an arm, for what needs no model; apart: suffix -> name: its metrics with this suffix are
-    draws of a setting of their own. gated: the arms that are trained first, in every setting; the others only where
-    `start` is better than each of them by `least` on the first metric (`higher`: more is better). before: {common,
-    stages, count, own, by}, the models that all arms start from: a stage goes on from the run of the one before, the
-    option `by` takes the last; seeds go round through `count` of them; with `own` they have the attention of the
-    arm, and not what their options name."""
+    """What a page's file says of some runs. common: options of all, or lists of them. settings: options of each. arms:
+    options of each, an attention in text ("favorp m=64"), null where the name is it, or {start: name} for the models of
+    a start. before: {option: start}, the models that runs begin with, of their seed, which goes round through them;
+    {setting} and {arm} in the name are those of the run. offset: so much more is the seed than the unit, so that runs
+    do not read what their start has read in the same order. only: the arms of a setting that does not have all.
+    seeds_of: of arms that have another number of them, in all settings or in those that are named. where: settings are
+    trained where all these conditions hold of the draws before, see `holds`. metrics: of the records on validation,
+    those that are kept; tested: of the one on test (default: all). baselines: prefix -> name: what the test record of
+    the arm "exact" holds under keys with this prefix, as draws of an arm, for what needs no model; apart: suffix ->
+    name: its metrics with this suffix are draws of a setting of their own. cost: whether steps are timed. models: of
+    starts.
+    """
 
     settings: Mapping[str, Sequence[str]]
-    arms: Mapping[str, Sequence[str]]
+    arms: Mapping[str, Arm] | Sequence[str]
     metrics: Sequence[str]
-    common: Sequence[str] = ()
-    moved: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    then: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    common: Sequence[str | Sequence[str]] = ()
+    before: Mapping[str, str] = field(default_factory=dict)
     offset: int = 0
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    start: str = "exact"
-    gated: Sequence[str] = ()
-    least: float = 0.0
-    higher: bool = True
+    where: Mapping[str, Any] | Sequence[Mapping[str, Any]] = ()
     cost: bool = True
     tested: Sequence[str] = ()
     baselines: Mapping[str, str] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
-    begin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seeds: int = 3
     seeds_of: Mapping[str, int | Mapping[str, int]] = field(default_factory=dict)
     workers: int | None = None
-    before: Mapping[str, Any] = field(default_factory=dict)
+    models: Models = field(default_factory=dict)
 
-    def __post_init__(self):
-        object.__setattr__(self, "common", flat(self.common))
-        object.__setattr__(self, "before", {**self.before, "common": flat(self.before.get("common", []))})
+    @classmethod
+    def read(cls, given: Mapping[str, Any], models: Models | None = None) -> "Grid":
+        """Raises ConfigError for a key that is not one, and for one that is missing."""
+        known = [each.name for each in fields(cls) if each.name != "models"]
+        for key in given:
+            if key not in known:
+                raise unknown("key of a grid of runs", key, known)
+        if missing := [key for key in ("settings", "arms", "metrics") if not given.get(key)]:
+            raise ConfigError(f"a grid of runs lacks {missing[0]}: got {', '.join(given)}")
+        arms, where = given["arms"], given.get("where", [])
+        arms = arms if isinstance(arms, Mapping) else dict.fromkeys(arms)
+        where = [where] if isinstance(where, Mapping) else where
+        return cls(**{**given, "models": models or {}, "arms": arms, "where": where})
 
-    def count(self, arm: str, setting: str | None = None) -> int:
-        """Of its seeds: in a setting, or the most of them."""
+    def count(self, arm: str, setting: str) -> int:
+        """Of its seeds in a setting."""
         given = self.seeds_of.get(arm, self.seeds)
-        if isinstance(given, int):
-            return given
-        return given.get(setting, self.seeds) if setting else max(self.seeds, *given.values())
-
-    def stages(self, arm: str, seed: int, home: runs.Home) -> list[list[str]]:
-        """The command lines of the model that a run starts from, the last of them its own; none without `before`."""
-        own, lines = self.arms[arm] if self.before.get("own") else [], []
-        for stage in self.before.get("stages", []):
-            begun = [f"task.init={home.place(lines[-1])}"] if lines else []
-            lines.append([*self.before["common"], *stage, *own, *begun, f"seed={seed % self.before.get('count', 1)}"])
-        return lines
+        return given if isinstance(given, int) else given.get(setting, self.seeds)
 
     def names(self, setting: str) -> list[str]:
-        """The arms of a setting, those that go on from others last."""
-        every = [*self.arms, *self.moved]
-        return [arm for arm in every if arm in self.only.get(setting, every)]
+        """The arms of a setting."""
+        return [arm for arm in self.arms if arm in self.only.get(setting, self.arms)]
 
-    def options(self, setting: str, arm: str, seed: int, home: runs.Home) -> list[str]:
+    def model(self, name: str, seed: int) -> Key:
+        if name not in self.models:
+            raise unknown("start", name, [*self.models])
+        return self.models[name][seed % len(self.models[name])]
+
+    def options(self, setting: str, arm: str, seed: int) -> list[str]:
         """The command line of a run."""
-        if arm not in self.moved:
-            stages = self.stages(arm, seed, home)
-            start = [f"{self.before['by']}={home.place(stages[-1])}"] if stages else []
-            return [*self.common, *self.settings[setting], *self.arms[arm], *start, f"seed={seed}"]
-        if self.begin:
-            begun = home.place(self.beginning(home)["overrides"])
-            return [*self.common, *self.settings[setting], *self.moved[arm], f"seed={seed}", f"task.init={begun}"]
-        begun = home.place(self.options(setting, self.start, seed, home))
-        last = [*self.then.get(setting, ()), *self.moved[arm]]
-        own = {option.split("=")[0] for option in last}
-        rest = [option for option in (*self.common, *self.settings[setting])  # it keeps the sizes of its start
-                if option.split("=")[0] not in own and not option.startswith(("+task.sizes.", "task.preset="))]
-        return [*rest, *last, f"seed={self.offset + seed}", f"task.init={begun}"]
+        given = self.arms[arm]
+        if isinstance(given, Mapping):
+            return self.model(given["start"], seed)["overrides"]
+        own = given if isinstance(given, list) else words(given or arm)
+        begun = [f"{option}={folder(self.model(name.format(setting=setting, arm=arm), seed))}"
+                 for option, name in self.before.items()]
+        return [*runs.flat([*self.common, *self.settings[setting], *own]), *begun, f"seed={self.offset + seed}"]
 
-    def beginning(self, home: runs.Home) -> Key:
-        """The run in whose weights moved arms start, where there is one for all of them."""
-        options = [*self.common, *next(iter(self.begin.values())), "seed=0"]
-        return {"overrides": options, "sources": list(home.sources), "kept": True}
+    def key(self, setting: str, arm: str, seed: int, sources: Sequence[str]) -> Key:
+        if isinstance(given := self.arms[arm], Mapping):
+            return self.model(given["start"], seed)
+        return {"overrides": self.options(setting, arm, seed), "sources": list(sources)}
 
-    def is_start(self, arm: str) -> bool:
-        """Whether moved arms start from its runs."""
-        return arm == self.start and bool(self.moved) and not self.begin
-
-    def key(self, setting: str, arm: str, seed: int, home: runs.Home) -> Key:
-        kept = {"kept": True} if self.is_start(arm) else {}
-        return {"overrides": self.options(setting, arm, seed, home), "sources": list(home.sources), **kept}
-
-    def step_key(self, setting: str, arm: str, home: runs.Home) -> Key:
-        """Of what a step costs."""
-        return {"step": [*self.common, *self.settings[setting], *self.arms[arm], "seed=0"],
-                "sources": list(home.sources)}
+    def keys(self, settings: Sequence[str], sources: Sequence[str]) -> dict[tuple[str, str, int], Key]:
+        """(setting, arm, seed) -> key; seed by seed, so that an interrupted measurement has whole seeds."""
+        places = [(setting, arm, seed) for setting in settings for arm in self.names(setting)
+                  for seed in range(self.count(arm, setting))]
+        return {place: self.key(*place, sources) for place in sorted(places, key=lambda place: place[2])}
 
 
-def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
-    """Options and lists of them, in one list."""
-    return list(chain.from_iterable([each] if isinstance(each, str) else each for each in options))
+def words(text: str) -> list[str]:
+    """An attention in text as options of the command line."""
+    name, options = mechanism_text.read(text)
+    places = {"m": f"{OF_MAP}m", "sampler": "sampler"}
+    return [f"attention={name}", *(
+        f"{places.get(key, key if key.startswith(OF_MAP) else f'attention.{key}')}={mechanism_text.written(value)}"
+        for key, value in options.items())]
 
 
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """The draws of a grid, or of all `grids`: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of
-    seed 0). A run that all moved arms start from is the only arm of the setting BEGIN. keep: what stands among the
-    committed draws and is asked for by the same options is not trained again, so that a page gets more seeds in the
-    time of these; of pages of one grid."""
-    home, cells = runs.Home(HOME, tuple(sources)), Cells(name, sources, keep)
-    if keep and "grids" not in size:  # two of them could share a setting
-        restore(Grid(**size), grids_before(name), home, cells, committed(name))
-    for each in size.get("grids", [size]):
-        yield from measured(Grid(**each), home, cells, name)
+def folder(key: Key) -> str:
+    """Of a kept run."""
+    return str(runs.Home(HOME, tuple(key["sources"])).place(key["overrides"]))
 
 
-def grids_before(name: str) -> list[Grid]:
-    """Those of the page's file as it was when its draws were committed."""
-    text = as_committed_with(f"conf/report/{name}.yaml", f"{PAGES}/{name}.csv*")
-    known = {each.name for each in fields(Grid)}
-    return [Grid(**{key: value for key, value in size.items() if key in known})
-            for size in ((yaml.safe_load(text) or {}).get("sizes", {}) if text else {}).values()
-            if {"settings", "arms", "metrics"} <= {*size}]
-
-
-def restore(grid: Grid, before: Sequence[Grid], home: runs.Home, cells: Cells, rows: Sequence[dict[str, str]]) -> None:
-    """The cells of runs and of their steps from the draws of grids that asked for them by the same options, but of runs
-    in whose weights others start."""
-    drawn: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows:
-        table = "step" if row["table"] == "step" else ""
-        drawn.setdefault((row["setting"], row["arm"], row["unit"], table), []).append(row)
-    for setting, arm in product(grid.settings, grid.arms):
-        if not any(setting in old.settings and arm in old.arms and
-                   old.options(setting, arm, 0, home) == grid.options(setting, arm, 0, home) for old in before):
-            continue
-        timed = drawn.get((setting, arm, "0", "step"))
-        if timed:
-            cells.restore(grid.step_key(setting, arm, home), numbers(timed), timed)
-        for seed in range(0 if grid.is_start(arm) else grid.count(arm, setting)):
-            own = drawn.get((setting, arm, str(seed), ""))
-            if own:
-                value, commits = value_of(grid, drawn, setting, arm, seed)
-                if len(commits) == 1:  # a cell has one
-                    cells.restore(grid.key(setting, arm, seed, home), value, own)
-
-
-def value_of(grid: Grid, drawn: Mapping[tuple[str, ...], Sequence[dict[str, str]]], setting: str, arm: str,
-             seed: int) -> tuple[dict[str, Any], set[str]]:
-    """What `train` returned, as far as `of_run` draws it, and the commits of these draws."""
-    own = drawn[setting, arm, str(seed), ""]
-    commits = {row["commit"] for row in own}
-    if any(row["metric"] == "diverged" for row in own):
-        return {"diverged": "as drawn"}, commits
-    curve = [{"step": int(step), **numbers(at)} for step, at in
-             groupby((row for row in own if row["table"] == "validation"), lambda row: row["x"])]
-    sources = {"": (arm, str(seed))}
-    if arm == grid.start and seed == 0:
-        sources |= {prefix: (name, "") for prefix, name in grid.baselines.items()}
-    last = {}
-    for suffix, place in {"": setting, **{end: f"{setting}, {name}" for end, name in grid.apart.items()}}.items():
-        for prefix, of in sources.items():
-            tested = [row for row in drawn.get((place, *of, ""), ()) if row["table"] == "test"]
-            last |= {f"{prefix}{metric}{suffix}": value for metric, value in numbers(tested).items()}
-            commits |= {row["commit"] for row in tested}
-    return {"curve": curve, "last": last}, commits
-
-
-def numbers(rows: Iterable[dict[str, str]]) -> dict[str, float]:
-    return {row["metric"]: float(row["value"]) for row in rows}
-
-
-def measured(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:
-    every = [*grid.arms, *grid.moved]
-    first = [arm for arm in every if arm == grid.start or arm in grid.gated]
-    yield from began(grid, home, cells, name)
-    train_all(grid, home, cells, list(grid.settings), first, f"{name}: {', '.join(first)}")
-    passed = [setting for setting in grid.settings if gate(grid, home, cells, setting)]
-    train_all(grid, home, cells, passed, every, f"{name}: training")
-    for setting in grid.settings:
-        for arm in grid.names(setting):
-            for seed in range(grid.count(arm, setting)):
-                key = grid.key(setting, arm, seed, home)
-                if setting in passed or key in cells:
-                    yield from of_run(grid, cells, key, setting, arm, seed)
-    if grid.cost:
-        yield from costs(grid, home, cells, name)
-
-
-def began(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:
-    """Trains the run that all moved arms start from, where there is one; drawn once of all grids that share it."""
-    if grid.begin:
-        key = grid.beginning(home)
-        if key not in cells:
-            cells.fill([key], train, f"{name}: {next(iter(grid.begin))}", 1)
-        if not cells.is_drawn(key):
-            yield from of_run(grid, cells, key, BEGIN, next(iter(grid.begin)), 0)
-
-
-def train_all(grid: Grid, home: runs.Home, cells: Cells, settings: Sequence[str], arms: Sequence[str],
-              label: str) -> None:
-    """Seed by seed, so that an interrupted measurement has whole seeds, and arms that others go on from first."""
-    for stage in (grid.arms, grid.moved):
-        part = [arm for arm in arms if arm in stage]
-        most = max((grid.count(arm) for arm in part), default=0)
-        keys = [grid.key(setting, arm, seed, home) for seed, setting, arm in product(range(most), settings, part)
-                if seed < grid.count(arm, setting) and arm in grid.names(setting)]
-        train_before(grid, home, cells, [(arm, seed) for arm in part for seed in range(grid.count(arm))], label)
-        cells.fill(keys, train, label, grid.workers)
-
-
-def train_before(grid: Grid, home: runs.Home, cells: Cells, arms: Sequence[tuple[str, int]], label: str) -> None:
-    """The models that these arms and seeds start from, stage by stage; what is there is not trained again."""
-    lines = [grid.stages(*each, home) for each in arms]
-    for number in range(max(map(len, lines), default=0)):
-        made = {home.place(each[number]): each[number] for each in lines}
-        keys = [{"overrides": line, "sources": list(home.sources), "kept": True} for line in made.values()]
-        cells.fill(keys, train, f"{label}, stage {number + 1}", grid.workers)
-        for place, key in zip(made, keys):
-            if not place.is_dir():  # a cell may be kept and its directory gone
+def begun(given: Mapping[str, Any], cells: Cells, sources: Sequence[str], label: str, workers: int | None = None
+          ) -> dict[str, list[Key]]:
+    """Trains all `starts` of a page, stage by stage: name -> the last run of each, by seed. What is there is not
+    trained again, and a run whose folder is gone is, though its cell is kept."""
+    lines = {name: stages(name, each, sources) for name, each in given.items()}
+    every = [line for each in lines.values() for line in each]
+    for number in range(max(map(len, every), default=0)):
+        keys = [line[number] for line in every if number < len(line)]
+        cells.fill(keys, train, f"{label}: starts, stage {number + 1}", workers)
+        for key in keys:
+            if not Path(folder(key)).is_dir():
                 train(**key)
+    return {name: [line[-1] for line in each] for name, each in lines.items()}
 
 
-def gate(grid: Grid, home: runs.Home, cells: Cells, setting: str) -> bool:
-    """Whether attention matters in this setting: `start` is better than all gated arms by `least`, on average."""
-    if not grid.gated:
-        return True
-    metric, sign = grid.metrics[0], 1 if grid.higher else -1
-    means = {}
-    for arm in (grid.start, *grid.gated):
-        ends = [cells[grid.key(setting, arm, seed, home)].get("last", {}).get(metric)
-                for seed in range(grid.count(arm, setting))]
-        ends = [end for end in ends if end is not None]
-        means[arm] = sum(ends) / len(ends) if ends else float("nan")
-    return all(sign * (means[grid.start] - means[arm]) >= grid.least for arm in grid.gated)
+def stages(name: str, given: Mapping[str, Any], sources: Sequence[str]) -> list[list[Key]]:
+    """Of a start: the keys of its stages, by seed."""
+    start = runs.Start.read(name, given)
+    home = start.home(HOME, sources)
+    return [[{"overrides": line, "sources": [*home.sources], "kept": True} for line in start.lines(seed, home)]
+            for seed in range(start.count)]
+
+
+def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[str], name: str) -> Iterator[Draw]:
+    """The draws of a grid: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of seed 0); made: those
+    before, of which its conditions are."""
+    passed = [setting for setting in grid.settings if all(holds(each, setting, made) for each in grid.where)]
+    keys = grid.keys(passed, sources)
+    cells.fill([*keys.values()], train, f"{name}: training", grid.workers)
+    for (setting, arm, seed), key in keys.items():
+        yield from of_run(grid, cells, key, setting, arm, seed)
+    if grid.cost:
+        yield from costs(grid, sources, cells, name)
+
+
+def holds(condition: Mapping[str, Any], setting: str, made: Sequence[Draw]) -> bool:
+    """Whether an arm's mean is at least `least`: of a metric, in the setting of the run or in the one that is named, at
+    a table and x where these are named; less that of the arm `than`, or their geometric mean over that of `over`.
+    Raises ConfigError for a key that is not one."""
+    for key in condition:
+        if key not in CONDITION:
+            raise unknown("key of a condition", key, [*CONDITION])
+    asked = {"setting": setting} | {key: value for key, value in condition.items() if key in PLACE}
+    here = [draw for draw in made if all(getattr(draw, key) == value for key, value in asked.items())]
+    of = {arm: [draw.value for draw in here if draw.arm == arm]
+          for arm in (condition[key] for key in ("arm", "than", "over") if key in condition)}
+    if not all(of.values()):
+        return False
+    if "over" in condition:
+        return geometric_mean(of[condition["arm"]]) / geometric_mean(of[condition["over"]]) >= condition["least"]
+    less = fmean(of[condition["than"]]) if "than" in condition else 0.0
+    return fmean(of[condition["arm"]]) - less >= condition["least"]
 
 
 def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int) -> Iterator[Draw]:
@@ -273,7 +191,7 @@ def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int
         place, metric = placed(grid, setting, key_of)
         if isinstance(value, (int, float)) and (metric in grid.tested if grid.tested else metric not in FINAL):
             yield cells.draw(key, place, arm, metric, value, seed, table="test")
-    if arm == grid.start and seed == 0:
+    if arm == "exact" and seed == 0:
         yield from of_baselines(grid, cells, key, setting)
 
 
@@ -293,8 +211,9 @@ def placed(grid: Grid, setting: str, key: str) -> tuple[str, str]:
     return setting, key
 
 
-def costs(grid: Grid, home: runs.Home, cells: Cells, name: str) -> Iterator[Draw]:
-    keys = {(setting, arm): grid.step_key(setting, arm, home) for setting, arm in product(grid.settings, grid.arms)}
+def costs(grid: Grid, sources: Sequence[str], cells: Cells, name: str) -> Iterator[Draw]:
+    keys = {(setting, arm): {"step": grid.options(setting, arm, 0), "sources": list(sources)}
+            for setting, arm in product(grid.settings, grid.arms)}
     cells.fill([*keys.values()], cost, f"{name}: steps", apart=True)
     for (setting, arm), key in keys.items():
         for metric, value in cells[key].items():

@@ -86,7 +86,7 @@ class UCI:
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record a split and draw, then the mean with its 95% interval over splits."""
         tests = [r for r in done if r["split"] == "split"]
-        draws = 1 if mechanism.is_exact else self.draws
+        draws = self.draws_of(mechanism)
         steps = range(len(tests), self.repeats * draws)
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)
@@ -98,6 +98,10 @@ class UCI:
         yield {"step": len(tests), "epoch": 0, "split": "test", **interval(by_split, self.metric), "draws": draws,
                "rows": len(self.table), "columns": self.features.shape[1],
                **self.bias(mechanism, seed, tests[-1]["sigma"]), "final": True}
+
+    def draws_of(self, mechanism: Mechanism) -> int:
+        """Of each split."""
+        return 1 if mechanism.is_exact else self.draws
 
     def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> dict[str, float]:
         """The bias of an approximate sampler on training rows, at the bandwidth that was chosen last."""

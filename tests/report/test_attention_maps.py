@@ -142,11 +142,15 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def resized(monkeypatch, sizes):
-    """The small size of the page with some other values."""
+def resized(monkeypatch, sizes, start=None):
+    """The page with some other arguments of its probes, and another start."""
     load = page.load
     spec = load("attention-maps")
-    spec["sizes"]["small"] |= sizes
+    small = spec["sizes"]["small"]
+    for part in [*spec["options"]["run"]["parts"], *small["parts"]]:
+        part["probe"] |= {key: value for key, value in sizes.items() if key in part["probe"]}
+    small["starts"]["exact"] |= start or {}
+    small["parts"][2]["seeds"] = small["starts"]["exact"]["count"]
     monkeypatch.setattr(page, "load", lambda name: spec if name == "attention-maps" else load(name))
 
 
@@ -198,13 +202,14 @@ def test_other_reports_take_no_options(monkeypatch, capsys):
 def test_all_of_it_at_a_tiny_size(place, monkeypatch, capsys, one_thread):
     """Trains two models on the proteomes, for a few steps; again, it computes nothing."""
     few = ["trainer.steps=3", "task.max_length=32", "task.validation_share=0.01", "task.test_share=0.01"]
-    size = page.load("attention-maps")["sizes"]["small"]
-    kept = [option for option in size["train"] if option.split("=")[0] not in {each.split("=")[0] for each in few}]
-    resized(monkeypatch, {"seeds": 2, "train": [*kept, *few]})
+    stage, = page.load("attention-maps")["sizes"]["small"]["starts"]["exact"]["stages"]
+    kept = [option for option in stage if option.split("=")[0] not in {each.split("=")[0] for each in few}]
+    resized(monkeypatch, {}, {"count": 2, "stages": [[*kept, *few]]})
     code, out, err = called(monkeypatch, capsys, "attention-maps", "--out", str(place / "out"))
     text = (place / "out/attention-maps.md").read_text()
     cells = (place / "outputs/attention-maps/cells.jsonl").read_text()
-    first = next(entry for entry in entries(PROTEINS / size["file"], LETTERS) if entry.accession == b"P0AA25")
+    read = entries(PROTEINS / "UP000000625_83333.fasta", LETTERS)
+    first = next(entry for entry in read if entry.accession == b"P0AA25")
     assert code == 0 and len(first.tokens) == 109 and "P0AA25 of" in text and "| attention, trained |" in text, err
     assert "a gate failed: the similarity of amino acids by attention correlates with BLOSUM62" in text
     called(monkeypatch, capsys, "attention-maps", "--out", str(place / "out"))

@@ -24,7 +24,7 @@ from crt_exp.report import __main__ as command_line
 from crt_exp.report import page
 from crt_exp import drawing as palette
 from crt_exp.runner.run import commit
-from crt_exp.studies.projections import Projections
+from crt_exp.studies.attention_errors import Projections
 from crt_exp.times import in_turns
 from crt_exp.metrics import interval
 from crt_exp.studies.uci import UCI

@@ -17,8 +17,9 @@ from crt_exp.data.text import bert_tokenizer
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
-from crt_exp.studies import approximation, head_errors
+from crt_exp.studies import approximation
 from crt_exp.studies.approximation import Approximation
+from crt_exp.studies.attention_errors import HeadErrors
 from crt_exp.studies.captured import Pretrained, Synthetic
 
 transformers = pytest.importorskip("transformers")
@@ -280,15 +281,15 @@ def test_tokenizer_from_a_vocabulary(folder):
 
 def test_performers_fig4_measures_against_uniform_attention():
     """With few features the mean of V is nearer; with many, and where attention matters, the map is."""
-    found = head_errors.errors("matched", 16, "oprf", "orthogonal", [2, 4096], 3)
-    assert np.min(found["mse"][0]) > np.max(found["mse"][1]) and np.max(found["mse"][1]) < 1
+    few, many = HeadErrors(256, 16, 16, [2, 4096], 3, turn=0.3).records(Mechanism.of(features="oprf"), 0)
+    assert np.min(few["mse"]) > np.max(many["mse"]) and np.max(many["mse"]) < 1
 
 
 def test_performers_fig4_gives_near_far_attention_the_same_tensors():
     """And on heads that match positions it is nearer than its window, and the window than the mean of V."""
-    near, window = (head_errors.whole_errors("matched", 8, name, 3)
-                    for name in (head_errors.WHOLE[1], head_errors.WHOLE[3]))
-    assert near["uniform"] == window["uniform"]
+    (near, longer), (window, _) = (HeadErrors(256, 16, 8, [8, 256], 3, turn=0.3).records(Mechanism.parse(name), 0)
+                                   for name in ("nearfar exact_until=0", "window block=32 first=16"))
+    assert near["zero"] == window["zero"] and near | {"m": 256} == longer
     assert np.max(near["mse"]) < np.min(window["mse"]) and np.max(window["mse"]) < 1
 
 

@@ -9,7 +9,7 @@ from scipy.stats import ks_2samp, wasserstein_distance
 
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.studies.distributions import Distances, Estimate, distances, over_values
+from crt_exp.studies.language_laws import Distances, Estimate, distances, over_values
 
 ARMS = ["favor", "favorp", "favorpp", "gerf", "hrf_angular", "hrf_gaussian", "hrf_cluster"]
 

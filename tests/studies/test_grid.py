@@ -1,5 +1,6 @@
 """The driver of what measures: cells and draws of a page's file, arms by name, and what is refused."""
 
+from itertools import compress, product
 from pathlib import Path
 
 import pandas as pd
@@ -9,9 +10,13 @@ from crt_exp.config import ConfigError
 from crt_exp.report import draws, page
 from crt_exp.studies import grid
 from crt_exp.studies.grid import Part, arm_of, expanded
+from crt_exp.studies.training import Grid
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
 DRIVEN = [name for name in page.names() if "sizes" in page.load(name) and "measure" not in page.load(name)]
+PLACE = ("setting", "arm", "metric", "table", "x", "unit")
+EARLIER = {"table1": "table == 'means'"}  # rows of earlier measurements, whose draws are not left
+LACKING = ("adapt", "fig2", "hrf-flops")    # pages of rows that lack some of their fields
 
 
 class Norms:
@@ -136,14 +141,113 @@ def test_a_page_that_says_not_what_measures(tmp_path, monkeypatch):
         next(grid.measure("mine", [], {}))
 
 
-@pytest.mark.parametrize("name", DRIVEN)
+# Settings, tables and arms that stand in a file of draws and are of measurements before: `choices` or facts say so.
+BEFORE = {"fidelity": {"means"}, "fig3": {"directly after the swap, an earlier model", "squared_norm"},
+          "hrf-speech": {"directly after the swap, an earlier model"}, "table2": {"perplexity", "majority class"}}
+TRAINED = [name for name in DRIVEN if "runs" in page.load(name)["sizes"]["small"]]
+
+
+def declared(size):
+    """(setting, arm, metric, table) of what a size draws; None for what only rows say."""
+    for part in map(Part.read, size.get("parts", [])):
+        for setting, what in product(part.settings, part.fields):
+            named = what.get("arm", "")
+            arms = [*part.arms] if not named or part.together and "{" in named else [None if "{" in named else named]
+            yield from ((setting, arm, what["metric"], what.get("table", "")) for arm in arms)
+        for setting, (name, given) in product(part.settings, part.controls.items()):
+            yield from ((setting, name, what["metric"], what.get("table", "")) for what in given)
+    for each in map(Grid.read, size["runs"]):
+        for setting, arm in product(each.settings, each.arms):
+            places = [setting, *(f"{setting}, {name}" for name in each.apart.values())]
+            yield from ((setting, arm, metric, "validation") for metric in each.metrics)
+            yield from ((place, arm, metric, "test") for place in places for metric in each.tested or [None])
+            yield from ((place, name, None, "test") for place in places for name in each.baselines.values())
+            yield from ((setting, arm, metric, "step") for metric in ("steps_per_s", "mib") if each.cost)
+    for given in size.get("derived", []):
+        into = given.get("into", {})
+        for metric in given["metrics"].values() if "metrics" in given else [given["metric"]]:
+            yield from ((into.get(setting), arm, metric, given["table"]) for setting in into or [None]
+                        for arm in given.get("arms", [given.get("arm")]))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_committed_places_are_those_of_parts_and_runs(name):
+    """Setting, arm, metric and table of every draw."""
+    places = {*declared(page.load(name)["sizes"]["small"])}
+    frame = pd.read_csv(draws.path_of(name, COMMITTED), usecols=["setting", "arm", "metric", "table"], dtype=str)
+    found = {*frame[["setting", "arm", "metric", "table"]].fillna("").itertuples(index=False, name=None)}
+    odd = [each for each in found if not BEFORE.get(name, set()) & {*each} and not any(
+        all(ours in (theirs, None) for ours, theirs in zip(place, each)) for place in places)]
+    assert not odd
+
+
+@pytest.mark.parametrize("name", [name for name in DRIVEN if name not in TRAINED])
 def test_draws_that_are_committed_are_of_cells_that_the_page_declares(name):
-    """Of each setting and arm of its parts, but for those that rows name."""
-    spec, frame = page.load(name), pd.read_csv(draws.path_of(name, COMMITTED), usecols=["setting", "arm"], dtype=str)
-    parts = [Part.read(part) for part in spec["sizes"]["small"]["parts"]]
-    places = {(setting, arm) for part in parts if not part.together for setting in part.settings
-              for arm in [*part.arms, *part.controls]}
-    fields = [what for part in parts for what in [*part.fields, *part.controls.values()]]
-    named = any({"setting", "arm"} & {*what} for what in fields if isinstance(what, dict))
-    found = {*zip(frame["setting"], frame["arm"])}
-    assert places <= found and (places == found or named or "derived" in spec["sizes"]["small"])
+    """The same settings, arms, metrics and tables, and the same x and units where a page says them, not rows."""
+    size = page.load(name)["sizes"]["small"]
+    frame = pd.read_csv(draws.path_of(name, COMMITTED), dtype=str, keep_default_na=False, usecols=PLACE)
+    frame["x"] = frame["x"].map({x: plain(x) for x in frame["x"].unique()})
+    earlier = frame.query(EARLIER[name]) if name in EARLIER else frame[:0]
+    frame = frame.drop(earlier.index)
+    models = {start: ["its folder"] for start in size.get("starts", {})}
+    declared = {place for part in size["parts"] for place in placed(Part.read(part, models))}
+    of_cells, lost = pd.Series(False, frame.index), {*zip(earlier["setting"], earlier["arm"])}
+    for told in {tuple(value is not None for value in place) for place in declared}:
+        here = {(*compress(place, told),): place for place in declared
+                if tuple(value is not None for value in place) == told}
+        there = pd.MultiIndex.from_frame(frame[[*compress(PLACE, told)]])
+        of_cells |= there.isin([*here])
+        missing = {*here} - {*there.unique()}
+        assert name in LACKING or {here[known][:2] for known in missing} <= lost
+    arms, found = {place[:2] for place in declared}, {*zip(frame["setting"], frame["arm"])} | lost
+    left = {*zip(frame["setting"][~of_cells], frame["arm"][~of_cells])}
+    assert not (left & arms if "derived" in size else left)
+    assert {place for place in arms if None not in place} <= found
+
+
+def placed(part):
+    """PLACE of each value that a part declares, with None for what only a row says."""
+    for setting, arm, x, seed, key in part.places():
+        unit, given = str(seed) if part.seeds > 1 else "", part.arms.get(arm)
+        values = [(arm, what, unit, given.get("over", 1) if isinstance(given, dict) else 1) for what in part.fields]
+        if arm in ("", next(iter(part.arms))) and not seed:
+            values += [(name, what, "", 1) for name, given in part.controls.items()
+                       for what in ([given] if isinstance(given, dict) else given)]
+        for name, what, unit, over in values:
+            place = {"setting": setting, "arm": name, "metric": what["metric"], "table": ""} | {
+                key: None if "{" in what[key] else what[key] for key in ("setting", "arm", "table") if key in what}
+            for each in xs(what, key["probe"]) if "x" in what else [x]:
+                told = isinstance(each, int | float | str)
+                yield (*place.values(), plain(each / over if over != 1 else each) if told else None,
+                       None if "unit" in what or what.get("each") == "unit" else unit)
+
+
+def xs(what, probe):
+    """Values of x that rows take from the probe's arguments, one or a list of them."""
+    given = probe.get(what["x"], probe.get(what["x"] + "s"))
+    return given if isinstance(given, list) else [given]
+
+
+def plain(x):
+    """100 and "100.0" alike."""
+    try:
+        return f"{float(x):g}"
+    except ValueError:
+        return x
+
+
+def test_what_a_user_gave_stands_in_a_size_and_other_files_are_other_cells(tmp_path):
+    (tmp_path / "a.fasta").write_text("MK")
+    size = {"probe": {"input": {"option": "input"}, "m": {"option": "m"}, "content": {"digest": ["input", "m"]}}}
+    found = grid.given(size, {"input": str(tmp_path / "a.fasta")})["probe"]
+    assert found["input"] == str(tmp_path / "a.fasta") and found["m"] is None and len(found["content"]) == 1
+    (tmp_path / "a.fasta").write_text("MKL")
+    assert grid.given(size, {"input": str(tmp_path / "a.fasta")})["probe"]["content"] != found["content"]
+    assert grid.given(size, {}) == {"probe": {"input": None, "m": None, "content": []}}
+
+
+def test_starts_stand_for_the_models_of_all_seeds():
+    part = {"runs": {"starts": "exact"}, "run": {"start": "exact"}}
+    assert grid.started(part, {"exact": ["a", "b"]}, 3) == {"runs": ["a", "b"], "run": "b"}
+    with pytest.raises(ConfigError, match="did you mean exact"):
+        grid.started({"starts": "exakt"}, {"exact": ["a"]}, 0)

@@ -9,12 +9,19 @@ from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import draws, page, render
 from crt_exp.report.page import Page
-from crt_exp.studies import flops, grid, sources, speech
-from crt_exp.studies.clusters import Clusters
+from crt_exp.studies import flops, grid, sources
 from crt_exp.studies.flops import Flops
-from crt_exp.studies.pairs import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
-from crt_exp.studies.pointwise import Pointwise
-from crt_exp.studies.qmc import QMC
+from crt_exp.studies.kernel import (
+    QMC,
+    Clusters,
+    Pointwise,
+    angles_of,
+    at_angles,
+    drawn,
+    generator,
+    log_relative_mse,
+    squared_errors,
+)
 
 EXACT = Mechanism.of("exact")
 
@@ -163,10 +170,8 @@ TINY = {"draws": 3, "pairs": 6, "angles": 5, "points": 10, "repeats": 2, "groups
 def test_arms_of_as_many_columns():
     columns = {name: grid.arm_of({"features": name, "columns": 288}) for name in ("angular", "gaussian", "trig", "pos")}
     assert [arm.map().rank(arm.m) for arm in columns.values()] == [288, 272, 288, 288]
-    size = page.load("hrf-speech")["sizes"]["small"]
-    options = size["grids"][0]["moved"] | size["fitted"]["directly after the swap"]
-    columns = {arm: made.map().rank(made.m) for arm, each in options.items()
-               for made in [speech.mechanism(each, 0)] if made.estimates}
+    arms = page.load("hrf-speech")["sizes"]["small"]["parts"][1]["arms"]
+    columns = {arm: made.map().rank(made.m) for arm, text in arms.items() for made in [Mechanism.parse(text)]}
     assert {columns[arm] for arm in columns if arm.endswith(("432", "3)", "(3,2)", "6,8)"))} == {432}
     assert [columns[arm] for arm in ("HRF-C(2,2)", "HRF-C(2,2) complex", "HRF-A(8,8)", "Trig 256")] == [256, 256, 216,
                                                                                                       256]

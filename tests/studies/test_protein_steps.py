@@ -9,7 +9,7 @@ from crt_exp.report import draws, page, render
 from crt_exp.report.evidence import Unmeasured
 from crt_exp.report.page import Page
 from crt_exp.report.pages import proteins_long
-from crt_exp.studies import protein_steps, training
+from crt_exp.studies import grid, protein_steps
 from crt_exp.studies.cells import Draw
 from crt_exp.studies.protein_steps import FORMED, LAYER, MODEL, WIDE
 
@@ -69,7 +69,7 @@ def test_draws_of_steps_memory_and_letters(tmp_path, monkeypatch, one_thread):
     for name, value in {"A_STEP": 128, "SIZES": {MODEL: small, WIDE: small}, "WARM": 0, "HEADS": 1, "D": 8}.items():
         monkeypatch.setattr(protein_steps, name, value)
     monkeypatch.setattr("crt_exp.studies.cells.in_new_process", lambda run, **given: run(**given))
-    monkeypatch.setattr(training, "measure", lambda *_: iter([Draw("chains of proteomes", "exact", "loss", 2.9, 0)]))
+    monkeypatch.setattr(grid, "measure", lambda *_: iter([Draw("chains of proteomes", "exact", "loss", 2.9, 0)]))
     size = page.load("proteins-long")["sizes"]["small"]
     size |= {"lengths": [32, 64], "long": 64, "processes": 1, "positions": [8, 20], "letters": 2, "drawn": "tiny"}
     made = [*protein_steps.measure("proteins-long", ["studies/protein_steps.py"], size)]

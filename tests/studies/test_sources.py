@@ -2,12 +2,13 @@
 
 import ast
 import shutil
+from pathlib import Path
 
 import pytest
 
 from crt_exp.config import CONF, ConfigError
 from crt_exp.report import page
-from crt_exp.studies import copying_model, language_laws, recall_model, sources
+from crt_exp.studies import runs, sources
 
 TRAINING = {"lra": "tasks/lra.py", "kernels": "tasks/trembl.py", "books": "tasks/books.py", "pixels": "tasks/pixels.py",
             "recall": "tasks/recall.py", "hrf-lm": "tasks/ptb.py", "fig3": "tasks/librispeech.py",
@@ -50,9 +51,14 @@ def test_pages_of_maps_depend_on_no_runs_and_no_layers(name):
     assert not [file for file in found if file.startswith(("runner/", "tasks/", "attention/", "swap/", "models/"))]
 
 
-@pytest.mark.parametrize("begin", [copying_model.SOURCES, recall_model.SOURCES, language_laws.MODEL])
-def test_exact_models_depend_on_the_trainer_and_on_no_other_attention(begin):
-    found = files(begin)
+EXACT = [(name, start) for name in page.names() for start, given in
+         page.load(name).get("sizes", {}).get("small", {}).get("starts", {}).items() if given.get("sources") == "exact"]
+
+
+@pytest.mark.parametrize("name, start", EXACT)
+def test_exact_models_depend_on_the_trainer_and_on_no_other_attention(name, start):
+    given = runs.Start.read(start, page.load(name)["sizes"]["small"]["starts"][start])
+    found = files(given.home(Path("runs"), []).sources)
     assert {"runner/trainer.py", "attention/baselines.py", "conf/attention/exact.yaml"} <= found
     assert not [file for file in found if "nearfar" in file or file.startswith(("features/", "samplers/", "swap/"))]
 

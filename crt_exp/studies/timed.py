@@ -1,0 +1,89 @@
+"""What is timed of this package on the CPU and stands on pages: attention alone, estimators, training steps, tokens.
+
+Arms of a probe take turns in each round (see times.py); a page asks for it in several processes.
+"""
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.exceptions import DataDimensionalityWarning
+
+from crt_exp.attention import DenominatorCount, attention, exact_attention
+from crt_exp.config import construct
+from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.studies.attention_errors import tensors
+from crt_exp.times import Call, by_part, in_turns, milliseconds
+
+
+def geometric_mean(times: Sequence[float]) -> float:
+    """Of the rounds of a process, which are not independent."""
+    return float(np.exp(np.log(times).mean()))
+
+
+class Forward:
+    """Attention of one head on random tensors, forward, with projections that are drawn anew in each round.
+
+    Neither the draw nor the fit is timed. Denominators of trigonometric features that are not positive are no matter of
+    time.
+    """
+
+    def __init__(self, length: int, d: int, m: int, rounds: int):
+        self.length, self.d, self.m, self.rounds = length, d, m, rounds
+
+    def records(self, mechanisms: Mapping[str, Mechanism], seed: int) -> Iterator[dict[str, Any]]:
+        """arm, ms: the geometric mean over rounds."""
+        g = torch.Generator().manual_seed(0)
+        draws = {name: partial(self.drawn, mechanism, g) for name, mechanism in mechanisms.items()}
+        with torch.no_grad():
+            spent = in_turns(draws, self.rounds, lambda draw: milliseconds(draw()))
+        for name, times in spent.items():
+            yield {"arm": name, "ms": geometric_mean(times)}
+
+    def drawn(self, mechanism: Mechanism, g: torch.Generator) -> Call:
+        x, y, v = tensors(self.length, self.d, 1.0, 0)
+        if not mechanism.estimates:
+            return partial(exact_attention, x, y, v)
+        phi, noise = mechanism.map(), mechanism.sampler(self.m, self.d, g)
+        return partial(attention, x, y, v, phi, noise, phi.fit(Statistics.of(x[0, 0], y[0, 0])),
+                       counter=DenominatorCount())
+
+
+# ---- estimators
+
+
+def estimators(arms: Mapping[str, Mapping[str, Any]], rows: int, columns: int, dtype: str, rounds: int, rest: float,
+               seed: int) -> Iterator[dict[str, Any]]:
+    """arm, fit, transform: the geometric means over rounds, which go on where those of the seed before ended.
+
+    arms: of scikit-learn's estimators, `_target_` and arguments; "features" is the mechanism of RandomFeatures. rest:
+    seconds between timings, in which the threads of the library before stop spinning.
+    """
+    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # a projection may widen its input as maps do
+    X = np.random.default_rng(0).normal(size=(rows, columns)).astype(dtype)
+    models = {name: estimator(**given) for name, given in arms.items()}
+    for model in models.values():
+        model.fit(X[:1000]).transform(X[:1000])
+
+    def steps(model: Any) -> dict[str, float]:
+        spent = {}
+        for step in ("fit", "transform"):
+            time.sleep(rest)
+            spent[step] = milliseconds(getattr(model, step), X)
+        return spent
+
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    for turn in range(seed * rounds, (seed + 1) * rounds):  # another arm is first in every round
+        for name, values in in_turns(models, 1, steps, warm=0, turn=turn).items():
+            taken[name] += values
+    for name, each in taken.items():
+        yield {"arm": name} | {step: geometric_mean(times) for step, times in by_part(each).items()}
+
+
+def estimator(features: str | None = None, **given: Any) -> Any:
+    return construct(given | ({} if features is None else {"mechanism": features}), random_state=0)
