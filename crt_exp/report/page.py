@@ -19,7 +19,8 @@ come after those of the file.
     looks:      at the draws before the verdicts were final (default 1); 2 lowers the level from 0.05 to 0.029
     choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
     tables, panels: see `tables` and `figures`
-    sizes:      SIZE -> parts, what is measured: see `crt_exp.studies.grid.Part`
+    commands:   true, for those of the first grid of `runs`, or text
+    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.studies.grid.measure`
     measure:    a function that measures in another way; sizes are then its settings
     options:    KEY of KEY=VALUE on the command line -> what is in the place of the size's own keys where it is given,
                 or null; in sizes {option: KEY} stands for VALUE, see `crt_exp.studies.grid.given`
@@ -57,7 +58,7 @@ from crt_exp.report.evidence import (
 
 FOLDER = CONF / "report"
 KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims",
-        "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "measure", "options",
+        "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "commands", "options", "measure",
         "sizes")
 NO_ROWS = np.empty(0, int)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart

@@ -5,7 +5,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from crt_exp.drawing import save_figure
 from crt_exp.report import figures, tables
@@ -13,6 +12,8 @@ from crt_exp.report.evidence import LEVEL, LOOKS, WORDS
 from crt_exp.report.page import FAMILIES, Page
 from crt_exp.runner.run import write_atomic
 from crt_exp.studies import sources
+from crt_exp.studies.runs import flat
+from crt_exp.studies.training import Grid
 
 CODE = "Code:"  # begins the line that depends on the history of the checkout, and on nothing else of a page
 
@@ -63,27 +64,22 @@ def choices(page: Page) -> str:
 
 
 def commands(page: Page) -> str:
-    """Of pages whose cells are runs: the command of each, to be typed; empty for others."""
-    size = page.spec.get("sizes", {}).get("small", {})
-    if not {"common", "settings", "arms"} <= {*size}:
-        return ""
-    settings = "\n".join(f"- {name}: `{' '.join(options)}`" for name, options in size["settings"].items())
-    first = (f"## Commands\n\nA run is `python -m crt_exp {' '.join(size['common'])} seed=0` with the options of a "
-             f"setting and of an arm.")
-    start = page.label(size.get("start", "exact"))
-    later = [f"Runs that go on take `task.init=DIRECTORY`, that of a run of {start} in this setting, no `+task.sizes`, "
-             f"and{then(size)} the options of one of these.", arms_of(page, size["moved"])] if size.get("moved") else []
-    return "\n\n".join([first, settings, arms_of(page, size["arms"]), *later])
-
-
-def then(size: dict[str, Any]) -> str:
-    """What the setting gives to runs that go on."""
-    listed = "; ".join(f"in {setting} `{' '.join(options)}`" for setting, options in size.get("then", {}).items())
-    return f", {listed}," if listed else ""
-
-
-def arms_of(page: Page, arms: dict[str, list[str]]) -> str:
-    return "\n".join(f"- {page.label(arm)}: `{' '.join(options)}`" for arm, options in arms.items())
+    """Of pages whose file says `commands`: the command of each run of the first grid and of those that share its
+    options and settings, or the text that stands there; empty for others."""
+    said = page.spec.get("commands", "")
+    if not isinstance(said, bool):
+        return said.strip()
+    grids = [Grid.read(each) for each in page.spec["sizes"]["small"]["runs"]]
+    first = grids[0]
+    arms = {arm: each for each in grids if (each.common, each.settings) == (first.common, first.settings)
+            for arm in each.arms}
+    order = {arm: place for place, arm in enumerate(page.spec["arms"])}
+    return "\n\n".join([
+        f"## Commands\n\nA run is `python -m crt_exp {' '.join(flat(first.common))} seed=0` with the options of a "
+        "setting and of an arm.",
+        "\n".join(f"- {name}: `{' '.join(flat(options))}`" for name, options in first.settings.items()),
+        "\n".join(f"- {page.label(arm)}: `{' '.join(arms[arm].words(arm))}`"
+                  for arm in sorted(arms, key=lambda arm: order.get(arm, len(order))))])
 
 
 def caption(page: Page) -> str:

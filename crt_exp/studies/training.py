@@ -92,10 +92,15 @@ class Grid:
         given = self.arms[arm]
         if isinstance(given, Mapping):
             return self.model(given["start"], seed)["overrides"]
-        own = given if isinstance(given, list) else words(given or arm)
         begun = [f"{option}={folder(self.model(name.format(setting=setting, arm=arm), seed))}"
                  for option, name in self.before.items()]
-        return [*runs.flat([*self.common, *self.settings[setting], *own]), *begun, f"seed={self.offset + seed}"]
+        own = runs.flat([*self.common, *self.settings[setting], *self.words(arm)])
+        return [*own, *begun, f"seed={self.offset + seed}"]
+
+    def words(self, arm: str) -> list[str]:
+        """The options of an arm."""
+        given = self.arms[arm]
+        return given if isinstance(given, list) else words(given or arm)
 
     def key(self, setting: str, arm: str, seed: int, sources: Sequence[str]) -> Key:
         if isinstance(given := self.arms[arm], Mapping):
