@@ -52,6 +52,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     given = options_of(name, measured, options)
     if again:
         cells.forget(name)
+    os.environ.setdefault("WANDB_RUN_GROUP", name)  # of runs that `LOGGER=wandb` mirrors
     return draws.write(name, measured(name, sources.of_page(spec), spec["sizes"][size], keep, **given), folder)
 
 

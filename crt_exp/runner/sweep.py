@@ -74,8 +74,8 @@ class Begun(Callback):
 
     def on_multirun_start(self, config, **kwargs) -> None:
         raise_interrupts()  # launchers put their workers in order
-        os.environ[SWEEP] = uuid.uuid4().hex
         _started.append(Path(str(config.hydra.sweep.dir)))
+        os.environ[SWEEP] = f"{_started[-1].name}/{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True)
