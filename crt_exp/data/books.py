@@ -58,10 +58,8 @@ class Source(NamedTuple):
         """Blank examples, which sets of lines have, are left out."""
         if self.hub is None:
             return ()
-        hub = self.hub
-        read = hub_documents(hub["name"], hub["config"], self.split, hub["column"], buffer=0,
-                             data_files=hub["data_files"])
-        return islice(filter(str.strip, read(0)), hub["documents"])
+        read = hub_documents(self.hub, self.split, self.hub["column"], buffer=0)
+        return islice(filter(str.strip, read(0)), self.hub["documents"])
 
     @contextmanager
     def as_files(self) -> Iterator[Sequence[Path]]:

@@ -21,7 +21,7 @@ import torch
 from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import warn
 from crt_exp.data.endings import AUDIO, Sieve
-from crt_exp.data.hub import hub_examples
+from crt_exp.data.hub import Hub, hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
 from crt_exp.data.text import numbered_lines
 
@@ -210,14 +210,20 @@ def joined(speakers: list[list[Recording]], name: str, rng: np.random.Generator)
 # ---- the hub -----------------------------------------------------------------------------------------------
 
 
-def hub_utterances(name: str, config: str | None, split: str, audio: str, text: str, faults: Faults, *,
-                   data_files: Any = None, rank: int = 0, world: int = 1, seed: int = 0,
-                   buffer: int = 0) -> Callable[[int], Iterator[Utterance]]:
-    """Passes over a set of the Hugging Face hub, streamed: number e is in an order drawn in a window of `buffer` rows
-    (0: as stored), and each process reads its own part. soundfile reads audio from the bytes when it is needed.
+class SpeechHub(Hub):
+    """The columns of audio and transcripts."""
 
-    Raises DataError where the set cannot be had or lacks a column.
+    audio: str
+    text: str
+
+
+def hub_utterances(hub: SpeechHub, split: str, faults: Faults, rank: int = 0, buffer: int = 0,
+                   **order: Any) -> Callable[[int], Iterator[Utterance]]:
+    """Passes over a split, streamed; rank, buffer, order: see `hub_examples`. soundfile reads audio from the bytes when
+    it is needed. Raises DataError where the set cannot be had or lacks a column.
     """
+    name, audio, text = hub["name"], hub["audio"], hub["text"]
+
     def prepared(stream: Any) -> Any:
         from datasets import Audio
 
@@ -227,8 +233,8 @@ def hub_utterances(name: str, config: str | None, split: str, audio: str, text: 
                 raise DataError(f"{name} has no column {column!r}; it has {', '.join(columns)}.")
         return stream.cast_column(audio, Audio(decode=False))
 
-    examples = hub_examples(name, config, split, rank, world, seed, buffer, data_files, prepared,
-                            "Or give files: task.source=files task.data_dir=DIR.")
+    examples = hub_examples(hub, split, rank, buffer=buffer, prepared=prepared,
+                            otherwise="Or give files: task.source=files task.data_dir=DIR.", **order)
 
     def utterances(epoch: int) -> Iterator[Utterance]:
         for i, row in enumerate(examples(epoch)):

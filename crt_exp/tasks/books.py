@@ -21,6 +21,7 @@ from crt_exp.data.sources import no_folder
 from crt_exp.data.books import Apart, Packed, Source, Text, piece, tokens_per_word
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.glue import bucketed
+from crt_exp.data.hub import Hub
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sentence_pieces import sentence_pieces
 from crt_exp.data.text import IGNORED, fast_tokenizer, official_file
@@ -33,14 +34,11 @@ from crt_exp.tasks.sequences import SymbolTask, exp
 NAMES = {"train": "train", "validation": "valid", "test": "test"}
 
 
-class Hub(TypedDict):
-    """A set of the Hugging Face hub: the first `documents` of its splits are read."""
+class BooksHub(Hub):
+    """The first `documents` of its splits are read."""
 
-    name: str | None
-    config: str | None
     splits: list[str]
     column: str
-    data_files: str | list[str] | dict[str, str] | None
     documents: Count
 
 
@@ -64,7 +62,7 @@ class Books(SymbolTask):
     validation_text: str | list[str] | None
     test_text: str | list[str] | None
     data_dir: str | None
-    hub: Hub
+    hub: BooksHub
     rows: Literal["packed", "apart"]
     held_out: Annotated[float, above(0), below(0.5)]
     tokenizer: str | None

@@ -39,17 +39,13 @@ SPLITS = ("train", "validation", "test")
 WINDOW = 16  # micro-batches of a stream that are sorted by length at once
 
 
-class Hub(TypedDict):
-    """A set of the Hugging Face hub and what is read of it."""
+class SplitsHub(speech.SpeechHub):
+    """What is read of it."""
 
     name: str
-    config: str | None
     train: str
     validation: str
     test: str
-    audio: str
-    text: str
-    data_files: str | Sequence[str] | dict[str, Any] | None
     buffer: Whole
     held_out: Count
     transcripts: Count
@@ -105,7 +101,7 @@ class LibriSpeech(Task):
     subsets: Subsets
     strings: Strings
     held_out_speaker: str | None
-    hub: Hub
+    hub: SplitsHub
     rate: Annotated[int, at_least(4000)] | None
     max_seconds: Positive
     bad: Literal["error", "skip"]
@@ -181,9 +177,7 @@ class LibriSpeech(Task):
         return result
 
     def hub_pass(self, split: str, faults: speech.Faults, **options: Any):
-        hub = self.hub
-        return speech.hub_utterances(hub["name"], hub["config"], hub[split], hub["audio"], hub["text"], faults,
-                                     data_files=hub["data_files"], **options)
+        return speech.hub_utterances(self.hub, self.hub[split], faults, **options)
 
     def inputs(self) -> Iterator[Path]:
         for split in self.splits.values():

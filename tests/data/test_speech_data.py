@@ -424,10 +424,13 @@ def write_parquet(path, folder, texts=TEXTS):
     return path
 
 
+def hub(file, text="text"):
+    return {"name": "parquet", "config": None, "data_files": str(file), "audio": "audio", "text": text}
+
+
 def test_a_set_of_the_hub(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
-    options = {"data_files": str(file)}
-    read = lambda **more: speech.hub_utterances("parquet", None, "train", "audio", "text", faults(), **options, **more)
+    read = lambda **more: speech.hub_utterances(hub(file), "train", faults(), **more)
     found = list(read()(0))
     assert [each.text for each in found] == list(TEXTS)
     on_disk = speech.official(["train-clean-100"], str(tmp_path), faults())
@@ -440,7 +443,7 @@ def test_a_set_of_the_hub(tmp_path):
 @pytest.mark.slow  # datasets takes 5 s to end a pass that is shuffled
 def test_the_order_of_a_stream_is_drawn_for_each_pass(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
-    drawn = speech.hub_utterances("parquet", None, "train", "audio", "text", faults(), data_files=str(file), buffer=6)
+    drawn = speech.hub_utterances(hub(file), "train", faults(), buffer=6)
     orders = [[each.name for each in drawn(epoch)] for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == sorted(orders[0]) != orders[2]
 
@@ -448,7 +451,7 @@ def test_the_order_of_a_stream_is_drawn_for_each_pass(tmp_path):
 def test_a_column_that_the_set_lacks(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
     with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
-        list(speech.hub_utterances("parquet", None, "train", "audio", "sentence", faults(), data_files=str(file))(0))
+        list(speech.hub_utterances(hub(file, "sentence"), "train", faults())(0))
 
 
 def test_bad_rows_of_the_hub_are_named(tmp_path):
@@ -456,7 +459,7 @@ def test_bad_rows_of_the_hub_are_named(tmp_path):
     (folder / "7-9-0002.flac").write_bytes(b"no audio")
     file = write_parquet(tmp_path / "a.parquet", folder, ["", *TEXTS[1:]])
     found = faults()
-    read = speech.hub_utterances("parquet", None, "train", "audio", "text", found, data_files=str(file))
+    read = speech.hub_utterances(hub(file), "train", found)
     assert len(list(read(0))) == 4
     assert "row 0 of process 0 (7-9-0000.flac): an empty transcript" in found.noted[0]
     assert "row 2 of process 0 (7-9-0002.flac): cannot be read" in found.noted[1]
