@@ -6,7 +6,7 @@ take the page and come in the place of those made from the file, while its `clai
 come after those of the file.
 
     title:      heading of the page                    data:     the files that its measurement reads, for `make help`
-    facts:      data, sizes, seeds, and what a reader must know
+    facts:      data, sizes, seeds, and what a reader must know; of SIZE=small, which `{size}` in it names
     arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
     metrics:    metric -> {name, unit, scale, better: higher or lower, format}; main, at, table: the one (default: the
                 first), its place x and its table by which controls are compared with arms
@@ -95,6 +95,22 @@ def load(name: str) -> dict[str, Any]:
     return spec
 
 
+def home(spec: dict[str, Any]) -> str:
+    """The size whose pages are committed: small, or of a page without it the only one."""
+    sizes = spec.get("sizes", {})
+    return "small" if "small" in sizes or not sizes else next(iter(sizes))
+
+
+def folder_of(spec: dict[str, Any], size: str, given: Path | None = None) -> Path:
+    """Where a page of this size is written, each size apart. Raises ConfigError where a given folder is another's."""
+    if size == home(spec):
+        return given or draws.FOLDER
+    if given is not None and given.resolve() == draws.FOLDER.resolve():
+        raise ConfigError(f"{given} holds the page of SIZE={home(spec)}: leave --out out, then SIZE={size} goes to "
+                          f"{draws.FOLDER / size}, or name another folder")
+    return given or draws.FOLDER / size
+
+
 @dataclass(frozen=True)
 class Metric:
     """How values are shown: times `scale`, in `unit`, by `format`; sign: 1 where higher is better, -1 where lower."""
@@ -120,12 +136,13 @@ class Metric:
 
 
 class Page:
-    """A file of conf/report with its draws."""
+    """A file of conf/report with its draws. size: of these; without it that of the folder's name, else `home`."""
 
     def __init__(self, name: str, folder: Path = draws.FOLDER, spec: dict[str, Any] | None = None,
-                 frame: pd.DataFrame | None = None):
+                 frame: pd.DataFrame | None = None, size: str | None = None):
         self.name, self.folder = Path(name).stem, folder
         self.spec = load(name) if spec is None else spec
+        self.size = size or (folder.name if folder.name in self.spec.get("sizes", {}) else home(self.spec))
         self.draws = draws.read(self.name, folder) if frame is None else frame
 
     @cached_property
