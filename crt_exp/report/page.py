@@ -56,6 +56,7 @@ from crt_exp.report.evidence import (
 FOLDER = CONF / "report"
 KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims",
         "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "measure", "sizes")
+SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads all pages in a tenth of the time
 NO_ROWS = np.empty(0, int)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 
@@ -77,7 +78,7 @@ def load(name: str) -> dict[str, Any]:
     """The file of a page. Raises ConfigError where it is not valid YAML, has an unknown key or lacks one."""
     path = file_of(name)
     try:
-        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+        spec = yaml.load(path.read_text(encoding="utf-8"), Loader=SAFE)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(spec, dict):
