@@ -285,7 +285,7 @@ class Page:
     def _judged(self, family: str) -> list[Verdict | Unjudged | Unmeasured]:
         """In the order of the file; Holm's correction over those whose setting passed its gates."""
         failed = {setting: gate for setting, gate in self.gates if not gate.passed and gate.family in ("", family)}
-        made = [*claims.of_entries(self, self.spec.get(family, []))]
+        made = [*claims.entry_claims(self, self.spec.get(family, []))]
         looks = self.spec.get("looks", 1)
         made += [(setting, replace(claim, looks=looks) if isinstance(claim, Claim) else claim)
                  for setting, claim in (self.own(family)(self) if self.own(family) else [])]

@@ -18,7 +18,7 @@ CALIBRATION = 4      # rows that codebooks and statistics are made of
 
 
 @lru_cache(maxsize=1)
-def kept_of(start: str) -> language.Kept:
+def kept_of(start: str) -> language.KeptLanguageModel:
     return language.load(start, "start")
 
 

@@ -18,7 +18,7 @@ from crt_exp.data.protein import LETTERS, STANDARD, decode
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import Kept, LanguageModel
+from crt_exp.models.language import KeptLanguageModel, LanguageModel
 from crt_exp.studies import amino_acids, runs, training
 from crt_exp.studies.amino_acids import PAIRS
 from crt_exp.studies.bench import fitted
@@ -125,7 +125,7 @@ def number(key: str, value: str | None, default: int | None) -> int | None:
     return default if value is None else int(value)
 
 
-def of_proteins(run: str) -> Kept:
+def of_proteins(run: str) -> KeptLanguageModel:
     """Raises DataError and ConfigError for what is no run of task=trembl."""
     kept = language.load(run, "run")
     if kept.symbols.get("letters") != LETTERS:
@@ -144,7 +144,7 @@ def chosen(input: str | None, entry: str | None, size: Mapping[str, Any]) -> tup
     return [str(path) for path in fasta.fasta_files(folder)], folder / size["file"], entry or size["entry"]
 
 
-def entry_of(path: Path, accession: str | None) -> fasta.Entry:
+def entry_of(path: Path, accession: str | None) -> fasta.FastaEntry:
     """Raises DataError where the file has no such entry."""
     for entry in fasta.entries(path, LETTERS):
         if accession in (None, entry.accession.decode()):
@@ -193,7 +193,7 @@ def as_text(layers: list[Tensor], first: int | None) -> dict[str, list[str]]:
             for i, layer in enumerate(layers) for j, A in enumerate(layer)}
 
 
-def swapped(kept: Kept, name: str, m: int, seed: int, letters: list[int]) -> LanguageModel:
+def swapped(kept: KeptLanguageModel, name: str, m: int, seed: int, letters: list[int]) -> LanguageModel:
     """The run's weights with that attention; causal maps fitted to the entry, where they were not trained."""
     if name == kept.mechanism.name:
         return kept.build()

@@ -89,7 +89,7 @@ def of_long(cells: Cells, run: str, size: Mapping[str, Any], name: str) -> Itera
 
 
 
-def shown(kept: vision.Kept, images: data.Images, rows: Sequence[int]) -> Tensor:
+def shown(kept: vision.KeptClassifier, images: data.Images, rows: Sequence[int]) -> Tensor:
     """(len(rows), 3, H, W), as the model takes them."""
     return torch.stack([kept.transform(images.read(images.sources[row])) for row in rows])
 
