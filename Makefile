@@ -53,8 +53,7 @@ test: $(STAMP)  ## the fast tests
 gpu: $(STAMP)  ## on a machine with a GPU: its tests and its reports, 8 minutes of each; repeat until all say written
 	@set -e; for part in $(PART); do case $$part in \
 	  tests) timeout 480 env $(PYTEST) -n 0 -m gpu ;; \
-	  speed-gpu) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 ;; \
-	  *) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 --out outputs/report/gpu ;; esac; done
+	  *) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 ;; esac; done
 
 test-all: $(STAMP)  ## every test
 	@$(PYTEST)

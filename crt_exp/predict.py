@@ -24,7 +24,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
 from crt_exp.schema import at_least, at_most
-from crt_exp.stored import plain_yaml
+from crt_exp.stored import yaml_object
 from crt_exp import drawing
 from crt_exp.drawing import markdown, new_figure, save_figure
 from crt_exp.swap.rollout import rollout
@@ -35,7 +35,7 @@ TASK = "crt_exp.tasks.imagenet.ImageNet"
 
 
 @dataclass(frozen=True)
-class Options:
+class PredictOptions:
     run: str
     input: str
     maps: str | None = None
@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def options_of(arguments: Sequence[str] | None) -> Options:
+def options_of(arguments: Sequence[str] | None) -> PredictOptions:
     """Raises ConfigError as `read` does."""
     given = parser().parse_args(arguments)
-    return read(Options, [*given.options, *(f"maps={file}" for file in given.maps)])
+    return read(PredictOptions, [*given.options, *(f"maps={file}" for file in given.maps)])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def predict(options: Options) -> None:
+def predict(options: PredictOptions) -> None:
     check_maps(options)
     check_run(Path(options.run).expanduser())
     with own_names([options.names] if options.names else []):
@@ -102,7 +102,7 @@ def predict(options: Options) -> None:
         print(f"attention rollout of {len(first)} of {len(results)} images: {options.maps}")
 
 
-def check_maps(options: Options) -> None:
+def check_maps(options: PredictOptions) -> None:
     """Raises ConfigError for a picture that is no PNG, and for options of a picture where none is drawn."""
     if options.maps is not None and not options.maps.lower().endswith(".png"):
         raise ConfigError(f"maps={options.maps}: it is drawn as PNG, so give a name that ends in .png")
@@ -117,7 +117,7 @@ def check_run(run: Path) -> None:
     if not run.is_dir():
         raise DataError(f"run={run}: there is no such directory. Give that of a run of task=imagenet")
     if (run / "config.yaml").is_file():
-        task = plain_yaml(run / "config.yaml").get("task")
+        task = yaml_object(run / "config.yaml").get("task")
         target = task.get("_target_") if isinstance(task, dict) else None
         if target != TASK:
             raise DataError(f"run={run} is a run of {target}, which classifies no images: give one of task=imagenet")
@@ -135,7 +135,7 @@ def files_of(place: Path) -> list[Path]:
     return files
 
 
-def readable(files: Sequence[Path], kept: vision.Kept, alone: bool) -> Iterator[Read]:
+def readable(files: Sequence[Path], kept: vision.KeptClassifier, alone: bool) -> Iterator[Read]:
     """Those that are images; in a folder the others are named and left out."""
     for file in files:
         try:
@@ -147,7 +147,7 @@ def readable(files: Sequence[Path], kept: vision.Kept, alone: bool) -> Iterator[
 
 
 @torch.no_grad()
-def classified(kept: vision.Kept, read: Sequence[Read]) -> list[tuple[str, list[tuple[str, float]]]]:
+def classified(kept: vision.KeptClassifier, read: Sequence[Read]) -> list[tuple[str, list[tuple[str, float]]]]:
     """The name of each image, and its likeliest classes with their probabilities."""
     if not read:
         return []
@@ -162,7 +162,7 @@ def classified(kept: vision.Kept, read: Sequence[Read]) -> list[tuple[str, list[
 
 # ---- where it looks
 
-def drawn_beside(model: nn.Module, options: Options) -> dict[str, nn.Module]:
+def drawn_beside(model: nn.Module, options: PredictOptions) -> dict[str, nn.Module]:
     """The model with exact and with linear attention, by the titles of their pictures.
 
     Raises ConfigError where another linear attention is asked for than the one that the run was trained with.
@@ -194,7 +194,8 @@ def pictures(run: str, images: Tensor) -> Tensor:
     return (images * std + mean).permute(0, 2, 3, 1).clamp(0, 1)  # rounding alone leaves that range
 
 
-def draw(kept: vision.Kept, run: str, models: dict[str, nn.Module], read: Sequence[Read], place: Path) -> None:
+def draw(kept: vision.KeptClassifier, run: str, models: dict[str, nn.Module], read: Sequence[Read],
+         place: Path) -> None:
     """An image a row: itself, and over it the rollout of each model, on a scale that both share."""
     images = torch.stack([each.tensor for each in read])
     shown, maps = pictures(run, images), {title: looked_at(model, images) for title, model in models.items()}

@@ -25,7 +25,7 @@ WORDS = {"run": "directory of the run", "prompt": "what each sequence begins wit
 
 
 @dataclass(frozen=True)
-class Options:
+class SampleOptions:
     run: str
     prompt: str = ""
     known: Annotated[float, above(0), below(1)] = 0.5
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     try:
-        draw(read(Options, arguments))
+        draw(read(SampleOptions, arguments))
     except (ConfigError, DataError, ValueError, OSError) as error:
         print(f"crt_exp: error: {error}", file=sys.stderr)
         return 2
@@ -56,18 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    rows = [f"  {field.name:12} {WORDS[field.name]} ({describe(parameters(Options)[field.name].hint)})"
-            for field in fields(Options)]
+    rows = [f"  {field.name:12} {WORDS[field.name]} ({describe(parameters(SampleOptions)[field.name].hint)})"
+            for field in fields(SampleOptions)]
     return "\n".join(["usage: python -m crt_exp.sample run=<dir> [key=value ...]", *rows])
 
 
-def draw(options: Options) -> None:
+def draw(options: SampleOptions) -> None:
     """Draws and writes the sequences. Raises ConfigError and DataError."""
     import torch
 
     from crt_exp.symbol_kinds import kind_of
     from crt_exp.models import language
-    from crt_exp.models.generation import Choice, generate
+    from crt_exp.models.generation import TokenChoice, generate
 
     check_device(options.device)
     with own_names([options.names] if options.names else []):
@@ -83,7 +83,7 @@ def draw(options: Options) -> None:
     count = longest(options, kept.description, kind, len(given)) - len(given)
     prompt = torch.tensor([kind.begin, *given], device=options.device)
     model = kept.build().to(options.device)
-    choice = Choice(options.temperature, options.top_k, options.top_p)
+    choice = TokenChoice(options.temperature, options.top_k, options.top_p)
     never = set(range(kept.description.symbols)) - set(range(kind.symbols)) - {kind.end}
     rows, seeds = [], range(options.seed, options.seed + options.n)
     for first in range(0, options.n, options.batch):
@@ -102,7 +102,7 @@ def check_device(name: str) -> None:
         raise ConfigError(f"device = {name}: it takes a device that is there, such as cpu or cuda: {reason}") from None
 
 
-def longest(options: Options, description, kind, given: int) -> int:
+def longest(options: SampleOptions, description, kind, given: int) -> int:
     """Symbols of a sequence. Raises ConfigError where the model has no positions for them, or the prompt no room."""
     length = description.length if options.length is None else options.length
     if kind.end is None and length != description.length:
@@ -114,7 +114,7 @@ def longest(options: Options, description, kind, given: int) -> int:
     return length
 
 
-def settings(options: Options) -> str:
+def settings(options: SampleOptions) -> str:
     """How it was drawn, for the head of an entry."""
     given = {key: value for key, value in asdict(options).items() if value is not None}
     return " ".join(f"{key}={given[key]}" for key in ("run", "temperature", "top_k", "top_p") if key in given)

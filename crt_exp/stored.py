@@ -130,7 +130,7 @@ def check_events(text: str, path: Path) -> None:
             raise ConfigError(f"{line}: it holds more than {MOST} values, and no run writes so many")
 
 
-def plain_yaml(path: Path) -> dict[str, Any]:
+def yaml_object(path: Path) -> dict[str, Any]:
     """The same as plain dictionaries, in which an interpolation is a string."""
     from omegaconf import OmegaConf
 

@@ -19,7 +19,7 @@ from torch import nn
 from crt_exp.arguments import read
 from crt_exp.config import own_names
 from crt_exp.data import DataError, speech_table
-from crt_exp.data.speech import SHORTEST, BadAudio, Part, as_int16, decoded, padded, seconds_of
+from crt_exp.data.speech import SHORTEST, BadAudio, AudioPart, as_int16, decoded, padded, seconds_of
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.recogniser import Recogniser
@@ -30,7 +30,7 @@ TOGETHER = 8       # segments that are heard at once
 
 
 @dataclass(frozen=True)
-class Options:
+class TranscribeOptions:
     """segment: seconds of audio that are heard at once. names: a folder of your own names, the --config-dir of that
     run."""
 
@@ -54,14 +54,14 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     try:
         with torch.no_grad():
-            code = transcribe(read(Options, arguments))
+            code = transcribe(read(TranscribeOptions, arguments))
     except (ValueError, OSError, DataError) as error:
         print(f"crt_exp.transcribe: error: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
 
 
-def transcribe(options: Options) -> int:
+def transcribe(options: TranscribeOptions) -> int:
     """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
     files = speech_table.audio_files(options.input, "input")
     with own_names([options.names] if options.names else []):
@@ -87,7 +87,7 @@ def heard(file: Path, rate: int) -> np.ndarray:
     seconds = seconds_of(file)
     if seconds < SHORTEST:
         raise BadAudio(f"{seconds:.3f} s are too short: speech takes at least {SHORTEST} s")
-    return as_int16(decoded(Part(str(file), seconds), rate))
+    return as_int16(decoded(AudioPart(str(file), seconds), rate))
 
 
 def recognised(model: nn.Module, known: Recogniser, audio: np.ndarray, longest: float) -> tuple[str, list[Said]]:

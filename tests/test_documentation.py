@@ -259,9 +259,9 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.predict", *arguments):
             assert predict.options_of(arguments).run
         case ("python", "-m", "crt_exp.transcribe", *arguments):
-            assert read(transcribe.Options, arguments).input
+            assert read(transcribe.TranscribeOptions, arguments).input
         case ("python", "-m", "crt_exp.sample", *arguments):
-            assert not arguments or read(sample.Options, arguments)
+            assert not arguments or read(sample.SampleOptions, arguments)
         case ("python", "-m", "crt_exp.report", name, *arguments):
             check_report(name, arguments)
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):

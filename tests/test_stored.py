@@ -10,7 +10,7 @@ import pytest
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task, task_classes
-from crt_exp.stored import json_file, json_object, plain_yaml, read_json, read_yaml
+from crt_exp.stored import json_file, json_object, yaml_object, read_json, read_yaml
 
 CHANGES = dict.fromkeys(name for name, _ in hostile.changes(Path("/")))
 
@@ -83,7 +83,7 @@ def test_yaml_that_no_run_writes(text, words, tmp_path):
 
 def test_interpolations_stay_strings(tmp_path):
     (tmp_path / "config.yaml").write_text("a: ${b}${b}\nb: ${oc.env:HOME}\n")
-    assert plain_yaml(tmp_path / "config.yaml") == {"a": "${b}${b}", "b": "${oc.env:HOME}"}
+    assert yaml_object(tmp_path / "config.yaml") == {"a": "${b}${b}", "b": "${oc.env:HOME}"}
 
 
 def test_an_object_is_asked_for(tmp_path):

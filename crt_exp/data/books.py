@@ -32,7 +32,7 @@ from crt_exp.data.text import (
 FIRST = 10**8                                                # of the hub, for a vocabulary
 
 
-class Source(NamedTuple):
+class LineSource(NamedTuple):
     """Where lines are: files, each a document; or the first `count` documents of a split of the hub."""
 
     files: Sequence[Path]
@@ -58,10 +58,8 @@ class Source(NamedTuple):
         """Blank examples, which sets of lines have, are left out."""
         if self.hub is None:
             return ()
-        hub = self.hub
-        read = hub_documents(hub["name"], hub["config"], self.split, hub["column"], buffer=0,
-                             data_files=hub["data_files"])
-        return islice(filter(str.strip, read(0)), hub["documents"])
+        read = hub_documents(self.hub, self.split, self.hub["column"], buffer=0)
+        return islice(filter(str.strip, read(0)), self.hub["documents"])
 
     @contextmanager
     def as_files(self) -> Iterator[Sequence[Path]]:
@@ -83,12 +81,12 @@ class Source(NamedTuple):
         return [f"{file.suffix}:{content(file)}" for file in self.files]
 
 
-def files_of(paths: str | Sequence[str]) -> Source:
-    return Source(text_files(paths))
+def files_of(paths: str | Sequence[str]) -> LineSource:
+    return LineSource(text_files(paths))
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class TokenText:
     """tokens (n,) int32, END behind each document, or each line where lines stand apart; ends: the places behind these.
     words (n,) float32: how many words end with each token."""
 
@@ -96,12 +94,12 @@ class Text:
     ends: np.ndarray
     words: np.ndarray
 
-    def part(self, first: int, last: int) -> "Text":
+    def part(self, first: int, last: int) -> "TokenText":
         """Tokens first to last."""
         ends = self.ends[(self.ends > first) & (self.ends <= last)] - first
-        return Text(self.tokens[first:last], ends, self.words[first:last])
+        return TokenText(self.tokens[first:last], ends, self.words[first:last])
 
-    def held_out(self, share: float, apart: bool) -> dict[str, "Text"]:
+    def held_out(self, share: float, apart: bool) -> dict[str, "TokenText"]:
         """The last two shares are for validation and test; where lines stand apart they stay whole. Raises
         DataError."""
         counted = len(self.ends) if apart else len(self.tokens)
@@ -115,14 +113,14 @@ class Text:
                 "test": self.part(last, len(self.tokens))}
 
 
-def read(source: Source, tokenizer, end: int, apart: bool, cache_dir: str | Path | None = None) -> Text:
+def read(source: LineSource, tokenizer, end: int, apart: bool, cache_dir: str | Path | None = None) -> TokenText:
     """The tokens of a source; those of files are kept in `cache_dir` by content. Raises DataError."""
     key = key_of("books 2", apart, end, fingerprint(tokenizer), *source.key())
     arrays = cached(None if source.hub else cache_dir, key, lambda: tokenized(source, tokenizer, end, apart))
-    return Text(arrays["tokens"], arrays["ends"], arrays["words"])
+    return TokenText(arrays["tokens"], arrays["ends"], arrays["words"])
 
 
-def tokenized(source: Source, tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
+def tokenized(source: LineSource, tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
     tokens, words, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], []
     for lines, of_lines in source.documents(tokenizer.unk_token or UNKNOWN):
         coded = list(zip(lines, token_spans(lines, tokenizer), of_lines, strict=True))
@@ -145,7 +143,7 @@ def words_of(line: str, spans: Spans, count: int) -> np.ndarray:
     return (np.bincount(places, minlength=len(last)) * (count / len(ends))).astype(np.float32)
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """What is read and what is predicted, (T,) each."""
 
     tokens: np.ndarray
@@ -153,11 +151,11 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedRows:
     """Rows of exactly L tokens, each going on where the one before ended. whole: the last tokens, which fill none, are
     a shorter row."""
 
-    text: Text
+    text: TokenText
     longest: int
     end: int
     whole: bool = False
@@ -173,7 +171,7 @@ class Packed:
     def span(self, i: int) -> tuple[int, int]:
         return i * self.longest, min((i + 1) * self.longest, len(self.text.tokens))
 
-    def __getitem__(self, i: int) -> Row:
+    def __getitem__(self, i: int) -> PackedRow:
         return piece(self.text, *self.span(i), self.end)
 
 
@@ -181,7 +179,7 @@ class Packed:
 class Apart:
     """A row for each line, cut to L tokens."""
 
-    text: Text
+    text: TokenText
     longest: int
     end: int
 
@@ -196,18 +194,18 @@ class Apart:
         first = int(self.text.ends[i - 1]) if i else 0
         return first, min(int(self.text.ends[i]), first + self.longest)
 
-    def __getitem__(self, i: int) -> Row:
+    def __getitem__(self, i: int) -> PackedRow:
         labels = self.text.tokens[slice(*self.span(i))]
-        return Row(np.concatenate([[self.end], labels[:-1]]), labels)
+        return PackedRow(np.concatenate([[self.end], labels[:-1]]), labels)
 
 
-def tokens_per_word(data: Packed | Apart, rows: Iterable[int]) -> float:
+def tokens_per_word(data: PackedRows | Apart, rows: Iterable[int]) -> float:
     """Of these rows."""
     spans = [data.span(i) for i in rows]
     return sum(last - first for first, last in spans) / sum(float(data.text.words[a:b].sum()) for a, b in spans)
 
 
-def piece(text: Text, first: int, last: int, end: int) -> Row:
+def piece(text: TokenText, first: int, last: int, end: int) -> PackedRow:
     """Tokens first to last, read from the one before the first."""
     before = [end] if first == 0 else text.tokens[first - 1:first]
-    return Row(np.concatenate([before, text.tokens[first:last - 1]]), text.tokens[first:last])
+    return PackedRow(np.concatenate([before, text.tokens[first:last - 1]]), text.tokens[first:last])

@@ -14,18 +14,19 @@ from crt_exp.data import DataError
 QUOTED, PLAIN = csv.QUOTE_MINIMAL, csv.QUOTE_NONE  # whether a cell may stand between quotation marks
 
 
-class Row(NamedTuple):
+class DelimitedRow(NamedTuple):
     line: int              # of the file, where the row begins
     cells: list[str]
 
 
-def table(path: Path, text: str, separator: str, quoting: int = QUOTED) -> tuple[list[str], list[Row]]:
+def table(path: Path, text: str, separator: str, quoting: int = QUOTED) -> tuple[list[str], list[DelimitedRow]]:
     """The names in the header, and the rows that are not blank, all of as many cells; of an empty text no names.
 
     Raises DataError naming file and line for quotation marks that do not end, for a cell of more characters than the
     csv module takes, for two columns of one name, and for a row of more or fewer cells.
     """
-    rows = [Row(line, cells) for line, cells in numbered(path, text, separator, quoting) if any(map(str.strip, cells))]
+    rows = [DelimitedRow(line, cells) for line, cells in numbered(path, text, separator, quoting)
+            if any(map(str.strip, cells))]
     if not rows:
         return [], []
     names = [name.strip() for name in rows[0].cells]
@@ -45,7 +46,7 @@ def advice(separator: str, quoting: int) -> str:
     return f"; a cell that holds {separator!r} stands between quotation marks" if separator != "\t" else ""
 
 
-def numbered(path: Path, text: str, separator: str, quoting: int) -> Iterator[Row]:
+def numbered(path: Path, text: str, separator: str, quoting: int) -> Iterator[DelimitedRow]:
     reader = csv.reader(io.StringIO(text), delimiter=separator, quoting=quoting, strict=quoting != PLAIN)
     while True:
         line = reader.line_num + 1
@@ -55,7 +56,7 @@ def numbered(path: Path, text: str, separator: str, quoting: int) -> Iterator[Ro
             raise DataError(f"{path}, line {line}: {reason(error, separator)}") from None
         if cells is None:
             return
-        yield Row(line, cells)
+        yield DelimitedRow(line, cells)
 
 
 def reason(error: csv.Error, separator: str) -> str:

@@ -39,7 +39,7 @@ ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": f"S{LONGEST_NAME}"
 UNKNOWN = 255
 
 
-class Entry(NamedTuple):
+class FastaEntry(NamedTuple):
     """One sequence: its accession, its letters as numbers, the line of its header, and whether that is UniProt's."""
 
     accession: bytes
@@ -61,7 +61,7 @@ def stem(path: Path) -> str:
     return (path.stem if path.suffix.lower() == ".gz" else path.name).rsplit(".", 1)[0]
 
 
-def entries(path: Path, letters: str) -> Iterator[Entry]:
+def entries(path: Path, letters: str) -> Iterator[FastaEntry]:
     """The sequences of a file; a letter is its place in `letters`. Raises DataError, naming the line."""
     table = bytes(letters.encode().find(bytes([i])) % 256 for i in range(256))
     for line, record in records(path):
@@ -72,7 +72,7 @@ def entries(path: Path, letters: str) -> Iterator[Entry]:
             raise unknown_letter(path, line, accession, body, letters)
         if not tokens:
             raise DataError(f"{path}, line {line}: {accession.decode(errors='replace')} has no sequence.")
-        yield Entry(accession, tokens, line, is_official(header))
+        yield FastaEntry(accession, tokens, line, is_official(header))
 
 
 def is_official(header: bytes) -> bool:
@@ -275,7 +275,7 @@ class Writer:
         self.folder, self.pending, self.end, self.official = folder, [], 0, bytearray()
         self.files = {name: (folder / name).open("wb") for name in ARRAYS}
 
-    def add(self, entry: Entry, file: int) -> None:
+    def add(self, entry: FastaEntry, file: int) -> None:
         self.pending.append((entry.tokens, entry.accession, file))
         self.official.append(entry.official)
         if len(self.pending) == BATCH:

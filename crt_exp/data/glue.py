@@ -32,7 +32,7 @@ GROUP = 10_000                                               # examples that are
 
 # ------------------------------------------------------------------------------------------------------- tasks
 @dataclass(frozen=True)
-class Task:
+class GlueTask:
     """One GLUE task: its files, columns, classes and metrics.
 
     spelled: how the files write the classes, in the order of `names`; both empty: a score on the scale of `score`.
@@ -72,23 +72,23 @@ class Task:
 ENTAILMENT = ("entailment", "not_entailment")
 NLI = ("entailment", "neutral", "contradiction")
 TASKS = {
-    "cola": Task("CoLA", "label", ("unacceptable", "acceptable"), columns=("sentence",), metrics=("mcc",),
-                 headless=("source", "label", "mark", "sentence")),
-    "sst2": Task("SST-2", "label", ("negative", "positive"), columns=("sentence",)),
-    "mrpc": Task("MRPC", "Quality", ("not_equivalent", "equivalent"), columns=("#1 String", "#2 String"),
-                 hub_columns=("sentence1", "sentence2"), metrics=("f1", "accuracy")),
+    "cola": GlueTask("CoLA", "label", ("unacceptable", "acceptable"), columns=("sentence",), metrics=("mcc",),
+                     headless=("source", "label", "mark", "sentence")),
+    "sst2": GlueTask("SST-2", "label", ("negative", "positive"), columns=("sentence",)),
+    "mrpc": GlueTask("MRPC", "Quality", ("not_equivalent", "equivalent"), columns=("#1 String", "#2 String"),
+                     hub_columns=("sentence1", "sentence2"), metrics=("f1", "accuracy")),
     # Some published question pairs are broken over two lines; every reader in use leaves them out.
-    "qqp": Task("QQP", "is_duplicate", ("not_duplicate", "duplicate"), columns=("question1", "question2"),
-                metrics=("accuracy", "f1"), broken=1e-3),
-    "stsb": Task("STS-B", "score", spelled=(), metrics=("spearman", "pearson")),
-    "mnli": Task("MNLI", "gold_label", NLI, NLI, hub_columns=("premise", "hypothesis"), two_devs=True),
-    "qnli": Task("QNLI", "label", ENTAILMENT, ENTAILMENT, columns=("question", "sentence")),
-    "rte": Task("RTE", "label", ENTAILMENT, ENTAILMENT),
-    "wnli": Task("WNLI", "label", ("not_entailment", "entailment")),
+    "qqp": GlueTask("QQP", "is_duplicate", ("not_duplicate", "duplicate"), columns=("question1", "question2"),
+                    metrics=("accuracy", "f1"), broken=1e-3),
+    "stsb": GlueTask("STS-B", "score", spelled=(), metrics=("spearman", "pearson")),
+    "mnli": GlueTask("MNLI", "gold_label", NLI, NLI, hub_columns=("premise", "hypothesis"), two_devs=True),
+    "qnli": GlueTask("QNLI", "label", ENTAILMENT, ENTAILMENT, columns=("question", "sentence")),
+    "rte": GlueTask("RTE", "label", ENTAILMENT, ENTAILMENT),
+    "wnli": GlueTask("WNLI", "label", ("not_entailment", "entailment")),
 }
 
 
-def task_of(name: str) -> Task:
+def task_of(name: str) -> GlueTask:
     """The task called `name`, in any spelling such as SST-2 or sst2. Raises DataError."""
     plain = str(name).lower().replace("-", "").replace("_", "")
     if plain not in TASKS:
@@ -158,10 +158,10 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
 
 # ------------------------------------------------------------------------------------------------------- files
 @dataclass(frozen=True)
-class Reader:
+class GlueReader:
     """One TSV file of a task, with what its error messages need."""
 
-    task: Task
+    task: GlueTask
     path: Path
     labelled: bool                                           # train or dev: a file without labels is an error
 
@@ -241,17 +241,17 @@ def number(text: str) -> float:
         return math.nan
 
 
-def from_files(task: Task, split: str, data_dir: str | Path | None) -> Examples:
+def from_files(task: GlueTask, split: str, data_dir: str | Path | None) -> Examples:
     place = list(task.splits).index(split)
     folder = task_folder(task.source.name, data_dir)
     path = folder / f"{task.splits[split]}.tsv" if folder else None
     if path is None or not path.is_file():
         raise DataError(f"{missing(task.source.name, path, place)} With network, task.source=hub needs no file.")
-    return Reader(task, path, labelled=not split.startswith("test")).read()
+    return GlueReader(task, path, labelled=not split.startswith("test")).read()
 
 
 # --------------------------------------------------------------------------------------------------------- hub
-def read_hub(task: Task, split: str) -> Examples:
+def read_hub(task: GlueTask, split: str) -> Examples:
     from datasets import load_dataset
 
     name = next(name for name, other in TASKS.items() if other is task)

@@ -1,31 +1,38 @@
 """Sets of the Hugging Face hub, and files in its formats, streamed: never stored whole, and shared by processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from tarfile import TarError
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from crt_exp.data import DataError
 
 
-def hub_examples(name: str, config: str | None = None, split: str = "train", rank: int = 0, world: int = 1,
-                 seed: int = 0, buffer: int = 10_000, data_files: Any = None,
+class Hub(TypedDict):
+    """A set, named as on the hub, such as "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or files in a format
+    such as "text", "json" or "webdataset". Tasks add what they read of it."""
+
+    name: str | None
+    config: str | None
+    data_files: str | Sequence[str] | dict[str, Any] | None
+
+
+def hub_examples(hub: Hub, split: str, rank: int = 0, world: int = 1, seed: int = 0, buffer: int = 10_000,
                  prepared: Callable[[Any], Any] = lambda stream: stream,
                  otherwise: str = "Or give text files of your own.") -> Callable[[int], Iterator[dict[str, Any]]]:
-    """examples(epoch): this process's part of the set in the order of the pass `epoch`.
+    """examples(epoch): this process's part of a split in the order of the pass `epoch`.
 
-    name: as on the hub, such as "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or a format such as "text",
-    "json" or "webdataset" with `data_files`. The order of each pass is drawn in a window of `buffer` examples (0: as
-    stored); ranks take disjoint parts. prepared: changes the stream of `datasets` before it is read. otherwise: what an
-    error advises at its end. Raises DataError where the set cannot be had.
+    The order of each pass is drawn in a window of `buffer` examples (0: as stored); ranks take disjoint parts.
+    prepared: changes the stream of `datasets` before it is read. otherwise: what an error advises at its end. Raises
+    DataError where the set cannot be had.
     """
     from datasets import load_dataset
     from datasets.distributed import split_dataset_by_node
 
-    load = partial(load_dataset, name, config, split=split, streaming=True, data_files=data_files)
-    stream = prepared(from_hub(load, name, otherwise, first_of(data_files, split)))
+    load = partial(load_dataset, hub["name"], hub["config"], split=split, streaming=True, data_files=hub["data_files"])
+    stream = prepared(from_hub(load, hub["name"], otherwise, first_of(hub["data_files"], split)))
 
     def examples(epoch: int) -> Iterator[dict[str, Any]]:
         shuffled = stream.shuffle(seed=order_seed(seed, epoch), buffer_size=buffer) if buffer else stream

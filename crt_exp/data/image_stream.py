@@ -6,12 +6,12 @@ what is drawn do not depend on the number of workers, and a continued run reads 
 
 from collections.abc import Iterator
 from itertools import chain, count, islice, repeat
-from typing import Any, TypedDict
+from typing import Any
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, shards
 from crt_exp.data import images as data
-from crt_exp.data.hub import hub_examples, reason_of
+from crt_exp.data.hub import Hub, hub_examples, reason_of
 from crt_exp.data.loading import Example
 from crt_exp.data.plan import Plan
 from crt_exp.schema import Count, Whole
@@ -19,17 +19,14 @@ from crt_exp.schema import Count, Whole
 WEBDATASET = "webdataset"                                    # of data_files that are tar shards
 
 
-class Hub(TypedDict):
-    """A set and what is read of it."""
+class ImageHub(Hub):
+    """What is read of it."""
 
-    name: str | None
-    config: str | None
     split: str
     validation: str
     image: str
     label: str
     classes: Count | None
-    data_files: str | dict[str, Any] | None
     buffer: Whole
     validation_images: Count
 
@@ -39,7 +36,7 @@ class Streamed:
 
     skip: shards that are damaged are named and left out; without it they are a DataError, as too few images are."""
 
-    def __init__(self, hub: Hub, skip: bool = False):
+    def __init__(self, hub: ImageHub, skip: bool = False):
         self.hub = hub
         if hub["name"] == WEBDATASET:
             self.hub = hub | {"data_files": self.whole_shards(skip)}
@@ -77,9 +74,8 @@ class Streamed:
         return tuple(names or map(str, range(self.hub["classes"])))
 
     def examples(self, split: str, **options: Any):
-        hub = self.hub
-        return hub_examples(hub["name"], hub["config"], split, data_files=hub["data_files"],
-                            otherwise="Or name a folder of images, task.dataset or task.data_dir.", **options)
+        return hub_examples(self.hub, split, otherwise="Or name a folder of images, task.dataset or task.data_dir.",
+                            **options)
 
     def encoded(self, stream: Any) -> Any:
         """The stream with its images as they are stored."""

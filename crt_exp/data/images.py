@@ -80,12 +80,12 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
                 if words]
         raise DataError(f"{root}: {' and '.join(f'{folders[split]}/' for split in SPLITS)} hold different classes: "
                         f"{', '.join(only)}.\nPut the same class folders into both.")
-    return {split: of_files(root, folders[split], files) for split, files in files_of.items()}
+    return {split: images_in(root, folders[split], files) for split, files in files_of.items()}
 
 
 def divided(root: Path) -> dict[str, Images]:
     """Of <class>/ alone: SHARE of each class, drawn once and for all, is val."""
-    every = of_files(root, ".", listed(root))
+    every = images_in(root, ".", listed(root))
     warn("%s has no train/ and val/: a fifth of the images of each class is held out as val", root)
     return dict(zip(SPLITS, every.held_out(SHARE)))
 
@@ -214,7 +214,7 @@ def readable(name: str) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
-def of_files(root: Path, split: str, files: dict[str, list[str]]) -> Images:
+def images_in(root: Path, split: str, files: dict[str, list[str]]) -> Images:
     paths = [os.fsencode(f"{split}/{name}/{path}") for name, names in files.items() for path in names]
     labels = np.repeat(np.arange(len(files)), [len(names) for names in files.values()])
     paths = np.array(paths)                                  # of bytes: a million in 50 MB

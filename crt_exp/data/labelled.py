@@ -104,7 +104,7 @@ def drawn(dataset: str, changes: dict[str, Any], preset: str, seed: int, cache_d
     return {split: Labelled(rows[split], arrays[f"{split}_labels"]) for split in SPLITS}
 
 
-def drawn_lists(rules: listops.Rules, seed: int) -> dict[str, np.ndarray]:
+def drawn_lists(rules: listops.ListOpsRules, seed: int) -> dict[str, np.ndarray]:
     arrays = {}
     for split, rows in listops.drawn(rules, seed).items():
         arrays |= flat(split, [np.array([listops.NUMBERS[word] for word in words], np.uint8) for words in rows],
@@ -112,7 +112,7 @@ def drawn_lists(rules: listops.Rules, seed: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-def drawn_pictures(rules: pathfinder.Rules, seed: int) -> dict[str, np.ndarray]:
+def drawn_pictures(rules: pathfinder.PathfinderRules, seed: int) -> dict[str, np.ndarray]:
     arrays = {}
     for split, (pictures, labels) in pathfinder.drawn(rules, seed).items():
         arrays |= flat(split, [picture.reshape(-1) for picture in pictures], labels)

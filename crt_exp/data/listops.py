@@ -27,7 +27,7 @@ TRIES = 100_000                                              # in vain, after wh
 HEADER = ["Source", "Target"]
 
 
-class Rules(NamedTuple):
+class ListOpsRules(NamedTuple):
     """Sequences of each split, and what bounds them; the root has depth 1."""
 
     train: Count
@@ -39,8 +39,8 @@ class Rules(NamedTuple):
     arguments: Annotated[int, at_least(2)]
 
 
-PRESETS = {"small": Rules(2000, 500, 500, 8, 64, 4, 5),
-           "full": Rules(96_000, 2000, 2000, 500, 2000, 10, 10)}  # those of the Long Range Arena
+PRESETS = {"small": ListOpsRules(2000, 500, 500, 8, 64, 4, 5),
+           "full": ListOpsRules(96_000, 2000, 2000, 500, 2000, 10, 10)}  # those of the Long Range Arena
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def result(operator: str, entries: Sequence[int]) -> int:
 # ---- drawn -----------------------------------------------------------------------------------------------------------
 
 
-def drawn(rules: Rules, seed: int) -> dict[str, list[list[str]]]:
+def drawn(rules: ListOpsRules, seed: int) -> dict[str, list[list[str]]]:
     """The words of the sequences of each split, all different. Raises DataError where the rules make too few."""
     rng, sequences, vain = random.Random(seed), {}, 0
     wanted = rules.train + rules.validation + rules.test
@@ -104,7 +104,7 @@ def drawn(rules: Rules, seed: int) -> dict[str, list[list[str]]]:
     return {"train": rows[:first], "validation": rows[first:last], "test": rows[last:]}
 
 
-def tree(rng: random.Random, rules: Rules, depth: int, room: int) -> list[str]:
+def tree(rng: random.Random, rules: ListOpsRules, depth: int, room: int) -> list[str]:
     """The words of a tree; none where it has more than `room`."""
     if depth >= rules.depth or rng.random() > LISTS:
         return [str(rng.randrange(10))] if room else []

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from crt_exp.data import DataError, read_text
-from crt_exp.data.delimited import Row, table
+from crt_exp.data.delimited import DelimitedRow, table
 from crt_exp.data.numerals import Mixed, Numbers, numbers
 from crt_exp.data.tabular import Column, Table, as_number, is_number
 
@@ -62,7 +62,7 @@ def read(path: str | Path, target: str | None, kind: Kind | None = None) -> tupl
     return Table(path.stem, columns, goal.values[goal.there], goal.classes, str(path)), "; ".join(notes)
 
 
-def cells(path: Path) -> tuple[list[str], list[Row]]:
+def cells(path: Path) -> tuple[list[str], list[DelimitedRow]]:
     """The names of the header, and the line number and cells of each row."""
     text = read_text(path, f"task.csv={path}")
     first = text.split("\n", 1)[0]

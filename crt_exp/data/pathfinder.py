@@ -21,7 +21,7 @@ LINE, DOT = 160, 255                                         # grey values
 TRIES, PICTURES = 200, 20                                    # of a curve, and of all curves of a picture
 
 
-class Rules(NamedTuple):
+class PathfinderRules(NamedTuple):
     """Pictures of each split, pixels of a side, dashes of a long curve and of a short one, and short curves."""
 
     train: Count
@@ -37,11 +37,12 @@ class Rules(NamedTuple):
     turn: NotNegative = 0.6
 
 
-PRESETS = {"small": Rules(4000, 500, 500, 16, 3, 2, 1),
-           "full": Rules(160_000, 20_000, 20_000, 32, 6, 3, 4)}  # 1024 pixels and 200,000 pictures, as in the Arena
+PRESETS = {"small": PathfinderRules(4000, 500, 500, 16, 3, 2, 1),
+           # 1024 pixels and 200,000 pictures, as in the Arena
+           "full": PathfinderRules(160_000, 20_000, 20_000, 32, 6, 3, 4)}
 
 
-def drawn(rules: Rules, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def drawn(rules: PathfinderRules, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Pictures (n, size, size) uint8 and labels (n,) of each split; every second picture has label 1.
 
     Raises DataError where the curves do not fit into a picture.
@@ -51,12 +52,12 @@ def drawn(rules: Rules, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             for which, (split, count) in enumerate(counts.items())}
 
 
-def drawn_split(rules: Rules, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def drawn_split(rules: PathfinderRules, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     labels = np.arange(count) % 2
     return np.stack([picture(rules, bool(label), rng) for label in labels]), labels
 
 
-def picture(rules: Rules, joined: bool, rng: np.random.Generator) -> np.ndarray:
+def picture(rules: PathfinderRules, joined: bool, rng: np.random.Generator) -> np.ndarray:
     for _ in range(PICTURES):
         curves = laid(rules, rng)
         if curves is not None:
@@ -77,7 +78,7 @@ def painted(size: int, curves: list[np.ndarray], ends: tuple[np.ndarray, np.ndar
     return image
 
 
-def laid(rules: Rules, rng: np.random.Generator) -> list[np.ndarray] | None:
+def laid(rules: PathfinderRules, rng: np.random.Generator) -> list[np.ndarray] | None:
     """The pixels (., 2) of each curve from end to end, the two long ones first; None where one has no room."""
     taken, curves = np.zeros((0, 2), np.int64), []
     for length in (rules.dashes, rules.dashes, *[rules.short] * rules.distractors):
@@ -90,7 +91,7 @@ def laid(rules: Rules, rng: np.random.Generator) -> list[np.ndarray] | None:
     return curves
 
 
-def walked(rules: Rules, dashes: int, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+def walked(rules: PathfinderRules, dashes: int, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
     """A curve that keeps its distance; None where it came too near to something."""
     place, heading, pixels = rng.uniform(0, rules.size, 2), rng.uniform(0, 2 * np.pi), []
     for _ in range(dashes):

@@ -123,21 +123,21 @@ def split_rows(index: Index, out: np.ndarray, validation: float, test: float) ->
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class ProteinRow(NamedTuple):
     """Tokens of a row of at most L, and whether the sequence ends with them."""
 
     tokens: np.ndarray
     ends: bool
 
 
-class Rows(Protocol):
+class ProteinRows(Protocol):
     """What a task reads: rows by number, and the length of each."""
 
     lengths: np.ndarray
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, i: int) -> Row: ...
+    def __getitem__(self, i: int) -> ProteinRow: ...
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class Singles:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> Row:
+    def __getitem__(self, i: int) -> ProteinRow:
         letters = self.index.sequence(self.rows[i])
-        return Row(letters[:self.longest], len(letters) < self.longest)
+        return ProteinRow(letters[:self.longest], len(letters) < self.longest)
 
     def check_whole(self) -> None:
         """Raises DataError, naming file and line, where a sequence is longer than L."""
@@ -190,25 +190,25 @@ class Chains:
     def __len__(self) -> int:
         return int(self.ends[-1]) // self.longest
 
-    def __getitem__(self, i: int) -> Row:
+    def __getitem__(self, i: int) -> ProteinRow:
         first, last = i * self.longest, (i + 1) * self.longest
         a, b = np.searchsorted(self.ends, [first, last - 1], "right")
         parts = [part for row in self.rows[a:b + 1] for part in (self.index.sequence(row), np.uint8([END]))]
         begin = int(self.ends[a - 1]) if a else 0
-        return Row(np.concatenate(parts)[first - begin:last - begin], False)
+        return ProteinRow(np.concatenate(parts)[first - begin:last - begin], False)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-def next_tokens(rows: Sequence[Row]) -> dict[str, Tensor]:
+def next_tokens(rows: Sequence[ProteinRow]) -> dict[str, Tensor]:
     """BEGIN and the row without its last token, to predict the row; END behind a sequence that ends within L."""
     targets = [np.append(row.tokens, END) if row.ends else row.tokens for row in rows]
     inputs = [np.concatenate([[BEGIN], target[:-1]]) for target in targets]
     return batch_of(inputs, targets)
 
 
-def masked_tokens(rows: Sequence[Row], generators: Iterable[np.random.Generator],
+def masked_tokens(rows: Sequence[ProteinRow], generators: Iterable[np.random.Generator],
                   masking: Masking) -> dict[str, Tensor]:
     """BERT's corruption of each row, by a generator of the row's own."""
     inputs, labels = [], []
@@ -240,7 +240,7 @@ def statistics(lengths: np.ndarray) -> dict[str, float]:
             "length_median": float(np.median(lengths))}
 
 
-def frequencies(rows: Rows, counted: int = COUNTED) -> np.ndarray:
+def frequencies(rows: ProteinRows, counted: int = COUNTED) -> np.ndarray:
     """Share of each letter in the rows, (25,): of at most `counted` of them, spread evenly; one more of each letter.
 
     Performers C.2: the empirical baseline predicts by these alone.

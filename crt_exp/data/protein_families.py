@@ -19,7 +19,7 @@ from crt_exp.schema import Count, Whole, at_least, below
 A = 20
 
 
-class Options(TypedDict):
+class FamilyOptions(TypedDict):
     """What is generated: `families` in distribution and `held_out` others, the lengths of sequences, and of lags."""
 
     sequences: Count
@@ -46,7 +46,7 @@ class Families:
     inside: int                                              # the first of them; the others are held out
 
     @classmethod
-    def of(cls, options: Options) -> "Families":
+    def of(cls, options: FamilyOptions) -> "Families":
         """Raises ConfigError for bounds in the wrong order."""
         for low, high in (("shortest", "longest"), ("nearest", "farthest")):
             if options[low] > options[high]:
@@ -58,7 +58,7 @@ class Families:
         bounds = options["shortest"], options["longest"]
         return cls(chains, starts, lags, *bounds, options["copied"], options["families"])
 
-    def drawn(self, options: Options) -> Index:
+    def drawn(self, options: FamilyOptions) -> Index:
         """`sequences` of them, and of held-out families a tenth as many; the family stands in `files`."""
         rng, n = np.random.default_rng([options["seed"], 1]), options["sequences"]
         extra = max(1, n // 10) if len(self.lags) > self.inside else 0

@@ -21,7 +21,7 @@ import torch
 from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import warn
 from crt_exp.data.endings import AUDIO, Sieve
-from crt_exp.data.hub import hub_examples
+from crt_exp.data.hub import Hub, hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
 from crt_exp.data.text import numbered_lines
 
@@ -36,7 +36,7 @@ UNKNOWN = (2**31, 2**32)           # bytes, about: written in the header of a WA
 FINEST = 10_000                    # denominator of a ratio of rates: within a ten-thousandth, and at most 320,001 taps
 
 
-class Part(NamedTuple):
+class AudioPart(NamedTuple):
     """A piece of audio: a file, or the content of one with its name, and its length by its header."""
 
     name: str
@@ -49,7 +49,7 @@ class Utterance(NamedTuple):
 
     name: str
     text: str
-    parts: tuple[Part, ...]
+    parts: tuple[AudioPart, ...]
     gaps: tuple[float, ...] = ()
 
     @property
@@ -95,10 +95,10 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> li
 
     Raises DataError for a subset that is not there or holds nothing.
     """
-    return [utterance for subset in subsets for utterance in of_subset(subset, data_dir, faults)]
+    return [utterance for subset in subsets for utterance in subset_utterances(subset, data_dir, faults)]
 
 
-def of_subset(subset: str, data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
+def subset_utterances(subset: str, data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
     folder = subset_folder(subset, data_dir)
     audio, texts = {}, {}
     files = (path for path in folder.glob("*/*/*") if not path.name.endswith(".trans.txt"))
@@ -141,10 +141,10 @@ def transcripts(path: Path) -> Iterator[tuple[str, tuple[str, str]]]:
             yield name, (f"{path}, line {number}", " ".join(text.split()))
 
 
-def header(path: Path, faults: Faults) -> Part | None:
+def header(path: Path, faults: Faults) -> AudioPart | None:
     """The length of a file by its header; None, and noted, where it cannot be read."""
     try:
-        return Part(str(path), seconds_of(path))
+        return AudioPart(str(path), seconds_of(path))
     except BadAudio as error:
         faults.add(str(path), str(error))
         return None
@@ -157,7 +157,7 @@ class Recording(NamedTuple):
     digit: int
     speaker: str
     index: int
-    part: Part
+    part: AudioPart
 
 
 def recordings(data_dir: str | None, faults: Faults) -> list[Recording]:
@@ -210,14 +210,20 @@ def joined(speakers: list[list[Recording]], name: str, rng: np.random.Generator)
 # ---- the hub -----------------------------------------------------------------------------------------------
 
 
-def hub_utterances(name: str, config: str | None, split: str, audio: str, text: str, faults: Faults, *,
-                   data_files: Any = None, rank: int = 0, world: int = 1, seed: int = 0,
-                   buffer: int = 0) -> Callable[[int], Iterator[Utterance]]:
-    """Passes over a set of the Hugging Face hub, streamed: number e is in an order drawn in a window of `buffer` rows
-    (0: as stored), and each process reads its own part. soundfile reads audio from the bytes when it is needed.
+class SpeechHub(Hub):
+    """The columns of audio and transcripts."""
 
-    Raises DataError where the set cannot be had or lacks a column.
+    audio: str
+    text: str
+
+
+def hub_utterances(hub: SpeechHub, split: str, faults: Faults, rank: int = 0, buffer: int = 0,
+                   **order: Any) -> Callable[[int], Iterator[Utterance]]:
+    """Passes over a split, streamed; rank, buffer, order: see `hub_examples`. soundfile reads audio from the bytes when
+    it is needed. Raises DataError where the set cannot be had or lacks a column.
     """
+    name, audio, text = hub["name"], hub["audio"], hub["text"]
+
     def prepared(stream: Any) -> Any:
         from datasets import Audio
 
@@ -227,25 +233,25 @@ def hub_utterances(name: str, config: str | None, split: str, audio: str, text: 
                 raise DataError(f"{name} has no column {column!r}; it has {', '.join(columns)}.")
         return stream.cast_column(audio, Audio(decode=False))
 
-    examples = hub_examples(name, config, split, rank, world, seed, buffer, data_files, prepared,
-                            "Or give files: task.source=files task.data_dir=DIR.")
+    examples = hub_examples(hub, split, rank, buffer=buffer, prepared=prepared,
+                            otherwise="Or give files: task.source=files task.data_dir=DIR.", **order)
 
     def utterances(epoch: int) -> Iterator[Utterance]:
         for i, row in enumerate(examples(epoch)):
-            if utterance := of_row(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
+            if utterance := row_utterance(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
                 yield utterance
 
     return utterances
 
 
-def of_row(audio: dict[str, Any], text: str | None, place: str, faults: Faults) -> Utterance | None:
+def row_utterance(audio: dict[str, Any], text: str | None, place: str, faults: Faults) -> Utterance | None:
     name, text = audio.get("path") or place, " ".join((text or "").split())
     content = audio.get("bytes")
     if not text:
         return faults.add(f"{place} ({name})", "an empty transcript")
     try:
         content = Path(name).read_bytes() if content is None else content
-        return Utterance(Path(name).stem, text, (Part(name, seconds_of(io.BytesIO(content)), content),))
+        return Utterance(Path(name).stem, text, (AudioPart(name, seconds_of(io.BytesIO(content)), content),))
     except (BadAudio, OSError) as error:
         return faults.add(f"{place} ({name})", str(error))
 
@@ -292,7 +298,7 @@ def reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def decoded(part: Part, rate: int) -> np.ndarray:
+def decoded(part: AudioPart, rate: int) -> np.ndarray:
     """(samples,) float32 at `rate`, channels averaged. Raises BadAudio, also where it ends before its header says."""
     import soundfile
 

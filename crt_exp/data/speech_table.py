@@ -22,7 +22,7 @@ SPLITS = ("train", "validation", "test")
 NEEDED = ("audio", "text")
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     place: str       # file and line
     audio: Path
     text: str
@@ -43,7 +43,7 @@ def utterances(path: str | Path, split: str, faults: Faults) -> Iterator[Utteran
 # ---- splits ----------------------------------------------------------------------------------------------------------
 
 
-def entries(path: Path) -> list[Entry]:
+def entries(path: Path) -> list[TableEntry]:
     read = [entry_of(path, number, row) for number, row in rows(path)]
     if not read:
         raise DataError(f"{path} names no audio: it takes the columns audio and text, and a line for each file")
@@ -57,7 +57,7 @@ def entries(path: Path) -> list[Entry]:
     return divided(path.parent, read)
 
 
-def entry_of(path: Path, number: int, row: dict) -> Entry:
+def entry_of(path: Path, number: int, row: dict) -> TableEntry:
     place = f"{path}, line {number}"
     if missing := [name for name in NEEDED if not isinstance(row.get(name), str)]:
         raise DataError(f"{place}: it has no {missing[0]}; each line names audio, a file, and text, its transcript"
@@ -67,12 +67,12 @@ def entry_of(path: Path, number: int, row: dict) -> Entry:
     split = row.get("split") or None
     if split not in (None, *SPLITS):
         raise DataError(f"{place}: split = {split}: it takes {', '.join(SPLITS)}")
-    return Entry(place, path.parent / row["audio"], " ".join(row["text"].split()), split)
+    return TableEntry(place, path.parent / row["audio"], " ".join(row["text"].split()), split)
 
 
-def check_apart(read: list[Entry]) -> None:
+def check_apart(read: list[TableEntry]) -> None:
     """Raises DataError where the same audio, by whatever path, is of two splits: it would be trained and tested on."""
-    first: dict[Hashable, Entry] = {}
+    first: dict[Hashable, TableEntry] = {}
     for entry in read:
         other = first.setdefault(identity(entry.audio), entry)
         if other.split != entry.split:
@@ -80,7 +80,7 @@ def check_apart(read: list[Entry]) -> None:
                             f"{other.split} in {other.place.rpartition(', ')[2]}: give it one split")
 
 
-def divided(folder: Path, read: list[Entry]) -> list[Entry]:
+def divided(folder: Path, read: list[TableEntry]) -> list[TableEntry]:
     """With splits by the hash of their paths; audio with several of them goes by the first in order."""
     names: dict[Hashable, str] = {}
     keys = [identity(entry.audio) for entry in read]

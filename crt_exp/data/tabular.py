@@ -156,7 +156,7 @@ def source_of(name: str) -> Source:
 
 # ------------------------------------------------------------------------------------------------------ reading
 @dataclass(frozen=True)
-class Reader:
+class TableReader:
     """The records of one file, with what its error messages need."""
 
     name: str
@@ -217,9 +217,9 @@ def read(name: str, path: Path) -> Table:
     return Table(name, tuple(columns.values()), target.values, target.levels, f"{path} ({source_of(name).page})")
 
 
-def records_of(name: str, path: Path, layout: Layout) -> Reader:
+def records_of(name: str, path: Path, layout: Layout) -> TableReader:
     """Split the file into fields. The byte order mark that some editors write is no part of them."""
-    empty = Reader(name, path, (), [])
+    empty = TableReader(name, path, (), [])
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
@@ -231,8 +231,8 @@ def records_of(name: str, path: Path, layout: Layout) -> Reader:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         empty.fail(f"the file is empty, {source_of(name).files[0].rows} rows expected")
-    return Reader(name, path, tuple(number for number, _ in lines),
-                  [line.split(layout.separator) for _, line in lines])
+    return TableReader(name, path, tuple(number for number, _ in lines),
+                       [line.split(layout.separator) for _, line in lines])
 
 
 def as_number(text: str) -> float:

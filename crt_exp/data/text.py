@@ -21,7 +21,7 @@ from torch import Tensor
 
 from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import cached, key_of
-from crt_exp.data.hub import hub_examples
+from crt_exp.data.hub import Hub, hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
 
 IGNORED = -100                                               # the label of a token that has no share in the loss
@@ -376,21 +376,17 @@ def tokens_of(documents: Callable[[int], Iterable[str]], tokenizer) -> Iterator[
 
 
 # --------------------------------------------------------------------------------------------------------- hub
-def hub_documents(name: str, config: str | None = None, split: str = "train", column: str = "text", rank: int = 0,
-                  world: int = 1, seed: int = 0, buffer: int = 10_000,
-                  data_files: Any = None) -> Callable[[int], Iterator[str]]:
-    """`documents` for `stream`: a set of the Hugging Face hub, streamed, never stored whole.
+def hub_documents(hub: Hub, split: str, column: str = "text", **order: Any) -> Callable[[int], Iterator[str]]:
+    """`documents` for `stream`: a column of a set, streamed, never stored whole. order: see `hub_examples`.
 
-    name: as on the hub, such as "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or a format such as "text" or
-    "json" with `data_files`. The order of each pass is drawn in a window of `buffer` documents (0: as stored); ranks
-    take disjoint parts. Raises DataError where the set cannot be had or has no such column.
+    Raises DataError where the set cannot be had or has no such column.
     """
-    examples = hub_examples(name, config, split, rank, world, seed, buffer, data_files)
+    examples = hub_examples(hub, split, **order)
 
     def documents(epoch: int) -> Iterator[str]:
         for example in examples(epoch):
             if column not in example:
-                raise DataError(f"{name} has no column {column!r}; it has {', '.join(example)}.")
+                raise DataError(f"{hub['name']} has no column {column!r}; it has {', '.join(example)}.")
             yield example[column]
 
     return documents

@@ -46,7 +46,7 @@ class Corpus(NamedTuple):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class Text(NamedTuple):
+class WordText(NamedTuple):
     """Words of a part of a file, each line's with <eos> behind them, and the line at which it begins.
 
     source: the set that the file belongs to; None: it is the user's own.
@@ -76,7 +76,7 @@ def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) ->
     return Corpus(words, *(word_ids(part, ids) for part in parts))
 
 
-def official_parts(name: str, data_dir: str | Path | None) -> list[Text]:
+def official_parts(name: str, data_dir: str | Path | None) -> list[WordText]:
     return [text_of(path, name) for path in files_of(name, data_dir)]
 
 
@@ -87,15 +87,15 @@ def files_of(name: str, data_dir: str | Path | None) -> list[Path]:
     return [official_file(name, split, data_dir) for split in ("train", "valid", "test")]
 
 
-def text_of(path: Path, source: str) -> Text:
+def text_of(path: Path, source: str) -> WordText:
     """A whole file. Raises DataError where it holds no line."""
     words = [word for _, line in numbered_lines(path) for word in (*line.split(), EOS)]
     if not words:
         raise DataError(f"{path}: the file is empty. Get it again: `python -m crt_exp.data fetch {source}`.")
-    return Text(words, path, source=source)
+    return WordText(words, path, source=source)
 
 
-def parts_of(path: Path) -> list[Text]:
+def parts_of(path: Path) -> list[WordText]:
     """Training, validation and test part of a text file, without blank lines. Raises DataError."""
     if not path.is_file():
         raise DataError(f"The text {path} is not there. Give task.corpus=ptb, wikitext2, generated, or a text file "
@@ -106,11 +106,11 @@ def parts_of(path: Path) -> list[Text]:
         raise DataError(f"{path}: {len(lines)} lines with words leave none for training besides validation and test. "
                         "Give a longer text, a sentence or paragraph a line.")
     cuts = (0, len(lines) - 2 * held, len(lines) - held, len(lines))
-    return [Text([word for _, line in lines[a:b] for word in (*line, EOS)], path, lines[a][0])
+    return [WordText([word for _, line in lines[a:b] for word in (*line, EOS)], path, lines[a][0])
             for a, b in zip(cuts, cuts[1:])]
 
 
-def word_ids(text: Text, ids: dict[str, int]) -> np.ndarray:
+def word_ids(text: WordText, ids: dict[str, int]) -> np.ndarray:
     """(n,) int32. Raises DataError, naming file, line and word, where a word is unknown and so is <unk>."""
     unknown = ids.get(UNKNOWN, -1)
     result = np.fromiter((ids.get(word, unknown) for word in text.words), np.int32, len(text.words))
@@ -119,7 +119,7 @@ def word_ids(text: Text, ids: dict[str, int]) -> np.ndarray:
     return result
 
 
-def lacking(text: Text, word: str) -> DataError:
+def lacking(text: WordText, word: str) -> DataError:
     line = next(number for number, line in numbered_lines(text.path)
                 if number >= text.first_line and word in line.split())
     advice = "task.min_count=2 makes <unk> of the words that it has once"
@@ -132,7 +132,7 @@ def lacking(text: Text, word: str) -> DataError:
 # ---- a chain ---------------------------------------------------------------------------------------------------------
 
 
-class Options(TypedDict):
+class ChainOptions(TypedDict):
     """What is generated: a vocabulary, words of each part, and how much the next word depends on the one before."""
 
     words: Annotated[int, at_least(2)]
@@ -150,13 +150,13 @@ class Chain:
     chances: np.ndarray
 
     @classmethod
-    def of(cls, options: Options) -> "Chain":
+    def of(cls, options: ChainOptions) -> "Chain":
         """Rows scatter around the law of Zipf, 1 / (rank + 2)."""
         rng, V = np.random.default_rng([options["seed"], 0]), options["words"]
         zipf = 1 / np.arange(3, V + 3)
         return cls(rng.dirichlet(options["evenness"] * V * zipf / zipf.sum(), V))
 
-    def corpus(self, options: Options) -> Corpus:
+    def corpus(self, options: ChainOptions) -> Corpus:
         """Parts drawn one after another; the first word of each follows an <eos>."""
         rng = np.random.default_rng([options["seed"], 1])
         cumulated, V = self.chances.cumsum(1), len(self.chances)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.sequence import summed
-from crt_exp.models.language import Description, SequenceModel
+from crt_exp.models.language import LanguageDescription, SequenceModel
 from crt_exp.swap.swap import LayerMaker
 
 
@@ -18,7 +18,7 @@ class Classifier(SequenceModel):
     group: None, or the processes that each read a part of every sequence.
     """
 
-    def __init__(self, description: Description, classes: int, make: LayerMaker, checkpointing: bool = False,
+    def __init__(self, description: LanguageDescription, classes: int, make: LayerMaker, checkpointing: bool = False,
                  together: int = 1):
         super().__init__(description, make, checkpointing)
         d, self.together, self.group = description.sizes["d"], together, None

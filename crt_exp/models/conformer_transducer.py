@@ -31,7 +31,7 @@ FIRST = WINDOW + 6 * HOP    # seconds of audio that one frame of the encoder see
 FLOOR = 1e-6                # of a mel energy, so that silence has a logarithm: 60 dB below a full-scale tone
 
 
-class Sizes(TypedDict):
+class ConformerSizes(TypedDict):
     """Of the model; `norm` is that of the convolution modules: see `MaskedBatchNorm` and `FrameNorm`."""
 
     mels: Count
@@ -51,15 +51,15 @@ class Sizes(TypedDict):
 PRESETS = {
     # for strings of spoken digits on 2 cores, heads of 24 dimensions. After 200 steps without batch norm, and after 550
     # without the CTC loss too, losses still stood where chance is (14 nats a string): with both they fall from there
-    "small": Sizes(mels=40, channels=16, layers=3, dim=96, ffn=384, heads=4, kernel=15, predictor=128, joiner=128,
-                   dropout=0.0, norm="batch", ctc=1.0),
+    "small": ConformerSizes(mels=40, channels=16, layers=3, dim=96, ffn=384, heads=4, kernel=15, predictor=128,
+                            joiner=128, dropout=0.0, norm="batch", ctc=1.0),
     # the encoder of Performers' and Chefs' Random Tables' speech experiments
-    "paper": Sizes(mels=80, channels=256, layers=17, dim=256, ffn=1024, heads=4, kernel=31, predictor=512,
-                   joiner=1024, dropout=0.1, norm="batch", ctc=0.0),
+    "paper": ConformerSizes(mels=80, channels=256, layers=17, dim=256, ffn=1024, heads=4, kernel=31, predictor=512,
+                            joiner=1024, dropout=0.1, norm="batch", ctc=0.0),
 }
 
 
-def check_sizes(sizes: Sizes) -> None:
+def check_sizes(sizes: ConformerSizes) -> None:
     """Raises ConfigError for sizes that do not go together."""
     if sizes["dim"] % sizes["heads"]:
         raise ConfigError(f"task.sizes: dim = {sizes['dim']} is no multiple of heads = {sizes['heads']}")
@@ -176,7 +176,7 @@ class FrameNorm(nn.LayerNorm):
 class Layer(ConformerLayer):
     """torchaudio's layer, whose convolution takes padded frames for zeros, like those beyond the ends of the audio."""
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: ConformerSizes):
         super().__init__(sizes["dim"], sizes["ffn"], sizes["heads"], sizes["kernel"], sizes["dropout"])
         norm = {"frame": FrameNorm, "batch": MaskedBatchNorm}[sizes["norm"]]
         self.conv_module.sequential[3] = norm(sizes["dim"])
@@ -204,7 +204,7 @@ class Layer(ConformerLayer):
 class Encoder(nn.Module):
     """(B, N) audio -> (B, T, D) and how many of the T frames are real, at least one."""
 
-    def __init__(self, rate: int, sizes: Sizes):
+    def __init__(self, rate: int, sizes: ConformerSizes):
         super().__init__()
         self.features = LogMel(rate, sizes["mels"])
         self.subsampling = Subsampling(sizes["mels"], sizes["channels"], sizes["dim"], sizes["dropout"])
@@ -263,7 +263,7 @@ class Hypothesis(NamedTuple):
 class ConformerTransducer(nn.Module):
     """See `crt_exp/tasks/librispeech.py` for the task that trains it; its attention is put in by `Mechanism.swap`."""
 
-    def __init__(self, symbols: int, rate: int, sizes: Sizes):
+    def __init__(self, symbols: int, rate: int, sizes: ConformerSizes):
         """symbols: V, blank among them."""
         super().__init__()
         check_sizes(sizes)

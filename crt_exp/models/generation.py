@@ -14,7 +14,7 @@ from crt_exp.models.language import LanguageModel
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """How a symbol is drawn from logits: at a temperature (0: the most likely one), of the top_k most likely, and of
     the fewest whose chances sum to at least top_p. None: of all. Several at once hold in this order."""
 
@@ -47,7 +47,7 @@ class Choice:
 
 
 @torch.no_grad()
-def generate(model: LanguageModel, prompt: Tensor, count: int, choice: Choice, seeds: Sequence[int], *,
+def generate(model: LanguageModel, prompt: Tensor, count: int, choice: TokenChoice, seeds: Sequence[int], *,
              never: Iterable[int] = (), end: int | None = None) -> list[list[int]]:
     """At most `count` new symbols behind a prompt (P,), one sequence for each seed, without the prompt.
 

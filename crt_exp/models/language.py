@@ -32,7 +32,7 @@ Dropout = Annotated[float, at_least(0), below(1)]
 Positions = Literal["learned", "rotary", "none"]
 
 
-class Sizes(TypedDict):
+class TransformerSizes(TypedDict):
     """What a preset holds; widths of the model (d), of its feed-forward layers (d_ff)."""
 
     heads: Count
@@ -46,18 +46,18 @@ PRESETS = {"tiny": (4, 2, 128, 64), "small": (4, 4, 512, 128),
            "performer36": (8, 36, 1024, 512)}   # Performers Fig. 6, from ProGen (Madani et al., 2020)
 
 
-def sizes_of(preset: str, changes: dict[str, Any], option: str) -> Sizes:
+def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSizes:
     """The sizes of a preset with other values for some keys; `option` is where those were given. Raises ConfigError."""
-    hints = {key: Parameter(hint, False) for key, (hint, _) in parameters(Sizes).items()}
+    hints = {key: Parameter(hint, False) for key, (hint, _) in parameters(TransformerSizes).items()}
     check_keys(f"{option}.", changes, hints)
-    sizes = dict(zip(Sizes.__annotations__, PRESETS[preset])) | dict(changes)
+    sizes = dict(zip(TransformerSizes.__annotations__, PRESETS[preset])) | dict(changes)
     if sizes["d"] % sizes["heads"]:
         raise ConfigError(f"{option}: d = {sizes['d']} is no multiple of heads = {sizes['heads']}")
     return sizes
 
 
 @dataclass(frozen=True)
-class Description:
+class LanguageDescription:
     """All that a model is, without attention and weights.
 
     symbols: V. length: of the longest sequence; learned positions end there. tied: logits by the embeddings of the
@@ -66,7 +66,7 @@ class Description:
 
     symbols: int
     length: int
-    sizes: Sizes
+    sizes: TransformerSizes
     causal: bool
     positions: Positions = "learned"
     tied: bool = True
@@ -85,7 +85,7 @@ class SequenceModel(nn.Module):
     checkpointing: blocks are computed again in the backward pass, to the same gradients, in less memory.
     """
 
-    def __init__(self, description: Description, make: LayerMaker, checkpointing: bool = False):
+    def __init__(self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False):
         super().__init__()
         sizes, self.description = description.sizes, description
         self.symbol = nn.Embedding(description.symbols, sizes["d"])
@@ -128,7 +128,7 @@ class SequenceModel(nn.Module):
 class LanguageModel(SequenceModel):
     """Logits of the next symbol, or of masked ones."""
 
-    def __init__(self, description: Description, make: LayerMaker, checkpointing: bool = False):
+    def __init__(self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False):
         super().__init__(description, make, checkpointing)
         self.head = nn.Linear(description.sizes["d"], description.symbols)
         self.begin_small()
@@ -162,10 +162,10 @@ class LanguageModel(SequenceModel):
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class KeptLanguageModel(NamedTuple):
     """What a run kept. symbols: what its task says of them, as JSON. named: the folder, for messages."""
 
-    description: Description
+    description: LanguageDescription
     mechanism: Mechanism
     symbols: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -179,7 +179,7 @@ class Kept(NamedTuple):
         return model.eval()
 
 
-def keep(description: Description, mechanism: Mechanism, symbols: dict[str, Any], tensors: dict[str, Tensor],
+def keep(description: LanguageDescription, mechanism: Mechanism, symbols: dict[str, Any], tensors: dict[str, Tensor],
          directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
     config = {"kind": KIND} | asdict(description) | {"attention": mechanism.saved(), "vocabulary": symbols}
@@ -190,7 +190,7 @@ def keep(description: Description, mechanism: Mechanism, symbols: dict[str, Any]
         save_tensors(tensors, folder / WEIGHTS)
 
 
-def load(run: str | Path, option: str) -> Kept:
+def load(run: str | Path, option: str) -> KeptLanguageModel:
     """What a run kept. Raises DataError, naming `option`, for what is none, ConfigError for attention that is gone."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -204,8 +204,8 @@ def load(run: str | Path, option: str) -> Kept:
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), named)
-        check_keys("", config, parameters(Description))
-        kept = Kept(Description(**config), mechanism, symbols, tensors, named)
+        check_keys("", config, parameters(LanguageDescription))
+        kept = KeptLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         check_sizes(kept)
         return kept
     except ConfigError:
@@ -214,7 +214,7 @@ def load(run: str | Path, option: str) -> Kept:
         raise DataError(f"{named}: {folder} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def check_sizes(kept: Kept) -> None:
+def check_sizes(kept: KeptLanguageModel) -> None:
     """Raises DataError for a description whose model has other weights than were kept, before it takes memory."""
     layers, tensors = kept.description.sizes["layers"], dict(kept.tensors)
     if kept.description.tied:
@@ -223,7 +223,7 @@ def check_sizes(kept: Kept) -> None:
     check_shapes(lambda: LanguageModel(kept.description, exact), layers, tensors, kept.named)
 
 
-def fill(model: LanguageModel, kept: Kept, mechanism: Mechanism) -> bool:
+def fill(model: LanguageModel, kept: KeptLanguageModel, mechanism: Mechanism) -> bool:
     """Loads the kept weights; with them noise and statistics, where the model has the attention they were trained with.
 
     Returns whether it has. Raises ConfigError for a weight that is missing, superfluous or of another shape.

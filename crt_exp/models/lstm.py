@@ -57,7 +57,7 @@ class FullSoftmax(nn.Module):
 
 
 @dataclass(frozen=True)
-class Lengths:
+class NormLengths:
     """How much a squared distance of a length from 1 costs, in the mean: of queries (outputs) and of keys (embeddings).
 
     HRF (105): queries * mean (|h| - 1)^2 + keys * mean (|e| - 1)^2, which keeps the kernel within reach of features.
@@ -83,14 +83,14 @@ class Found(NamedTuple):
     lengths: Tensor | None = None
 
 
-class LanguageModel(nn.Module):
+class LSTMLanguageModel(nn.Module):
     """A WordLSTM with what turns outputs into a loss. `head` is for training alone: evaluation is by the full softmax.
 
     head(outputs (n, D), labels (n,)) -> the mean loss, of outputs that are divided by the temperature; it holds the
     embeddings themselves where it needs them.
     """
 
-    def __init__(self, body: WordLSTM, head: nn.Module, temperature: float = 1.0, lengths: Lengths = Lengths()):
+    def __init__(self, body: WordLSTM, head: nn.Module, temperature: float = 1.0, lengths: NormLengths = NormLengths()):
         super().__init__()
         self.body, self.head, self.temperature, self.lengths = body, head, temperature, lengths
 
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class KeptLSTM(NamedTuple):
     """What a run kept: the model in eval mode, its words and its temperature."""
 
     body: WordLSTM
@@ -128,7 +128,7 @@ def keep(body: WordLSTM, words: tuple[str, ...], temperature: float, tensors: di
         save_tensors(tensors, folder / WEIGHTS)
 
 
-def load(run: str | Path, option: str) -> Kept:
+def load(run: str | Path, option: str) -> KeptLSTM:
     """What a run of task=ptb kept. Raises DataError, naming `option`, for what is none."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -145,7 +145,7 @@ def load(run: str | Path, option: str) -> Kept:
         body = WordLSTM(**sizes)
         body.load_state_dict(tensors)
         check_numbers(body.state_dict().items(), f"{option} = {run}")
-        return Kept(body.eval(), tuple(config["words"]), config["temperature"])
+        return KeptLSTM(body.eval(), tuple(config["words"]), config["temperature"])
     except DataError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:

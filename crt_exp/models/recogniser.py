@@ -17,7 +17,14 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.conformer_transducer import ConformerTransducer, Joiner, Layer, Predictor, Sizes, Subsampling
+from crt_exp.models.conformer_transducer import (
+    ConformerSizes,
+    ConformerTransducer,
+    Joiner,
+    Layer,
+    Predictor,
+    Subsampling,
+)
 from crt_exp.models.conformer_transducer import check_sizes as check_model_sizes
 from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
                                    whole_folder)
@@ -37,7 +44,7 @@ class Recogniser(NamedTuple):
 
     symbols: Symbols
     rate: int
-    sizes: Sizes
+    sizes: ConformerSizes
     mechanism: Mechanism
 
     def build(self) -> nn.Module:
@@ -82,9 +89,9 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
         raise DataError(f"{option} = {run}: {folder} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def check_sizes(sizes: Sizes, symbols: int, tensors: dict[str, Tensor], named: str) -> None:
+def check_sizes(sizes: ConformerSizes, symbols: int, tensors: dict[str, Tensor], named: str) -> None:
     """Raises ConfigError and DataError for sizes that are not those of the weights, before a model takes memory."""
-    check_keys("sizes.", sizes, parameters(Sizes))
+    check_keys("sizes.", sizes, parameters(ConformerSizes))
     check_model_sizes(sizes)
     dim, cells = sizes["dim"], sizes["predictor"]
     check_shapes(lambda: nn.ModuleDict({

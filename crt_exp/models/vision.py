@@ -36,7 +36,7 @@ FOREIGN = ("decoder", "mask_token")                          # parts of pretrain
 
 
 @dataclass(frozen=True)
-class Description:
+class VisionDescription:
     """All that decides a classifier but its weights and its attention, as config.json keeps it.
 
     options: of timm.create_model, besides size and classes. classes: None where they are not known (a bare encoder).
@@ -96,7 +96,7 @@ class Description:
                 "crt_exp": mechanism.saved()}
 
     @classmethod
-    def read(cls, content: dict[str, Any], path: Path) -> "Description":
+    def read(cls, content: dict[str, Any], path: Path) -> "VisionDescription":
         """Raises DataError where it is no configuration of timm or of transformers' ViTMAE."""
         if content.get("model_type") == "vit_mae":
             return cls.of_mae(content)
@@ -116,7 +116,7 @@ class Description:
             raise DataError(f"{path} is no configuration as timm writes it: {error}") from None
 
     @classmethod
-    def of_timm(cls, model: str, config: dict[str, Any], options: dict[str, Any]) -> "Description":
+    def of_timm(cls, model: str, config: dict[str, Any], options: dict[str, Any]) -> "VisionDescription":
         """config: what timm calls a pretrained_cfg."""
         count = config.get("num_classes") or 0
         names = config.get("label_names") or [str(i) for i in range(count)]
@@ -124,7 +124,7 @@ class Description:
                    tuple(config["std"]), config.get("crop_pct") or 1.0, config.get("interpolation") or "bicubic")
 
     @classmethod
-    def of_mae(cls, content: dict[str, Any]) -> "Description":
+    def of_mae(cls, content: dict[str, Any]) -> "VisionDescription":
         """What transformers leaves out of config.json has its default value."""
         from transformers import ViTMAEConfig
 
@@ -148,7 +148,7 @@ def check_written(model: Any, config: dict[str, Any], options: dict[str, Any]) -
                           f"takes up to {DEEPEST} layers and {LARGEST} pixels")
 
 
-def known(model: str) -> Description:
+def known(model: str) -> VisionDescription:
     """A name of timm, such as vit_base_patch16_224 or vit_base_patch16_224.mae. Raises ConfigError for another."""
     import timm
 
@@ -159,8 +159,8 @@ def known(model: str) -> Description:
         raise ConfigError(f"task.model = {model}: timm has no such model{'; it has ' if near else ''}{', '.join(near)}")
     config = timm.get_pretrained_cfg(model)
     if config is None:
-        return Description(model, 224)
-    return Description.of_timm(model, config.to_dict(), {})
+        return VisionDescription(model, 224)
+    return VisionDescription.of_timm(model, config.to_dict(), {})
 
 
 # ---- where weights come from
@@ -170,7 +170,7 @@ class Checkpoint(NamedTuple):
 
     named: str                                                # as the user named it
     path: Path                                               # a file, or a folder with config.json
-    description: Description | None
+    description: VisionDescription | None
     attention: dict[str, Any]                                # `crt_exp` of config.json; empty for exact attention
 
     @property
@@ -203,7 +203,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
             own = content.get("crt_exp", {})
             if not isinstance(own, dict):
                 raise ConfigError(f"{folder / 'config.json'}: crt_exp = {shown(own)} is not what a run writes there")
-            return Checkpoint(f"task.init = {init}", folder, Description.read(content, folder / "config.json"),
+            return Checkpoint(f"task.init = {init}", folder, VisionDescription.read(content, folder / "config.json"),
                               {} if own.get("described") == EXACT or "described" not in own else own)
     refuse_adapters(path, f"task.init = {init}")
     if (path / "config.yaml").is_file():
@@ -281,7 +281,7 @@ def prefixed(name: str, module: nn.Module) -> dict[str, Tensor]:
 
 # ---- the model of a run
 
-def build(description: Description, mechanism: Mechanism, init: str = "scratch", new_head: bool = False,
+def build(description: VisionDescription, mechanism: Mechanism, init: str = "scratch", new_head: bool = False,
           drop_path: float = 0.0) -> nn.Module:
     """The model in float32, with the weights that `init` names and `mechanism` for its attention.
 
@@ -306,7 +306,7 @@ def build(description: Description, mechanism: Mechanism, init: str = "scratch",
     return model.float()
 
 
-def from_hub(description: Description, new_head: bool, drop_path: float) -> nn.Module:
+def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -> nn.Module:
     """timm's own weights; a head for other classes starts from random weights only where that is asked for."""
     import timm
 
@@ -334,7 +334,7 @@ def other_classes(named: str, theirs: int, ours: int) -> ConfigError:
                        "starts a new head on the same encoder")
 
 
-def check_classes(checkpoint: Checkpoint, description: Description, new_head: bool) -> None:
+def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_head: bool) -> None:
     """Raises ConfigError where the checkpoint has a head for other classes, in number or, where known, in name."""
     theirs = checkpoint.description.classes if checkpoint.description else None
     if new_head or theirs is None:
@@ -407,7 +407,7 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 # ---- the folder of a run
 
-def keep(description: Description, mechanism: Mechanism, tensors: dict[str, Tensor], directory: Path) -> None:
+def keep(description: VisionDescription, mechanism: Mechanism, tensors: dict[str, Tensor], directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
     noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
     weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
@@ -428,7 +428,7 @@ def check_memory(checkpoint: Checkpoint) -> None:
                         f"weights have {kept}")
 
 
-class Kept(NamedTuple):
+class KeptClassifier(NamedTuple):
     """The model of a run in eval mode, the names of its classes, and what makes its input of a PIL.Image in RGB."""
 
     model: nn.Module
@@ -436,7 +436,7 @@ class Kept(NamedTuple):
     transform: Callable[[Any], Tensor]
 
 
-def load(run: str | Path, size: int | None = None) -> Kept:
+def load(run: str | Path, size: int | None = None) -> KeptClassifier:
     """What a run of task=imagenet kept, with the attention it was trained with; `unswap_attention` takes that out.
 
     size: of the images, where it is another than the run's; position embeddings are interpolated. Raises DataError
@@ -451,4 +451,4 @@ def load(run: str | Path, size: int | None = None) -> Kept:
     saved = checkpoint.attention
     mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
     model = build(description, mechanism, str(run))
-    return Kept(model.eval(), description.classes, description.transform())
+    return KeptClassifier(model.eval(), description.classes, description.transform())

@@ -52,6 +52,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
         chosen = chosen | (known[option] or {})
     if again:
         cells.forget(name)
+    os.environ.setdefault("WANDB_RUN_GROUP", name)  # of runs that `LOGGER=wandb` mirrors
     return draws.write(name, measured(name, sources.of_page(spec), grid.given(chosen, given), keep), folder)
 
 
@@ -81,10 +82,11 @@ def rendered(name: str, folder: Path) -> bool:
 
 def make(args: argparse.Namespace) -> None:
     if args.name is None:
-        render_all(args.out)
-    else:
-        print(f"written: {measure(args.name, args.size, args.out, args.keep, args.again, args.options)}")
-        print(f"written: {render.write(page.Page(args.name, args.out))}")
+        render_all(args.out or page.folder_of({}, args.size))
+        return
+    folder = page.folder_of(page.load(args.name), args.size, args.out)
+    print(f"written: {measure(args.name, args.size, folder, args.keep, args.again, args.options)}")
+    print(f"written: {render.write(page.Page(args.name, folder, size=args.size))}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", metavar="NAME", nargs="?", help="one of those below; without it, all are rendered")
     made.add_argument("options", metavar="KEY=VALUE", nargs="*", help="of reports that take some: attention-maps")
     made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
-    made.add_argument("--out", type=Path, default=draws.FOLDER, help="folder to write to (default %(default)s)")
+    made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
     made.add_argument("--again", action="store_true", help="measure everything again")
     made.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; repeat to go on")

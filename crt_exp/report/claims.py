@@ -61,7 +61,7 @@ def checked(entries: Sequence[dict[str, Any]], path: Any) -> None:
             raise ConfigError(f"{path}: the claim {entry['text']}: verdict is one of {', '.join(WORDS)}; test is sign")
 
 
-def of_entries(page: "Page", entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Claim | Unmeasured]]:
+def entry_claims(page: "Page", entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Claim | Unmeasured]]:
     """(setting, claim) of each entry, setting and place."""
     for entry in entries:
         if "verdict" in entry or "not here" in entry:
@@ -71,21 +71,21 @@ def of_entries(page: "Page", entries: Sequence[dict[str, Any]]) -> Iterator[tupl
             continue
         for setting in entry.get("settings") or page.settings:
             for x in places(page, entry, setting):
-                yield from of_place(page, entry, setting, x)
+                yield from place_claims(page, entry, setting, x)
 
 
-def of_place(page: "Page", entry: dict[str, Any], setting: str, x: Any) -> Iterator[tuple[str, Claim]]:
-    entry = entry | {"x": x, "margin": of_setting(entry.get("margin", 0.0), setting)}
+def place_claims(page: "Page", entry: dict[str, Any], setting: str, x: Any) -> Iterator[tuple[str, Claim]]:
+    entry = entry | {"x": x, "margin": setting_value(entry.get("margin", 0.0), setting)}
     values = differences(page, entry, setting)
     if len(values):
         text = entry["text"].format(setting=setting, x=f"{x:g}" if isinstance(x, float) else x, margin=entry["margin"])
         closed = closed_form(page, entry, setting) if len(values) > 1 else None
-        paper, why = (str(of_setting(entry.get(key, ""), setting, "")) for key in ("paper", "why"))
+        paper, why = (str(setting_value(entry.get(key, ""), setting, "")) for key in ("paper", "why"))
         yield setting, Claim(text, interval(page, entry, setting, values), unit(page, entry), closed, paper, why,
                              entry.get("looks", page.spec.get("looks", 1)), bar(page, entry, setting))
 
 
-def of_setting(given: Any, setting: str, default: Any = 0.0) -> Any:
+def setting_value(given: Any, setting: str, default: Any = 0.0) -> Any:
     """What stands for all settings, or the one of this setting."""
     return given.get(setting, default) if isinstance(given, dict) else given
 
@@ -165,7 +165,7 @@ def differences(page: "Page", entry: dict[str, Any], setting: str) -> np.ndarray
     metric, log = entry.get("metric", page.main), entry.get("scale") == "log"
     where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
     if "better" in entry:
-        margin = of_setting(entry.get("margin", 0.0), setting)
+        margin = setting_value(entry.get("margin", 0.0), setting)
         return page.gain(metric, entry["better"], entry["worse"], log=log, **where) - (
             math.log(margin) if log and margin else margin)
     if "against" in entry:

@@ -24,7 +24,7 @@ from crt_exp.runner.run import write_atomic
 NAME = "decide"
 
 
-class Row(NamedTuple):
+class ClaimRow(NamedTuple):
     """A claim of a paper as this page shows it."""
 
     paper: str
@@ -104,24 +104,25 @@ class Decision:
         return rows
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ClaimRow]:
         """The claims of the papers that conf/decide.yaml names; the index has all."""
         return [row for entry in self.spec["claims"] if entry["page"] in self.pages for row in self.judged(entry)]
 
-    def judged(self, entry: dict[str, Any]) -> Iterator[Row]:
+    def judged(self, entry: dict[str, Any]) -> Iterator[ClaimRow]:
         page = self.pages[entry["page"]]
         for verdict in page.families["claims"]:
             text = verdict.text if isinstance(verdict, Unmeasured) else verdict.claim.text
             if not text.startswith(entry["begins"]):
                 continue
             if isinstance(verdict, Unmeasured):
-                yield Row(entry["paper"], entry["said"], verdict.paper, "", verdict.word, "", page.name, verdict.reason)
+                yield ClaimRow(entry["paper"], entry["said"], verdict.paper, "", verdict.word, "", page.name,
+                               verdict.reason)
                 continue
             claim, gate = verdict.claim, getattr(verdict, "gate", None)
             why = f"{gate.text} is {gate.value:.3g}" if gate else claim.why or entry.get("why", "")
             units = "exact" if claim.difference.n == 0 else f"{claim.difference.n}"
-            yield Row(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.shown()}",
-                      verdict.word, units, page.name, why or getattr(verdict, "power", ""))
+            yield ClaimRow(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.shown()}",
+                           verdict.word, units, page.name, why or getattr(verdict, "power", ""))
 
     def sentences(self) -> list[str]:
         return [*filter(None, (self.without_training(), self.cost_sentence(), self.with_training()))]
@@ -208,7 +209,7 @@ def text(decision: Decision) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def commands(decision: Decision, row: Row) -> str:
+def commands(decision: Decision, row: ClaimRow) -> str:
     if not row.page:
         return ""
     commits = sorted({commit.rstrip("+") for commit in decision.pages[row.page].draws["commit"]} - {""})

@@ -9,7 +9,7 @@ from pathlib import Path
 from crt_exp.drawing import save_figure
 from crt_exp.report import figures, tables
 from crt_exp.report.evidence import LEVEL, LOOKS, WORDS
-from crt_exp.report.page import FAMILIES, Page
+from crt_exp.report.page import FAMILIES, Page, home
 from crt_exp.runner.run import write_atomic
 from crt_exp.studies import sources
 from crt_exp.studies.runs import flat
@@ -69,7 +69,7 @@ def commands(page: Page) -> str:
     said = page.spec.get("commands", "")
     if not isinstance(said, bool):
         return said.strip()
-    grids = [Grid.read(each) for each in page.spec["sizes"]["small"]["runs"]]
+    grids = [Grid.read(each) for each in page.spec["sizes"][page.size]["runs"]]
     first = grids[0]
     arms = {arm: each for each in grids if (each.common, each.settings) == (first.common, first.settings)
             for arm in each.arms}
@@ -84,7 +84,7 @@ def commands(page: Page) -> str:
 
 def caption(page: Page) -> str:
     """What was measured, when, with which versions and how long it took, and the command."""
-    frame, facts = page.draws, " ".join(page.spec.get("facts", "").split())
+    frame = page.draws
     unit = f"Unit of independence: {page.spec['independence']}." if "independence" in page.spec else ""
     days = sorted({*frame["date"]} - {""})
     when = "" if not days else f" of {days[0]}" + (f" to {days[-1]}" if days[-1] > days[0] else "")
@@ -92,7 +92,21 @@ def caption(page: Page) -> str:
     origin = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
               f"{frame['seconds'].sum():.0f} s of computing.")
     return "\n\n".join(part for part in (
-        facts, unit, f"{origin} {made}. Command: `make {page.name}`.", f"{CODE} {age(page)}.") if part)
+        facts(page), unit, f"{origin} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.") if part)
+
+
+def command(page: Page) -> str:
+    return f"make {page.name}" + ("" if page.size == home(page.spec) else f" SIZE={page.size}")
+
+
+def facts(page: Page) -> str:
+    """Those of the file, which are of its home size; another size says first where its own numbers stand."""
+    size = home(page.spec)
+    text = " ".join(page.spec.get("facts", "").split()).replace("{size}", size)
+    if page.size == size:
+        return text
+    return (f"SIZE={page.size}: its settings are `sizes: {page.size}` of conf/report/{page.name}.yaml. What is said of "
+            f"SIZE={size} there: {text}")
 
 
 def draws_name(page: Page) -> str:

@@ -1,7 +1,6 @@
 """The command line, checked before Hydra acts on it: what does not exist is named with the nearest thing that does."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
@@ -39,11 +38,9 @@ def check_command_line(args: list[str]) -> None:
         check_names_no_code(override)
     for override in overrides:
         check_choice(override, folders)
-    cfg = compose_groups(tuple(first_value(o) for o in overrides if is_group(o)), tuple(folders))
+    final = composed(overrides, folders)
     for override in overrides:
-        check_key(override, cfg)
         check_sweep(override, flags.multirun)
-    final = compose([first_value(o) for o in overrides], folders)
     if flags.cfg:
         return
     directory = planned_directory(final, flags.multirun)
@@ -141,6 +138,17 @@ def added(group: str, folders: list[str]) -> list[str]:
     return sorted(path.stem for path in files)
 
 
+def composed(overrides: list, folders: list[str]):
+    """The configuration of the first values. Raises ConfigError, for a key that does not exist with the nearest one."""
+    try:
+        return compose([first_value(o) for o in overrides], folders)
+    except ConfigError:
+        chosen = compose([first_value(o) for o in overrides if is_group(o)], folders)
+        for override in overrides:
+            check_key(override, chosen)
+        raise
+
+
 def check_key(override, cfg) -> None:
     """Follows the key into the composed configuration; + and ~ may name what is not there or goes away."""
     from omegaconf import DictConfig
@@ -207,12 +215,6 @@ def compose(overrides: list[str], folders: list[str] = ()):
         if isinstance(cause, OmegaConfBaseException):
             raise explained(cause) from None
         raise ConfigError(str(error).splitlines()[0]) from None
-
-
-@lru_cache
-def compose_groups(overrides: tuple[str, ...], folders: tuple[str, ...]):
-    """The configuration of some choices alone, to look keys up in: composing takes Hydra a few tenths of a second."""
-    return compose(list(overrides), list(folders))
 
 
 def with_folders(folders: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from crt_exp.config import CONF, ConfigError, choices, construct, unknown
 from crt_exp.schema import (ATTENTION, FEATURES, SAMPLER, Count, Group, Parameter, at_least, at_most, check_keys,
                             check_node, shown)
-from crt_exp.stored import plain_yaml
+from crt_exp.stored import yaml_object
 
 # ---- what Hydra was asked for ----------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ def kept_task(run: str | Path, **changes: Any) -> Any:
     The file is data: it names a class of conf/task and plain values of its options. Raises ConfigError for others.
     """
     path = Path(run) / "config.yaml"
-    node = plain_yaml(path).get("task")
+    node = yaml_object(path).get("task")
     target = node.get("_target_") if isinstance(node, dict) else None
     if not isinstance(target, str) or target not in task_classes():
         raise ConfigError(f"{path}: task._target_ = {shown(target)} is no class of conf/task")

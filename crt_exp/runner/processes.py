@@ -23,7 +23,7 @@ from crt_exp.ranks import inside_torchrun, rank, world_size
 STEP_LIMIT = 120.0  # seconds that a step of one of several processes may take to end after a signal
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, agreed on by all processes
-SWEEP = "CRT_EXP_SWEEP"  # the name of the sweep that a run belongs to
+SWEEP = "CRT_EXP_SWEEP"  # the sweep that a run belongs to: the name of its directory, and one of its own
 
 
 def agree_on_start() -> None:
@@ -36,6 +36,11 @@ def agree_on_start() -> None:
     if own == 0:
         store.set(STARTED, datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f"))
     os.environ[STARTED] = store.get(STARTED).decode()
+
+
+def sweep_name() -> str | None:
+    """The name of the directory of the sweep that this run belongs to."""
+    return os.environ.get(SWEEP, "").rpartition("/")[0] or None
 
 
 def leave() -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,6 +28,7 @@ from crt_exp.config import ConfigError, instantiate
 from crt_exp.runner.configuration import overrides
 from crt_exp.runner.inputs import NAME as INPUTS
 from crt_exp.runner.inputs import check_inputs
+from crt_exp.runner.mirror import NoMirror
 from crt_exp.runner.processes import SWEEP
 from crt_exp.stored import read_json, read_yaml
 from crt_exp.whole_files import whole
@@ -349,55 +350,3 @@ def commit() -> str | None:
 
 def _git(root: Path, *args: str) -> str:
     return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
-
-
-class NoMirror:
-    """logger=none: metrics.jsonl alone."""
-
-    def start(self, directory: Path, config: dict) -> None: ...
-
-    def log(self, record: dict) -> None: ...
-
-    def pictures(self, files: list[Path]) -> None: ...
-
-    def finish(self, failed: bool) -> None: ...
-
-
-class WandbMirror:
-    """logger=wandb: mirrors every record to Weights & Biases; offline where no key is set.
-    A continued run keeps its id."""
-
-    def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None):
-        self.project, self.mode = project, mode
-
-    def start(self, directory: Path, config: dict) -> None:
-        import wandb
-
-        mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-        known, self.offline = directory / "wandb_id", mode == "offline"
-        try:
-            self.run = wandb.init(project=self.project, mode=mode, dir=str(directory), config=config, resume="allow",
-                                  id=known.read_text().strip() if known.is_file() else None,
-                                  settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
-        except wandb.Error as error:
-            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
-        write_atomic(known, self.run.id + "\n")
-
-    def log(self, record: dict) -> None:
-        split = record.get("split", "")
-        self.run.log({f"{split}/{key}" if key not in ("step", "epoch") else key: value
-                      for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
-
-    def pictures(self, files: list[Path]) -> None:
-        """Those that the run leaves."""
-        import wandb
-
-        if files:
-            self.run.log({file.stem: wandb.Image(str(file)) for file in files})
-
-    def finish(self, failed: bool) -> None:
-        """Says how an offline run gets to the server."""
-        folder = Path(self.run.dir).parent
-        self.run.finish(exit_code=int(failed))
-        if self.offline:
-            print(f"W&B keeps this run offline: `wandb sync {folder}` sends it", file=sys.stderr)

@@ -3,8 +3,10 @@
 import csv
 import importlib.util
 import io
+import itertools
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from crt_exp.stored import json_object, read_json
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
            "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
 SHOWN = 20  # rows of the table on the terminal; sweep.csv has them all
+DATA = {"task", "task.dataset", "task.corpus", "task.csv", "task.text", "task.data_dir", "task.hub.name",
+        "task.environment"}  # what a run is measured on: one is no better than another
 DIRECTIONS = ("minimize", "maximize")  # in optuna's words
 
 # ---- plugins ---------------------------------------------------------------------------------------------------------
@@ -74,8 +78,8 @@ class Begun(Callback):
 
     def on_multirun_start(self, config, **kwargs) -> None:
         raise_interrupts()  # launchers put their workers in order
-        os.environ[SWEEP] = uuid.uuid4().hex
         _started.append(Path(str(config.hydra.sweep.dir)))
+        os.environ[SWEEP] = f"{_started[-1].name}/{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True)
@@ -152,35 +156,53 @@ def write_csv(path: Path, finished: list[Done]) -> None:
 
 
 def table(finished: list[Done]) -> str:
-    """One line a setting, the best first, with mean and interval over its seeds."""
+    """One line a setting, the best of each data set first, with mean and interval over its seeds; then these best."""
     keys = [key for key in varied(finished) if key != "seed"]
-    rows = sorted(([runs, *pooled(runs)] for runs in by_setting(finished).values()),
-                  key=lambda row: (row[0][0].metric, *row[1]))
+    rows = ordered(finished)
     several = len({run.metric for run in finished}) > 1
-    lines = [[*(runs[0].settings.get(key, "") for key in keys), str(len(runs)), *[runs[0].metric] * several, text]
-             for runs, _, text in rows]
+    lines = [[*(runs[0].settings.get(key, "") for key in keys), str(len(runs)), *[runs[0].metric] * several,
+              pooled(runs)[1]] for runs in rows]
     header = [*keys, "seeds" if "seed" in varied(finished) else "runs",
               *(["metric", "value"] if several else [finished[0].metric])]
     record = finished[0].record
     parts = [f"sweep of {len(finished)} runs"
              + ("" if several else f", {record['metric']} is to be {record['direction']}d")
-             + (", mean over seeds with its 95% interval" if any(len(runs) > 1 for runs, *_ in rows) else "") + ":",
+             + (", mean over seeds with its 95% interval" if any(len(runs) > 1 for runs in rows) else "") + ":",
              *aligned([header, *lines[:SHOWN]])]
     if len(lines) > SHOWN:
         parts.append(f"  ... and {len(lines) - SHOWN} more")
-    if keys and not several and not rows[0][1][0]:
-        chosen = " ".join(f"{key}={value}" for key, value in zip(keys, lines[0]))
-        parts.append(f"best: {chosen}, {record['metric']} {lines[0][-1]}")
-    return "\n".join(parts)
+    return "\n".join([*parts, *best(rows, keys)])
+
+
+def ordered(finished: list[Done]) -> list[list[Done]]:
+    """The runs of each setting: data set by data set in the order of the runs, and of each the best first."""
+    settings = [*by_setting(finished).values()]
+    groups = [*dict.fromkeys(map(data_of, settings))]
+    return sorted(settings, key=lambda runs: (groups.index(data_of(runs)), pooled(runs)[0]))
+
+
+def data_of(runs: list[Done]) -> tuple:
+    """The metric and the data set that settings must share to be compared."""
+    return runs[0].metric, *((key, value) for key, value in runs[0].settings.items() if key in DATA)
+
+
+def best(rows: list[list[Done]], keys: list[str]) -> Iterator[str]:
+    """Of the ordered settings the first of each data set, where that is a choice."""
+    compared = [[*group] for _, group in itertools.groupby(rows, data_of)]
+    for group in compared:
+        rank, value = pooled(group[0])
+        given = {key: f"{key}={value}" for key, value in group[0][0].settings.items() if key in keys}
+        on = "".join(f" of {text}" for key, text in given.items() if key in DATA)
+        if len(group) > 1 and not rank[0]:
+            chosen = " ".join(text for key, text in given.items() if key not in DATA)
+            yield f"best{on}: {chosen}, {group[0][0].metric} {value}"
 
 
 def draw(finished: list[Done], path: Path) -> None:
-    """Each setting's metric, a point a run and the mean over seeds; the SHOWN best, where all have one metric."""
+    """Each setting's metric, a point a run and the mean over seeds; the first SHOWN, where all have one metric."""
     from crt_exp.drawing import new_figure, save_figure
 
-    settings = by_setting(finished)
-    rows = sorted((runs for runs in settings.values() if all(run.value is not None for run in runs)),
-                  key=lambda runs: pooled(runs)[0])[:SHOWN]
+    rows = [runs for runs in ordered(finished) if all(run.value is not None for run in runs)][:SHOWN]
     if not rows or len({run.metric for run in finished}) > 1:
         return
     keys = [key for key in varied(finished) if key != "seed"]

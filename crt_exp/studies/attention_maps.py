@@ -21,7 +21,7 @@ from crt_exp.data.protein import LETTERS, STANDARD, decode
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import Kept, LanguageModel
+from crt_exp.models.language import KeptLanguageModel, LanguageModel
 from crt_exp.runner.configuration import kept_task
 from crt_exp.studies import amino_acids
 from crt_exp.studies.bench import fitted
@@ -74,7 +74,7 @@ def weights(arm: str, layers: list[Tensor], first: int | None) -> Iterator[Row]:
             yield {"arm": arm, "head": f"{i}.{j}", "row": rows, "query": [*range(len(rows))]}
 
 
-def swapped(kept: Kept, text: str, m: int | None, seed: int, letters: list[int]) -> LanguageModel:
+def swapped(kept: KeptLanguageModel, text: str, m: int | None, seed: int, letters: list[int]) -> LanguageModel:
     """The run's weights with that attention; causal maps fitted to the entry, where they were not trained."""
     if text == kept.mechanism.name:
         return kept.build()
@@ -118,7 +118,7 @@ def alike(arm: str, runs: Sequence[str], sequences: int, example: Mapping[str, s
             yield named | {"arm": name, "pair": f"{STANDARD[a]}{STANDARD[b]}", "similarity": float(matrix[a, b])}
 
 
-def with_random_weights(kept: Kept, letters: Sequence[int], run: str) -> LanguageModel:
+def with_random_weights(kept: KeptLanguageModel, letters: Sequence[int], run: str) -> LanguageModel:
     """Drawn from a seed that is the run's."""
     own = digest(language.folder_of(run, "run", OWN) / language.WEIGHTS)
     torch.manual_seed(int(hashlib.sha256(own.encode()).hexdigest()[:8], 16))
@@ -154,7 +154,7 @@ def number(key: str, value: str | None) -> int | None:
     return None if value is None else int(value)
 
 
-def of_proteins(run: str) -> Kept:
+def of_proteins(run: str) -> KeptLanguageModel:
     """Raises DataError and ConfigError for what is no run of task=trembl."""
     kept = language.load(run, "run")
     if kept.symbols.get("letters") != LETTERS:
@@ -173,7 +173,7 @@ def chosen(input: str | None, entry: str | None, example: Mapping[str, str]) -> 
     return [str(path) for path in fasta.fasta_files(folder)], folder / example["file"], entry or example["entry"]
 
 
-def entry_of(path: Path, accession: str | None) -> fasta.Entry:
+def entry_of(path: Path, accession: str | None) -> fasta.FastaEntry:
     """Raises DataError where the file has no such entry."""
     for entry in fasta.entries(path, LETTERS):
         if accession in (None, entry.accession.decode()):

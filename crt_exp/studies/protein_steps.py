@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from crt_exp.attention import Exact
 from crt_exp.data.protein import LETTERS, TOKENS
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.language import Description, LanguageModel, Sizes, sizes_of
+from crt_exp.models.language import LanguageDescription, LanguageModel, TransformerSizes, sizes_of
 from crt_exp.studies import grid
 from crt_exp.studies.cells import Cells, Draw, Key
 from crt_exp.times import Update, in_turns
@@ -29,8 +29,8 @@ HEADS, D = 2, 64                 # of the attention layer alone: each head takes
 LAYER, MODEL, WIDE = "attention layer", "model", "wide model"
 Part = Literal["attention layer", "model", "wide model"]
 # Performers Fig. 7, right: the exact model that fits at L = 8192, and one layer of the Performer.
-SIZES: dict[str, Sizes] = {MODEL: {"heads": 8, "layers": 1, "d_ff": 256, "d": 256},
-                           WIDE: {"heads": 8, "layers": 1, "d_ff": 2048, "d": 512}}
+SIZES: dict[str, TransformerSizes] = {MODEL: {"heads": 8, "layers": 1, "d_ff": 256, "d": 256},
+                                      WIDE: {"heads": 8, "layers": 1, "d_ff": 2048, "d": 512}}
 M = {LAYER: 128, MODEL: 64, WIDE: 128}  # twice the width of a head
 A_STEP = 32768                          # letters that a step reads, whatever L: so L alone differs
 TIMED = ("exact", "favorpp", "uniform")
@@ -102,10 +102,10 @@ def layer(name: str, m: int, heads: int, d: int, **sizes) -> nn.Module:
     return Mechanism.parse(name).projecting(m).layer(heads, d, **sizes)
 
 
-def language_model(name: str, length: int, sizes: Sizes, m: int) -> LanguageModel:
+def language_model(name: str, length: int, sizes: TransformerSizes, m: int) -> LanguageModel:
     """With random weights, and positions for rows of that length."""
     torch.manual_seed(0)
-    described = Description(TOKENS, length, sizes, causal=True)
+    described = LanguageDescription(TOKENS, length, sizes, causal=True)
     return LanguageModel(described, lambda heads, d, **more: layer(name, m, heads, d, **more))
 
 
@@ -129,7 +129,7 @@ class Case:
     def step(self, part: Part) -> "LayerStep | Update":
         return LayerStep(self) if part == LAYER else self.update(SIZES[part], M[part])
 
-    def update(self, sizes: Sizes, m: int) -> Update:
+    def update(self, sizes: TransformerSizes, m: int) -> Update:
         """Next-letter training; no row is padded."""
         tokens = drawn(self.rows, self.length + 1)
         return Update(language_model(self.name, self.length, sizes, m),
@@ -170,7 +170,7 @@ def memory(name: str, length: int) -> float:
 
 
 @torch.no_grad()
-def generation(names: Sequence[str], positions: Sequence[int], rounds: int, sizes: Sizes, m: int,
+def generation(names: Sequence[str], positions: Sequence[int], rounds: int, sizes: TransformerSizes, m: int,
                process: int = 0) -> list[list[float]]:
     """Milliseconds of a letter behind so many in each round: of each name and, within it, each position; all take
     their turn in every round, and each goes on from where its last letter was."""

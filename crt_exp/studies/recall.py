@@ -155,7 +155,7 @@ def accuracy(arm: str, start: str, length: int, pairs: int, rows: int, seed: int
 
 
 @lru_cache(maxsize=1)
-def kept(start: str) -> language.Kept:
+def kept(start: str) -> language.KeptLanguageModel:
     return language.load(start, "start")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import shutil
 import sys
 import tempfile
@@ -109,14 +110,14 @@ def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
 
 
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
-    """`python -m crt_exp` with these arguments, without a logger: all its records, the last of them final.
+    """`python -m crt_exp` with these arguments and the logger LOGGER, or none: all its records, the last of them final.
 
     Raises Failed, or Diverged, with the arguments and the output of the run where it ends with an error.
     """
     from crt_exp.train import main
 
     output, argv = io.StringIO(), sys.argv
-    sys.argv = ["crt_exp", *overrides, "logger=none", f"hydra.run.dir={directory}"]
+    sys.argv = ["crt_exp", *overrides, f"logger={os.environ.get('LOGGER', 'none')}", f"hydra.run.dir={directory}"]
     try:
         with redirect_stdout(output), redirect_stderr(output):
             main()

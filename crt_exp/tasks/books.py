@@ -18,9 +18,10 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, books
 from crt_exp.data.sources import no_folder
-from crt_exp.data.books import Apart, Packed, Source, Text, piece, tokens_per_word
+from crt_exp.data.books import Apart, PackedRows, LineSource, TokenText, piece, tokens_per_word
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.glue import bucketed
+from crt_exp.data.hub import Hub
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sentence_pieces import sentence_pieces
 from crt_exp.data.text import IGNORED, fast_tokenizer, official_file
@@ -33,14 +34,11 @@ from crt_exp.tasks.sequences import SymbolTask, exp
 NAMES = {"train": "train", "validation": "valid", "test": "test"}
 
 
-class Hub(TypedDict):
-    """A set of the Hugging Face hub: the first `documents` of its splits are read."""
+class BooksHub(Hub):
+    """The first `documents` of its splits are read."""
 
-    name: str | None
-    config: str | None
     splits: list[str]
     column: str
-    data_files: str | list[str] | dict[str, str] | None
     documents: Count
 
 
@@ -64,7 +62,7 @@ class Books(SymbolTask):
     validation_text: str | list[str] | None
     test_text: str | list[str] | None
     data_dir: str | None
-    hub: Hub
+    hub: BooksHub
     rows: Literal["packed", "apart"]
     held_out: Annotated[float, above(0), below(0.5)]
     tokenizer: str | None
@@ -97,7 +95,7 @@ class Books(SymbolTask):
 
     # ---- text
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, LineSource]:
         """Those of the splits; of the training split alone where the others are held out of it."""
         if self.hub["name"] is not None and self.text is not None:
             raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
@@ -106,21 +104,22 @@ class Books(SymbolTask):
         if self.hub["name"] is not None or self.text is not None:
             no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
         if self.hub["name"] is not None:
-            return {split: Source((), self.hub, name) for split, name in zip(NAMES, self.hub["splits"])}
+            return {split: LineSource((), self.hub, name) for split, name in zip(NAMES, self.hub["splits"])}
         if self.text is None:
-            return {split: Source([official_file("wikitext2", name, self.data_dir)]) for split, name in NAMES.items()}
+            return {split: LineSource([official_file("wikitext2", name, self.data_dir)])
+                    for split, name in NAMES.items()}
         given = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
         return {split: books.files_of(paths) for split, paths in given.items() if paths is not None}
 
     def inputs(self) -> list[Path]:
         return [file for source in self.sources().values() for file in source.files]
 
-    def made_tokenizer(self, source: Source):
+    def made_tokenizer(self, source: LineSource):
         """That of task.tokenizer, of task.init, or one made from the training text."""
         if self.tokenizer is not None:
             return encoders.load_tokenizer(encoders.Origin(self.tokenizer, "task.tokenizer", False, False))
         if self.kept is not None and "tokenizer" in self.kept.symbols:
-            return of_saved(self.kept.symbols)
+            return saved_tokenizer(self.kept.symbols)
         make = byte_pairs if self.vocabulary == "byte_pairs" else sentence_pieces
         with source.as_files() as files:
             return make(files, self.vocabulary_size, self.lowercase, self.cache_dir)
@@ -131,17 +130,17 @@ class Books(SymbolTask):
                             "(eos_token) is needed, such as openai-community/gpt2")
         return tokenizer.eos_token_id
 
-    def read(self, sources: dict[str, Source], tokenizer) -> dict[str, Text]:
+    def read(self, sources: dict[str, LineSource], tokenizer) -> dict[str, TokenText]:
         apart = self.rows == "apart"
         texts = {split: books.read(source, tokenizer, self.end, apart, self.cache_dir)
                  for split, source in sources.items()}
         return texts if len(texts) > 1 else texts["train"].held_out(self.held_out, apart)
 
-    def in_rows(self, split: str, text: Text) -> Packed | Apart:
+    def in_rows(self, split: str, text: TokenText) -> PackedRows | Apart:
         """Of all tokens, but for the last ones of training."""
         if self.rows == "apart":
             return Apart(text, self.max_length, self.end)
-        return Packed(text, self.max_length, self.end, whole=split != "train")
+        return PackedRows(text, self.max_length, self.end, whole=split != "train")
 
     def check_filled(self) -> None:
         for split, data in self.data.items():
@@ -199,7 +198,7 @@ class Books(SymbolTask):
         *sums, count = reader.sum(*sums, count)
         return {f"loss_at_{i}": total / count for i, total in enumerate(sums, 1)}
 
-    def piece_losses(self, model: nn.Module, row: books.Row, device: torch.device) -> torch.Tensor:
+    def piece_losses(self, model: nn.Module, row: books.PackedRow, device: torch.device) -> torch.Tensor:
         """(T,) nats, float64, on the CPU."""
         tokens, labels = (torch.from_numpy(part.astype(np.int64))[None].to(device) for part in row)
         chunk = min(self.carried["chunk"], self.max_length)
@@ -213,7 +212,7 @@ class Books(SymbolTask):
                 f"{last['step']})")
 
 
-def of_saved(symbols: dict):
+def saved_tokenizer(symbols: dict):
     """The tokenizer that a run keeps."""
     end = fast_tokenizer(symbols["tokenizer"]).convert_ids_to_tokens(symbols["end"])
     return fast_tokenizer(symbols["tokenizer"], eos_token=end, bos_token=end)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import images as data
-from crt_exp.data.image_stream import Hub, Streamed
+from crt_exp.data.image_stream import ImageHub, Streamed
 from crt_exp.data.loading import Draw, Folders, Loader, Micro, fitting_workers
 from crt_exp.data.sources import task_folder
 from crt_exp.schema import at_least, at_most, below
@@ -24,7 +24,7 @@ class ImageTask(Task):
 
     dataset: str
     data_dir: str | None
-    hub: Hub
+    hub: ImageHub
     held_out: Annotated[float, at_least(0), below(1)]
     unreadable: Literal["error", "skip"]
     workers: Annotated[int, at_least(0), at_most(128)] | None

@@ -29,7 +29,7 @@ Share = Annotated[float, at_least(0), at_most(1)]
 NAMED_CLASSES = 5                                            # top-5 accuracy is ImageNet's
 
 
-class Sizes(TypedDict):
+class VisionSizes(TypedDict):
     """Of a new model (task.model=null); null: those of task.init, or small ones."""
 
     patch: Count | None
@@ -38,7 +38,7 @@ class Sizes(TypedDict):
     heads: Count | None
 
 
-class Augment(TypedDict):
+class ImageAugment(TypedDict):
     """What timm does to a training image, and to pairs of them."""
 
     scale: tuple[Annotated[float, above(0), at_most(1)], Annotated[float, above(0), at_most(1)]]
@@ -63,14 +63,14 @@ class ImageNet(ImageTask):
     """
 
     model: str | None
-    sizes: Sizes
+    sizes: VisionSizes
     size: Count | None
     pool: Literal["token", "avg"] | None
     init: str
     new_head: bool
     crop: Annotated[float, above(0), at_most(1)]
     interpolation: Literal["bilinear", "bicubic"]
-    augment: Augment
+    augment: ImageAugment
     smoothing: Annotated[float, at_least(0), below(1)]
     drop_path: Annotated[float, at_least(0), below(1)]
     layer_decay: Annotated[float, above(0), at_most(1)]
@@ -90,7 +90,7 @@ class ImageNet(ImageTask):
 
     # ---- the model
 
-    def described(self) -> vision.Description:
+    def described(self) -> vision.VisionDescription:
         """Of task.model, of what task.init names, or of a new model of task.sizes."""
         sizes = {vision.SIZES[key]: value for key, value in self.sizes.items() if value is not None}
         checkpoint = vision.checkpoint_of(self.init)
@@ -109,11 +109,11 @@ class ImageNet(ImageTask):
         return replace(description, classes=self.classes, size=self.size or description.size, options=options,
                        crop=self.crop, interpolation=self.interpolation)
 
-    def new_model(self, sizes: dict[str, int]) -> vision.Description:
+    def new_model(self, sizes: dict[str, int]) -> vision.VisionDescription:
         size, patch = (8, 2) if self.embedded else (224, 16)
-        return vision.Description(vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes)
+        return vision.VisionDescription(vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes)
 
-    def check_sizes(self, sizes: dict[str, int], description: vision.Description) -> None:
+    def check_sizes(self, sizes: dict[str, int], description: vision.VisionDescription) -> None:
         """Sizes that are given with a checkpoint must be its own."""
         for name, key in vision.SIZES.items():
             theirs = description.options.get(key, sizes.get(key))
@@ -221,7 +221,7 @@ def plain(images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
     return {"images": images, "targets": labels}
 
 
-def training_transform(augment: Augment, description: vision.Description) -> Any:
+def training_transform(augment: ImageAugment, description: vision.VisionDescription) -> Any:
     """timm's, from a PIL.Image to (3, H, W). Raises ConfigError for a policy that timm does not know."""
     from timm.data import create_transform
 

@@ -26,7 +26,15 @@ from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import error_rates
 from crt_exp.models import recogniser
-from crt_exp.models.conformer_transducer import PRESETS, Beam, Sizes, check_sizes, encoder_frames, frames_of, greedy
+from crt_exp.models.conformer_transducer import (
+    PRESETS,
+    Beam,
+    ConformerSizes,
+    check_sizes,
+    encoder_frames,
+    frames_of,
+    greedy,
+)
 from crt_exp.models.recogniser import Recogniser
 from crt_exp.ranks import rank
 from crt_exp.schema import Count, Positive, Several, Whole, at_least, at_most, check_keys, checked, parameters
@@ -39,17 +47,13 @@ SPLITS = ("train", "validation", "test")
 WINDOW = 16  # micro-batches of a stream that are sorted by length at once
 
 
-class Hub(TypedDict):
-    """A set of the Hugging Face hub and what is read of it."""
+class SplitsHub(speech.SpeechHub):
+    """What is read of it."""
 
     name: str
-    config: str | None
     train: str
     validation: str
     test: str
-    audio: str
-    text: str
-    data_files: str | Sequence[str] | dict[str, Any] | None
     buffer: Whole
     held_out: Count
     transcripts: Count
@@ -67,14 +71,14 @@ class Strings(TypedDict):
     test: Count
 
 
-class Augment(TypedDict):
+class SpeechAugment(TypedDict):
     bands: Whole
     band_share: Share
     spans: Whole
     span_share: Share
 
 
-class Example(NamedTuple):
+class SpokenExample(NamedTuple):
     """An utterance with its number, from which speed and masks are drawn."""
 
     row: int
@@ -82,7 +86,7 @@ class Example(NamedTuple):
     target: np.ndarray
 
 
-class Split(NamedTuple):
+class SpokenSplit(NamedTuple):
     """The utterances of a split, their symbols, and what each costs: seconds of audio when it is slowest."""
 
     utterances: list[speech.Utterance]
@@ -105,7 +109,7 @@ class LibriSpeech(Task):
     subsets: Subsets
     strings: Strings
     held_out_speaker: str | None
-    hub: Hub
+    hub: SplitsHub
     rate: Annotated[int, at_least(4000)] | None
     max_seconds: Positive
     bad: Literal["error", "skip"]
@@ -113,7 +117,7 @@ class LibriSpeech(Task):
     pieces: Count
     batch_seconds: Positive
     speeds: Several[Annotated[float, at_least(0.5), at_most(2)]]
-    augment: Augment
+    augment: SpeechAugment
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
     init: str
@@ -137,7 +141,7 @@ class LibriSpeech(Task):
 
     def check_options(self, digits: bool) -> None:
         self.sizes = PRESETS[self.preset] | self.sizes
-        check_keys("task.sizes.", self.sizes, parameters(Sizes))
+        check_keys("task.sizes.", self.sizes, parameters(ConformerSizes))
         check_sizes(self.sizes)
         if self.corpus != "librispeech" and self.source == "hub":
             raise ConfigError(f"task.corpus={self.corpus} reads files: leave task.source=hub out")
@@ -149,7 +153,7 @@ class LibriSpeech(Task):
 
     # ---- data
 
-    def read_splits(self) -> dict[str, Split]:
+    def read_splits(self) -> dict[str, SpokenSplit]:
         """Everything but streamed audio; what cannot be used is reported split by split."""
         usable = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
                  for split in SPLITS if not (self.streamed and split == "train")}
@@ -181,9 +185,7 @@ class LibriSpeech(Task):
         return result
 
     def hub_pass(self, split: str, faults: speech.Faults, **options: Any):
-        hub = self.hub
-        return speech.hub_utterances(hub["name"], hub["config"], hub[split], hub["audio"], hub["text"], faults,
-                                     data_files=hub["data_files"], **options)
+        return speech.hub_utterances(self.hub, self.hub[split], faults, **options)
 
     def inputs(self) -> Iterator[Path]:
         for split in self.splits.values():
@@ -200,14 +202,14 @@ class LibriSpeech(Task):
         stream = self.hub_pass("train", speech.Faults("skip", "training rows"))(0)
         return [utterance.text for utterance in islice(stream, self.hub["transcripts"])]
 
-    def coded(self, split: str, utterances: list[speech.Utterance]) -> Split:
+    def coded(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
         kept, targets = [], []
         for utterance in utterances:
             if (numbers := self.encoded(utterance, self.faults[split])) is not None:
                 kept.append(utterance)
                 targets.append(numbers)
         slowest = min(self.speeds) if split == "train" else 1.0
-        return Split(kept, targets, np.array([speech.rounded_up(each.seconds / slowest) for each in kept]))
+        return SpokenSplit(kept, targets, np.array([speech.rounded_up(each.seconds / slowest) for each in kept]))
 
     def encoded(self, utterance: speech.Utterance, faults: speech.Faults) -> np.ndarray | None:
         try:
@@ -215,7 +217,7 @@ class LibriSpeech(Task):
         except UnknownSymbol as error:
             return faults.add(utterance.name, f"its transcript: {error}")
 
-    def check_budget(self, split: str, coded: Split) -> None:
+    def check_budget(self, split: str, coded: SpokenSplit) -> None:
         if len(coded.costs) and coded.costs.max() > self.batch_seconds:
             longest = coded.utterances[int(coded.costs.argmax())]
             raise ConfigError(f"task.batch_seconds = {self.batch_seconds:g}: {longest.name} of the {split} split alone "
@@ -236,10 +238,10 @@ class LibriSpeech(Task):
         order = np.arange(len(data.costs)) if training else np.argsort(data.costs, kind="stable")
         for places in plan.by_cost(data.costs[order], self.batch_seconds, split):
             rows = order[places]
-            examples = [Example(int(i), data.utterances[i], data.targets[i]) for i in rows]
+            examples = [SpokenExample(int(i), data.utterances[i], data.targets[i]) for i in rows]
             yield self.batch(examples, [plan.rng(i) for i in rows] if training else None)
 
-    def batch(self, examples: list[Example], rngs: list[np.random.Generator] | None) -> Batch:
+    def batch(self, examples: list[SpokenExample], rngs: list[np.random.Generator] | None) -> Batch:
         """CPU tensors; with generators, one for each utterance, speeds and masks are drawn."""
         rows, faults = [], speech.Faults(self.bad, "utterances of a batch")
         for i, (row, utterance, target) in enumerate(examples):
@@ -281,11 +283,11 @@ class LibriSpeech(Task):
             if number >= plan.start * plan.micro:
                 yield self.batch(examples, [plan.rng(example.row) for example in examples])
 
-    def cost(self, example: Example) -> float:
+    def cost(self, example: SpokenExample) -> float:
         """Seconds that an utterance takes of a batch, at its slowest."""
         return speech.rounded_up(example.utterance.seconds / min(self.speeds))
 
-    def stream_batches(self, read, faults: speech.Faults, plan: Plan) -> Iterator[list[Example]]:
+    def stream_batches(self, read, faults: speech.Faults, plan: Plan) -> Iterator[list[SpokenExample]]:
         """Utterances of like length together, among those of a few batches."""
         rows = self.stream_rows(read, faults, plan)
         rng = np.random.default_rng([plan.seed, plan.rank, 4])
@@ -300,7 +302,7 @@ class LibriSpeech(Task):
             for i in rng.permutation(len(sizes)):
                 yield window[ends[i] - sizes[i]:ends[i]]
 
-    def stream_rows(self, read, faults: speech.Faults, plan: Plan) -> Iterator[Example]:
+    def stream_rows(self, read, faults: speech.Faults, plan: Plan) -> Iterator[SpokenExample]:
         number, epoch = 0, 0
         longest = min(self.max_seconds, (self.batch_seconds - 0.25) * min(self.speeds))  # costs are rounded up
         while True:
@@ -312,7 +314,7 @@ class LibriSpeech(Task):
                     faults.settle(1)
                     faults.noted.clear()
                 if target is not None:
-                    yield Example(plan.rank + plan.world * number, utterance, target)
+                    yield SpokenExample(plan.rank + plan.world * number, utterance, target)
                     number += 1
             if number == before:
                 raise DataError(f"{self.hub['name']}, {self.hub['train']}: process {plan.rank} finds no utterance")

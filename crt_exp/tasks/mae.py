@@ -16,7 +16,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data.loading import Draw
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.models.vision import MEAN, STD, Description
+from crt_exp.models.vision import MEAN, STD, VisionDescription
 from crt_exp.nonfinite import NotFinite
 from crt_exp.schema import Count, above, at_most, below, checked
 from crt_exp.tasks import pictures
@@ -123,7 +123,7 @@ class MAE(ImageTask):
         size, scale = self.config.image_size, tuple(self.augment["scale"])
         train = create_transform(size, is_training=True, scale=scale, hflip=self.augment["flip"], color_jitter=None,
                                  interpolation="bicubic", mean=MEAN, std=STD)
-        return {True: train, False: Description("", size).transform()}
+        return {True: train, False: VisionDescription("", size).transform()}
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         return self.read(split, plan, self.transforms[split == "train"], self.masked)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data import text as data
+from crt_exp.data.hub import Hub
 from crt_exp.data.sources import no_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
@@ -67,15 +68,12 @@ class MaskedModel(nn.Module):
         return output
 
 
-class Hub(TypedDict):
-    """A set of the Hugging Face hub and what is read of it."""
+class TextHub(Hub):
+    """What is read of it."""
 
-    name: str | None
-    config: str | None
     split: str
     validation: str | None
     column: str
-    data_files: str | Sequence[str] | dict[str, Any] | None
     buffer: Whole
     validation_blocks: Count
 
@@ -91,7 +89,7 @@ class MLM(Task):
     text: str | Sequence[str] | None
     validation_text: str | Sequence[str] | None
     data_dir: str | None
-    hub: Hub
+    hub: TextHub
     model: str | None
     init: str
     sizes: dict[str, Any]
@@ -186,9 +184,7 @@ class MLM(Task):
         return data.framed(ids[:len(ids) // body * body].reshape(-1, body), self.tokenizer)
 
     def documents(self, split: str, **options: Any):
-        hub = self.hub
-        return data.hub_documents(hub["name"], hub["config"], split, hub["column"], data_files=hub["data_files"],
-                                  **options)
+        return data.hub_documents(self.hub, split, self.hub["column"], **options)
 
     def length(self, split: str) -> int | None:
         return None if self.streamed and split == "train" else len(self.blocks[split])

@@ -56,7 +56,7 @@ class Sampling(TypedDict):
     alpha: NotNegative
 
 
-class Lengths(TypedDict):
+class LengthPenalties(TypedDict):
     """What lengths other than 1 of queries (outputs) and keys (embeddings) cost: HRF (105)."""
 
     queries: NotNegative
@@ -74,7 +74,7 @@ class PTB(Task):
     corpus: str
     data_dir: str | None
     min_count: Count
-    generated: data.Options
+    generated: data.ChainOptions
     width: Count
     layers: Count
     dropout: Annotated[float, at_least(0), below(1)]
@@ -82,7 +82,7 @@ class PTB(Task):
     softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "multi_index", "features"]
     sampling: Sampling
     temperature: Positive
-    lengths: Lengths
+    lengths: LengthPenalties
     eval_columns: Count
 
     metric, lower_is_better = "perplexity", True
@@ -144,8 +144,8 @@ class PTB(Task):
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         body = lstm.WordLSTM(len(self.text.words), self.width, self.layers, self.dropout)
-        lengths = lstm.Lengths(**self.lengths)
-        return lstm.LanguageModel(body, self.head(body.embedding, mechanism), self.temperature, lengths)
+        lengths = lstm.NormLengths(**self.lengths)
+        return lstm.LSTMLanguageModel(body, self.head(body.embedding, mechanism), self.temperature, lengths)
 
     def head(self, embedding: nn.Embedding, mechanism: Mechanism) -> nn.Module:
         """What gives the loss in training. Raises ConfigError for a mechanism without random features."""

@@ -18,7 +18,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import PRESETS, Description, Dropout, LanguageModel, Positions
+from crt_exp.models.language import PRESETS, LanguageDescription, Dropout, LanguageModel, Positions
 from crt_exp.schema import Whole
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
@@ -37,9 +37,9 @@ class SequenceTask(Task):
     # the option that says how many tokens the longest row has, which are `row_length`
     length_option = "max_length"
 
-    def new_description(self, symbols: int, length: int, causal: bool, tied: bool = True) -> Description:
+    def new_description(self, symbols: int, length: int, causal: bool, tied: bool = True) -> LanguageDescription:
         sizes = language.sizes_of(self.preset or "tiny", self.sizes, "task.sizes")
-        return Description(symbols, length, sizes, causal, self.positions or "learned", tied, self.dropout)
+        return LanguageDescription(symbols, length, sizes, causal, self.positions or "learned", tied, self.dropout)
 
     # ---- rows that are split over processes
 
@@ -91,7 +91,7 @@ class SymbolTask(SequenceTask):
         else:
             self.description = self.kept_description(length)
 
-    def kept_description(self, length: int) -> Description:
+    def kept_description(self, length: int) -> LanguageDescription:
         theirs = self.kept.description
         if self.kept.symbols != self.vocabulary:
             raise ConfigError(f"task.init = {self.init} was trained on other symbols: give {self.ours}")
@@ -107,7 +107,7 @@ class SymbolTask(SequenceTask):
                               f"{self.init} has positions for {theirs.length}")
         return replace(theirs, dropout=self.dropout)
 
-    def given_sizes(self, theirs: Description) -> dict[str, int]:
+    def given_sizes(self, theirs: LanguageDescription) -> dict[str, int]:
         preset = dict(theirs.sizes) if self.preset is None else {}
         return preset | dict(self.sizes) if preset else language.sizes_of(self.preset, self.sizes, "task.sizes")
 

@@ -17,9 +17,9 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.sources import no_folder, task_folder
-from crt_exp.data.protein_families import Families, Options
+from crt_exp.data.protein_families import Families, FamilyOptions
 from crt_exp.data.glue import by_length
-from crt_exp.data.protein import LETTERS, Chains, Rows, Singles
+from crt_exp.data.protein import LETTERS, Chains, ProteinRows, Singles
 from crt_exp.schema import Count, above, below, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SymbolTask, exp
@@ -48,7 +48,7 @@ class TrEMBL(SymbolTask):
     families: str | None
     held_out_families: Sequence[str] | None
     held_out_files: Sequence[str] | None
-    generated: Options
+    generated: FamilyOptions
     bucketed: bool
     cache_dir: str | None
 
@@ -95,7 +95,7 @@ class TrEMBL(SymbolTask):
             return protein.held_out_by_family(self.index, self.families, self.held_out_families or protein.HELD_OUT)
         return protein.held_out_by_file(self.index, self.held_out_files)
 
-    def rows_of(self, rows: np.ndarray, split: str) -> Rows:
+    def rows_of(self, rows: np.ndarray, split: str) -> ProteinRows:
         if self.chains:
             result = Chains(self.index, rows, self.max_length)
             if not len(result):

@@ -23,7 +23,8 @@ from crt_exp.studies.bench_pieces import BatchBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = ("class0", "class1", "class2")
-DESCRIPTION = vision.Description(vision.SIZED, 12, vision.NEW | {"patch_size": 3, "embed_dim": 32, "depth": 2}, CLASSES)
+DESCRIPTION = vision.VisionDescription(vision.SIZED, 12, vision.NEW | {"patch_size": 3, "embed_dim": 32, "depth": 2},
+                                       CLASSES)
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 ARMS = "task.attentions=[nearfar,uniform]"
 

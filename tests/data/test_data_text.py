@@ -280,10 +280,14 @@ def test_a_stream_without_text(tokenizer):
         next(stream(tokenizer, lambda epoch: ["", " "]))
 
 
+def hub(name, data_files=None):
+    return {"name": name, "config": None, "data_files": data_files}
+
+
 def test_streams_of_datasets(tokenizer, tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("\n".join(SENTENCES * 4))
-    open_ = lambda **options: hub_documents("text", data_files=str(file), **options)
+    open_ = lambda **options: hub_documents(hub("text", str(file)), "train", **options)
     assert [*open_(buffer=0)(0)] == SENTENCES * 4
     documents = open_(buffer=10, seed=1)
     assert [*documents(0)] != [*documents(1)]
@@ -295,7 +299,7 @@ def test_streams_of_datasets(tokenizer, tmp_path):
 
 def test_hub_without_network(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    message = refused(hub_documents, "someone/some-text")
+    message = refused(hub_documents, hub("someone/some-text"), "train")
     assert "someone/some-text" in message and "network" in message and "text files" in message
 
 

@@ -308,7 +308,7 @@ def test_chains_are_all_sequences_with_ends_between(longest, tmp_path):
 
 
 def test_next_tokens():
-    rows = [protein.Row(np.uint8([3, 4, 5]), True), protein.Row(np.uint8([6, 7, 8, 9, 1]), False)]
+    rows = [protein.ProteinRow(np.uint8([3, 4, 5]), True), protein.ProteinRow(np.uint8([6, 7, 8, 9, 1]), False)]
     batch = protein.next_tokens(rows)
     B, E, P, i = protein.BEGIN, protein.END, protein.PAD, protein.IGNORED
     assert batch["tokens"].tolist() == [[B, 3, 4, 5, P], [B, 6, 7, 8, 9]]

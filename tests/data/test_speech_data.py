@@ -15,11 +15,11 @@ from crt_exp.data.speech import (
     FINEST,
     BadAudio,
     Faults,
-    Part,
+    AudioPart,
     Utterance,
     decoded,
     low_pass,
-    of_row,
+    row_utterance,
     official,
     resampled,
     seconds_of,
@@ -161,7 +161,7 @@ def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
     soundfile.write(path, tone(400, 1.0), 8000)
     cut(path, 0.6)
     with pytest.raises(BadAudio, match="is cut off|cannot be read"):
-        speech.audio_of(Utterance("a", "A", (Part(str(path), speech.seconds_of(path)),)), 8000)
+        speech.audio_of(Utterance("a", "A", (AudioPart(str(path), speech.seconds_of(path)),)), 8000)
 
 
 def test_samples_that_are_not_finite(tmp_path):
@@ -169,7 +169,7 @@ def test_samples_that_are_not_finite(tmp_path):
     audio[100] = np.nan
     soundfile.write(tmp_path / "a.wav", audio, 8000, subtype="FLOAT")
     with pytest.raises(BadAudio, match="not finite"):
-        speech.decoded(Part(str(tmp_path / "a.wav"), 0.5), 8000)
+        speech.decoded(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000)
 
 
 # ---- digits ------------------------------------------------------------------------------------------------
@@ -258,8 +258,8 @@ def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     content = streamed(wav(samples), riff, data)
     path.write_bytes(content[:36] + chunks + content[36:])
     assert seconds_of(path) == 2
-    assert np.array_equal(speech.as_int16(decoded(Part(str(path), 2.0), 8000)), samples)
-    part = of_row({"path": "a.wav", "bytes": path.read_bytes()}, "text", "here", faults()).parts[0]
+    assert np.array_equal(speech.as_int16(decoded(AudioPart(str(path), 2.0), 8000)), samples)
+    part = row_utterance({"path": "a.wav", "bytes": path.read_bytes()}, "text", "here", faults()).parts[0]
     assert part.seconds == 2
 
 
@@ -307,10 +307,10 @@ def test_headers_that_say_less_than_the_file_holds_are_told(tmp_path):
             seconds_of(path)
     flac = tmp_path / "a.flac"
     packed_with(flac, samples, 8000)
-    assert len(decoded(Part(str(flac), 1.0), 8000)) == 8000
+    assert len(decoded(AudioPart(str(flac), 1.0), 8000)) == 8000
     packed_with(flac, samples, 4000)
     with pytest.raises(BadAudio, match="its 4000 samples do not have the header's MD5|cannot be read"):
-        decoded(Part(str(flac), 1.0), 8000)
+        decoded(AudioPart(str(flac), 1.0), 8000)
 
 
 def test_what_is_no_file_is_told_at_once(tmp_path):
@@ -346,7 +346,7 @@ def test_names_that_are_there_twice_are_told(tmp_path):
 def test_another_rate_is_resampled_and_said_once(tmp_path, caplog):
     for i in range(3):
         soundfile.write(tmp_path / f"{i}.wav", tone(440, 1.0, 44100), 44100)
-    audio = [speech.decoded(Part(str(tmp_path / f"{i}.wav"), 1.0), 8000) for i in range(3)]
+    audio = [speech.decoded(AudioPart(str(tmp_path / f"{i}.wav"), 1.0), 8000) for i in range(3)]
     assert [len(each) for each in audio] == [8000] * 3
     assert np.abs(np.fft.rfft(audio[0])).argmax() == 440
     assert caplog.text.count("audio at 44100 Hz is resampled to 8000 Hz") == 1
@@ -355,14 +355,14 @@ def test_another_rate_is_resampled_and_said_once(tmp_path, caplog):
 def test_channels_are_averaged_and_said(tmp_path, caplog):
     both = np.stack([tone(300, 0.5, seed=1), tone(900, 0.5, seed=2)], 1)
     soundfile.write(tmp_path / "a.wav", both, 8000, subtype="FLOAT")
-    np.testing.assert_allclose(speech.decoded(Part(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1), atol=1e-6)
+    np.testing.assert_allclose(speech.decoded(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1), atol=1e-6)
     assert "audio of 2 channels is averaged to one" in caplog.text
 
 
 @pytest.mark.parametrize("speed", [0.9, 1.0, 1.1])
 def test_speed_changes_length_and_pitch(speed, tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(500, 2.0), 8000)
-    audio = speech.audio_of(Utterance("a", "A", (Part(str(tmp_path / "a.wav"), 2.0),)), 8000, speed)
+    audio = speech.audio_of(Utterance("a", "A", (AudioPart(str(tmp_path / "a.wav"), 2.0),)), 8000, speed)
     assert len(audio) == pytest.approx(16000 / speed, abs=1)
     assert np.abs(np.fft.rfft(audio)).argmax() / len(audio) * 8000 == pytest.approx(500 * speed, rel=0.01)
 
@@ -370,7 +370,7 @@ def test_speed_changes_length_and_pitch(speed, tmp_path):
 def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
     samples = np.random.default_rng(0).integers(-2**15, 2**15, 4000).astype(np.int16)
     soundfile.write(tmp_path / "a.flac", samples, 8000)
-    assert np.array_equal(speech.as_int16(speech.decoded(Part(str(tmp_path / "a.flac"), 0.5), 8000)), samples)
+    assert np.array_equal(speech.as_int16(speech.decoded(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000)), samples)
 
 
 def test_stretches_stay_within_and_below_their_share():
@@ -424,10 +424,13 @@ def write_parquet(path, folder, texts=TEXTS):
     return path
 
 
+def hub(file, text="text"):
+    return {"name": "parquet", "config": None, "data_files": str(file), "audio": "audio", "text": text}
+
+
 def test_a_set_of_the_hub(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
-    options = {"data_files": str(file)}
-    read = lambda **more: speech.hub_utterances("parquet", None, "train", "audio", "text", faults(), **options, **more)
+    read = lambda **more: speech.hub_utterances(hub(file), "train", faults(), **more)
     found = list(read()(0))
     assert [each.text for each in found] == list(TEXTS)
     on_disk = speech.official(["train-clean-100"], str(tmp_path), faults())
@@ -440,7 +443,7 @@ def test_a_set_of_the_hub(tmp_path):
 @pytest.mark.slow  # datasets takes 5 s to end a pass that is shuffled
 def test_the_order_of_a_stream_is_drawn_for_each_pass(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
-    drawn = speech.hub_utterances("parquet", None, "train", "audio", "text", faults(), data_files=str(file), buffer=6)
+    drawn = speech.hub_utterances(hub(file), "train", faults(), buffer=6)
     orders = [[each.name for each in drawn(epoch)] for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == sorted(orders[0]) != orders[2]
 
@@ -448,7 +451,7 @@ def test_the_order_of_a_stream_is_drawn_for_each_pass(tmp_path):
 def test_a_column_that_the_set_lacks(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", write_librispeech(tmp_path))
     with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
-        list(speech.hub_utterances("parquet", None, "train", "audio", "sentence", faults(), data_files=str(file))(0))
+        list(speech.hub_utterances(hub(file, "sentence"), "train", faults())(0))
 
 
 def test_bad_rows_of_the_hub_are_named(tmp_path):
@@ -456,7 +459,7 @@ def test_bad_rows_of_the_hub_are_named(tmp_path):
     (folder / "7-9-0002.flac").write_bytes(b"no audio")
     file = write_parquet(tmp_path / "a.parquet", folder, ["", *TEXTS[1:]])
     found = faults()
-    read = speech.hub_utterances("parquet", None, "train", "audio", "text", found, data_files=str(file))
+    read = speech.hub_utterances(hub(file), "train", found)
     assert len(list(read(0))) == 4
     assert "row 0 of process 0 (7-9-0000.flac): an empty transcript" in found.noted[0]
     assert "row 2 of process 0 (7-9-0002.flac): cannot be read" in found.noted[1]

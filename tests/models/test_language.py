@@ -9,7 +9,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import Description, LanguageModel, sizes_of
+from crt_exp.models.language import LanguageDescription, LanguageModel, sizes_of
 from crt_exp.models.transformer import Rotary, turned
 from crt_exp.swap.calibration import fill_statistics
 
@@ -29,7 +29,7 @@ def mechanism(name, **options):
 def model_of(name="exact", causal=True, **options):
     torch.manual_seed(0)
     changes = {key: options.pop(key) for key in ("positions", "tied", "dropout", "sizes") if key in options}
-    description = Description(11, 32, **{"sizes": SIZES, "causal": causal} | changes)
+    description = LanguageDescription(11, 32, **{"sizes": SIZES, "causal": causal} | changes)
     return LanguageModel(description, mechanism(name).layer, **options)
 
 
@@ -232,7 +232,7 @@ def test_bad_sizes():
     with pytest.raises(ConfigError, match="d = 64 is no multiple of heads = 3"):
         sizes_of("tiny", {"heads": 3}, "task.sizes")
     with pytest.raises(ConfigError, match="have an odd one"):
-        Description(11, 32, SIZES | {"heads": 16}, True, "rotary")
+        LanguageDescription(11, 32, SIZES | {"heads": 16}, True, "rotary")
     with pytest.raises(ValueError, match="positions for 32 symbols, got 33"):
         model_of()(tokens(1, 33))
     with pytest.raises(ValueError, match="without key_mask"):

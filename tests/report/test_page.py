@@ -235,6 +235,36 @@ def test_the_other_pages_are_made_where_draws_are_cut(tmp_path, monkeypatch, cap
     assert {path.stem for path in tmp_path.glob("*.md")} == {"books", "pixels"}
 
 
+SIZED = SPEC | {"facts": "SIZE={size}. Two clusters.", "sizes": {
+    "full": {"common": ["task=mlm"], "settings": {"A": ["task.text=large.txt"]}, "arms": {}},
+    "small": {"common": ["task=mlm"], "settings": {"A": ["task.text=few.txt"]}, "arms": {}}}}
+
+
+@pytest.mark.parametrize("size, folder, told, other", [
+    ("small", "", ["\n\nSIZE=small. Two clusters.\n", "`make mine`", "few.txt"], "full"),
+    ("full", "full", ["SIZE=full: its settings are `sizes: full` of conf/report/mine.yaml", "`make mine SIZE=full`",
+                      "large.txt"], "few.txt")])
+def test_a_page_names_the_size_that_ran(size, folder, told, other, tmp_path, monkeypatch):
+    """And each size has its own folder, so that none is written over the committed page."""
+    monkeypatch.setattr(draws, "FOLDER", tmp_path)
+    place = page.folder_of(SIZED, size)
+    assert place == tmp_path / folder
+    place.mkdir(exist_ok=True)
+    draws.write("mine", rows(LOSSES), place)
+    text = render.text(Page("mine", place, SIZED), False)
+    assert all(words in text for words in told) and other not in text
+    assert text == render.text(Page("mine", place, SIZED, size=size), False)
+
+
+def test_another_size_is_not_written_over_the_committed_page(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report", "table1", "--size", "full", "--out", str(draws.FOLDER)])
+    with pytest.raises(SystemExit) as stop:
+        command_line.main()
+    assert stop.value.code == 2 and "holds the page of SIZE=small: leave --out out, then SIZE=full goes to " in \
+        capsys.readouterr().err
+    assert page.folder_of(page.load("speed-gpu"), "gpu") == draws.FOLDER
+
+
 def test_missing_or_foreign_draws_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no draws of this page; `make lra` measures them"):
         Page("lra", tmp_path)

@@ -12,13 +12,13 @@ from small_bert import write_model
 from small_speech import write_librispeech
 
 from crt_exp.config import CONF, ConfigError, located
-from crt_exp.data.speech import Part, Utterance
+from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.runner import inputs
 from crt_exp.runner.inputs import DATA, NAME, OPTIONS, check_inputs, digests
 from crt_exp.studies.advise import Advise
 from crt_exp.studies.uci import UCI
 from crt_exp.tasks.imagenet import ImageNet
-from crt_exp.tasks.librispeech import LibriSpeech, Split
+from crt_exp.tasks.librispeech import LibriSpeech, SpokenSplit
 from crt_exp.tasks.pixels import Pixels
 
 # options of text that name no file
@@ -183,7 +183,8 @@ def test_audio_that_a_table_names_is_read_too(tmp_path):
     advise.audio = str(tmp_path / "t.csv")
     assert advise.inputs() == files
     task = LibriSpeech.__new__(LibriSpeech)
-    task.splits = {"train": Split([Utterance("a", "A", (Part(str(file), 1.0),)) for file in files], [], np.zeros(2))}
+    spoken = [Utterance("a", "A", (AudioPart(str(file), 1.0),)) for file in files]
+    task.splits = {"train": SpokenSplit(spoken, [], np.zeros(2))}
     assert list(task.inputs()) == files
 
 

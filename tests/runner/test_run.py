@@ -81,21 +81,6 @@ def test_bias_of_approximate_samplers_is_printed(typed, tmp_path):
     assert "is approximate" not in out
 
 
-def test_wandb_offline(typed, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    code, _, err = typed("logger=wandb", "task.repeats=2", "task.sigmas=[0.3]", f"hydra.run.dir={tmp_path}/a")
-    assert code == 0, err
-    assert list((tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb"))
-    assert (tmp_path / "a" / "wandb_id").read_text().strip()
-
-
-def test_a_name_that_wandb_refuses(typed, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    code, _, err = typed("logger=wandb", "logger.project=a/b", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
-    assert code == 2 and "logger=wandb: Invalid project name 'a/b'" in err and len(err.splitlines()) == 1
-    assert not (tmp_path / "a").exists()
-
-
 def test_help_teaches(typed):
     code, out, _ = typed("--help")
     assert code == 0

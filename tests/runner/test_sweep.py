@@ -117,7 +117,22 @@ def test_table_of_losses(tmp_path):
     assert "... and 10 more" in many
     mixed = table([done("0", {"task": "a"}, 0.5), done("1", {"task": "b"}, 0.5, "accuracy", "maximize")])
     assert "best" not in mixed and "accuracy" in mixed and "loss" in mixed
+    assert "best" not in table([done(str(i), {"task.dataset": f"{i}"}, 0.5) for i in range(2)])
     assert "best" not in table([done(str(i), {"seed": str(i)}, 0.5) for i in range(2)])  # no choice between seeds
+
+
+def test_the_best_of_each_data_set():
+    """One data set is not better than another; settings are compared where data and metric are the same."""
+    values = {("wifi", "trig"): 0.9, ("wifi", "oprf"): 0.95, ("wine", "trig"): 0.6, ("wine", "oprf"): 0.5}
+    runs = [done(str(i), {"task.dataset": data, "features": features, "seed": "0"}, value, "accuracy", "maximize")
+            for i, ((data, features), value) in enumerate(values.items())]
+    lines = table(runs).splitlines()
+    assert [line.split()[:2] for line in lines[2:6]] == [["wifi", "oprf"], ["wifi", "trig"], ["wine", "trig"],
+                                                         ["wine", "oprf"]]
+    assert lines[6:] == ["best of task.dataset=wifi: features=oprf, accuracy 0.9500",
+                         "best of task.dataset=wine: features=trig, accuracy 0.6000"]
+    tasks = [*runs[:2], *(done(f"{i}", {"task": "mlm", "features": f"{i}"}, float(i)) for i in (2, 3))]
+    assert table(tasks).splitlines()[-1] == "best of task=mlm: features=2, loss 2.0000"
 
 
 def test_a_sweeper_must_look_for_the_best():

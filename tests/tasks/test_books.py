@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from crt_exp import sample
 from crt_exp.attention.baselines import Exact
 from crt_exp.data import DataError, books, sentence_pieces
-from crt_exp.data.books import Apart, Packed, Text
+from crt_exp.data.books import Apart, PackedRows, TokenText
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.carried import carried_losses
-from crt_exp.models.language import Description, LanguageModel
+from crt_exp.models.language import LanguageDescription, LanguageModel
 from crt_exp.swap.calibration import fill_statistics
 
 DATA = Path(os.environ.get("CRT_DATA", "none"))
@@ -38,21 +38,21 @@ def text_file(path, lines=150, seed=0):
 
 def test_rows_of_a_text():
     """Every token is predicted once, from the one before it."""
-    text = Text(np.arange(1, 12, dtype=np.int32), np.array([4, 11]), WORD_ENDS)
-    packed, apart = Packed(text, 4, end=0), Apart(text, 5, end=0)
+    text = TokenText(np.arange(1, 12, dtype=np.int32), np.array([4, 11]), WORD_ENDS)
+    packed, apart = PackedRows(text, 4, end=0), Apart(text, 5, end=0)
     rows, lines = ([data[i] for i in range(len(data))] for data in (packed, apart))
     assert [row.labels.tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert [row.tokens.tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [row.labels.tolist() for row in lines] == [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert [row.tokens.tolist() for row in lines] == [[0, 1, 2, 3], [0, 5, 6, 7, 8]]
     assert apart.lengths.tolist() == [4, 5]
-    assert Packed(text, 4, 0, whole=True).lengths.tolist() == [4, 4, 3]
-    assert [row.labels.tolist() for row in map(Packed(text, 4, 0, whole=True).__getitem__, [2])] == [[9, 10, 11]]
-    assert books.tokens_per_word(Packed(text, 4, 0, whole=True), [1, 2]) == 7 / 3
+    assert PackedRows(text, 4, 0, whole=True).lengths.tolist() == [4, 4, 3]
+    assert [row.labels.tolist() for row in map(PackedRows(text, 4, 0, whole=True).__getitem__, [2])] == [[9, 10, 11]]
+    assert books.tokens_per_word(PackedRows(text, 4, 0, whole=True), [1, 2]) == 7 / 3
 
 
 def test_parts_that_are_held_out():
-    text = Text(np.arange(100, dtype=np.int32), np.array([30, 60, 80, 90, 100]), np.full(100, 0.5, np.float32))
+    text = TokenText(np.arange(100, dtype=np.int32), np.array([30, 60, 80, 90, 100]), np.full(100, 0.5, np.float32))
     found = text.held_out(0.1, apart=False)
     assert [len(found[split].tokens) for split in ("train", "validation", "test")] == [80, 10, 10]
     assert found["test"].tokens[0] == 90 and found["test"].words.sum() == 5
@@ -102,7 +102,8 @@ def test_sentence_pieces_give_texts_back(tmp_path, monkeypatch):
 def model_of(name="favorpp", length=32):
     torch.manual_seed(0)
     options = {"favorpp": {"m": 16}, "nearfar": {"block": 8, "heavy": 4, "cells": 4}}.get(name, {})
-    model = LanguageModel(Description(11, length, SIZES, True, "rotary"), Mechanism.of(name, **options).layer).eval()
+    described = LanguageDescription(11, length, SIZES, True, "rotary")
+    model = LanguageModel(described, Mechanism.of(name, **options).layer).eval()
     if options:
         fill_statistics(model, [{"tokens": torch.randint(11, (4, 32))}])
     return model

@@ -24,7 +24,7 @@ from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import encoder_frames
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Reader
-from crt_exp.tasks.librispeech import Example, LibriSpeech
+from crt_exp.tasks.librispeech import SpokenExample, LibriSpeech
 
 HERE = Path(__file__).parents[1]
 PARTS = ("substitutions", "deletions", "insertions")
@@ -364,7 +364,7 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     assert sum(len(batch["rows"]) for batch in found) == len(TEXTS) - 1
     task = LibriSpeech(**options(data_dir=str(tmp_path), bad="skip", sizes=SIZES))
     data = task.splits["train"]
-    examples = [Example(i, data.utterances[i], data.targets[i]) for i in range(len(TEXTS))]
+    examples = [SpokenExample(i, data.utterances[i], data.targets[i]) for i in range(len(TEXTS))]
     bad = [example for example in examples if example.utterance.name == "7-9-0002"]
     with pytest.raises(DataError, match="nothing is left"):             # of all that was asked for so far
         task.batch(bad, None)

@@ -13,7 +13,7 @@ from crt_exp.data import DataError, labelled, listops, pathfinder
 from crt_exp.data.pathfinder import DOT, LINE
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
-from crt_exp.models.language import Description
+from crt_exp.models.language import LanguageDescription
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.lra import LRA
 
@@ -54,7 +54,7 @@ def test_what_is_no_list_is_refused(text, words):
 
 
 def test_drawn_lists_keep_the_rules():
-    rules = listops.Rules(300, 50, 50, 6, 30, 3, 4)
+    rules = listops.ListOpsRules(300, 50, 50, 6, 30, 3, 4)
     found = listops.drawn(rules, 0)
     every = [tuple(words) for split in ("train", "validation", "test") for words in found[split]]
     assert [len(found[split]) for split in found] == [300, 50, 50] and len(set(every)) == 400
@@ -108,7 +108,7 @@ def test_curves_that_do_not_fit_are_refused():
 def classifier(name="favorpp", together=1):
     torch.manual_seed(0)
     options = {"m": 16} if name == "favorpp" else {}
-    description = Description(12, 20, SIZES, causal=False)
+    description = LanguageDescription(12, 20, SIZES, causal=False)
     return Classifier(description, 3, Mechanism.of(name, **options).layer, together=together).double().eval()
 
 

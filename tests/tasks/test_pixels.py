@@ -81,10 +81,10 @@ def step_of_the_paper(name, m):
     """Of 6 layers of width 512 and 12288 values: (seconds, bytes that the process held at most)."""
     import time
 
-    from crt_exp.models.language import Description, LanguageModel, sizes_of
+    from crt_exp.models.language import LanguageDescription, LanguageModel, sizes_of
     from crt_exp.times import peak
 
-    description = Description(257, 12288, sizes_of("performer6", {}, "sizes"), causal=True)
+    description = LanguageDescription(257, 12288, sizes_of("performer6", {}, "sizes"), causal=True)
     model = LanguageModel(description, Mechanism.of(name, m=m).layer, checkpointing=True)
     optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.randint(256, (1, 12289))
     start = time.perf_counter()

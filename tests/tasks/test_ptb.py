@@ -85,7 +85,7 @@ def test_what_a_run_keeps(typed, tmp_path):
     assert code == 0 and err == "" and "ptb: perplexity" in out and "by full softmax" in out, err
     assert {r["split"] for r in records(tmp_path / "run")} == {"train", "validation", "test"}
     kept, task, last = lstm.load(tmp_path / "run", "run"), task_of(), records(tmp_path / "run")[-1]
-    model = lstm.LanguageModel(kept.body, None, kept.temperature).eval()
+    model = lstm.LSTMLanguageModel(kept.body, None, kept.temperature).eval()
     found = task.evaluate(model, "test", Reader(task))
     assert found["loss"] == pytest.approx(last["loss"], rel=1e-6) and kept.words == task.text.words
     rows = [*csv.DictReader((tmp_path / "run" / "lengths.csv").read_text().splitlines())]
@@ -103,7 +103,7 @@ def test_sampled_softmax_learns(softmax, one_thread):
     task = task_of(softmax=softmax)
     model = trained(task, 120 if softmax == "quadratic" else 60)  # which draws words of large negative logits too
     found = task.evaluate(model, "test", Reader(task))
-    assert found == task.evaluate(lstm.LanguageModel(model.body, None).eval(), "test", Reader(task))
+    assert found == task.evaluate(lstm.LSTMLanguageModel(model.body, None).eval(), "test", Reader(task))
     assert found["floor_loss"] < found["loss"] < np.log(found["unigram_perplexity"])
 
 
