@@ -65,7 +65,7 @@ class Part:
         name, values = next(iter(self.sweep.items()), ("", [""]))
         arms = [""] if self.together else self.arms
         for setting, arm, x, seed in product(self.settings, arms, values, range(self.seeds)):
-            given = dict(self.settings[setting])
+            given = dict(self.settings[setting] or {})
             common, swept = given.pop("arm", {}), {name: x} if name else {}
             if self.together:
                 made, more = {each: self.made(each, common)[0] for each in self.arms}, {}

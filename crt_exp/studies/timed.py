@@ -11,14 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from sklearn.exceptions import DataDimensionalityWarning
+from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention
 from crt_exp.config import construct
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.attention_errors import tensors
-from crt_exp.times import Call, by_part, in_turns, milliseconds
+from crt_exp.times import Call, Update, by_part, in_turns, milliseconds
+
+FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
+PATCH = 16                       # pixels, of vision transformers
 
 
 def geometric_mean(times: Sequence[float]) -> float:
@@ -87,3 +92,43 @@ def estimators(arms: Mapping[str, Mapping[str, Any]], rows: int, columns: int, d
 
 def estimator(features: str | None = None, **given: Any) -> Any:
     return construct(given | ({} if features is None else {"mechanism": features}), random_state=0)
+
+
+# ---- training steps of vision transformers
+
+
+def vit_steps(arms: Sequence[str], tokens: int, m: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """arm, tokens, and ms of a training step of timm's ViT-Ti/16 on one image in each round."""
+    for name, ms in in_turns({name: vit_step(name, tokens, m) for name in arms}, rounds).items():
+        yield {"arm": name, "tokens": tokens, "ms": ms}
+
+
+def vit_memory(arm: str, tokens: int, m: int, seed: int) -> dict[str, float]:
+    """mib: at the peak of a training step, beyond weights, gradients and the optimiser's state. For a new process."""
+    vit_step(arm, 64, m)()  # libraries and threads
+    return {"mib": vit_step(arm, tokens, m).added()}
+
+
+def vit_step(name: str, tokens: int, m: int) -> Update:
+    model, given, label = vit(name, tokens, m), image(tokens), torch.zeros(1, dtype=torch.long)
+    return Update(model, lambda model: F.cross_entropy(model(given), label))
+
+
+def vit(name: str, tokens: int, m: int) -> nn.Module:
+    """For images of that many patches; it reads them and a class token. Raises ValueError where that is no square."""
+    import timm
+
+    side = round(tokens**0.5)
+    if side**2 != tokens:
+        raise ValueError(f"{tokens} patches make no square image")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=PATCH * side, num_classes=10)
+    if name == FORMED:
+        for block in model.blocks:
+            block.attn.fused_attn = False
+    return model if name in ("exact", FORMED) else Mechanism.parse(name).projecting(m).swap(model)
+
+
+def image(tokens: int) -> Tensor:
+    side = PATCH * round(tokens**0.5)
+    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
