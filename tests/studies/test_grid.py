@@ -12,7 +12,8 @@ from crt_exp.studies import grid
 from crt_exp.studies.grid import Part, arm_of, expanded
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
-DRIVEN = [name for name in page.names() if "sizes" in page.load(name) and "measure" not in page.load(name)]
+DRIVEN = [name for name in page.names() if "measure" not in page.load(name) and draws.there(name, COMMITTED)
+          and "sizes" in page.load(name)]
 PLACE = ("setting", "arm", "metric", "table", "x", "unit")
 # Rows of earlier measurements, whose draws are not left.
 EARLIER = {"table1": "table == 'means'", "fig4-right": "metric != 'mib'"}
