@@ -1,34 +1,24 @@
-"""What is timed of this package on the CPU and stands on pages: attention alone, estimators, training steps, tokens.
+"""What is timed of this package on the CPU and stands on pages: attention alone and training steps.
 
 Arms of a probe take turns in each round (see times.py); a page asks for it in several processes.
 """
 
-import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.exceptions import DataDimensionalityWarning
 from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention
-from crt_exp.config import construct
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.attention_errors import tensors
-from crt_exp.times import Call, Update, by_part, in_turns, milliseconds
+from crt_exp.times import Call, Update, geometric_mean, in_turns, milliseconds
 
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
 PATCH = 16                       # pixels, of vision transformers
-
-
-def geometric_mean(times: Sequence[float]) -> float:
-    """Of the rounds of a process, which are not independent."""
-    return float(np.exp(np.log(times).mean()))
 
 
 class Forward:
@@ -57,41 +47,6 @@ class Forward:
         phi, noise = mechanism.map(), mechanism.sampler(self.m, self.d, g)
         return partial(attention, x, y, v, phi, noise, phi.fit(Statistics.of(x[0, 0], y[0, 0])),
                        counter=DenominatorCount())
-
-
-# ---- estimators
-
-
-def estimators(arms: Mapping[str, Mapping[str, Any]], rows: int, columns: int, dtype: str, rounds: int, rest: float,
-               seed: int) -> Iterator[dict[str, Any]]:
-    """arm, fit, transform: the geometric means over rounds, which go on where those of the seed before ended.
-
-    arms: of scikit-learn's estimators, `_target_` and arguments; "features" is the mechanism of RandomFeatures. rest:
-    seconds between timings, in which the threads of the library before stop spinning.
-    """
-    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # a projection may widen its input as maps do
-    X = np.random.default_rng(0).normal(size=(rows, columns)).astype(dtype)
-    models = {name: estimator(**given) for name, given in arms.items()}
-    for model in models.values():
-        model.fit(X[:1000]).transform(X[:1000])
-
-    def steps(model: Any) -> dict[str, float]:
-        spent = {}
-        for step in ("fit", "transform"):
-            time.sleep(rest)
-            spent[step] = milliseconds(getattr(model, step), X)
-        return spent
-
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    for turn in range(seed * rounds, (seed + 1) * rounds):  # another arm is first in every round
-        for name, values in in_turns(models, 1, steps, warm=0, turn=turn).items():
-            taken[name] += values
-    for name, each in taken.items():
-        yield {"arm": name} | {step: geometric_mean(times) for step, times in by_part(each).items()}
-
-
-def estimator(features: str | None = None, **given: Any) -> Any:
-    return construct(given | ({} if features is None else {"mechanism": features}), random_state=0)
 
 
 # ---- training steps of vision transformers
