@@ -78,7 +78,7 @@ class Part:
         for setting, arm, x, seed in product(self.settings, arms, values, range(self.seeds)):
             if seed >= self.seeds_of.get(arm, self.seeds):
                 continue
-            given = dict(self.settings[setting])
+            given = dict(self.settings[setting] or {})
             common, swept = given.pop("arm", {}), {name: x} if name else {}
             if self.together:
                 made, more = {each: self.made(each, common)[0] for each in self.arms}, {}

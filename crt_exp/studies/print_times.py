@@ -74,7 +74,7 @@ def print_memory(lengths: Sequence[int], names: Sequence[str]) -> None:
     for length in lengths:
         print(f"\npeak memory beyond inputs, output and gradients, L = {length}")
         for name in names:
-            mib = in_new_process(held_by, name=name, length=length, threads=torch.get_num_threads())
+            mib = in_new_process(held_by, arm=name, length=length, threads=torch.get_num_threads())["mib"]
             print(f"  {name:<26}{mib:7.0f} MiB", flush=True)
 
 

@@ -4,14 +4,17 @@ Every method takes its turn in every round, so that load from outside hits all a
 two halves of a training step are timed apart.
 """
 
+import io
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp import samplers
@@ -29,7 +32,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import Count, Several, checked
 from crt_exp.studies.base import Series
-from crt_exp.studies.peers import Method, chunked, floor, performer_pytorch
 from crt_exp.times import Watch, added, by_part, in_turns, milliseconds, ratio
 from crt_exp.whole_files import write_rows
 
@@ -49,6 +51,8 @@ PEER_CAUSAL = 1024          # performer-pytorch's causal form without its extens
 WARMED = 1024               # the longest sequence to warm up on
 CAUSAL = " causal"          # at the end of a method's name
 PASSES = ("inference", "forward", "backward")
+CHUNK = 128                 # tokens of a chunk of `chunked`: of 64, 128 and 256 the fastest at 1024 tokens
+Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 Step = Callable[[], Any]
 Times = dict[str, dict[str, list[float]]]  # method -> pass -> milliseconds of each round
 
@@ -114,34 +118,25 @@ def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, f
 # ---- a process's share of a report
 
 
-def sample(cases: Sequence[tuple[str, int, int]], turn: int, threads: int,
-           chosen: Sequence[str] | None = None) -> dict[str, Any]:
-    """All methods, or those chosen, in each case after the other: {"ms": Times of each case, "processor"}.
+def sample(arms: Sequence[str], cases: Sequence[tuple[str, int, int]], seed: int) -> Iterator[dict[str, Any]]:
+    """Those of the methods that there are in each case, one case after the other: rows with what, length, arm and, in
+    each round, the milliseconds of each of PASSES and of `training`, forward and backward.
 
     cases: what, length and rounds. The first of each kind begins with a round that is not kept, at WARMED tokens if it
-    has more. turn: the number of the process, by which the order of the methods is rotated. threads: of torch.
+    has more. seed: the number of the process, by which the order of the methods is rotated.
     """
-    torch.set_num_threads(threads)
-    spent, warm = [], set()
+    warm = set()
     for what, length, rounds in cases:
         if what not in warm:
-            times_of(works(what, min(length, WARMED), chosen), 1)
+            times_of(works(what, min(length, WARMED), arms), 1)
         warm.add(what)
-        spent.append(times_of(works(what, length, chosen), rounds, turn))
-    return {"ms": spent, "processor": processor()}
+        for name, spent in times_of(works(what, length, arms), rounds, seed).items():
+            both = [sum(each) for each in zip(spent["forward"], spent["backward"])]
+            yield {"what": what, "length": length, "arm": name, **spent, "training": both}
 
 
 def times_of(made: dict[str, "Work"], rounds: int, turn: int = 0) -> Times:
     return {name: by_part(each) for name, each in in_turns(made, rounds, Work.times, warm=0, turn=turn).items()}
-
-
-def processor() -> str:
-    """Its name, of the machine that this process runs on (Linux); empty where the system does not say."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return ""
 
 
 # ---- what is timed
@@ -320,13 +315,53 @@ def forward_backward(method: Method, tensors) -> None:
         t.grad = None
 
 
+# ---- as others write it, with `weight` (..., m, d) of projections
+
+
+def floor(weight: Tensor) -> Method:
+    """exp(x W^T) (exp(y W^T)^T v): the two products alone, without norms, stabiliser and denominator."""
+    def run(x, y, v):
+        return torch.exp(x @ weight.mT) @ (torch.exp(y @ weight.mT).mT @ v)
+    return run
+
+
+def chunked(weight: Tensor, chunk: int = CHUNK) -> Method:
+    """Causal attention with FAVOR+'s features in whole-tensor operations and autograd: within a chunk by its matrix,
+    to the chunks before by their sums. O(L (m + chunk)) memory. Without a stabiliser, which would cost it time, so for
+    vectors of moderate size alone."""
+    def run(x, y, v):
+        length = x.shape[-2]
+        x, y, v = (_chunks(t, chunk) for t in (_features(x, weight), _features(y, weight), F.pad(v, (0, 1), value=1.0)))
+        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # of the chunks before each
+        out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
+        return out[..., :-1] / out[..., -1:]
+    return run
+
+
+def _features(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.exp(x @ weight.mT - x.square().sum(-1, keepdim=True) / 2)
+
+
+def _chunks(t: Tensor, chunk: int) -> Tensor:
+    """(..., L, n) -> (..., L / chunk, chunk, n), zeros behind the last token."""
+    return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
+
+
+def performer_pytorch(d: int, m: int, causal: bool = False) -> Method:
+    """That package's attention. Raises ImportError where it is not installed (a dev dependency)."""
+    from performer_pytorch.performer_pytorch import FastAttention
+
+    with redirect_stdout(io.StringIO()):  # it prints that its extension is not there
+        return FastAttention(d, m, causal=causal)
+
+
 # ---- memory
 
 
-def held_by(name: str, length: int, threads: int, turn: int = 0) -> float:
-    """`held` of one of `methods`. For a process of its own, `turn` its number."""
-    torch.set_num_threads(threads)
-    return held(methods(length, [name])[name], length)
+def held_by(arm: str, length: int, seed: int = 0, threads: int | None = None) -> dict[str, float]:
+    """`held` of one of `methods`, as mib, and the seed, the number of the process: for one of its own."""
+    torch.set_num_threads(threads or torch.get_num_threads())
+    return {"mib": held(methods(length, [arm])[arm], length), "seed": seed}
 
 
 def held(method: Method, length: int) -> float:

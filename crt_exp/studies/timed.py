@@ -1,29 +1,24 @@
-"""What is timed of this package on the CPU and stands on pages: attention alone, estimators, training steps, tokens.
+"""What is timed of this package on the CPU and stands on pages: attention alone and training steps.
 
 Arms of a probe take turns in each round (see times.py); a page asks for it in several processes.
 """
 
-import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn.exceptions import DataDimensionalityWarning
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention
-from crt_exp.config import construct
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.attention_errors import tensors
-from crt_exp.times import Call, by_part, in_turns, milliseconds
+from crt_exp.times import Call, Update, geometric_mean, in_turns, milliseconds
 
-
-def geometric_mean(times: Sequence[float]) -> float:
-    """Of the rounds of a process, which are not independent."""
-    return float(np.exp(np.log(times).mean()))
+FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
+PATCH = 16                       # pixels, of vision transformers
 
 
 class Forward:
@@ -54,36 +49,41 @@ class Forward:
                        counter=DenominatorCount())
 
 
-# ---- estimators
+# ---- training steps of vision transformers
 
 
-def estimators(arms: Mapping[str, Mapping[str, Any]], rows: int, columns: int, dtype: str, rounds: int, rest: float,
-               seed: int) -> Iterator[dict[str, Any]]:
-    """arm, fit, transform: the geometric means over rounds, which go on where those of the seed before ended.
-
-    arms: of scikit-learn's estimators, `_target_` and arguments; "features" is the mechanism of RandomFeatures. rest:
-    seconds between timings, in which the threads of the library before stop spinning.
-    """
-    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # a projection may widen its input as maps do
-    X = np.random.default_rng(0).normal(size=(rows, columns)).astype(dtype)
-    models = {name: estimator(**given) for name, given in arms.items()}
-    for model in models.values():
-        model.fit(X[:1000]).transform(X[:1000])
-
-    def steps(model: Any) -> dict[str, float]:
-        spent = {}
-        for step in ("fit", "transform"):
-            time.sleep(rest)
-            spent[step] = milliseconds(getattr(model, step), X)
-        return spent
-
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    for turn in range(seed * rounds, (seed + 1) * rounds):  # another arm is first in every round
-        for name, values in in_turns(models, 1, steps, warm=0, turn=turn).items():
-            taken[name] += values
-    for name, each in taken.items():
-        yield {"arm": name} | {step: geometric_mean(times) for step, times in by_part(each).items()}
+def vit_steps(arms: Sequence[str], tokens: int, m: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """arm, tokens, and ms of a training step of timm's ViT-Ti/16 on one image in each round."""
+    for name, ms in in_turns({name: vit_step(name, tokens, m) for name in arms}, rounds).items():
+        yield {"arm": name, "tokens": tokens, "ms": ms}
 
 
-def estimator(features: str | None = None, **given: Any) -> Any:
-    return construct(given | ({} if features is None else {"mechanism": features}), random_state=0)
+def vit_memory(arm: str, tokens: int, m: int, seed: int) -> dict[str, float]:
+    """mib: at the peak of a training step, beyond weights, gradients and the optimiser's state. For a new process."""
+    vit_step(arm, 64, m)()  # libraries and threads
+    return {"mib": vit_step(arm, tokens, m).added()}
+
+
+def vit_step(name: str, tokens: int, m: int) -> Update:
+    model, given, label = vit(name, tokens, m), image(tokens), torch.zeros(1, dtype=torch.long)
+    return Update(model, lambda model: F.cross_entropy(model(given), label))
+
+
+def vit(name: str, tokens: int, m: int) -> nn.Module:
+    """For images of that many patches; it reads them and a class token. Raises ValueError where that is no square."""
+    import timm
+
+    side = round(tokens**0.5)
+    if side**2 != tokens:
+        raise ValueError(f"{tokens} patches make no square image")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=PATCH * side, num_classes=10)
+    if name == FORMED:
+        for block in model.blocks:
+            block.attn.fused_attn = False
+    return model if name in ("exact", FORMED) else Mechanism.parse(name).projecting(m).swap(model)
+
+
+def image(tokens: int) -> Tensor:
+    side = PATCH * round(tokens**0.5)
+    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))

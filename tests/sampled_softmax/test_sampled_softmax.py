@@ -25,8 +25,12 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.sampled_softmax.tree import FAN, SumTree
+from crt_exp.report import page
+from crt_exp.studies import grid
 from crt_exp.studies import sampling as sampling_study
+from crt_exp.studies.grid import Part
 
+PARTS = page.load("sampling")["sizes"]["small"]["parts"]
 V, D, B = 300, 4, 3
 POSITIVE = [OPRF(), PosRF(antithetic=True), HypRF(), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
 SIGNED = [TrigRF(), GERF(s=1, A=0.01), PoisRF(), PoisRFPlus(), Sum(TrigRF(), PosRF()),
@@ -443,10 +447,13 @@ def test_a_head_in_half_precision_keeps_its_tables(proposal, head, queries, targ
 
 
 def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are_not():
-    found = sampling_study.gradient_errors(0, 4.0, 500, [16], queries=16, repeats=100)
+    arms = [arms for part in PARTS for arms in [Part.read(part).arms] if "gradient" in part["probe"]["_target_"]]
+    arms = [{name: arm or name for name, arm in each.items() if "m = " not in name} for each in arms]
+    arms[0]["FAVOR++"] = {"features": "oprf", "m": 16}
+    found, peers = ({row["arm"]: row for row in sampling_study.gradient_errors(each, 500, 4.0, 16, 100, 0)}
+                    for each in arms)
     assert abs(found["exact softmax"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
-    assert found["exact softmax"]["variance"] < found["FAVOR++, m = 16"]["variance"] < found["uniform"]["variance"]
-    peers = sampling_study.gradient_errors(0, 4.0, 500, [16], queries=16, repeats=100, peers=True)
+    assert found["exact softmax"]["variance"] < found["FAVOR++"]["variance"] < found["uniform"]["variance"]
     assert all(found["exact softmax"]["variance"] < one["variance"] < found["uniform"]["variance"]
                for name, one in peers.items() if name.startswith("MIDX")) and len(peers) == 3
 
@@ -455,21 +462,26 @@ def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are
 def test_draws_of_the_page_at_a_tiny_size(tmp_path, monkeypatch):
     """Rounds of draws and steps, seeds of gradients, and the drift of each optimiser."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sampling_study, "rounds", lambda classes: 2)
-    size = {"draws": {"ms": [16], "classes": [1000]}, "steps": {"m": 16, "classes": [1000, 2000], "peers_up_to": 1000},
-            "gradients": {"spreads": [4.0], "classes": 500, "ms": [16], "queries": 16, "repeats": 20}, "seeds": 2,
-            "drift": {"classes": 500, "m": 16, "steps": 3}}
-    draws = [*sampling_study.measure("sampling", ["sampled_softmax"], size)]
+    tiny = {"m": 16, "classes": 500, "queries": 16, "repeats": 20, "steps": 3}
+    parts = [{**part, "probe": part["probe"] | {key: tiny[key] for key in part["probe"] if key in tiny},
+              "seeds": min(part.get("seeds", 1), 2), "apart": False, "workers": 1} for part in PARTS]
+    for part in parts:
+        part["arms"] = part["arms"] if isinstance(part["arms"], list) else {
+            name: arm | {"m": [16]} if "m = {m}" in name else arm for name, arm in part["arms"].items()}
+        if part["settings"].keys() & {"1,000 classes", "10,000,000 classes"}:
+            part |= {"settings": {"": {"classes": 1000 * (1 + (part["arms"][-1] == "log-uniform")), "rounds": 2}}}
+            part |= {"sweep": {"m": [16]}} if "sweep" in part else {}
     units = {}
-    for draw in draws:
+    for draw in grid.measure("mine", [], {"parts": parts}):
         units.setdefault((draw.setting, draw.arm, draw.metric, draw.x), []).append(draw.unit)
     assert units["a draw", "signed tree m=16", "ms", 1000] == [0, 1] == units["a step", "full softmax", "ms", 1000]
-    assert ("a step", "full softmax", "ms", 2000) not in units
+    assert ("a step", "full softmax", "ms", 2000) not in units and ("a step", "uniform", "ms", 2000) in units
     assert units["gradient, |h| |e| = 4", "FAVOR++, m = 16", "variance", ""] == [0, 1]
-    assert {draw.arm for draw in draws if draw.setting == "drift of the tables"} == {*sampling_study.OPTIMISERS}
+    assert {place[1] for place in units if place[0] == "drift of the tables"} == {"SGD", "Adam", "SGD, momentum 0.9"}
 
 
 def test_tables_that_are_not_updated_are_compared_with_rebuilt_ones(monkeypatch):
     rebuild = SampledSoftmax.rebuild
     monkeypatch.setattr(SampledSoftmax, "rebuild", lambda self: [rebuild(self), self.sampler.table().mul_(1e6)])
-    assert sampling_study.drift("Adam", 50, 8, 2)["vectors_unfollowed"] == pytest.approx(1, abs=1e-3)
+    found = sampling_study.drift({"_target_": "torch.optim.Adam", "lr": 1e-3}, 50, 8, 2, 0)
+    assert found["vectors_unfollowed"] == pytest.approx(1, abs=1e-3)

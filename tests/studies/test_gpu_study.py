@@ -5,23 +5,24 @@ import torch
 
 from crt_exp.models.conformer_transducer import PRESETS
 from crt_exp.report import page
-from crt_exp.studies import cells, gpu, sources
+from crt_exp.studies import cells, gpu, grid
 
 SPEC = page.load("speed-gpu")
+PARTS = SPEC["sizes"]["gpu"]["parts"]
 
 
-def measured(monkeypatch, tmp_path, **size):
-    """In this process, one turn each."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("crt_exp.studies.cells.in_new_process", lambda call, **key: call(**key))
+@pytest.fixture
+def one_turn(monkeypatch):
     monkeypatch.setattr(gpu, "WARM", 0)
     monkeypatch.setattr(gpu, "TURNS", 1)
-    return list(gpu.measure("mine", ["studies/gpu.py"], {"processes": 1, "models": [], "device": "cpu"} | size))
 
 
-def test_every_arm_and_pass_is_measured(monkeypatch, tmp_path):
-    draws = measured(monkeypatch, tmp_path, lengths=[64])
-    assert {draw.arm for draw in draws} == {*gpu.ARMS} == {*SPEC["arms"]}
+def test_every_arm_and_pass_is_measured(monkeypatch, tmp_path, one_turn):
+    monkeypatch.chdir(tmp_path)
+    parts = [part | {"sweep": {"length": [64]}, "seeds": 1, "apart": False, "workers": 1,
+                     "probe": part["probe"] | {"device": "cpu"}} for part in PARTS[:2]]
+    draws = [*grid.measure("mine", [], {"parts": parts})]
+    assert {draw.arm for draw in draws} == {*SPEC["arms"]}
     assert {draw.setting for draw in draws} == {f"{way}, {each}" for way in ("both directions", "causal")
                                                 for each in gpu.PASSES} | {"a decoded token"}
     assert {setting for bar in SPEC["bars"] for setting in bar["settings"]} <= {draw.setting for draw in draws}
@@ -29,23 +30,17 @@ def test_every_arm_and_pass_is_measured(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("kind, size", [("vit", 32), ("conformer", 1)])
-def test_a_training_step_of_a_model(kind, size, monkeypatch):
+def test_a_training_step_of_a_model(kind, size, monkeypatch, one_turn):
     monkeypatch.setitem(PRESETS, "paper", PRESETS["small"])
-    monkeypatch.setattr(gpu, "WARM", 0)
-    monkeypatch.setattr(gpu, "TURNS", 1)
-    monkeypatch.setattr(gpu, "ARMS", {"nearfar": {}})
-    monkeypatch.setitem(gpu.MODELS, "tiny", (kind, size))
-    assert [(arm, metric) for _, arm, metric, _ in gpu.steps("tiny", "cpu")] == [("nearfar", "ms"), ("nearfar", "mib")]
-
-
-def test_every_model_of_the_page_is_known():
-    assert {*SPEC["sizes"]["gpu"]["models"]} == {*gpu.MODELS}
+    row, = gpu.steps({"near": "nearfar"}, kind, size, 0, "cpu")
+    assert row["arm"] == "near" and row["ms"] > 0 and {*row} == {"arm", "ms", "mib"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_so():
+    *_, key = next(grid.Part.read(PARTS[0]).places())
     with pytest.raises(gpu.NoGPU, match="measured on a GPU, and torch sees none here"):
-        next(gpu.measure("speed-gpu", sources.of_page(SPEC), SPEC["sizes"]["gpu"]))
+        grid.rows(**key)
 
 
 def test_a_measurement_in_parts(monkeypatch, tmp_path):

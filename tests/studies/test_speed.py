@@ -13,11 +13,11 @@ from crt_exp.report.evidence import Verdict
 from crt_exp.report.page import Page, load
 from crt_exp.report.pages import speed as speed_page
 from crt_exp.samplers import orthogonal
-from crt_exp.studies import speed_draws
+from crt_exp.studies import grid
 from crt_exp.studies import speed as study
 from crt_exp.studies.cells import Draw
-from crt_exp.studies.peers import chunked
-from crt_exp.studies.speed import ALONE, PASSES, Speed
+from crt_exp.studies.grid import Part
+from crt_exp.studies.speed import ALONE, PASSES, Speed, chunked
 
 
 def test_task_measures_every_variant():
@@ -87,26 +87,30 @@ def test_exact_attention_is_overtaken_where_all_longer_intervals_say_so(tmp_path
 
 
 def test_every_length_has_five_rounds_and_peaks_their_limits():
-    small = load("speed")["sizes"]["small"]
-    assert small["turns"] * min(case[2] for _, share in speed_draws.shares(small) for case in share["cases"]) >= 5
-    peaks = speed_draws.places(small)
-    assert ("performer-pytorch causal", study.PEER_CAUSAL, 0) in peaks and len(set(peaks)) == len(peaks)
-    assert {name for name, n, _ in peaks if n == 65536} == {
-        name for name in study.makers(65536) if name not in speed_draws.WITHOUT_MEMORY}
-    assert ("exact", 4096, 0) in peaks and ("nearfar", 65536, small["near_far_turns"] - 1) in peaks
+    parts = [Part.read(part) for part in load("speed")["sizes"]["small"]["parts"]]
+    timed, peaks = [part for part in parts if part.together], [part for part in parts if not part.together]
+    rounds = [part.seeds * case[2] for part in timed for share in part.settings.values() for case in share["cases"]]
+    assert min(rounds) >= 5
+    assert {*parts[0].arms} == {name for length in (1024, study.TWINS_AT) for name in study.makers(length)}
+    found = [(arm, length, seed) for part in peaks for _, arm, length, seed, _ in part.places()]
+    assert ("performer-pytorch causal", study.PEER_CAUSAL, 0) in found and len(set(found)) == len(found)
+    theirs = ("identity", "uniform", "uniform causal")                       # their memory is that of their values
+    assert {name for name, n, _ in found if n == 65536} == {*study.makers(65536)} - {*theirs}
+    assert ("exact", 4096, 0) in found and ("nearfar", 65536, 4) in found
 
 
 @pytest.mark.slow
 def test_draws_at_small_lengths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(speed_draws, "PEER_CAUSAL", 64)
-    monkeypatch.setattr("crt_exp.studies.cells.in_new_process", lambda call, **given: call(**given))  # all in this one
-    size = {"alone": [[32, 64]], "models": {"small": [32]}, "later": [64], "turns": 2, "memory": [],
-            "near_far_turns": 2, "exact_memory": 64}
-    made = [*speed_draws.measure("speed", ["studies/speed.py"], size)]
+    parts = [{**part, "seeds": 2, "apart": False, "workers": 1} for part in load("speed")["sizes"]["small"]["parts"]]
+    for part, cases in zip(parts, ([[ALONE, 32, 2], [ALONE, 64, 1]], [[ALONE, 64, 1]], [["small", 32, 2]])):
+        part["settings"] = {name: {"cases": cases} for name in [*part["settings"]][:1]}
+    for part in parts[3:]:
+        part |= {"sweep": {"length": [64]}, "arms": part["arms"][:2]}
+    made = [*grid.measure("mine", [], {"parts": parts})]
     of = {(draw.setting, draw.arm, draw.metric, draw.x) for draw in made}
     assert {("later", "floor", "training", 64), ("small", "nearfar", "inference", 32),
             ("memory", "exact causal", "mib", 64)} <= of
     place = (ALONE, "favorp", "training", 32)
     units = [draw.unit for draw in made if (draw.setting, draw.arm, draw.metric, draw.x) == place]
-    assert units == 4 * [0] + 4 * [1]
+    assert units == 2 * [0] + 2 * [1]

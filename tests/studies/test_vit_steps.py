@@ -7,21 +7,22 @@ import torch
 from crt_exp.report import page
 from crt_exp.report.evidence import independent
 from crt_exp.report.pages import fig4_right
-from crt_exp.studies import vit_steps
+from crt_exp.studies import grid, timed
 from crt_exp.studies.cells import Draw
+
 
 def test_every_method_of_fig4_right_steps(one_thread):
     """Each has its own attention in every layer and none is left behind; exact and the formed matrix agree."""
-    for name in vit_steps.METHODS:
-        step = vit_steps.step(name, 16)
+    for name in page.load("fig4-right")["sizes"]["small"]["parts"][0]["arms"]:
+        step = timed.vit_step(name, 16, 256)
         swapped = [block.attn for block in step.model.blocks if hasattr(block.attn, "swapped")]
         assert len(swapped) == (0 if name.startswith("exact") else 12)
         step()
         assert step.model.training and not any(p.grad.any() for p in step.model.parameters())
-    outputs = [vit_steps.vit(name, 16).eval()(vit_steps.image(16)) for name in ("exact", vit_steps.FORMED)]
+    outputs = [timed.vit(name, 16, 256).eval()(timed.image(16)) for name in ("exact", timed.FORMED)]
     assert torch.allclose(*outputs, atol=1e-5)
     with pytest.raises(ValueError, match="15 patches make no square"):
-        vit_steps.vit("exact", 15)
+        timed.vit("exact", 15, 256)
 
 
 @pytest.mark.parametrize("favorpp, word", [(1.0, "holds"), (3.0, "fails")])
@@ -30,8 +31,8 @@ def test_verdicts_on_steps_follow_the_times_of_processes(favorpp, word, tmp_path
     base = {"exact": lambda n: 3 * n * n / 3136, "favorp": float, "favorpp": lambda n: favorpp * n, "uniform": float}
     rows = [Draw("vit", arm, "ms", of(n) * (1 + 0.01 * np.sin(3 * i + len(arm))), i // 2, n)
             for arm, of in base.items() for n in (784, 3136, 12544) for i in range(6)]
-    rows += [Draw("vit", arm, "mib", 2.0 * n * (n / 784 if arm == vit_steps.FORMED else 1), x=n)
-             for arm in (*base, vit_steps.FORMED) for n in (784, 3136)]
+    rows += [Draw("vit", arm, "mib", 2.0 * n * (n / 784 if arm == timed.FORMED else 1), x=n)
+             for arm in (*base, timed.FORMED) for n in (784, 3136)]
     page.draws.write("fig4-right", rows, tmp_path)
     made = page.Page("fig4-right", tmp_path)
     words = [verdict.word for verdict in made.verdicts]
@@ -45,8 +46,8 @@ def test_verdicts_on_steps_follow_the_times_of_processes(favorpp, word, tmp_path
 def test_fig4_right_at_small_sizes(tmp_path, monkeypatch, one_thread):
     """The real measurement; memory comes from processes of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(vit_steps, "rounds", lambda tokens: 2)
-    size = {"tokens": [64], "processes": 2, "memory": [64]}
-    made = [*vit_steps.measure("fig4-right", ["studies/vit_steps.py"], size)]
+    steps, _, memory, _ = page.load("fig4-right")["sizes"]["small"]["parts"]
+    parts = [steps | {"settings": {"": {"tokens": 64, "rounds": 2}}, "seeds": 2}, memory | {"sweep": {"tokens": [64]}}]
+    made = [*grid.measure("mine", [], {"parts": parts})]
     assert len(made) == 5 * (2 * 2 + 1) and {draw.unit for draw in made if draw.metric == "ms"} == {0, 1}
     assert all(draw.value > 0 for draw in made)
