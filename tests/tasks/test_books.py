@@ -200,7 +200,7 @@ def test_masked_tokens_of_both_sides(typed, tmp_path, capsys):
     code, _, err = typed(*both)
     assert code == 0, err
     last = final(tmp_path / "run")
-    assert 0 < last["tokens"] and np.isfinite(last["word_perplexity"]) and "loss_at_1" not in last
+    assert last["tokens"] > 0 and np.isfinite(last["word_perplexity"]) and "loss_at_1" not in last
     kept = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert not kept["causal"] and kept["symbols"] == kept["vocabulary"]["mask"] + 1
     assert sample.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=1", "length=2"]) == 2
