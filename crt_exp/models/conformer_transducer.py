@@ -103,7 +103,8 @@ class LogMel(nn.Module):
         self.rate, window = rate, round(WINDOW * rate)
         bins = 2 ** math.ceil(math.log2(rate / 16))  # at most 16 Hz apart, for narrow filters at the low end
         self.around = ((bins - window) // 2, bins - window - (bins - window) // 2)
-        self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
+        with torch.device("cpu"):  # torchaudio looks at the values of its filters, and the meta device has none
+            self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
 
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         with as_given(audio):

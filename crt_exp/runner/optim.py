@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-SCHEDULES = ("linear", "cosine", "constant")
+SCHEDULES = ("linear", "cosine", "constant", "inverse_sqrt")
 
 
 def make_optimizer(model: nn.Module, name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
@@ -41,7 +41,8 @@ def can_fuse(groups) -> bool:
 
 def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
     """Factor on the learning rate of step `step` (0 is the first):
-    linear warm-up, then `kind` down to 0 after `total` steps.
+    linear warm-up, then `kind` down to 0 after `total` steps. inverse_sqrt: as 1 / sqrt(step), after the warm-up from 1
+    down (Vaswani et al., 2017).
 
     warmup: steps, or below 1 a fraction of `total`.
     """
@@ -50,6 +51,8 @@ def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
         return (step + 1) / (first + 1)
     if kind == "constant":
         return 1.0
+    if kind == "inverse_sqrt":
+        return math.sqrt((first + 1) / (step + 1))
     left = max(0.0, (total - step) / max(1, total - first))  # 1 at the end of the warm-up
     return left if kind == "linear" else (1 - math.cos(math.pi * left)) / 2
 

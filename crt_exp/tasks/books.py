@@ -1,4 +1,5 @@
-"""Language models of long texts: next tokens of documents packed into rows, or of sentences apart (Performers Fig. 5).
+"""Language models of long texts: next or masked tokens of documents packed into rows, or of sentences apart (Performers
+Fig. 5).
 
 Perplexity per word is exp(loss x tokens of a word), as Performers A.1.1 has it. At the test documents are also read
 beyond the length of a training row, with what the attention remembers. Legend: B rows of a batch, L tokens of a row, V.
@@ -24,12 +25,12 @@ from crt_exp.data.glue import bucketed
 from crt_exp.data.hub import Hub
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sentence_pieces import sentence_pieces
-from crt_exp.data.text import IGNORED, fast_tokenizer, official_file
+from crt_exp.data.text import IGNORED, Masking, fast_tokenizer, official_file, table
 from crt_exp.models import encoders
 from crt_exp.models.carried import carried_losses
 from crt_exp.schema import Count, Whole, above, at_least, below, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
-from crt_exp.tasks.sequences import SymbolTask, exp
+from crt_exp.tasks.sequences import Share, SymbolTask, exp
 
 NAMES = {"train": "train", "validation": "valid", "test": "test"}
 
@@ -73,18 +74,22 @@ class Books(SymbolTask):
     max_length: Annotated[int, at_least(2)]
     carried: Carried
     cache_dir: str | None
+    direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
+    share: Share = 0.15
 
-    causal, ours = True, "a run of task=books with the same tokenizer (task.tokenizer=null takes that of the run)"
+    ours = "a run of task=books with the same tokenizer (task.tokenizer=null takes that of the run)"
 
     def __post_init__(self):
-        self.row_length = self.max_length
+        self.row_length, self.causal = self.max_length, self.direction == "unidirectional"
+        self.check_direction()
         self.load()
         sources = self.sources()
         tokenizer = self.made_tokenizer(sources["train"])
         self.end = self.end_of(tokenizer)
         self.predictable = max(tokenizer.get_vocab().values()) + 1
-        self.describe(self.predictable, self.max_length,
-                      {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": self.end})
+        mask = {} if self.causal else {"mask": self.predictable}   # one symbol more
+        self.describe(self.predictable + len(mask), self.max_length,
+                      {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": self.end} | mask)
         if self.carried["times"] > 1 and self.description.positions == "learned":
             raise ConfigError(f"task.carried.times = {self.carried['times']} reads beyond task.max_length, where "
                               "learned positions end: choose task.positions=rotary or none, or task.carried.times=0")
@@ -92,6 +97,11 @@ class Books(SymbolTask):
         self.data = {split: self.in_rows(split, text) for split, text in self.texts.items()}
         self.check_filled()
         self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
+
+    def check_direction(self) -> None:
+        if not self.causal and self.carried["times"]:
+            raise ConfigError(f"task.carried.times = {self.carried['times']}: a bidirectional model reads no text on "
+                              "beyond a row; add task.carried.times=0")
 
     # ---- text
 
@@ -162,9 +172,22 @@ class Books(SymbolTask):
         numbers = bucketed(data.lengths, plan) if self.by_length(split) else plan.rows(self.length(split), split)
         for chosen in numbers:
             rows = [data[self.places[split][i]] for i in chosen]
-            tokens = padded([row.tokens for row in rows], self.end)
-            labels = padded([row.labels for row in rows], IGNORED)
-            yield masked(tokens, [len(row.tokens) for row in rows]) | {"labels": labels}
+            pairs = rows if self.causal else [self.corrupted(row, plan.rng(i)) for i, row in zip(chosen, rows)]
+            tokens, labels = zip(*pairs)
+            yield masked(padded(tokens, self.end), list(map(len, tokens))) | {"labels": padded(labels, IGNORED)}
+
+    def corrupted(self, row: books.Row, rng: np.random.Generator) -> books.Row:
+        """BERT's corruption of the tokens that a row of next tokens would predict."""
+        ids = row.labels[None].astype(np.int64)
+        result = self.masking(ids, rng.random((3, *ids.shape)))
+        return books.Row(result["input_ids"][0].numpy(), result["labels"][0].numpy())
+
+    @cached_property
+    def masking(self) -> Masking:
+        """The end of a text is never masked, and no random token is the mask."""
+        symbols = self.predictable + 1
+        return Masking(self.predictable, table(symbols, [self.end, self.predictable]), np.zeros(symbols, bool),
+                       self.share, self.predictable)
 
     def by_length(self, split: str) -> bool:
         return split == "train" and self.rows == "apart"

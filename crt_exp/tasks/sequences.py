@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import PRESETS, LanguageDescription, Dropout, LanguageModel, Positions
-from crt_exp.schema import Whole
+from crt_exp.schema import Whole, above, below
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
+
+Share = Annotated[float, above(0), below(1)]
 
 
 @dataclass(eq=False)

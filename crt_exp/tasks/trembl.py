@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 from torch import nn
@@ -20,11 +20,10 @@ from crt_exp.data.sources import no_folder, task_folder
 from crt_exp.data.protein_families import Families, FamilyOptions
 from crt_exp.data.glue import by_length
 from crt_exp.data.protein import LETTERS, Chains, ProteinRows, Singles
-from crt_exp.schema import Count, above, below, checked
+from crt_exp.schema import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
-from crt_exp.tasks.sequences import SymbolTask, exp
+from crt_exp.tasks.sequences import Share, SymbolTask, exp
 
-Share = Annotated[float, above(0), below(1)]
 VOCABULARY = {"letters": LETTERS, "begin": protein.BEGIN, "end": protein.END, "size": protein.TOKENS}
 
 

@@ -12,12 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crt_exp import sample
 from crt_exp.attention.baselines import Exact
+from crt_exp.config import instantiate
 from crt_exp.data import DataError, books, sentence_pieces
 from crt_exp.data.books import Apart, PackedRows, TokenText
+from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.carried import carried_losses
 from crt_exp.models.language import LanguageDescription, LanguageModel
+from crt_exp.runner.command_line import compose
 from crt_exp.swap.calibration import fill_statistics
+from crt_exp.tasks.base import Plan
 
 DATA = Path(os.environ.get("CRT_DATA", "none"))
 WORD_ENDS = np.array([0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], np.float32)
@@ -191,6 +195,33 @@ def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
     assert code == 0 and out.count("a bird") >= 2
 
 
+def test_masked_tokens_of_both_sides(typed, tmp_path, capsys):
+    """A bidirectional model predicts the masked tokens, of which the end of a text is none; it writes no text."""
+    both = ["task.direction=bidirectional", "task.carried.times=0", "task.share=0.3"]
+    code, _, err = typed(*both)
+    assert code == 0, err
+    last = final(tmp_path / "run")
+    assert last["tokens"] > 0 and np.isfinite(last["word_perplexity"]) and "loss_at_1" not in last
+    kept = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert not kept["causal"] and kept["symbols"] == kept["vocabulary"]["mask"] + 1
+    assert sample.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=1", "length=2"]) == 2
+    code, _, err = typed(f"task.init={tmp_path / 'run'}", "trainer.steps=0", directory="more")
+    assert code == 2 and "was trained on other symbols" in err, err
+
+
+def test_which_tokens_are_masked(tmp_path):
+    cfg = compose(["task=books", f"task.text={text_file(tmp_path / 'book.txt')}", "task.vocabulary_size=300",
+                   "task.direction=bidirectional", "task.carried.times=0", "task.cache_dir=null", "task.rows=apart"])
+    task = instantiate(cfg.task)
+    batches = [next(iter(task.batches(split, Plan(64, seed=1)))) for split in ("train", "train", "test")]
+    for batch in batches:
+        chosen = batch["labels"] != IGNORED
+        assert 0.1 < chosen[batch.get("key_mask", chosen | True)].float().mean() < 0.25
+        assert (batch["tokens"][chosen] == task.predictable).float().mean() > 0.6
+        assert not (batch["labels"] == task.end).any() and (batch["tokens"][~chosen] < task.predictable).all()
+    assert torch.equal(batches[0]["labels"], batches[1]["labels"])
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_tokenizer(typed, tmp_path):
     assert typed()[0] == 0
@@ -232,6 +263,7 @@ def test_a_tokenizer_of_another_vocabulary(typed, tmp_path):
     (["task.text=null"], ["CRT_DATA is not set", "fetch wikitext2"]),
     (["task.validation_text=x"], ["go together"]),
     (["task.hub.name=a/b"], ["both name a text"]),
+    (["task.direction=bidirectional"], ["reads no text on beyond a row", "task.carried.times=0"]),
     (["task.positions=learned"], ["reads beyond task.max_length", "task.positions=rotary"]),
     (["task.max_length=20000", "task.carried.times=0"], ["fill no row of task.max_length = 20000"]),
     (["task.held_out=1e-6"], ["leaves none for validation"]),

@@ -393,7 +393,7 @@ def test_experiments_fit_their_models(name, tmp_path):
     given = OmegaConf.to_container(cfg.task, resolve=True)
     options = {key: value for key, value in given.items() if not key.startswith("_")}
     task = ImageNet(**options | {"data_dir": str(write_images(tmp_path, classes=2, train=2, val=1))})
-    assert task.description.size == {"vit_1024": 1024}.get(name, 224)
+    assert task.description.size == {"vit_1024": 1024, "crt_vit_steps": 1024}.get(name, 224)
 
 
 # ---- what a user can get wrong -------------------------------------------------------------------------------------

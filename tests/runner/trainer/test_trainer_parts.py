@@ -86,6 +86,8 @@ def test_schedules():
     assert rates("linear", warmup=0)[0] == 1 and rates("linear", warmup=0)[-1] == pytest.approx(0.1)
     assert rates("linear", warmup=0.3)[:4] == pytest.approx([0.25, 0.5, 0.75, 1]) == rates("cosine", warmup=3)[:4]
     assert rates("cosine", warmup=0)[5] == pytest.approx(0.5) and rates("constant", warmup=2)[2:] == [1] * 8
+    roots = [(4 / (step + 1)) ** 0.5 for step in range(3, 10)]
+    assert rates("inverse_sqrt", warmup=3)[2:] == pytest.approx([0.75, *roots])
     assert all(b < a for kind in ("linear", "cosine") for a, b in zip(rates(kind, warmup=0), rates(kind, warmup=0)[1:]))
 
 
