@@ -13,13 +13,12 @@ from crt_exp.advice.arms import EXACT, Arm, candidates
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.bench import Bench, quiet
-from crt_exp.studies.bench_pieces import MASKED, BatchBench, TextBench, predicts
+from crt_exp.studies.bench_pieces import HEADS, MASKED, NEXT, BatchBench, TextBench, predicts
 from crt_exp.swap.calibration import eval_mode
 from crt_exp.swap.record import holders
 
 LENGTH, LEAST = 512, 32
-LOADERS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM",
-           "ForMaskedLM": "AutoModelForMaskedLM"}
+LOADERS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothing is said
 UNLABELLED = ("There are no labels: nats are those by which the outputs differ from the model's own, the divergence of "
               "their probabilities.")
@@ -70,10 +69,10 @@ def _named(name: str, tokenizer: Any) -> tuple[nn.Module, Any]:
 
     origin = encoders.Origin(encoders.folder_of(name, "model"), "model", weights=True, noise=False)
     config = encoders.load_config(origin)
-    kinds = [auto for end, auto in LOADERS.items() for made in config.architectures or () if made.endswith(end)]
+    kinds = [LOADERS[kind] for end, kind in HEADS.items() for made in config.architectures or () if made.endswith(end)]
     if not kinds:
         raise ValueError(f"model = {name} is a {', '.join(config.architectures or ['model without a head'])}: by its "
-                         f"name advise takes a model of transformers {' or '.join(LOADERS)}")
+                         f"name advise takes a model of transformers {' or '.join(HEADS)}")
     model = encoders.load_model(kinds[0], config, origin, Mechanism.of("exact")).eval()
     return model, tokenizer or encoders.load_tokenizer(origin)
 

@@ -1,4 +1,4 @@
-"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get data and pretrained models, check them."""
+"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get data, pretrained models, and check."""
 
 import argparse
 import os
