@@ -23,6 +23,7 @@ from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
 from crt_exp.data import sources
 from crt_exp.features import Statistics
+from crt_exp.pretrained import published
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import page as pages
 from crt_exp.runner.command_line import check_command_line
@@ -255,7 +256,8 @@ def test_command_exists(words, recipes):
             assert "[" not in what or what.split("[")[1].rstrip("]") in project()["optional-dependencies"]
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
-            assert not getattr(options, "name", None) or sources.select(options.name)
+            name = getattr(options, "name", None)
+            assert not name or (published if published.is_model(name) else sources).select(name)
         case ("python", "-m", "crt_exp.predict", *arguments):
             assert predict.options_of(arguments).run
         case ("python", "-m", "crt_exp.transcribe", *arguments):

@@ -13,17 +13,18 @@ from crt_exp.advice.arms import EXACT, Arm, candidates
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.studies.bench import Bench, quiet
-from crt_exp.studies.bench_pieces import MASKED, BatchBench, TextBench, predicts
+from crt_exp.studies.bench_pieces import HEADS, MASKED, NEXT, BatchBench, TextBench, predicts
 from crt_exp.swap.calibration import eval_mode
 from crt_exp.swap.record import holders
 
 LENGTH, LEAST = 512, 32
+LOADERS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothing is said
 UNLABELLED = ("There are no labels: nats are those by which the outputs differ from the model's own, the divergence of "
               "their probabilities.")
 
 
-def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
+def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
            labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
            attentions: Sequence[str | tuple[str, dict]] | None = None, samples: int | None = None,
            calibration: int = 4, rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0,
@@ -42,10 +43,13 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
     the times, medians. tolerance: nats above exact that are near enough. progress: takes a line at each step; by
     default they go to stderr.
 
-    The model is as it was afterwards. Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`.
+    model: in memory, which is as it was afterwards; or the name or folder of a language model, whose tokenizer is then
+    the one that lies there. Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`.
     Raises ValueError for models that these pieces do not fit, and for too few pieces.
     """
     say = progress or _to_stderr
+    if isinstance(model, str):
+        model, tokenizer = _named(model, tokenizer)
     with eval_mode(model):
         if _are_texts(texts):
             if labels is not None:
@@ -57,6 +61,20 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
             bench = _of_batches(model, texts, labels, samples, calibration, seed)
         arms = arms_of(attentions, bench.causal)
         return concluded(bench, arms, *measured(bench, arms, rounds, say), tolerance)
+
+
+def _named(name: str, tokenizer: Any) -> tuple[nn.Module, Any]:
+    """A language model of a folder, of the hub or among the fetched ones, with its tokenizer where none is given."""
+    from crt_exp.models import encoders
+
+    origin = encoders.Origin(encoders.folder_of(name, "model"), "model", weights=True, noise=False)
+    config = encoders.load_config(origin)
+    kinds = [LOADERS[kind] for end, kind in HEADS.items() for made in config.architectures or () if made.endswith(end)]
+    if not kinds:
+        raise ValueError(f"model = {name} is a {', '.join(config.architectures or ['model without a head'])}: by its "
+                         f"name advise takes a model of transformers {' or '.join(HEADS)}")
+    model = encoders.load_model(kinds[0], config, origin, Mechanism.of("exact")).eval()
+    return model, tokenizer or encoders.load_tokenizer(origin)
 
 
 def _are_texts(data: Any) -> bool:

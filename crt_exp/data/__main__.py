@@ -1,4 +1,4 @@
-"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get the data and check it."""
+"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get data, pretrained models, and check."""
 
 import argparse
 import os
@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from crt_exp.data import DataError, sources
-from crt_exp.data.fetch import fetch, inspect
+from crt_exp.data.fetch import MISSING, OK, WRONG, Finding, fetch, inspect
 from crt_exp.data.sources import File, Source, data_root
+from crt_exp.pretrained import published
+from crt_exp.pretrained.published import MODELS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +32,9 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands")
     add(commands, run_list, "list", "what each task needs, where it comes from, what is there (the default)")
     add(commands, run_fetch, "fetch", "download from the official server; continues, checks, replaces bad files",
-        name="a folder such as uci, or one set such as uci/abalone")
+        name="a folder such as uci, one set such as uci/abalone, or a pretrained model such as models/minilm"
+        ).add_argument("--accept-licence", action="store_true",
+                       help="fetch a model whose licence restricts its use, which the command says")
     add(commands, run_verify, "verify", "compare the files that are there with the published ones",
         name="a folder or one set; all, if left out", nargs="?").add_argument(
         "--index", metavar="DIR", help="compare all bytes of the indexes of proteins in DIR (task.cache_dir) instead")
@@ -52,6 +56,8 @@ def run_list(options: argparse.Namespace) -> int:
     print(f"Data folder: {root}" if root else "Data folder: none. Set CRT_DATA=DIR or give --dir DIR.")
     rows = [(source.name, source.tasks, presence(source, root), size(source), files(source), source.page)
             for source in (*sources.TABLE, *own_images(root))]
+    rows += [(model.name, "advise fidelity", "present" if root and (root / model.name).is_dir() else "missing",
+              f"{model.weights.bytes / 1e6:.0f} MB", model.what, model.page) for model in MODELS.values()]
     print_table([("set", "tasks", "here", "size", "files below the data folder", "official source"), *rows])
     print("\nembedded: needs no file. by hand: `fetch` cannot get it. "
           "Other images: images/<name>/{train,val}/<class>.")
@@ -108,11 +114,37 @@ def run_fetch(options: argparse.Namespace) -> int:
     root = data_root(options.dir)
     if root is None:
         raise DataError("Nobody said where the data go: give --dir DIR, or set CRT_DATA=DIR.")
+    if published.is_model(options.name):
+        return fetch_models(options, root)
     for source in fetchable_first(sources.select(options.name)):
         if not source.files:
             print(f"{source.name}: embedded, nothing to fetch")
         fetch(source, root)
     return 0
+
+
+def fetch_models(options: argparse.Namespace, root: Path) -> int:
+    """One model, or all: then those whose licence restricts their use are named and left out, unless accepted."""
+    from crt_exp.pretrained.fetch import fetch as fetch_model
+
+    for model in published.select(options.name):
+        if model.terms and not options.accept_licence and options.name.strip("/") == published.GROUP:
+            print(f"{model.name}: left out, {model.licence}, {model.terms}")
+        else:
+            fetch_model(model, root, accepted=options.accept_licence)
+    return 0
+
+
+def inspect_model(folder: Path) -> Finding:
+    from crt_exp.models.folder import verify
+
+    if not folder.is_dir():
+        return Finding(MISSING, "not there")
+    try:
+        verify(folder, folder.name)
+    except DataError as error:
+        return Finding(WRONG, str(error))
+    return Finding(OK, "weights as they were fetched")
 
 
 def fetchable_first(chosen: Iterable[Source]) -> list[Source]:
@@ -137,10 +169,17 @@ def run_verify(options: argparse.Namespace) -> int:
     root = data_root(options.dir)
     if root is None:
         raise DataError("Nobody said where the data are: give --dir DIR, or set CRT_DATA=DIR.")
+    if published.is_model(options.name or ""):
+        return verified([(model.name, inspect_model(root / model.name)) for model in published.select(options.name)])
     own = own_images(root)
     mine = [source for source in own if source.name == (options.name or "").strip("/")]
     chosen = mine or (sources.select(options.name) if options.name else [*sources.TABLE, *own])
     findings = [(file.path, inspect(file, root / file.path)) for source in chosen for file in source.files]
+    models = [] if options.name else MODELS
+    return verified([*findings, *((name, inspect_model(root / name)) for name in models)])
+
+
+def verified(findings: Sequence[tuple[str, Finding]]) -> int:
     print_table([(path, finding.state, finding.detail) for path, finding in findings])
     return int(any(finding.bad for _, finding in findings))
 

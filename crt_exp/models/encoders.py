@@ -20,6 +20,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism, still_known
 from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, verify, whole_folder
+from crt_exp.pretrained.published import fetched, instead
 from crt_exp.swap import record
 
 EXACT = Mechanism.of("exact").describe()
@@ -49,9 +50,9 @@ def origin_of(model: str, init: str) -> Origin:
 
 
 def folder_of(name: str, option: str) -> str:
-    """The folder that holds config.json: `name` itself or the model of that run; names of the hub stay.
-    Raises DataError."""
-    path = Path(name).expanduser()
+    """The folder that holds config.json: `name` itself, the model of that run, or the fetched model of that name;
+    names of the hub stay. Raises DataError."""
+    path = fetched(name, option) or Path(name).expanduser()
     for folder in (path / MODEL, path):
         if (folder / "config.json").is_file():
             verify(folder, f"{option} = {name}")
@@ -184,7 +185,7 @@ def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
         if local:
             raise DataError(f"{source}cannot be read: {reason}") from None
         raise DataError(f"{source}is not on this machine, and the Hugging Face hub does not give it: {reason}\n"
-                        + HOW.format(name=origin.name, option=origin.option)) from None
+                        + HOW.format(name=origin.name, option=origin.option) + instead(origin.name)) from None
 
 
 @contextmanager

