@@ -124,14 +124,14 @@ def sequence(task: DictConfig, mechanism: Mechanism, symbols: int, length: int, 
     return of_body(model, sizes, tokens, products, causal)
 
 
-def described(task: DictConfig, symbols: int, length: int, causal: bool) -> language.Description:
+def described(task: DictConfig, symbols: int, length: int, causal: bool) -> language.LanguageDescription:
     sizes = language.sizes_of(task.preset or "tiny", dict(task.sizes), "task.sizes")
     tied = task.get("tied")
-    return language.Description(symbols, length, sizes, causal, task.positions or "learned",
+    return language.LanguageDescription(symbols, length, sizes, causal, task.positions or "learned",
                                 True if tied is None else tied, task.dropout)
 
 
-def of_body(model: nn.Module, sizes: language.Sizes, tokens: int, products: float, causal: bool) -> Outline:
+def of_body(model: nn.Module, sizes: language.TransformerSizes, tokens: int, products: float, causal: bool) -> Outline:
     return Outline(model, sizes["layers"], sizes["heads"], sizes["d"], sizes["d_ff"], tokens, products, causal)
 
 
@@ -201,7 +201,7 @@ def imagenet(task: DictConfig, mechanism: Mechanism, facts: Facts) -> Outline:
     sizes = {vision.SIZES[key]: value for key, value in task.sizes.items() if value is not None}
     size, patch = (8, 2) if digits else (224, 16)
     description = (vision.known(task.model) if task.model
-                   else vision.Description(vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes))
+                   else vision.VisionDescription(vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes))
     options = description.options | ({"global_pool": task.pool} if task.pool else {})
     description = replace(description, classes=classes, size=task.size or description.size, options=options)
     model = vision.build(description, mechanism, drop_path=task.drop_path)
@@ -230,7 +230,7 @@ def ptb(task: DictConfig, mechanism: Mechanism, facts: Facts) -> Outline:
     """A row is a word; heads there are none."""
     body = lstm.WordLSTM(facts.symbols, task.width, task.layers, task.dropout)
     classes = facts.symbols if task.softmax in ("full", "exact") else task.sampling.negatives + 1
-    model = lstm.LanguageModel(body, lstm.FullSoftmax(body.embedding.weight), task.temperature)
+    model = lstm.LSTMLanguageModel(body, lstm.FullSoftmax(body.embedding.weight), task.temperature)
     return Outline(model, task.layers, 0, task.width, 0, 1, 2.0 * (matrices(body.lstm) + classes * task.width))
 
 

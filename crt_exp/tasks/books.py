@@ -176,11 +176,11 @@ class Books(SymbolTask):
             tokens, labels = zip(*pairs)
             yield masked(padded(tokens, self.end), list(map(len, tokens))) | {"labels": padded(labels, IGNORED)}
 
-    def corrupted(self, row: books.Row, rng: np.random.Generator) -> books.Row:
+    def corrupted(self, row: books.PackedRow, rng: np.random.Generator) -> books.PackedRow:
         """BERT's corruption of the tokens that a row of next tokens would predict."""
         ids = row.labels[None].astype(np.int64)
         result = self.masking(ids, rng.random((3, *ids.shape)))
-        return books.Row(result["input_ids"][0].numpy(), result["labels"][0].numpy())
+        return books.PackedRow(result["input_ids"][0].numpy(), result["labels"][0].numpy())
 
     @cached_property
     def masking(self) -> Masking:
