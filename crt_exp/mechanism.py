@@ -2,7 +2,7 @@
 models.
 
 A name is a file of conf/attention (or of conf/features, for a map alone), for the library as for the command line.
-Nothing else builds these from configuration: tasks, studies, estimators, reports and swaps take a Mechanism.
+Nothing else builds these from configuration: tasks, probes, estimators, reports and swaps take a Mechanism.
 """
 
 import json

@@ -34,13 +34,13 @@ ROOMS = [
     ["models"],
     ["pretrained.wheels", "pretrained.ctranslate2", "pretrained.convert", "pretrained.fetch"],
     ["data.__main__"],
-    ["studies.bench", "studies.bench_pieces"],
+    ["probes.bench", "probes.bench_pieces"],
     ["advice"],
     ["estimators", "regression"],
     ["tasks"],
     ["runner"],
     ["symbol_kinds", "train", "transcribe", "sample"],
-    ["studies"],
+    ["probes"],
     ["report"],
     ["predict"],
     ["__main__"],
@@ -109,7 +109,7 @@ CORE = ("kernels", "samplers", "features", "bounds", "mechanism", "attention", "
 @pytest.mark.parametrize("room", CORE)
 def test_the_core_needs_no_runs_and_no_data(room):
     """A library of maps and attention: nothing that it imports, however indirectly, reads data, trains or reports."""
-    check_apart(room, {"runner", "tasks", "data", "models", "studies", "advice", "report"})
+    check_apart(room, {"runner", "tasks", "data", "models", "probes", "advice", "report"})
 
 
 @pytest.mark.parametrize("room", ["kernels", "samplers", "features", "bounds", "attention", "nearfar"])

@@ -13,7 +13,7 @@ from crt_exp import swap_attention
 from crt_exp.data import images
 from crt_exp.models import vision
 from crt_exp.predict import looked_at, main
-from crt_exp.studies import runs
+from crt_exp.probes import runs
 from crt_exp.swap.rollout import attention_matrices, rollout
 
 
@@ -125,7 +125,7 @@ def test_a_folder_with_a_file_that_is_no_image(trained, tmp_path, capsys, one_th
     (["run={exact}", "input=x.png"], "input=x.png: there is no such file or folder"),
     (["run={exact}", "input={text}"], "cannot be read as an image"),
     (["run={exact}", "input={empty}"], "this folder holds no image"),
-    (["run={uci}", "input={digit}"], "is a run of crt_exp.studies.uci.UCI, which classifies no images"),
+    (["run={uci}", "input={digit}"], "is a run of crt_exp.probes.uci.UCI, which classifies no images"),
     (["run={empty}", "input={digit}"], "task=imagenet"),
     (["run={exact}"], "input=... is missing"),
     (["run={exact}", "inptu={digit}"], "did you mean input?"),

@@ -12,8 +12,8 @@ from crt_exp import mechanism_text
 from crt_exp.advice.arms import EXACT, Arm, candidates
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.studies.bench import Bench, quiet
-from crt_exp.studies.bench_pieces import HEADS, MASKED, NEXT, BatchBench, TextBench, predicts
+from crt_exp.probes.bench import Bench, quiet
+from crt_exp.probes.bench_pieces import HEADS, MASKED, NEXT, BatchBench, TextBench, predicts
 from crt_exp.swap.calibration import eval_mode
 from crt_exp.swap.record import holders
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from crt_exp.config import ConfigError, located, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
-from crt_exp.studies import cells, grid, sources
+from crt_exp.probes import cells, grid, sources
 
 SIZES = ("small", "gpu", "full")
 

@@ -1,4 +1,4 @@
-"""The committed draws of a page: outputs/report/<name>.csv, one schema for all (`crt_exp.studies.cells.Draw`)."""
+"""The committed draws of a page: outputs/report/<name>.csv, one schema for all (`crt_exp.probes.cells.Draw`)."""
 
 import gzip
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from crt_exp.runner.run import write_atomic
-from crt_exp.studies.cells import PAGES, Draw
-from crt_exp.studies.draw_files import whole_text
+from crt_exp.probes.cells import PAGES, Draw
+from crt_exp.probes.draw_files import whole_text
 
 COLUMNS = [field.name for field in fields(Draw)]
 FOLDER = PAGES

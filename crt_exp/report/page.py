@@ -20,10 +20,10 @@ come after those of the file.
     choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
     tables, panels: see `tables` and `figures`
     commands:   true, for those of the first grid of `runs`, or text
-    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.studies.grid.measure`
+    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.probes.grid.measure`
     measure:    a function that measures in another way; sizes are then its settings
     options:    KEY of KEY=VALUE on the command line -> what is in the place of the size's own keys where it is given,
-                or null; in sizes {option: KEY} stands for VALUE, see `crt_exp.studies.grid.given`
+                or null; in sizes {option: KEY} stands for VALUE, see `crt_exp.probes.grid.given`
 """
 
 import importlib.util

@@ -11,9 +11,9 @@ from crt_exp.report import figures, tables
 from crt_exp.report.evidence import LEVEL, LOOKS, WORDS
 from crt_exp.report.page import FAMILIES, Page, home
 from crt_exp.runner.run import write_atomic
-from crt_exp.studies import sources
-from crt_exp.studies.runs import flat
-from crt_exp.studies.training import Grid
+from crt_exp.probes import sources
+from crt_exp.probes.runs import flat
+from crt_exp.probes.training import Grid
 
 CODE = "Code:"  # begins the line that depends on the history of the checkout, and on nothing else of a page
 

@@ -183,7 +183,7 @@ def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
     raise_interrupts()
     with Run(cfg, task, output_directory()) as current:
         if not finished(current.records):
-            if hasattr(task, "directory"):  # of studies that go on from a state of their own
+            if hasattr(task, "directory"):  # of probes that go on from a state of their own
                 task.directory = current.directory
             for record in task.records(mechanism, cfg.seed, done=list(current.records)):
                 ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}

@@ -1,4 +1,4 @@
-"""What a task that trains a model gives the runner, and what it gets from it. Tasks that only measure are studies."""
+"""What a task that trains a model gives the runner, and what it gets from it. Tasks that only measure are probes."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -13,7 +13,7 @@ from crt_exp.data import DataError
 from crt_exp.data.own_table import read
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import blocks
-from crt_exp.studies import uci
+from crt_exp.probes import uci
 
 
 def write(path, rows, header="area,rooms,city,id,price"):

@@ -16,9 +16,9 @@ from crt_exp.data.fasta import entries
 from crt_exp.data.protein import LETTERS, STANDARD
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, page
-from crt_exp.studies import amino_acids
-from crt_exp.studies.amino_acids import PAIRS, alike, alike_by_frequency, blosum62, correlation
-from crt_exp.studies.bench import fitted
+from crt_exp.probes import amino_acids
+from crt_exp.probes.amino_acids import PAIRS, alike, alike_by_frequency, blosum62, correlation
+from crt_exp.probes.bench import fitted
 from crt_exp.swap.rollout import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 

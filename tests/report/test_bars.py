@@ -10,7 +10,7 @@ from crt_exp.report import index
 from crt_exp.report.evidence import Bar, Claim, Interval, Unmeasured, exactly, independent, judged
 from crt_exp.report.page import Page, names
 from crt_exp.report import draws
-from crt_exp.studies.cells import Draw
+from crt_exp.probes.cells import Draw
 
 VALUES = {"exact": [1.0, 1.1, 1.2], "ours": [1.02, 1.15, 1.21], "uniform": [2.0, 2.2, 2.3]}
 EXACT, OURS, UNIFORM = (np.array(each) for each in VALUES.values())

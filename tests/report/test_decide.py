@@ -8,7 +8,7 @@ from crt_exp.report import decide, draws
 from crt_exp.report.decide import Decision
 from crt_exp.report.evidence import independent
 from crt_exp.report.page import Metric
-from crt_exp.studies.cells import Draw
+from crt_exp.probes.cells import Draw
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
 

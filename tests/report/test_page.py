@@ -15,7 +15,7 @@ from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, figures, page, render, tables
 from crt_exp.report.evidence import Bar, Claim, Unjudged, equivalent, independent, judged, signs
 from crt_exp.report.page import Page
-from crt_exp.studies.cells import Draw
+from crt_exp.probes.cells import Draw
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
 MEASURED = [name for name in page.names() if draws.there(name, COMMITTED)]

@@ -1,4 +1,4 @@
-"""Reports: cells resume, files are complete, and the studies under them hold their numbers."""
+"""Reports: cells resume, files are complete, and the probes under them hold their numbers."""
 
 import gzip
 import math
@@ -24,11 +24,11 @@ from crt_exp.report import __main__ as command_line
 from crt_exp.report import page
 from crt_exp import drawing as palette
 from crt_exp.runner.run import commit
-from crt_exp.studies.attention_errors import Projections
+from crt_exp.probes.attention_errors import Projections
 from crt_exp.times import in_turns
 from crt_exp.metrics import interval
-from crt_exp.studies.uci import UCI
-from crt_exp.studies.variance import REGIMES, Variance, log_variances
+from crt_exp.probes.uci import UCI
+from crt_exp.probes.variance import REGIMES, Variance, log_variances
 
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
 

@@ -1,0 +1,74 @@
+"""A fixed sample of the models of `make families`: each is exact when swapped, or refused at the swap;
+none is wrong."""
+
+import pytest
+import torch
+
+from crt_exp.probes.model_types import judge, judge_model
+from crt_exp.probes.tiny_models import spread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EXACT = {
+    "transformers": ["aimv2", "albert", "altclip", "bart", "beit", "bert", "bigbird_pegasus", "clip", "clip_text_model",
+                     "cohere", "detr", "dinov3_vit", "gemma3_text", "git", "gpt2", "gpt_neox", "llama", "llava",
+                     "marian", "modernbert", "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta",
+                     "siglip_vision_model", "splinter", "vit_mae", "whisper"],
+    "timm": ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224"],
+    "torch": ["MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerEncoder"],
+    "torchaudio": ["Conformer"],
+}
+REFUSED = {
+    "transformers": {"deepseek_v32": "sparse index", "gemma2": "softcap", "gpt_oss": "sinks",
+                     "mistral": "sees a window", "pixtral": "packed",
+                     "parakeet_encoder": "changes its mask", "sam3": "bias of boxes", "seamless_m4t": "position bias",
+                     "t5": "position bias", "t5gemma2": "one softmax"},
+    "torchaudio": {"wavlm_model": "WavLMSelfAttention from its weights"},
+}
+
+
+@pytest.mark.parametrize("library, name", [(library, name) for library, names in EXACT.items() for name in names])
+def test_exact_when_swapped(library, name):
+    verdict = judge(library, name)
+    assert verdict.outcome == "exact", verdict
+
+
+@pytest.mark.parametrize("library, name", [(library, name) for library, names in REFUSED.items() for name in names])
+def test_refused_at_the_swap_with_the_reason(library, name):
+    verdict = judge(library, name)
+    assert verdict.outcome == "refused" and REFUSED[library][name] in verdict.why, verdict
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
+         "max_position_embeddings": 64}
+INFORMER = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1,
+            "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64, "attention_type": "full"}
+
+
+def informer():
+    values = lambda *shape: torch.randn(2, *shape, dtype=torch.float64)
+    return {"past_values": values(18), "past_time_features": values(18, 1),
+            "past_observed_mask": torch.ones(2, 18).double(),
+            "future_values": values(8), "future_time_features": values(8, 1)}
+
+
+def text():
+    return {"input_ids": torch.randint(5, 50, (2, 10))}
+
+
+MADE = {"ClapTextModel": ("ClapTextConfig", SIZES, text), "AlignTextModel": ("AlignTextConfig", SIZES, text),
+        "InformerModel": ("InformerConfig", INFORMER, informer)}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no statistics yet.*:UserWarning")
+@pytest.mark.parametrize("name, causal", [("ClapTextModel", False), ("AlignTextModel", False), ("InformerModel", True)])
+def test_encoders_stay_bidirectional_and_decoders_causal(name, causal):
+    """Models whose modules say the opposite of the mask that they ask for."""
+    import transformers
+
+    config, sizes, batch = MADE[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**sizes)).double().eval()
+    spread(model)
+    verdict = judge_model(model, batch())
+    assert verdict.outcome == "exact" and verdict.why == ("causal" if causal else ""), verdict

@@ -1,0 +1,39 @@
+"""The commands that print times: a line or a cell for each method, at tiny lengths."""
+
+import pytest
+
+from crt_exp.probes import print_times
+
+
+def test_near_far_attention_has_a_line_for_each_method(capsys, monkeypatch, one_thread):
+    monkeypatch.setattr("crt_exp.probes.speed.peers", lambda length: {})
+    print_times.command_line(["nearfar", "--lengths", "8", "--turns", "1", "--causal", "--forward", "--half",
+                              "--without", "favorpp", "--threads", "1"])
+    said = capsys.readouterr().out
+    assert "nearfar causal, bfloat16" in said and "ratio to nearfar causal" in said and "favorpp" not in said
+    assert "forward, L = 8, 1 turns" in said and "1 threads" in said
+
+
+def test_memory_is_of_a_process_each(capsys, monkeypatch, one_thread):
+    asked = []
+    monkeypatch.setattr(print_times, "in_new_process", lambda call, **given: asked.append(given) or {"mib": 3.0})
+    print_times.command_line(["nearfar", "memory", "--lengths", "64", "--bounded", "--threads", "1"])
+    assert [(given["arm"], given["length"]) for given in asked] == [("nearfar bounded", 64), ("favorpp", 64)]
+    assert "nearfar bounded" in (said := capsys.readouterr().out) and "3 MiB" in said
+
+
+@pytest.mark.slow
+def test_tokens_prompts_and_caches_have_a_table_each(capsys, monkeypatch, one_thread):
+    monkeypatch.setattr(print_times, "PROMPT_TURNS", 1)
+    print_times.command_line(["decoding", "16", "--turns", "1", "--threads", "1"])
+    said = capsys.readouterr().out
+    assert [line.split(";")[0] for line in said.splitlines() if "threads" in line] == [
+        "ms a token", "ms of the prompt", "MiB of the cache"]
+    rows = [line.split("|")[1:-1] for line in said.splitlines() if line.startswith("| 16")]
+    assert [len(row) for row in rows] == 3 * [5] and "(1.00, 1.00)" in rows[0][-1]
+
+
+def test_it_asks_what_to_print(capsys):
+    with pytest.raises(SystemExit):
+        print_times.command_line([])
+    assert "nearfar,decoding" in capsys.readouterr().err
