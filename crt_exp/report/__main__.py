@@ -48,11 +48,12 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
+    begin = sources.of_page(spec)
     name, measured = Path(name).stem, located("measure", spec.get("measure", sources.DRIVER))
     given = options_of(name, measured, options)
     if again:
         cells.forget(name)
-    return draws.write(name, measured(name, sources.of_page(spec), spec["sizes"][size], keep, **given), folder)
+    return draws.write(name, measured(name, begin, spec["sizes"][size], keep, **given), folder)
 
 
 def render_all(folder: Path) -> None:

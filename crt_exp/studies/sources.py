@@ -32,11 +32,11 @@ READ = {MECHANISM: ("conf/config.yaml", "conf/features", "conf/sampler"),
 
 def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
     """Where the walk of a page begins: the module of its `measure`, the classes, tasks and experiments of its sizes.
-    Raises ConfigError for a measurement that has no file."""
+    Raises ConfigError for a measurement that has no file here: a user's own elsewhere, tests/ without a checkout."""
     module = spec.get("measure", DRIVER).rpartition(".")[0]
     if (begin := file_of(module)) is None:
-        raise ConfigError(f"measure: {spec['measure']}: {module} is no file of crt_exp or of this directory, so that "
-                          "nothing says when its cells are stale")
+        raise ConfigError(f"measure: {spec['measure']}: {module} is no file of crt_exp or of this directory; run the "
+                          "command in the folder that holds it")
     return tuple(dict.fromkeys(map(name_of, (begin, *named(spec.get("sizes"))))))
 
 

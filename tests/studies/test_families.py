@@ -1,12 +1,19 @@
 """A fixed sample of the models of `make families`: each is exact when swapped, or refused at the swap;
 none is wrong."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from crt_exp.studies.model_types import judge, judge_model
-from crt_exp.studies.tiny_models import spread
+from crt_exp.config import ConfigError
+from crt_exp.report.__main__ import measure
+from crt_exp.report.draws import read
+from tests import model_types, tiny_models
+from tests.model_types import judge, judge_model
+from tests.tiny_models import spread
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {
     "transformers": ["aimv2", "albert", "altclip", "bart", "beit", "bert", "bigbird_pegasus", "clip", "clip_text_model",
@@ -36,6 +43,27 @@ def test_exact_when_swapped(library, name):
 def test_refused_at_the_swap_with_the_reason(library, name):
     verdict = judge(library, name)
     assert verdict.outcome == "refused" and REFUSED[library][name] in verdict.why, verdict
+
+
+def test_the_page_is_measured_where_the_tests_are(tmp_path, monkeypatch):
+    """Its measurement is a helper of the tests, found in the folder of the command; elsewhere one line says so."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="tests.model_types is no file of crt_exp or of this directory; run the comm"):
+        measure("families", "small", tmp_path, keep=False, again=False)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.setattr(model_types, "LIBRARIES", {"torch": (lambda: ["Transformer"], tiny_models.of_torch)})
+    measure("families", "small", tmp_path, keep=False, again=False)
+    new, = judged(tmp_path, "Transformer")
+    old, = judged(ROOT / "outputs/report", "Transformer")
+    assert new[:2] == old[:2] == ("exact", "causal") and max(new[2], old[2]) < 1e-12
+
+
+def judged(folder, model):
+    """(outcome, why, worst) of each draw of a model."""
+    frame = read("families", folder)
+    frame = frame[(frame["setting"] == "torch") & (frame["arm"] == model)]
+    outcome, why, worst = (frame.loc[frame["metric"] == metric, "value"] for metric in ("outcome", "why", "worst"))
+    return [*zip(outcome, why, map(float, worst))]
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
