@@ -15,8 +15,7 @@ from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning",
-                                         "ignore:.*denominators are not positive:RuntimeWarning",
-                                         "ignore:.*past_key_values. is deprecated:FutureWarning")]
+                                         "ignore:.*denominators are not positive:RuntimeWarning")]
 needs_library = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 NEARFAR = {f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
            for preset in ("cheap", "default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
