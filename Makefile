@@ -2,11 +2,13 @@
 # VENV=path       another virtual environment (default .venv)
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
 # PART=...        of gpu: one or some of tests, speed-gpu, fidelity, proteins-long (default all)
+# FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
 # OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
 PART   ?= tests speed-gpu fidelity proteins-long
 OPTIONS ?=
+FILES  ?=
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in one process
@@ -48,7 +50,7 @@ demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table
 	@$(PY) -m crt_exp.report demo --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow" $(FILES)
 
 gpu: $(STAMP)  ## on a machine with a GPU: its tests and its reports, 8 minutes of each; repeat until all say written
 	@set -e; for part in $(PART); do case $$part in \
@@ -56,7 +58,7 @@ gpu: $(STAMP)  ## on a machine with a GPU: its tests and its reports, 8 minutes 
 	  *) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 ;; esac; done
 
 test-all: $(STAMP)  ## every test
-	@$(PYTEST)
+	@$(PYTEST) $(FILES)
 
 lint: $(STAMP)  ## ruff
 	@$(PY) -m ruff check crt_exp tests

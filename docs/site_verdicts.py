@@ -2,6 +2,7 @@
 
 import csv
 import re
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def cells_of(row, paper):
             "exact" if row["n"] == "0" else row["n"], chance]
 
 
+@cache
 def paper_of(root, report):
     """The paper that a page looks at, before its authors in brackets; "none" of a page of own questions."""
     file = root / f"conf/report/{report}.yaml"

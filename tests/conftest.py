@@ -51,12 +51,17 @@ def interruptible():
 
 @pytest.fixture
 def typed(monkeypatch, capsys, tmp_path):
-    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr)."""
+    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr). Its curves.png is empty:
+    to draw one costs a third of a short run; test_curves.py draws them, and so do runs in processes of their own."""
     def run(*args):
+        from matplotlib.figure import Figure
+
+        from crt_exp.runner import curves
         from crt_exp.train import main
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
+        monkeypatch.setattr(curves, "figure", lambda *_: Figure((1, 1)))
         code, _ = 0, capsys.readouterr()
         try:
             main()

@@ -1,5 +1,8 @@
 """A small decoder with tokens, and every attention of conf/attention at a size that its tokens go beyond."""
 
+import copy
+from functools import cache
+
 import torch
 import transformers
 
@@ -43,8 +46,14 @@ def llama(dtype=torch.float64, layers=2):
 
 
 def swapped(name, options, dtype=torch.float64, layers=2):
-    """Calibrated with as many vectors as a codebook is made of, so that no two centres are one."""
-    model = swap_attention(llama(dtype, layers), name, **options)
+    """Calibrated with as many vectors as a codebook is made of, so that no two centres are one; a copy that may be
+    changed."""
+    return copy.deepcopy(calibrated(name, tuple(options.items()), dtype, layers))
+
+
+@cache
+def calibrated(name, options, dtype, layers):
+    model = swap_attention(llama(dtype, layers), name, **dict(options))
     return model if name in CONTROLS else calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
 
 

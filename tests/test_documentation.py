@@ -76,6 +76,7 @@ def test_every_word_on_numbers_is_looked_at():
 GALLERY = [block for block in BLOCKS if block.page.parent.name == "gallery"]
 
 
+@pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")
 @pytest.mark.parametrize("block", GALLERY, ids=[block.page.stem for block in GALLERY])
 def test_picture_of_the_gallery(block, capsys, tmp_path, monkeypatch):
     """At most 15 lines, which print what the picture shows and save it under the name of the page."""

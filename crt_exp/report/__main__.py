@@ -45,6 +45,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
+    begin = sources.of_page(spec)
     name, measured = Path(name).stem, located("measure", spec.get("measure", sources.DRIVER))
     known, chosen = spec.get("options", {}), spec["sizes"][size]
     given = options_of(name, known, options)
@@ -53,7 +54,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     if again:
         cells.forget(name)
     os.environ.setdefault("WANDB_RUN_GROUP", name)  # of runs that `LOGGER=wandb` mirrors
-    return draws.write(name, measured(name, sources.of_page(spec), grid.given(chosen, given), keep), folder)
+    return draws.write(name, measured(name, begin, grid.given(chosen, given), keep), folder)
 
 
 def render_all(folder: Path) -> None:

@@ -121,12 +121,13 @@ def in_parts(case, at, is_causal, policy="none", near=False):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", ["self", "masked", "grouped"])
 @pytest.mark.parametrize("phi", [*FEW, OTHER[0]], ids=repr)
-def test_parts_of_keys_merge_to_the_whole(phi, shape, is_causal, small_chunks):
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_parts_of_keys_merge_to_the_whole(step, phi, shape, is_causal, small_chunks):
     """Cut at any place: outputs and gradients."""
     case = Case(phi, **SHAPES[shape])
     for policy in ("none", "clamp") if phi in (TrigRF(), GeomRF()) else ("none",):
         whole = case.with_grads(causal=is_causal, denominator=policy)
-        for at in range(1, case.y.shape[2], 3 if shape == "grouped" else 1):
+        for at in range(1, case.y.shape[2], step):
             out = in_parts(case, at, is_causal, policy)
             assert_same([out, *torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)], whole, 1e-8)
 

@@ -24,6 +24,7 @@ from crt_exp.attention.linear import same_step
 from crt_exp.features import GERF, OPRF, ClusteredHybrid, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
 
 
+@pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 @pytest.mark.parametrize("phi", [p for p in SIMPLE if p.kernel == "softmax"], ids=repr)
 def test_is_attention_with_its_own_noise_and_fit(phi):
     module, (q, k, v) = make(phi).eval(), qkv()
@@ -215,6 +216,7 @@ def test_grouped_heads_share_their_parameters():
     assert causal(q, k, v).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*attention has no statistics yet:UserWarning")
 def test_decoding_equals_the_whole_sequence():
     module = make(causal=True)
     module(*qkv(3))

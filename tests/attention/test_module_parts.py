@@ -30,6 +30,7 @@ def noises(module):
     return {name: t for name, t in module.named_buffers() if name.startswith("omega")}
 
 
+@pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 @several
 def test_several_noises_give_attention_with_them(phi, m, names):
     module, (q, k, v) = make(phi, m=m).double().eval(), (t.double() for t in qkv())
@@ -67,6 +68,7 @@ def test_several_noises_are_saved_restored_and_redrawn(phi, m, names):
     assert same(state(module), state(other)) and int(module.draws) > 1
 
 
+@pytest.mark.filterwarnings("ignore:.*attention has no statistics yet:UserWarning")
 @several
 def test_decoding_with_several_noises_equals_the_whole_sequence(phi, m, names):
     module, (q, k, v) = make(phi, m=m, causal=True, kv_heads=2), qkv(kv_heads=2)

@@ -231,6 +231,7 @@ def folder(tmp_path):
     return Folders(images.load("mine", write_images(tmp_path / "folder")))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 def test_batches_do_not_depend_on_the_number_of_workers(folder):
     alone = batches(folder, Plan(6, seed=3))
     assert len(alone) == 4 and not torch.equal(alone[0]["images"], alone[1]["images"])

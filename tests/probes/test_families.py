@@ -1,22 +1,29 @@
 """A fixed sample of the models of `make families`: each is exact when swapped, or refused at the swap;
 none is wrong."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from crt_exp.probes.model_types import judge, judge_model
-from crt_exp.probes.tiny_models import spread
+from crt_exp.config import ConfigError
+from crt_exp.report.__main__ import measure
+from crt_exp.report.draws import read
+from tests import model_types, tiny_models
+from tests.model_types import judge, judge_model
+from tests.tiny_models import spread
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {
-    "transformers": ["aimv2", "albert", "altclip", "bart", "beit", "bert", "bigbird_pegasus", "clip", "clip_text_model",
-                     "cohere", "detr", "dinov3_vit", "gemma3_text", "git", "gpt2", "gpt_neox", "llama", "llava",
-                     "marian", "modernbert", "nllb-moe", "opt", "paligemma", "pegasus_x", "qwen2_vl", "roberta",
-                     "siglip_vision_model", "splinter", "vit_mae", "whisper"],
+    "transformers": ["bart", "beit", "bert", "clip", "detr", "gemma3_text", "gpt2", "gpt_neox", "llama", "llava",
+                     "modernbert", "opt", "pegasus_x", "qwen2_vl", "vit_mae", "whisper"],
     "timm": ["eva02_tiny_patch14_224", "vit_small_patch16_rope_224"],
     "torch": ["MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerEncoder"],
     "torchaudio": ["Conformer"],
 }
+ALIKE = ["aimv2", "albert", "altclip", "bigbird_pegasus", "clip_text_model", "cohere", "dinov3_vit", "git", "marian",
+         "nllb-moe", "paligemma", "roberta", "siglip_vision_model", "splinter"]   # their layers are those of others
 REFUSED = {
     "transformers": {"deepseek_v32": "sparse index", "gemma2": "softcap", "gpt_oss": "sinks",
                      "mistral": "sees a window", "pixtral": "packed",
@@ -26,7 +33,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("library, name", [(library, name) for library, names in EXACT.items() for name in names])
+@pytest.mark.parametrize("library, name", [(library, name) for library, names in EXACT.items() for name in names] + [
+    pytest.param("transformers", name, marks=pytest.mark.slow) for name in ALIKE])
 def test_exact_when_swapped(library, name):
     verdict = judge(library, name)
     assert verdict.outcome == "exact", verdict
@@ -36,6 +44,27 @@ def test_exact_when_swapped(library, name):
 def test_refused_at_the_swap_with_the_reason(library, name):
     verdict = judge(library, name)
     assert verdict.outcome == "refused" and REFUSED[library][name] in verdict.why, verdict
+
+
+def test_the_page_is_measured_where_the_tests_are(tmp_path, monkeypatch):
+    """Its measurement is a helper of the tests, found in the folder of the command; elsewhere one line says so."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="tests.model_types is no file of crt_exp or of this directory; run the comm"):
+        measure("families", "small", tmp_path, keep=False, again=False)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.setattr(model_types, "LIBRARIES", {"torch": (lambda: ["Transformer"], tiny_models.of_torch)})
+    measure("families", "small", tmp_path, keep=False, again=False)
+    new, = judged(tmp_path, "Transformer")
+    old, = judged(ROOT / "outputs/report", "Transformer")
+    assert new[:2] == old[:2] == ("exact", "causal") and max(new[2], old[2]) < 1e-12
+
+
+def judged(folder, model):
+    """(outcome, why, worst) of each draw of a model."""
+    frame = read("families", folder)
+    frame = frame[(frame["setting"] == "torch") & (frame["arm"] == model)]
+    outcome, why, worst = (frame.loc[frame["metric"] == metric, "value"] for metric in ("outcome", "why", "worst"))
+    return [*zip(outcome, why, map(float, worst))]
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,

@@ -147,7 +147,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "report"
 
 
-@pytest.mark.parametrize("name", ["hrf-pointwise", "hrf-qmc", "hrf-clusters", "hrf-flops"])
+@pytest.mark.parametrize("name", ["hrf-pointwise", "hrf-qmc", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("hrf-clusters", "hrf-flops"))])
 def test_a_page_of_tiny_sizes(name, folder, monkeypatch):
     """Each arm has draws in each setting, and each claim is judged."""
     spec = page.load(name)

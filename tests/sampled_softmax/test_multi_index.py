@@ -36,6 +36,7 @@ def sums_to_one(found):
     return torch.allclose(found.exp().sum(-1), torch.ones(len(found), dtype=torch.float64), rtol=1e-4)
 
 
+@torch.no_grad()
 def divergence(sampler, head, queries):
     """Nats from the softmax."""
     exact = head(queries).double().log_softmax(-1)
@@ -129,7 +130,7 @@ def test_training_lowers_the_exact_loss_and_a_restored_module_goes_on(head):
     hidden, targets = torch.randn(256, D), torch.randint(V, (256,))
     optimizer, losses = torch.optim.SGD(head.parameters(), 1.0), []
     for _ in range(30):
-        losses.append(float(softmax.eval()(hidden, targets)))
+        losses.append(softmax.eval()(hidden, targets).item())
         softmax.train()(hidden, targets).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -437,7 +437,7 @@ def test_a_head_in_half_precision_keeps_its_tables(proposal, head, queries, targ
         torch.manual_seed(0)
         own = copy.deepcopy(head)
         softmax = SampledSoftmax(law(own), own, 40).to(dtype)
-        losses.append(float(softmax(queries.to(dtype), targets)))
+        losses.append(softmax(queries.to(dtype), targets).item())
         assert own.weight.dtype == dtype
         assert all(b.dtype != torch.bfloat16 for b in softmax.buffers())
     assert losses[1] == pytest.approx(losses[0], rel=0.02)

@@ -1,6 +1,7 @@
 """Noise and statistics live where their layer computes, also where its weights come from a disk for each call."""
 
 import shutil
+from functools import cache
 
 import accelerate
 import pytest
@@ -75,19 +76,28 @@ def offloaded_after(make, plain, saved, tmp_path, swap):
     return model
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(maker, mechanism) -> folders of the model as it was and swapped, and what the swapped one gives; made once."""
+    @cache
+    def of(make, name):
+        folder, whole = tmp_path_factory.mktemp("saved"), swap_attention(made(make), name, **MECHANISMS[name])
+        made(make).save_pretrained(folder / "plain")
+        whole.save_pretrained(folder / "saved")
+        return folder / "plain", folder / "saved", run(whole, **inputs(make))
+    return of
+
+
 @pytest.mark.parametrize("way", [swapped_when_on_disk, swapped_when_dispatched, swapped_when_empty, brought_back,
                                  made_empty_and_loaded_swapped, offloaded_after], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", MECHANISMS)
 @torch.no_grad()
-def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
+def test_offloaded_models_compute_what_whole_ones_do(way, name, folders, tmp_path):
     for make in (llama, bert):
-        whole = swap_attention(made(make), name, **MECHANISMS[name])
-        expected = run(whole, **inputs(make))
-        made(make).save_pretrained(tmp_path / "plain")
-        whole.save_pretrained(tmp_path / "saved")
+        plain, saved, expected = folders(make, name)
         if name == "hedgehog" and way is swapped_when_empty:
             continue            # its rows are weights, which the folder of the exact model does not hold
-        model = way(make, tmp_path / "plain", tmp_path / "saved", tmp_path, lambda m: swap_attention(
+        model = way(make, plain, saved, tmp_path, lambda m: swap_attention(
             m, name, saved=False, **MECHANISMS[name])).eval()
         assert not any(t.is_meta for part in model.modules() if "swapped" in part._modules
                        for t in part.swapped.buffers())

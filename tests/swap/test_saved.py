@@ -20,7 +20,8 @@ from crt_exp.data import DataError
 from crt_exp.models import encoders
 from crt_exp.nearfar.layer import NearFar
 
-pytestmark = [pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")]
 SMALL = {"nearfar": {"exact_until": 0, "block": 1, "heavy": 1, "cells": 2, "open": 1}, "linformer": {},
          "favorpp": {"m": 8}, "hrf_cluster": {"m": 4}}
 

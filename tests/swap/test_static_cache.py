@@ -14,8 +14,7 @@ from crt_exp.swap.families import AS_BEFORE, INTERFACE  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning",
-                                         "ignore:.*denominators are not positive:RuntimeWarning",
-                                         "ignore:.*past_key_values. is deprecated:FutureWarning")]
+                                         "ignore:.*denominators are not positive:RuntimeWarning")]
 CAUSAL = {name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal}
 DECODE = {name: each for name, each in CAUSAL.items() if name != "reformer"}
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}

@@ -37,7 +37,8 @@ from crt_exp.swap.swap import swap_layers
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
-              pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")]
+              pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")]
 
 
 @each(ALL)
@@ -174,6 +175,7 @@ def test_untouched_layers_stay_exact():
         torch.testing.assert_close(after[mask.bool()], before[mask.bool()], **LOOSE)
 
 
+@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 @each({name: HF[name] for name in ("bert", "gpt2", "llama", "vit")})
 @torch.no_grad()
 def test_saved_and_loaded(make, tmp_path):
@@ -190,6 +192,7 @@ def test_saved_and_loaded(make, tmp_path):
     swap_attention(loaded, "favorpp", m=16, saved=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 def test_saved_noise_that_may_belong_to_two_layers_is_refused(tmp_path):
     """Names that match no layer, and numbers that two of them share: either might be the layer's own."""
     from safetensors.torch import load_file, save_file
@@ -352,9 +355,9 @@ def composed(make, phi, m, **options):
     return calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)]) if make is llama else model
 
 
+@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 @each({"bert": bert, "llama": llama})
 @pytest.mark.parametrize("phi, m", COMPOSED.values(), ids=COMPOSED.keys())
-@pytest.mark.filterwarnings("ignore:.*further from exact.*:UserWarning")
 @torch.no_grad()
 def test_several_noises_in_a_model_are_saved_described_and_decoded(make, phi, m, tmp_path, capsys):
     model, batch = composed(make, phi, m), inputs(make)

@@ -14,7 +14,8 @@ from crt_exp.swap import families as swap_families
 
 transformers = pytest.importorskip("transformers")
 B, S, L = 2, 9, 7
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")]
 FITTED = ("favorpp", "gerf", "geom", "geom_plus", "pois", "pois_plus")
 LATER = 4  # the first decoder token that changes
 SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -246,6 +247,7 @@ def test_generate_with_and_without_cache(make, name):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # scores are float32
 
 
+@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 @torch.no_grad()
 def test_marian_saved_loaded_and_generating(tmp_path):
     model = swapped(marian)

@@ -35,6 +35,7 @@ def test_table(capsys):
     assert causal["error on calibration"].notna().all() and causal["A mean"].notna().all() and (causal["M"] == 64).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")
 def test_calibration_fills_causal_statistics_only_and_restores_the_mode():
     model = made(gpt2).train()
     swap_attention(model, "favorpp", m=8)

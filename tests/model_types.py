@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.mechanism import swap_attention
-from crt_exp.probes import tiny_models
 from crt_exp.probes.cells import Cells, Draw
-from crt_exp.probes.tiny_models import BATCH, NotBuilt, outputs
 from crt_exp.swap.families import family
 from crt_exp.swap.swap import unswap_attention
+from tests import tiny_models
+from tests.tiny_models import BATCH, NotBuilt, outputs
 
 LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transformers),
              "timm": (tiny_models.timm_names, tiny_models.of_timm),
