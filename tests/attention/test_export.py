@@ -108,6 +108,7 @@ def test_growing_keys():
     torch.testing.assert_close(program(x, y, v, keep), module(x, y, v, keep), rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_underflow_within_a_chunk_stops_the_program():
     module = Attend(OPRF(A=-0.05), True)
     x, y, v = qkv(200)

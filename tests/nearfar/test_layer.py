@@ -241,8 +241,10 @@ def test_a_list_of_keys_to_open_is_no_longer_than_the_model():
             check_listed(made[:1], count)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("options", [{"open": 5}, {"open": 9, "exact_until": 24}], ids=str)
+@pytest.mark.parametrize("causal, options", [
+    (True, {"open": 5}), (False, {"open": 9, "exact_until": 24}),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, {"open": 5}),
+                                                               (True, {"open": 9, "exact_until": 24})))], ids=str)
 def test_a_graph_for_any_length_ends_before_keys_are_opened(causal, options, fresh_graphs):
     """It took minutes a length: blocks, renewals and parts were unrolled with a length that is left open."""
     layer = layer_of(causal, preset="default", **options)

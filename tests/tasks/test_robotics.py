@@ -193,6 +193,7 @@ class NotFinite(Field):
         return self.seen(), float("inf"), True
 
 
+@pytest.mark.slow
 def test_a_process_that_dies():
     with pytest.raises(Stopped, match="has died.*resume=auto") as stopped:
         play_all(player(dies=True), torch.zeros(4, POLICY.parameters), [1], 1, 2)
