@@ -39,6 +39,7 @@ ROOMS = [
     ["estimators", "regression"],
     ["tasks"],
     ["runner"],
+    ["outlines", "recipes"],
     ["symbol_kinds", "train", "transcribe", "sample"],
     ["probes"],
     ["report"],

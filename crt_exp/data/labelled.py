@@ -91,7 +91,7 @@ GENERATED = {"listops": listops, "pathfinder": pathfinder}
 def rules_of(dataset: str, preset: str, changes: dict[str, Any]) -> Any:
     """Those of a preset, with other values for some keys. Raises ConfigError."""
     module = GENERATED[dataset]
-    hints = get_type_hints(module.Rules, include_extras=True)
+    hints = get_type_hints(type(module.PRESETS[preset]), include_extras=True)
     check_keys("task.rules.", changes, {key: Parameter(hint, False) for key, hint in hints.items()})
     return module.PRESETS[preset]._replace(**changes)
 

@@ -182,7 +182,7 @@ BAD = [
     ("trainer.batch=97", "more than the 96 rows of the training split"),
     ("trainer.batch=6 trainer.accumulate=4", "trainer.batch = 6 does not divide over 1 processes x 4 micro-batches"),
     ("trainer.lr=-1", "trainer.lr = -1: it takes a number above 0"),
-    ("trainer.schedule=step", "trainer.schedule = step: it takes linear, cosine or constant"),
+    ("trainer.schedule=step", "trainer.schedule = step: it takes linear, cosine, constant or inverse_sqrt"),
     ("trainer.optimizer=sgd", "it takes adamw or adam"),
     ("trainer.precision=fp8", "it takes no, bf16 or fp16"),
     ("trainer.precision=fp16 trainer.cpu=true", "needs a GPU"),
