@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from crt_exp import recipes
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.lstm import LSTMLanguageModel
 from crt_exp.outlines import Facts, outline
 
 DATA = Path(os.environ.get("CRT_DATA", "none"))
@@ -69,7 +70,8 @@ def check_parameters(name, directory):
     if facts is None:
         return
     made = outline(cfg, Mechanism.of("exact"), facts)
-    own = {key: part.shape for key, part in made.model.named_parameters()}
+    model = made.model.body if isinstance(made.model, LSTMLanguageModel) else made.model  # what a run keeps of it
+    own = {key: part.shape for key, part in model.named_parameters()}
     shapes = {key: part.shape for key, part in kept.items() if key in own}
     assert shapes and shapes == {key: own[key] for key in shapes}
     assert sum(map(torch.Size.numel, shapes.values())) > 0.9 * made.parameters

@@ -236,7 +236,8 @@ def test_the_other_pages_are_made_where_draws_are_cut(tmp_path, monkeypatch, cap
 
 
 SIZED = SPEC | {"facts": "SIZE={size}. Two clusters.", "commands": True, "sizes": {
-    size: {"runs": [{"metrics": ["loss"], "common": ["task=mlm"], "settings": {"A": [f"task.text={text}"]}, "arms": {}}]}
+    size: {"runs": [{"metrics": ["loss"], "common": ["task=mlm"], "settings": {"A": [f"task.text={text}"]},
+                     "arms": {"exact": "exact"}}]}
     for size, text in (("full", "large.txt"), ("small", "few.txt"))}}
 
 
