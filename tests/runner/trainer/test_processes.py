@@ -68,6 +68,32 @@ def test_sharded_over_two_processes_from_one_command(plain, tmp_path):
         torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-6)
 
 
+SCALED = ("task=trembl", "attention=favorp", "features.m=8", "logger=none", "task.preset=performer36",
+          "+task.sizes.layers=4", "+task.sizes.d=16", "+task.sizes.d_ff=32", "task.max_length=24", "task.dropout=0",
+          "task.generated.sequences=200", "task.generated.shortest=12", "task.generated.longest=24", "trainer.batch=16",
+          "trainer.steps=3", "trainer.eval_every=3", "trainer.log_every=1", "trainer.warmup=0", "trainer.lr=1e-3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_eight_processes_are_one(strategy, tmp_path):
+    """The 36-layer model scaled down: losses, norms of gradients and perplexities; and the weights after three steps.
+    fsdp: its weights, gradients and moments lie on all eight."""
+    command = [sys.executable, str(Path(__file__).with_name("forked.py"))]
+    for count, name, more in ((1, "one", []), (8, "eight", [f"trainer.strategy={strategy}"])):
+        out = subprocess.run([*command, str(count), *SCALED, *more, f"hydra.run.dir={tmp_path / name}"],
+                             env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=280)
+        assert out.returncode == 0 and out.stdout.count("trembl: perplexity") == 1, out.stderr
+    one, eight = tmp_path / "one", tmp_path / "eight"
+    assert_close(records(eight), records(one))
+    for file in ("model", "optimizer"):
+        a, b = (checkpoint.load_tensors(run / f"checkpoints/step-3/{file}.safetensors") for run in (one, eight))
+        assert a.keys() == b.keys()
+        for key in a:
+            torch.testing.assert_close(a[key], b[key], rtol=1e-3, atol=1e-5)
+    assert len(checkpoint.load_state(eight / "checkpoints/step-3")["rng"]) == 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "fsdp"])
 def test_two_processes_stop_and_resume(strategy, tmp_path):
