@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,6 +43,23 @@ def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
     assert_close(records(directory), records(plain))
     state = checkpoint.load_state(directory / "checkpoints" / "step-12")
     assert len(state["rng"]) == 2 and state["rng"][0] != state["rng"][1]
+
+
+@pytest.mark.slow
+def test_two_machines_are_one(plain, tmp_path):
+    """Two agents of torchrun with --nnodes=2, here of one process each, that share the directory."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
+             f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=1", "-m", "crt_exp", *BASE, *PLAIN,
+             f"hydra.run.dir={tmp_path / 'run'}"]
+    agents = [subprocess.Popen(start, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True) for _ in range(2)]
+    said = [agent.communicate(timeout=280) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "".join(out for out, _ in said).count("toy: accuracy") == 1
+    assert_close(records(tmp_path / "run"), records(plain))
 
 
 @pytest.mark.slow
