@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ from toy_runs import (
     records,
 )
 
+from crt_exp import recipes
 from crt_exp.config import ConfigError
 from crt_exp.runner import checkpoint, task_state
 from crt_exp.runner.run import Lock
 from crt_exp.runner.processes import StopSignals
-from crt_exp.runner.trainer_config import TrainerConfig, start_world
+from crt_exp.runner.trainer_config import TrainerConfig, check_processes, start_world
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "crt_exp")
 
@@ -209,6 +211,26 @@ def test_batch_that_does_not_divide(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="trainer.batch = 6 does not divide over 2 processes x 2 .* multiple of 4"):
         start_world(config(batch=6, accumulate=2))
+
+
+@pytest.mark.parametrize("asked, around, message", [
+    (8, None, "trainer.processes = 8: this machine has 2 GPUs, .* trainer.processes=2 with trainer.accumulate=4"),
+    (None, 4, "torchrun --nproc_per_node = 4: this machine has 2 GPUs, .* trainer.accumulate=2"),
+    (8, 2, None), (2, None, None), (None, None, None)])
+def test_a_process_has_a_gpu_of_its_own(asked, around, message, monkeypatch):
+    """Under torchrun its number counts, also where a recipe names another."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(key, str(around)) if around else monkeypatch.delenv(key, raising=False)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_processes(config(batch=32, processes=asked), 8)
+
+
+def test_the_conformer_of_960_hours_never_runs_on_one_gpu_unasked():
+    """Its batch is counted in seconds a process: one GPU would train with an eighth of it."""
+    for name in ("crt_conformer_960h", "hrf_conformer_960h"):
+        assert recipes.composed(name).trainer.processes == 8
 
 
 def config(**changes):
