@@ -29,7 +29,7 @@ from crt_exp.report import page as pages
 from crt_exp.runner.command_line import check_command_line
 from crt_exp.probes import print_times
 
-LANGUAGES = {"python", "bash", "yaml", "make"}
+LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}
 # by the recipes' tests below, and on two processes by test_sequence.py
 OTHERWISE = ("add-your-own.md", "sequence_parallel.md")
 EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name not in OTHERWISE
@@ -278,6 +278,24 @@ def test_command_exists(words, recipes):
             assert find_spec(module)
         case _:
             pytest.fail(f"no test knows what {' '.join(words)} does")
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sbatch"], ids=lambda _: "")
+def test_what_a_batch_file_starts(block, tmp_path, monkeypatch):
+    """With commands in place of Slurm's that say what they were asked."""
+    for name, line in {"scontrol": "printf '%s\\n' node7 node8", "srun": "printf '%s\\n' \"$@\""}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[7-8]",
+                        "SLURM_NNODES": "2", "SLURM_JOB_ID": "5"}
+    done = subprocess.run(["bash", "-eu"], input=block.text, env=env, capture_output=True, text=True)
+    words = done.stdout.splitlines()
+    place = words.index("crt_exp")
+    assert done.returncode == 0 and words[:place] == [
+        "torchrun", "--nnodes=2", "--nproc_per_node=8", "--rdzv_backend=c10d", "--rdzv_id=5",
+        "--rdzv_endpoint=node7:29500", "-m"], done.stderr
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    check_run(words[place + 1:])
 
 
 def check_report(name, arguments):

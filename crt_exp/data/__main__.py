@@ -1,17 +1,20 @@
 """python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get data, pretrained models, and check."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from crt_exp.data import DataError, sources
+from crt_exp.data.download import free, shown
 from crt_exp.data.fetch import MISSING, OK, WRONG, Finding, fetch, inspect
 from crt_exp.data.sources import File, Source, data_root
 from crt_exp.pretrained import published
 from crt_exp.pretrained.published import MODELS
 
+UNASKED = 5e9  # bytes that are downloaded without a question
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0; 1 after an error or where a file that is present is bad; 130 when interrupted."""
@@ -31,10 +34,11 @@ def parser() -> argparse.ArgumentParser:
     root.set_defaults(run=run_list, dir=None)
     commands = root.add_subparsers(title="commands")
     add(commands, run_list, "list", "what each task needs, where it comes from, what is there (the default)")
-    add(commands, run_fetch, "fetch", "download from the official server; continues, checks, replaces bad files",
-        name="a folder such as uci, one set such as uci/abalone, or a pretrained model such as models/minilm"
-        ).add_argument("--accept-licence", action="store_true",
-                       help="fetch a model whose licence restricts its use, which the command says")
+    get = add(commands, run_fetch, "fetch", "download from the official server; continues, checks, replaces bad files",
+              name="a folder such as uci, one set such as uci/abalone, or a pretrained model such as models/minilm")
+    get.add_argument("--accept-licence", action="store_true",
+                     help="fetch a model whose licence restricts its use, which the command says")
+    get.add_argument("--yes", action="store_true", help=f"download more than {shown(UNASKED)} without a question")
     add(commands, run_verify, "verify", "compare the files that are there with the published ones",
         name="a folder or one set; all, if left out", nargs="?").add_argument(
         "--index", metavar="DIR", help="compare all bytes of the indexes of proteins in DIR (task.cache_dir) instead")
@@ -80,7 +84,12 @@ def presence(source: Source, root: Path | None) -> str:
         return "embedded, present" if there else "embedded"
     if there:
         return "present" if there == len(source.files) else f"{there} of {len(source.files)}"
-    return "missing" if all(file.url for file in source.files) else "by hand"
+    return "missing" if fetched(source) else "by hand"
+
+
+def fetched(source: Source) -> bool:
+    """Whether `fetch` can get all of it."""
+    return all(file.url or file.made for file in source.files)
 
 
 def size(source: Source) -> str:
@@ -92,10 +101,11 @@ def files(source: Source) -> str:
     paths = [Path(file.path) for file in source.files]
     if len(paths) < 2:
         return str(paths[0]) if paths else "-"
-    names = [path.name for path in paths]
+    folder = Path(os.path.commonpath([path.parent for path in paths]))
+    names = [str(path.relative_to(folder)) for path in paths]
     start, end = shared_start(names), shared_start([name[::-1] for name in names])[::-1]
     middles = ",".join(name[len(start):len(name) - len(end)] for name in names)
-    return f"{paths[0].parent}/{start}{{{middles}}}{end}"
+    return f"{folder}/{start}{{{middles}}}{end}"
 
 
 def shared_start(names: Sequence[str]) -> str:
@@ -116,11 +126,36 @@ def run_fetch(options: argparse.Namespace) -> int:
         raise DataError("Nobody said where the data go: give --dir DIR, or set CRT_DATA=DIR.")
     if published.is_model(options.name):
         return fetch_models(options, root)
-    for source in fetchable_first(sources.select(options.name)):
+    chosen = fetchable_first(sources.select(options.name))
+    agreed = agree([source for source in chosen if presence(source, root) not in ("present", "by hand")], root,
+                   options.yes)
+    for source in chosen:
         if not source.files:
             print(f"{source.name}: embedded, nothing to fetch")
-        fetch(source, root)
+        fetch(source, root, most=math.inf if agreed else UNASKED)
     return 0
+
+
+def agree(chosen: Sequence[Source], root: Path, yes: bool) -> bool:
+    """Whether the user wants downloads of any size. Prints that of several; asks above UNASKED.
+
+    Raises DataError where that is not wanted or cannot be asked, and where there is too little room: for all of it, and
+    for the largest once more, which is an archive while it is unpacked.
+    """
+    size, room = sum(source.bytes for source in chosen), free(root)
+    needed = size + max((source.bytes for source in chosen if any(file.member for file in source.files)), default=0)
+    if len(chosen) > 1 and size:
+        print(f"{shown(size)} to download to {root}, which has {shown(room)} free")
+    if needed > room:
+        raise DataError(f"This needs {shown(needed)}, with what is unpacked, and {root} has {shown(room)} free.\n"
+                        "Free space, or give another folder with --dir DIR.")
+    if yes or size <= UNASKED:
+        return yes
+    if not sys.stdin.isatty():
+        raise DataError(f"This downloads {shown(size)}: to fetch more than {shown(UNASKED)} add --yes.")
+    if input(f"Download {shown(size)}? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise DataError("Nothing was fetched.")
+    return True
 
 
 def fetch_models(options: argparse.Namespace, root: Path) -> int:
@@ -149,7 +184,7 @@ def inspect_model(folder: Path) -> Finding:
 
 def fetchable_first(chosen: Iterable[Source]) -> list[Source]:
     """What must be got by hand stops the command, so it comes last."""
-    return sorted(chosen, key=lambda source: not all(file.url for file in source.files))
+    return sorted(chosen, key=lambda source: not fetched(source))
 
 
 def verify_indexes(directory: Path) -> int:

@@ -6,29 +6,25 @@ which a repeated call continues with an HTTP Range request.
 
 import gzip
 import hashlib
+import math
 import os
 import posixpath
-import shutil
-import tarfile
-import urllib.error
-import urllib.request
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from crt_exp.data import DataError
+from crt_exp.data.archives import UNREADABLE, remove, unpack
+from crt_exp.data.download import download, published
 from crt_exp.data.sources import File, Source
 
 OK, MISSING, TRUNCATED, WRONG, SUBSET = "ok", "missing", "truncated", "wrong content", "subset"
-CHUNK = 1 << 20
 MEDIA = (".flac", ".wav", ".jpg", ".jpeg", ".png")
-UNREADABLE = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,11 @@ def unreadable(folder: Path) -> list[str]:
 
 
 def inspect_folder(file: File, path: Path) -> Finding:
-    """A folder with fewer recordings or images than published is a subset, which is usable."""
-    count = sum(name.lower().endswith(MEDIA) for _, _, names in os.walk(path) for name in names)
+    """A folder with fewer files than published is a subset, which is usable."""
+    ending = file.ending or MEDIA
+    count = sum(name.lower().endswith(ending) for _, _, names in os.walk(path) for name in names)
     if not count:
-        return Finding(WRONG, "no recordings or images in it")
+        return Finding(WRONG, f"no {f'{file.ending} files' if file.ending else 'recordings or images'} in it")
     if file.path.startswith("images/") and (wrong := unreadable(path)):
         more = f" And {len(wrong) - 1} more such." if wrong[1:] else ""
         return Finding(WRONG, f"{wrong[0]}{more}".replace("\n", " "))
@@ -83,9 +80,19 @@ def inspect_file(file: File, path: Path) -> Finding:
         return Finding(TRUNCATED, f"{rows} of {file.rows} rows" if file.rows else "empty")
     if rows > file.rows and not file.at_least:
         return Finding(WRONG, f"{rows} rows, not {file.rows}")
-    if file.digest and digest(path, file.digest.split(":")[0]) != file.digest:
+    known = file.digest or recorded(path)
+    if known and digest(path, known.split(":")[0]) != known:
         return Finding(WRONG, "other content than published")
     return Finding(OK, f"{rows} rows" if rows else f"{path.stat().st_size} bytes")
+
+
+def beside(path: Path) -> Path:
+    """Where the digest stands that the publisher's list had for a file when it was fetched, as md5sum writes it."""
+    return path.with_name(f".{path.name}.md5")
+
+
+def recorded(path: Path) -> str:
+    return f"md5:{beside(path).read_text().split()[0]}" if beside(path).is_file() else ""
 
 
 def count_rows(path: Path, start: bytes = b"") -> int:
@@ -107,9 +114,15 @@ def sha256_of_rows(path: Path) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
-def sha256_of(path: Path, opened: Callable[..., BinaryIO] = open) -> str:
+def sha256_of(path: Path, opened: Callable[..., BinaryIO] = open, kind: str = "sha256") -> str:
     with opened(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return hashlib.file_digest(stream, kind).hexdigest()
+
+
+def sha256_of_letters(path: Path) -> str:
+    """Of a FASTA file, without its headers, which change with each release."""
+    letters = b"".join(line.strip() for line in path.read_bytes().splitlines() if not line.startswith(b">"))
+    return hashlib.sha256(letters).hexdigest()
 
 
 def sha256_of_gunzipped(path: Path) -> str:
@@ -119,15 +132,17 @@ def sha256_of_gunzipped(path: Path) -> str:
         return "not a whole gzip file"
 
 
-DIGESTS = {"rows": sha256_of_rows, "sha256": sha256_of, "gunzip": sha256_of_gunzipped,
+DIGESTS = {"rows": sha256_of_rows, "sha256": sha256_of, "gunzip": sha256_of_gunzipped, "letters": sha256_of_letters,
+           "md5": partial(sha256_of, kind="md5"), "sha1": partial(sha256_of, kind="sha1"),
            "size": lambda path: str(path.stat().st_size)}
 
 
 # ---------------------------------------------------------------------------------------------------- fetching
-def fetch(source: Source, root: Path, say: Callable[[str], None] = print) -> None:
+def fetch(source: Source, root: Path, say: Callable[[str], None] = print, most: float = math.inf) -> None:
     """Bring every file of `source` that is missing or bad below `root`; leave good ones as they are.
 
-    A bad file is replaced, a folder never. Raises DataError at the first file that cannot be had.
+    A bad file is replaced, a folder never. most: bytes of a download that need no asking. Raises DataError at the first
+    file that cannot be had.
     """
     wanted = []
     for file in source.files:
@@ -136,8 +151,13 @@ def fetch(source: Source, root: Path, say: Callable[[str], None] = print) -> Non
             say(f"{root / file.path}: already there, {finding.detail}")
         else:
             wanted.append(fetchable(source, file, finding, root))
-    for url, files in groupby(wanted, key=lambda file: file.url):
-        fetch_url(source, url, {file: root / file.path for file in files}, say)
+    if wanted and source.terms:
+        say(f"{source.name}: {source.terms}")
+    for url, files in groupby((file for file in wanted if file.url), key=lambda file: file.url):
+        fetch_url(source, url, {file: root / file.path for file in files}, say, most)
+    for file in wanted:
+        if file.made:
+            say(f"{root / file.path}: {import_module(f'crt_exp.data.{file.made}').make(root / file.path)}")
 
 
 def fetchable(source: Source, file: File, finding: Finding, root: Path) -> File:
@@ -145,65 +165,33 @@ def fetchable(source: Source, file: File, finding: Finding, root: Path) -> File:
     if (root / file.path).is_dir():
         raise DataError(f"{root / file.path} is there already ({finding.detail}); nothing was changed.\n"
                         f"To fetch the whole of {source.name}, move that folder away first.")
-    if not file.url:
+    if not file.url and not file.made:
         hint = f"; {source.note}" if source.note else ""
-        raise DataError(f"{file.path} has no direct link. Get it from {source.page}{hint},\n"
+        terms = f" ({source.terms})" if source.terms else ""
+        raise DataError(f"{file.path} has no direct link{terms}. Get it from {source.page}{hint},\n"
                         f"and put it at {root / file.path}.")
     return file
 
 
-def fetch_url(source: Source, url: str, targets: dict[File, Path], say: Callable[[str], None]) -> None:
+def fetch_url(source: Source, url: str, targets: dict[File, Path], say: Callable[[str], None], most: float) -> None:
     """Download `url`, the one file itself or an archive of several, and put the files into place."""
     file, target = next(iter(targets.items()))
-    part = target.with_name(posixpath.basename(urlsplit(url).path) + ".part")
+    name = posixpath.basename(urlsplit(url).path)
+    part = target.with_name(name + ".part")
     try:
-        download(url, part, f"By hand: get {file.path} from {source.page} and put it at {target}.")
+        digest_now = published(file.digests, name) if file.digests else file.digest
+        download(url, part, f"By hand: get {file.path} from {source.page} and put it at {target}.", bool(file.member),
+                 most)
         if file.member:
             install_members(url, part, targets)
         else:
-            install(url, file, part, target)
+            install(url, replace(file, digest=digest_now), part, target)
+        if file.digests:
+            beside(target).write_text(f"{digest_now.removeprefix('md5:')}  {name}\n")
     except OSError as error:                                 # disk full, no permission
         raise DataError(f"Cannot write {target}: {error.strerror or error}.") from None
     for file, target in targets.items():
         say(f"{target}: {inspect(file, target).detail}")
-
-
-def download(url: str, part: Path, by_hand: str = "", timeout: float = 30.0) -> None:
-    """Write `url` to `part`, continuing what lies there. Raises DataError; then `part` keeps what came.
-
-    Should the file have changed on the server meanwhile, the joined halves fail the check of the content, which every
-    plain file in the table has, or the archive's own checksums.
-    """
-    done = part.stat().st_size if part.exists() else 0
-    headers = {"User-Agent": "crt_exp", "Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as reply:
-            continued = reply.status == 206 and reply.headers.get("Content-Range", "").startswith(f"bytes {done}-")
-            save(reply, part, done if continued else 0)
-    except urllib.error.HTTPError as error:
-        if error.code == 416 and done:                       # nothing after `done`: whole, or the check will tell
-            return
-        raise DataError(f"The server refused {url}: {error.code} {error.reason}.\n{by_hand}") from None
-    except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise DataError(f"No connection for {url}: {reason}.\n"
-                        f"Check the network and run the command again. {by_hand}") from None
-
-
-def save(reply: HTTPResponse, part: Path, done: int) -> None:
-    """Append the body of `reply` to the first `done` bytes of `part`, with a progress bar on a terminal."""
-    from tqdm import tqdm
-
-    total = None if reply.length is None else done + reply.length
-    part.parent.mkdir(parents=True, exist_ok=True)
-    with open(part, "ab" if done else "wb") as out, tqdm(
-            total=total, initial=done, desc=part.stem, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        while chunk := reply.read(CHUNK):
-            out.write(chunk)
-            bar.update(len(chunk))
-    size = part.stat().st_size
-    if total is not None and size < total:                   # a short body is no error to read()
-        raise ConnectionError(f"it broke off after {size} of {total} bytes, which are kept")
 
 
 def install(url: str, file: File, temporary: Path, target: Path) -> None:
@@ -240,50 +228,3 @@ def check_archive(url: str, part: Path, expected: str) -> None:
     if expected and sha256_of(part) != expected:
         raise DataError(f"{url} gave an archive with another checksum than the published one; it was thrown away.\n"
                         "Run the command again. If this comes back, the published archive has changed.")
-
-
-def unpack(url: str, part: Path, temporary: dict[File, Path]) -> None:
-    """Write the members named in the keys, files or whole folders, to the paths given."""
-    for path in temporary.values():
-        remove(path)                                         # left by a run that was killed
-    try:
-        for name, stream in entries(url, part):
-            for file, path in temporary.items():
-                if name == file.member or name.startswith(file.member + "/"):
-                    write(stream, path / name.removeprefix(file.member).lstrip("/"))
-    except UNREADABLE as error:
-        raise DataError(f"{url} gave an archive that cannot be unpacked ({error}); it was thrown away.\n"
-                        "Run the command again.") from None
-
-
-def entries(url: str, part: Path) -> Iterator[tuple[str, BinaryIO]]:
-    """Names and contents of the plain files in an archive. Names are normalised, so that ".." cannot lead out."""
-    if url.endswith(".zip"):
-        with zipfile.ZipFile(part) as archive:
-            for info in archive.infolist():
-                if not info.is_dir():
-                    with archive.open(info) as stream:
-                        yield posixpath.normpath(info.filename), stream
-    elif url.endswith((".tgz", ".tar.gz")):
-        with gzip.open(part) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
-            for info in archive:
-                if info.isfile():
-                    yield posixpath.normpath(info.name), archive.extractfile(info)
-            while plain.read(CHUNK):                         # only the end of the stream checks its checksum
-                pass
-    else:
-        with gzip.open(part) as stream:
-            yield posixpath.basename(url).removesuffix(".gz"), stream
-
-
-def write(stream: BinaryIO, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as out:
-        shutil.copyfileobj(stream, out, CHUNK)
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -7,9 +7,10 @@ Legend: B rows of a batch, L the longest row.
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ STANDARD, ANOMALOUS = "ACDEFGHIKLMNPQRSTVWY", "BOUXZ"       # UniProt's ambiguou
 LETTERS = STANDARD + ANOMALOUS
 PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
 TOKENS = len(LETTERS) + 4
+LINES = 1 << 20                                              # of a table of families, read at once
 COUNTED = 100_000                                            # training rows that the unigram baseline is counted on
 SPLITS = ("train", "validation", "test", "ood")
 HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "PF17724", "PF10696", "PF11968",
@@ -84,25 +86,32 @@ def held_out_by_family(index: Index, mapping: str | Path, families: Sequence[str
     Lines are `accession<tab>family;family` as UniProt exports Pfam; no family is a line too, and a title line may stand
     first. Raises DataError for lines that are none, and for sequences that the table misses.
     """
-    known, wanted = read_families(Path(mapping).expanduser()), set(families)
-    names = [name.decode() for name in index.accessions.tolist()]
-    gone = [name for name in names if name not in known]
-    if gone:
-        raise DataError(f"{mapping} misses {len(gone)} of the {len(names)} sequences, the first is {gone[0]}. A "
-                        "sequence without a family has a line with nothing behind the tab.")
-    return np.array([not wanted.isdisjoint(known[name]) for name in names])
+    wanted, rows = set(families), read_families(Path(mapping).expanduser())
+    names, places = np.unique(index.accessions, return_inverse=True)
+    seen, out = np.zeros((2, len(names)), bool)
+    while block := list(islice(rows, LINES)):
+        keys = np.array([accession for accession, _ in block])
+        at = np.searchsorted(names, keys).clip(max=len(names) - 1)
+        here = names[at] == keys
+        seen[at[here]] = True
+        out[at[here & [not wanted.isdisjoint(named) for _, named in block]]] = True
+    gone = np.flatnonzero(~seen[places])
+    if len(gone):
+        raise DataError(f"{mapping} misses {len(gone)} of the {len(index)} sequences, the first is "
+                        f"{index.accessions[gone[0]].decode()}. A sequence without a family has a line with nothing "
+                        "behind the tab.")
+    return out[places]
 
 
-def read_families(path: Path) -> dict[str, set[str]]:
+def read_families(path: Path) -> Iterator[tuple[bytes, list[str]]]:
+    """Accession and families of each line."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
-            result: dict[str, set[str]] = {}
             for number, row in enumerate(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
                 if len(row) != 2 or not row[0]:
                     raise DataError(f"{path}, line {number}: a line is an accession, a tab and its families.")
                 if number > 1 or row[0] != "Entry":
-                    result.setdefault(row[0], set()).update(filter(None, (name.strip() for name in row[1].split(";"))))
-            return result
+                    yield row[0].encode(), [name.strip() for name in row[1].split(";")]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the table of families cannot be read ({error}).") from None
 

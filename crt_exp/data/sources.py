@@ -15,6 +15,8 @@ from pathlib import Path
 
 from crt_exp.data import DataError
 
+UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
 
 @dataclass(frozen=True)
 class File:
@@ -22,7 +24,8 @@ class File:
 
     rows: lines that are not blank (sequences in a FASTA file, recordings or images in a folder); 0 = not checked.
     digest: "kind:value", with kind `rows` (sha256 of the fields, separators and line ends made alike), `sha256`,
-    `gunzip` (sha256 of the decompressed content) or `size` (bytes). Empty: only the rows are checked.
+    `sha1`, `md5`, `gunzip` (sha256 of the decompressed content), `letters` (sha256 of a FASTA file without its headers)
+    or `size` (bytes). Empty: only the rows are checked.
     """
 
     path: str
@@ -32,6 +35,9 @@ class File:
     at_least: bool = False       # `rows` is a lower bound, for what changes with each release
     digest: str = ""
     archive_sha256: str = ""
+    digests: str = ""            # the publisher's list of md5 sums, for what changes with each release
+    ending: str = ""             # of a folder's files, put behind names that lack it; empty: recordings, images
+    made: str = ""               # the module of this package whose `make(path)` makes it of the files before it
 
     @property
     def is_folder(self) -> bool:
@@ -47,8 +53,21 @@ class Source:
     page: str
     files: tuple[File, ...] = ()
     embedded: bool = False       # usable without any file
-    size: str = ""
+    size: str = ""               # of the download
     note: str = ""
+    licence: str = ""            # and what it asks
+
+    @property
+    def bytes(self) -> float:
+        """Of the download; 0 where the table does not say."""
+        number, _, unit = self.size.partition(" ")
+        return float(number) * UNITS[unit] if unit in UNITS else 0.0
+
+    @property
+    def terms(self) -> str:
+        """Size and licence in words, where they are known."""
+        size = f"{self.size} to download" if self.bytes else ""
+        return ", ".join(filter(None, (size, f"licence: {self.licence}" if self.licence else "")))
 
 
 def rows_of(table: str) -> Iterator[dict[str, str]]:
@@ -62,9 +81,9 @@ def read_sources() -> dict[str, Source]:
     for row in rows_of("sources.csv"):
         name, rows = row["name"], int(row["rows"] or 0)
         source = result.setdefault(name, Source(name, row["tasks"], row["page"], (), bool(row["embedded"]), row["size"],
-                                                row["note"]))
+                                                row["note"], row["licence"]))
         file = File(row["path"], row["url"], row["member"], rows, bool(row["at_least"]), row["digest"],
-                    row["archive_sha256"])
+                    row["archive_sha256"], row["digests"], row["ending"], row["made"])
         result[name] = replace(source, files=(*source.files, file)) if file.path else source
     return result
 
@@ -74,9 +93,10 @@ TABLE = tuple(SOURCES.values())
 
 
 def select(name: str) -> list[Source]:
-    """The sources called `name`, or all below it ("uci" is every uci/...). DataError where there is none."""
+    """The source called `name`, else all below it ("uci" is every uci/...). DataError where there is none."""
     name = name.strip("/")
-    sources = [source for source in TABLE if source.name == name or source.name.startswith(name + "/")]
+    sources = [source for source in TABLE if source.name == name] or [
+        source for source in TABLE if source.name.startswith(name + "/")]
     if not sources:
         raise DataError(f"There is no data set {name!r}. Known: {', '.join(groups())},\n"
                         "or one set of them such as uci/abalone; `python -m crt_exp.data list` shows all.")

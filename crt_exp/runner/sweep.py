@@ -17,7 +17,8 @@ from crt_exp.runner.processes import SWEEP, raise_interrupts
 from crt_exp.stored import json_object, read_json
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
-           "submitit_slurm": "hydra_submitit_launcher", "optuna": "hydra_optuna_sweeper"}
+           "submitit_slurm": "hydra_submitit_launcher", "slurm": "hydra_submitit_launcher",  # conf/hydra/launcher/slurm
+           "optuna": "hydra_optuna_sweeper"}
 SHOWN = 20  # rows of the table on the terminal; sweep.csv has them all
 DATA = {"task", "task.dataset", "task.corpus", "task.csv", "task.text", "task.data_dir", "task.hub.name",
         "task.environment"}  # what a run is measured on: one is no better than another

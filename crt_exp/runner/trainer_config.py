@@ -1,5 +1,6 @@
 """The keys of `conf/trainer/`, checked before anything is read or written."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -7,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 
 from crt_exp.config import ConfigError
-from crt_exp.ranks import world_size
+from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.adapters import Lora, check_installed
 from crt_exp.runner.optim import OPTIMIZERS, SCHEDULES
 from crt_exp.runner.processes import World
@@ -87,9 +88,16 @@ def check_processes(config: TrainerConfig, processes: int) -> None:
     gpus = 0 if config.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
     if config.precision == "fp16" and not gpus:
         raise ConfigError("trainer.precision = fp16 needs a GPU: use bf16 or no")
-    if config.processes and gpus and config.processes > gpus:
-        raise ConfigError(f"trainer.processes = {config.processes}: this machine has {gpus} GPUs, one for each "
-                          "process; trainer.cpu=true uses none")
+    if gpus and (here := local_world_size(config.processes)) > gpus:
+        one = "torchrun --nproc_per_node" if inside_torchrun() else "trainer.processes"
+        fewer = f"{one}={gpus} with trainer.accumulate={config.accumulate * -(-here // gpus)} keeps the micro-batches"
+        raise ConfigError(f"{one} = {here}: this machine has {gpus} GPUs, one for each process: {fewer}; "
+                          "trainer.cpu=true uses none")
+
+
+def local_world_size(asked: int | None) -> int:
+    """Processes on this machine: those of the torchrun around this one, whatever is asked, which it overrules."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if inside_torchrun() else asked or 1
 
 
 def start_world(config: TrainerConfig) -> World:

@@ -2,20 +2,16 @@
 
 import gzip
 import hashlib
-import io
 import os
 import socket
 import subprocess
 import sys
-import tarfile
-import threading
-import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from data_server import Server, held, refused, tarred, zipped
 
-from crt_exp.data import DataError, sources
+from crt_exp.data import sources
 from crt_exp.data.__main__ import main
 from crt_exp.data.fetch import MISSING, OK, SUBSET, TRUNCATED, WRONG, digest, fetch, inspect, sha256_of_rows
 from crt_exp.data.sources import TABLE, File, Source, missing
@@ -26,49 +22,6 @@ FOLDERS = ("uci", *(f"glue/{task}" for task in ("CoLA", "SST-2", "MRPC", "STS-B"
            "protein", "mnist")
 
 
-class Server(ThreadingHTTPServer):
-    """Serves `content` by path. ranges: whether it understands Range; cut: bytes of a body after which it hangs up."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.asked, self.ranges, self.cut, self.status = {}, [], True, None, 200
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        server, wanted = self.server, self.headers.get("Range")
-        server.asked.append((self.path, wanted))
-        body = server.content.get(self.path.lstrip("/"))
-        if server.status != 200 or body is None:
-            return self.send_error(server.status if body is not None else 404)
-        start = int(wanted.split("=")[1].rstrip("-")) if wanted and server.ranges else 0
-        if start and start >= len(body):
-            return self.send_error(416)
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        self.send_header("Content-Length", str(len(body) - start))
-        self.end_headers()
-        self.wfile.write(body[start:] if server.cut is None else body[start:start + server.cut])
-        return None
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.delenv("CRT_DATA", raising=False)
-    with Server() as running:
-        threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield running
-        running.shutdown()
-
-
 @pytest.fixture
 def plain(server, tmp_path):
     """One file of comma-separated rows on the server, as a source."""
@@ -76,17 +29,6 @@ def plain(server, tmp_path):
     server.content["t.data"] = ROWS
     file = File("uci/t.data", server.url("t.data"), rows=5000, digest=digest(tmp_path / "rows", "rows"))
     return Source("uci/t", "uci", "https://example.org/page", (file,))
-
-
-def held(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def refused(source: Source, root: Path) -> str:
-    with pytest.raises(DataError) as caught:
-        fetch(source, root)
-    assert 1 <= len(str(caught.value).splitlines()) <= 3
-    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------- plain
@@ -180,24 +122,6 @@ def test_folder_that_cannot_be_written(plain, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- archives
-def zipped(entries: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, body in entries.items():
-            archive.writestr(name, body)
-    return stream.getvalue()
-
-
-def tarred(entries: dict[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name, body in entries.items():
-            info = tarfile.TarInfo("./" + name)
-            info.size = len(body)
-            archive.addfile(info, io.BytesIO(body))
-    return gzip.compress(stream.getvalue(), mtime=0)  # the same bytes in every process that collects the tests
-
-
 PACKED = {"top/a.txt": b"1\n2\n", "top/b.txt": b"1\n2\n3\n", "top/set/x/1.flac": b"one", "top/set/y/2.flac": b"two",
           "top/set/y/list.trans.txt": b"words", "other.txt": b"not wanted", "top/set/../../../evil.flac": b"evil"}
 
@@ -361,7 +285,7 @@ def test_table_is_consistent():
         assert source.page.startswith(("https://", "http://")) and (source.files or source.embedded)
         for file in source.files:
             assert file.path.startswith(source.name.split("/")[0] + "/")
-            assert not file.url or file.member or file.digest    # a resumed plain file can be checked
+            assert not file.url or file.member or file.digest or file.digests  # a resumed plain file can be checked
             assert file.url.startswith(("https://", "")) and not file.digest or file.digest.split(":")[1]
 
 

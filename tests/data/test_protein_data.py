@@ -246,6 +246,19 @@ def test_held_out_families(tmp_path):
         protein.held_out_by_family(index, tmp_path / "nowhere.tsv", protein.HELD_OUT)
 
 
+def test_a_table_of_families_is_read_in_parts(tmp_path, monkeypatch):
+    """TrEMBL's has 250 million lines: what is held is two bits and the accession of each sequence. A sequence may have
+    several lines, and lines may be of other sequences."""
+    monkeypatch.setattr(protein, "LINES", 3)
+    index, table = index_of(tmp_path, 50), tmp_path / "families.tsv"
+    rows = [(name(i), "PF18369" if i % 7 == 0 else "PF00001;PF1") for i in range(60)]
+    rows += [(name(5), "PF04680"), ("A" * 40, "PF18369"), (name(5), "PF00001")]
+    order = np.random.default_rng(0).permutation(len(rows))
+    table.write_text("".join("\t".join(rows[i]) + "\n" for i in order))
+    expected = [i % 7 == 0 or i == 5 for i in range(50)]
+    assert protein.held_out_by_family(index, table, protein.HELD_OUT).tolist() == expected
+
+
 def test_held_out_files(tmp_path):
     index = indexed([write(tmp_path / f"{n}.fasta", sequences(3)) for n in "ab"], LETTERS)
     assert protein.held_out_by_file(index, None).tolist() == [False] * 3 + [True] * 3   # the last of several

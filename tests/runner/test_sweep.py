@@ -25,7 +25,8 @@ needs_plugins = pytest.mark.skipif(find_spec("hydra_plugins") is None, reason="t
 
 
 def crt_exp(*args):
-    env = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    folders = (str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, "-m", "crt_exp", *args], capture_output=True, text=True, env=env,
                           timeout=280)
 
@@ -144,7 +145,7 @@ def test_a_sweeper_must_look_for_the_best():
         check_direction(Projections, Projections.metric, "maximize")
 
 
-@pytest.mark.parametrize("option", ["hydra/launcher=joblib", "hydra/launcher=submitit_local",
+@pytest.mark.parametrize("option", ["hydra/launcher=joblib", "hydra/launcher=submitit_local", "hydra/launcher=slurm",
                                     "hydra/launcher=submitit_slurm", "hydra/sweeper=optuna"])
 def test_presets_without_their_plugin(option, typed, monkeypatch):
     monkeypatch.setattr(sweep, "PLUGINS", {name: f"{package}_absent" for name, package in sweep.PLUGINS.items()})
@@ -157,7 +158,8 @@ def test_presets_without_their_plugin(option, typed, monkeypatch):
 @needs_plugins
 def test_plugins_get_their_presets(typed):
     presets = {"hydra/launcher=joblib": "n_jobs: 2", "hydra/launcher=submitit_local": "timeout_min: 1440",
-               "hydra/launcher=submitit_slurm": "max_num_timeout: 20", "hydra/sweeper=optuna": "direction: maximize"}
+               "hydra/launcher=submitit_slurm": "max_num_timeout: 20", "hydra/sweeper=optuna": "direction: maximize",
+               "hydra/launcher=slurm": "max_num_timeout: 20"}
     for option, expected in presets.items():
         code, out, err = typed(option, "--cfg", "hydra")
         assert code == 0 and expected in out, err
@@ -175,6 +177,53 @@ def test_plugins(option, tmp_path):
     assert out.returncode == 0, out.stderr
     optimised = (tmp_path / "s" / "optimization_results.yaml").exists()
     assert "sweep of 2 runs" in out.stdout or "optuna" in option and optimised
+    assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2
+
+
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """sbatch, srun and sacct of one machine without a queue: each task of an array starts at once. The folder keeps
+    what was submitted as job.sh."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name, lines in SLURM.items():
+        (folder / name).write_text(f"#!/bin/bash\nfolder={folder}\n{lines}")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+SLURM = {
+    "sbatch": """cp "${@: -1}" $folder/job.sh
+export SLURM_ARRAY_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 SLURM_JOB_NODELIST=here
+for i in 0 1; do
+  SLURM_ARRAY_TASK_ID=$i SLURM_JOB_ID=$((8 + i)) SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 \\
+    setsid bash $folder/job.sh </dev/null >$folder/out-$i 2>&1 &
+done
+echo "Submitted batch job 7"
+""",
+    "srun": """while [[ $1 == -* ]]; do
+  [[ $1 == --output || $1 == --error ]] && shift
+  shift
+done
+exec "$@"
+""",
+    "sacct": """echo "JobID|State|NodeList|"
+for i in 0 1; do echo "7_$i|RUNNING|here|"; done
+"""}
+
+
+@needs_plugins
+@pytest.mark.slow
+def test_slurm_gets_a_job_for_each_run(fake_slurm, tmp_path):
+    """Of one node with 8 GPUs, told before its time is over; the sweep waits for all and ends with its table."""
+    out = crt_exp(*WINE, "hydra/launcher=slurm", "hydra.launcher.partition=gpu", "features.m=4,8",
+                  f"hydra.sweep.dir={tmp_path}/s")
+    assert out.returncode == 0 and "sweep of 2 runs" in out.stdout, out.stderr + out.stdout
+    job = (fake_slurm / "job.sh").read_text()
+    for line in ("--array=0-1", "--gpus-per-node=8", "--nodes=1", "--ntasks-per-node=1", "--partition=gpu",
+                 "--signal=USR2@300", "--time=1440", "--job-name=crt_exp"):
+        assert f"#SBATCH {line}" in job, job
     assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2
 
 

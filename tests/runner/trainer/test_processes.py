@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,12 @@ from toy_runs import (
     records,
 )
 
+from crt_exp import recipes
 from crt_exp.config import ConfigError
 from crt_exp.runner import checkpoint, task_state
 from crt_exp.runner.run import Lock
 from crt_exp.runner.processes import StopSignals
-from crt_exp.runner.trainer_config import TrainerConfig, start_world
+from crt_exp.runner.trainer_config import TrainerConfig, check_processes, start_world
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "crt_exp")
 
@@ -42,6 +45,23 @@ def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
     assert_close(records(directory), records(plain))
     state = checkpoint.load_state(directory / "checkpoints" / "step-12")
     assert len(state["rng"]) == 2 and state["rng"][0] != state["rng"][1]
+
+
+@pytest.mark.slow
+def test_two_machines_are_one(plain, tmp_path):
+    """Two agents of torchrun with --nnodes=2, here of one process each, that share the directory."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
+             f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=1", "-m", "crt_exp", *BASE, *PLAIN,
+             f"hydra.run.dir={tmp_path / 'run'}"]
+    agents = [subprocess.Popen(start, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True) for _ in range(2)]
+    said = [agent.communicate(timeout=280) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "".join(out for out, _ in said).count("toy: accuracy") == 1
+    assert_close(records(tmp_path / "run"), records(plain))
 
 
 @pytest.mark.slow
@@ -66,6 +86,32 @@ def test_sharded_over_two_processes_from_one_command(plain, tmp_path):
     assert one.keys() == two.keys()
     for key in one:
         torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-6)
+
+
+SCALED = ("task=trembl", "attention=favorp", "features.m=8", "logger=none", "task.preset=performer36",
+          "+task.sizes.layers=4", "+task.sizes.d=16", "+task.sizes.d_ff=32", "task.max_length=24", "task.dropout=0",
+          "task.generated.sequences=200", "task.generated.shortest=12", "task.generated.longest=24", "trainer.batch=16",
+          "trainer.steps=3", "trainer.eval_every=3", "trainer.log_every=1", "trainer.warmup=0", "trainer.lr=1e-3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_eight_processes_are_one(strategy, tmp_path):
+    """The 36-layer model scaled down: losses, norms of gradients and perplexities; and the weights after three steps.
+    fsdp: its weights, gradients and moments lie on all eight."""
+    command = [sys.executable, str(Path(__file__).with_name("forked.py"))]
+    for count, name, more in ((1, "one", []), (8, "eight", [f"trainer.strategy={strategy}"])):
+        out = subprocess.run([*command, str(count), *SCALED, *more, f"hydra.run.dir={tmp_path / name}"],
+                             env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=280)
+        assert out.returncode == 0 and out.stdout.count("trembl: perplexity") == 1, out.stderr
+    one, eight = tmp_path / "one", tmp_path / "eight"
+    assert_close(records(eight), records(one))
+    for file in ("model", "optimizer"):
+        a, b = (checkpoint.load_tensors(run / f"checkpoints/step-3/{file}.safetensors") for run in (one, eight))
+        assert a.keys() == b.keys()
+        for key in a:
+            torch.testing.assert_close(a[key], b[key], rtol=1e-3, atol=1e-5)
+    assert len(checkpoint.load_state(eight / "checkpoints/step-3")["rng"]) == 8
 
 
 @pytest.mark.slow
@@ -165,6 +211,26 @@ def test_batch_that_does_not_divide(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="trainer.batch = 6 does not divide over 2 processes x 2 .* multiple of 4"):
         start_world(config(batch=6, accumulate=2))
+
+
+@pytest.mark.parametrize("asked, around, message", [
+    (8, None, "trainer.processes = 8: this machine has 2 GPUs, .* trainer.processes=2 with trainer.accumulate=4"),
+    (None, 4, "torchrun --nproc_per_node = 4: this machine has 2 GPUs, .* trainer.accumulate=2"),
+    (8, 2, None), (2, None, None), (None, None, None)])
+def test_a_process_has_a_gpu_of_its_own(asked, around, message, monkeypatch):
+    """Under torchrun its number counts, also where a recipe names another."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(key, str(around)) if around else monkeypatch.delenv(key, raising=False)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_processes(config(batch=32, processes=asked), 8)
+
+
+def test_the_conformer_of_960_hours_never_runs_on_one_gpu_unasked():
+    """Its batch is counted in seconds a process: one GPU would train with an eighth of it."""
+    for name in ("crt_conformer_960h", "hrf_conformer_960h"):
+        assert recipes.composed(name).trainer.processes == 8
 
 
 def config(**changes):
