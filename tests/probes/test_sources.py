@@ -31,8 +31,8 @@ def of_page(name):
 @pytest.mark.parametrize("name", page.names())
 def test_every_page_has_its_files_and_none_of_reports(name):
     found = of_page(name)
-    module = page.load(name).get("measure", sources.DRIVER).split(".")[1:-1]
-    assert "/".join(module) + ".py" in found and {"kernels.py", "features/exponential.py"} <= found
+    module = page.load(name).get("measure", sources.DRIVER).rpartition(".")[0]
+    assert sources.name_of(sources.file_of(module)) in found and {"kernels.py", "features/exponential.py"} <= found
     assert not [file for file in found if file.startswith(("report/", "conf/report", "probes/cells.py"))]
 
 
