@@ -10,8 +10,9 @@ from crt_exp.advice.arms import Arm
 from crt_exp.advice.call import LEAST, SAMPLES, arms_of, concluded, mechanisms, of_rows, split
 from crt_exp.advice.verdict import Advice
 from crt_exp.data.speech_table import entries
+from crt_exp.hints import Count, Positive
 from crt_exp.mechanism import Mechanism
-from crt_exp.schema import Count, Positive, checked
+from crt_exp.schema import checked
 from crt_exp.probes import advise_data
 from crt_exp.probes.base import planned
 from crt_exp.probes.bench import Bench, quiet

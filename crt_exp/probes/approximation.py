@@ -20,10 +20,11 @@ from crt_exp.bounds import ensemble_log_variance
 from crt_exp.bounds.coupling import couples
 from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
+from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.mechanism import Mechanism
 from crt_exp.nested import Nested
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.schema import Count, Positive, Several, Whole, checked
+from crt_exp.schema import checked
 from crt_exp.probes import layers
 from crt_exp.probes.base import check_estimates, planned
 from crt_exp.probes.captured import Layer, Pretrained, Synthetic, relative_error

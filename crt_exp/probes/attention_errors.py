@@ -12,8 +12,9 @@ from torch import Tensor
 from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import softmax_attention
 from crt_exp.features import Statistics
+from crt_exp.hints import Count, Positive, Several
 from crt_exp.mechanism import Mechanism
-from crt_exp.schema import Count, Positive, Several, checked
+from crt_exp.schema import checked
 from crt_exp.probes.approximation import Approximation
 from crt_exp.probes.base import Series
 from crt_exp.probes.captured import Synthetic, relative_error

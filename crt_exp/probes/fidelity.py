@@ -13,9 +13,10 @@ import torch
 
 from crt_exp import mechanism_text
 from crt_exp.config import ConfigError
+from crt_exp.hints import Count, Several
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
-from crt_exp.schema import Count, Several, checked
+from crt_exp.schema import checked
 from crt_exp.probes.base import planned
 from crt_exp.probes.bench import medians
 from crt_exp.probes.bench_pieces import TextBench
@@ -157,7 +158,7 @@ def of_heads(subject: Subject, i: int) -> dict[str, Any]:
 
 
 def of_swap(subject: Subject, arm: Arm, draw: int, seed: int) -> dict[str, Any]:
-    """Means over texts for each layer; `_texts`: of the last layer, for each text."""
+    """Means over texts for each layer, and under keys that end in "_texts" those of the last layer for each text."""
     measured = subject.measured(arm.mechanism(1000 * seed + draw))
     record = {"attention": arm.text, "m": arm.m, "draw": draw,
               "attention_error_layers": measured["attention"].mean(0).tolist(),

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from crt_exp.environments.arms import Sweeping
 from crt_exp.environments.stones import SteppingStones
+from crt_exp.hints import Bound, Count, Positive, Whole, at_least, at_most
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.schema import Bound, Count, Positive, Whole, at_least, at_most, checked
+from crt_exp.schema import checked
 from crt_exp.probes.evolution import Plan, evolve, restored
 from crt_exp.probes.film import film
 from crt_exp.probes.rollouts import Player

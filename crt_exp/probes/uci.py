@@ -18,12 +18,13 @@ from tqdm import tqdm
 from crt_exp.data import own_table
 from crt_exp.data.tabular import file_of, load
 from crt_exp.features import Statistics
+from crt_exp.hints import Count, Positive, Several, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
 from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
-from crt_exp.schema import Count, Positive, Several, above, below, checked
+from crt_exp.schema import checked
 
 CONSTANT = "constant"  # the key of records for the score without a fit
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too

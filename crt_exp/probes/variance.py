@@ -18,9 +18,10 @@ from torch import Tensor
 
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.discrete import MIN_RATE, P_RANGE, DiscreteRF
+from crt_exp.hints import Positive, Several, at_least
 from crt_exp.kernels import Kernel
 from crt_exp.mechanism import Mechanism
-from crt_exp.schema import Positive, Several, at_least, checked
+from crt_exp.schema import checked
 from crt_exp.probes.base import Series
 
 LEAST = 1e-12   # |x - y|^2 or |x + y|^2 below which two vectors are equal or opposite, but for rounding
