@@ -27,7 +27,7 @@ from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import checked
 from crt_exp.probes import layers
 from crt_exp.probes.base import check_estimates, planned
-from crt_exp.probes.captured import Layer, Pretrained, Synthetic, relative_error
+from crt_exp.probes.captured import LayerInputs, Pretrained, Synthetic, relative_error
 from crt_exp.probes.kernel import drawn, drawn_ratios, generator, log_relative_mse
 
 DRAWS = 200      # of the noise, for sample variances
@@ -128,7 +128,7 @@ class Approximation:
             errors.append(self.errors(phi, noise, layer, count, seed))
         return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
 
-    def errors(self, phi: FeatureMap, noise: Nested, layer: Layer, count: DenominatorCount,
+    def errors(self, phi: FeatureMap, noise: Nested, layer: LayerInputs, count: DenominatorCount,
                seed: int) -> dict[str, Tensor]:
         """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform
         attention: (H,) each."""
@@ -142,7 +142,7 @@ class Approximation:
             errors[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
         return errors
 
-    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: Layer, i: int,
+    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: LayerInputs, i: int,
                   seed: int) -> dict[str, Any]:
         """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed
         form for independent projections, by the exact one for coupled ones where there is one, and of DRAWS draws of
@@ -215,7 +215,7 @@ class Approximation:
         return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)
 
 
-def predicted_log_mse(phi: FeatureMap, layer: Layer, features: int, seed: int) -> list[float]:
+def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: int) -> list[float]:
     """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with so many features,
     independent projections."""
     x, y = random_pairs(layer, PREDICTED, generator(seed))
@@ -229,7 +229,7 @@ def estimates_softmax(phi: FeatureMap) -> bool:
     return torch.allclose(phi.log_kernel(x, y), (x * y).sum(-1))
 
 
-def random_pairs(layer: Layer, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Queries and keys (1, H, pairs, d), float64; with causal attention a key is not later than its query."""
     i = torch.randint(layer.x.shape[2], (pairs,), generator=g)
     offset = layer.y.shape[2] - layer.x.shape[2]

@@ -22,7 +22,7 @@ from crt_exp.probes.kernel import generator
 
 
 @checked("task")
-class Projections(Series):
+class ProjectionErrors(Series):
     """task=projections: q, k ~ N(0, scale^2), v ~ N(0, 1), L tokens of dimension d;
     MSE of the output against exact softmax attention."""
 

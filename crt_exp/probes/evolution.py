@@ -32,7 +32,7 @@ BETAS, EPS = (0.9, 0.999), 1e-8                          # of Adam
 
 
 @dataclass(frozen=True)
-class Plan:
+class Search:
     """population: members of a generation, an even number. rollouts: of each member. evaluated, tested: rollouts of
     theta itself every `evaluate_every` generations and at the end. together: members that one process plays at once."""
 
@@ -113,7 +113,7 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
     state.theta = state.theta + size * first / (second.sqrt() + EPS)
 
 
-def evolve(plan: Plan, player: Player, seed: int, done: int, directory: Path | None) -> Iterator[dict[str, Any]]:
+def evolve(plan: Search, player: Player, seed: int, done: int, directory: Path | None) -> Iterator[dict[str, Any]]:
     """The records of a run: of each generation, of evaluations on validation, of the test at the end. The first `done`
     are in the run directory, which also keeps the state that the run goes on from.
 
@@ -140,7 +140,7 @@ def begun(player: Player, seed: int) -> State:
     return State(theta, torch.zeros(2, len(theta)))
 
 
-def trained(plan: Plan, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
+def trained(plan: Search, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
     """Takes the step of a generation, and says how it went."""
     eps = directions(seed, number, plan.population // 2, len(state.theta))
     seeds = seeds_of("train", seed, number, plan.rollouts)
@@ -157,13 +157,13 @@ def trained(plan: Plan, player: Player, state: State, seed: int, number: int) ->
             "norm": float(state.theta.norm())}
 
 
-def checked(plan: Plan, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
+def checked(plan: Search, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
     """The evaluation on validation that is due after a generation."""
     if (number + 1) % plan.evaluate_every == 0:
         yield tested(plan, player, state, seed, "validation", plan.evaluated, number + 1)
 
 
-def tested(plan: Plan, player: Player, state: State, seed: int, split: str, count: int,
+def tested(plan: Search, player: Player, state: State, seed: int, split: str, count: int,
            step: int | None = None) -> dict[str, Any]:
     """Rollouts of theta itself, the same ones at every step."""
     seeds = seeds_of(split, seed, 0, count)

@@ -136,7 +136,7 @@ def largest_of_mean(theta: Tensor, r: float) -> float:
 # ---- of samplers
 
 
-class Bias:
+class KernelBias:
     """Mean estimate over the exact kernel under a sampler, and its standard error, at x = y = e_1 and at a spread x = y
     of the same length."""
 

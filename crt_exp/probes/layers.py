@@ -13,13 +13,13 @@ from torch import Tensor
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import NearFar
 from crt_exp.probes.base import planned
-from crt_exp.probes.captured import Layer, Pretrained, Synthetic, relative_error
+from crt_exp.probes.captured import LayerInputs, Pretrained, Synthetic, relative_error
 
 ERRORS = ("output_error", "uniform_error", "predicted_error")
 
 
 def is_measured_whole(mechanism: Mechanism) -> bool:
-    """Whether what its layers give is more than a feature map of which a study could tell."""
+    """Whether what its layers give is more than a feature map of which a probe could tell."""
     return isinstance(mechanism.kind, type) and issubclass(mechanism.kind, NearFar)
 
 
@@ -43,7 +43,7 @@ def of_layer(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int,
 
 
 @torch.no_grad()
-def of_head(layer: Layer, mechanism: Mechanism) -> dict[str, Tensor]:
+def of_head(layer: LayerInputs, mechanism: Mechanism) -> dict[str, Tensor]:
     """(H,) each; a causal layer's codebook is of the same tensors."""
     state = mechanism.layer(layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0).eval()
     with state.calibration():

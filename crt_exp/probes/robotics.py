@@ -10,7 +10,7 @@ from crt_exp.hints import Bound, Count, Positive, Whole, at_least, at_most
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.schema import checked
-from crt_exp.probes.evolution import Plan, evolve, restored
+from crt_exp.probes.evolution import Search, evolve, restored
 from crt_exp.probes.film import film
 from crt_exp.probes.rollouts import Player
 
@@ -29,7 +29,7 @@ class Policy(TypedDict):
 
 
 class Strategy(TypedDict):
-    """What `Plan` explains."""
+    """What `Search` explains."""
 
     generations: Whole
     population: Even
@@ -44,7 +44,7 @@ class Strategy(TypedDict):
 
 class Robotics:
     """A task whose policy learns from its returns. looks: "attention"; or the controls, "average" of all patches and
-    "random" actions. policy and strategy: sizes of ImplicitPolicy and of Plan. workers: processes; the results do not
+    "random" actions. policy and strategy: sizes of ImplicitPolicy and of Search. workers: processes; the results do not
     depend on them. The state of a run lies in `directory`, which the runner gives.
     """
 
@@ -57,7 +57,7 @@ class Robotics:
                  workers: int, film: bool):
         self.filmed = film
         self.world, self.options, self.looks = world, tuple(options.items()), looks
-        self.plan = Plan(**strategy, workers=workers)
+        self.plan = Search(**strategy, workers=workers)
         made = world(**options)  # whatever is wrong with it is said before anything is written
         sizes = (made.channels, made.size, made.states, made.actions)
         self.policy = ImplicitPolicy(*sizes, **policy, looks="average" if looks == "average" else "attention")

@@ -41,7 +41,8 @@ def errors(arm: str, start: str, texts: Mapping[str, Any], seed: int, draws: int
     what is given for each layer is `layers`, and `no_unit` is an empty unit.
     """
     read = subject(start, **texts)
-    made = [fidelity.of_swap(read, fidelity.Arm(arm, None), draw, 0) for draw in (range(draws) if draws else [seed])]
+    made = [fidelity.of_swap(read, fidelity.Candidate(arm, None), draw, 0)
+            for draw in (range(draws) if draws else [seed])]
     means = {key: np.mean([each[key] for each in made], 0).tolist() for key in made[0]
              if key.endswith(("_texts", "_layers"))}
     S = [fidelity.of_heads(read, i)["mean_sq_sum"] for i in range(len(read.calls[0]))]
