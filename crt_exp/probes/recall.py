@@ -181,7 +181,7 @@ def swapped(start: str, length: int, pairs: int, arm: str) -> LanguageModel:
 ROWS = 4    # of a draw, and of the training text that codebooks and statistics are made of
 
 
-# ---- texts
+# ---- its texts
 
 
 @lru_cache(maxsize=2)
@@ -203,7 +203,7 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     return repeated(rows, 1.0, torch.rand(2, len(rows), generator=g))
 
 
-# ---- what is measured
+# ---- what it keeps
 
 
 @lru_cache(maxsize=1)

@@ -25,8 +25,8 @@ from crt_exp.metrics import METRICS
 from crt_exp.probes import fidelity
 from crt_exp.probes.bench import looked_at
 from crt_exp.probes.captured import relative_error
-from crt_exp.probes.variance import predicted_errors
 from crt_exp.probes.subject import Subject
+from crt_exp.probes.variance import predicted_errors
 from crt_exp.runner.configuration import kept_task
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.times import Watch, added
