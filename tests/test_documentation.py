@@ -284,9 +284,9 @@ def check_report(name, arguments):
     report_command.parser().parse_args([name, *arguments])
     if name.endswith(".yaml"):
         return
-    module, _, function = pages.load(name)["measure"].rpartition(".")
-    measure = getattr(importlib.import_module(module), function)
-    report_command.options_of(name, measure, [a for a in arguments if "=" in a])
+    spec, size = pages.load(name), re.search(r"--size (\w+)", " ".join(arguments))
+    assert size is None or size[1] in spec["sizes"]
+    report_command.options_of(name, spec.get("options", {}), [a for a in arguments if "=" in a])
 
 
 def check_make(target, variables):
