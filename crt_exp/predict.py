@@ -20,10 +20,10 @@ from crt_exp.arguments import read
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
 from crt_exp.data import images as data
+from crt_exp.hints import at_least, at_most
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
-from crt_exp.schema import at_least, at_most
 from crt_exp.stored import yaml_object
 from crt_exp import drawing
 from crt_exp.drawing import markdown, new_figure, save_figure

@@ -24,7 +24,7 @@ WORDS = ("attention", "features", "sampler")                 # keys of the mecha
 HEAD = ("recipe", "runs", "steps", "parameters", "tokens a run", "GPU hours a run", "GPU hours", "disk, GB")
 
 
-class Run(NamedTuple):
+class RecipeRun(NamedTuple):
     """One of a recipe's runs. words: what is typed behind experiment=<recipe>."""
 
     recipe: str
@@ -68,7 +68,7 @@ def composed(name: str) -> DictConfig:
     return compose([f"experiment={name}"])
 
 
-def runs(name: str) -> Iterator[Run]:
+def runs(name: str) -> Iterator[RecipeRun]:
     """Of each setting and arm one, the first seed; the first is the one of the paper."""
     spec = spec_of(name)
     for setting, given in spec.get("settings", {"": {"words": []}}).items():
@@ -76,7 +76,7 @@ def runs(name: str) -> Iterator[Run]:
         facts = {key: value for key, value in (spec | given).items() if key in Facts.__annotations__}
         for arm in chosen:
             words = (*given["words"], *spec["arms"][arm])
-            yield Run(name, setting, arm, words, Facts(**facts), *applied(composed(name), words))
+            yield RecipeRun(name, setting, arm, words, Facts(**facts), *applied(composed(name), words))
 
 
 def applied(cfg: DictConfig, words: Sequence[str]) -> tuple[DictConfig, Mechanism]:
@@ -109,7 +109,7 @@ def count(name: str) -> int:
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
-def steps_of(run: Run) -> int:
+def steps_of(run: RecipeRun) -> int:
     """Optimiser steps. Raises ConfigError where the rows of the data are wanted and not known."""
     trainer, facts = run.cfg.trainer, run.facts
     if trainer.steps is not None:
@@ -119,7 +119,7 @@ def steps_of(run: Run) -> int:
     return round(trainer.epochs * facts.rows / rows_of_step(run))
 
 
-def rows_of_step(run: Run) -> float:
+def rows_of_step(run: RecipeRun) -> float:
     """Utterances where micro-batches are filled by seconds, words where they are columns of a text."""
     task, trainer, facts = run.cfg.task, run.cfg.trainer, run.facts
     if "batch_seconds" in task:
@@ -130,7 +130,7 @@ def rows_of_step(run: Run) -> float:
 _OUTLINES: dict[tuple, Outline] = {}
 
 
-def outline_of(run: Run) -> Outline:
+def outline_of(run: RecipeRun) -> Outline:
     """Made once for all arms that have the same sizes: attention other than Linformer's learns no weight of its own."""
     attention = run.mechanism if run.mechanism.kind is Linformer else Mechanism.of("exact")
     task = {key: value for key, value in run.cfg.task.items() if key != "init"}
@@ -140,7 +140,7 @@ def outline_of(run: Run) -> Outline:
     return _OUTLINES[key]
 
 
-def cost_of(run: Run) -> Cost:
+def cost_of(run: RecipeRun) -> Cost:
     made, steps, trainer = outline_of(run), steps_of(run), run.cfg.trainer
     rows = steps * rows_of_step(run)
     forward = made.flops(run.mechanism) * (4 if run.cfg.task.get("checkpointing") else 3)

@@ -11,7 +11,7 @@ from typing import Annotated
 from crt_exp.arguments import read
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
-from crt_exp.schema import Count, NotNegative, above, at_least, at_most, below, describe, parameters
+from crt_exp.hints import Count, NotNegative, above, at_least, at_most, below, describe, parameters
 
 SEED = Annotated[int, at_least(0), at_most(2**32 - 1)]
 WORDS = {"run": "directory of the run", "prompt": "what each sequence begins with; for pixels an image, to complete",

@@ -11,13 +11,7 @@ from typing import Any, is_typeddict
 
 from crt_exp import hints
 from crt_exp.config import ConfigError, located, unknown
-from crt_exp.hints import (Bound, Count, NotNegative, Parameter, Positive, Several, Whole, above, at_least, at_most,
-                           below, describe, parameters, shown)
-
-# A task declares its keys by these: the names of hints.py and the checks that are of configurations.
-__all__ = ["ATTENTION", "Bound", "Count", "FEATURES", "Group", "HYDRA_KEYS", "NotNegative", "Parameter", "Positive",
-           "SAMPLER", "Several", "Whole", "above", "at_least", "at_most", "below", "check", "check_keys", "check_node",
-           "checked", "describe", "is_map", "names_code", "parameters", "shown"]
+from crt_exp.hints import Parameter, describe, parameters, shown
 
 
 def check(key: str, value: Any, hint: Any) -> None:

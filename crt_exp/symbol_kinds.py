@@ -14,7 +14,8 @@ import numpy as np
 from crt_exp.config import ConfigError
 from crt_exp.data import image_values
 from crt_exp.data.images import read
-from crt_exp.schema import Count, Whole, at_most, check, shown
+from crt_exp.hints import Count, Whole, at_most, shown
+from crt_exp.schema import check
 from crt_exp.whole_files import whole
 
 

@@ -20,10 +20,10 @@ from crt_exp.arguments import read
 from crt_exp.config import own_names
 from crt_exp.data import DataError, speech_table
 from crt_exp.data.speech import SHORTEST, BadAudio, AudioPart, as_int16, decoded, padded, seconds_of
+from crt_exp.hints import at_least
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.recogniser import Recogniser
-from crt_exp.schema import at_least
 
 BLOCK = 0.02       # seconds over which loudness is measured
 TOGETHER = 8       # segments that are heard at once

@@ -302,7 +302,9 @@ def check_report(name, arguments):
     report_command.parser().parse_args([name, *arguments])
     if name.endswith(".yaml"):
         return
-    report_command.options_of(name, pages.load(name).get("options", {}), [a for a in arguments if "=" in a])
+    spec, size = pages.load(name), re.search(r"--size (\w+)", " ".join(arguments))
+    assert size is None or size[1] in spec["sizes"]
+    report_command.options_of(name, spec.get("options", {}), [a for a in arguments if "=" in a])
 
 
 def check_make(target, variables):

@@ -1,6 +1,7 @@
 """Who may import whom: arrows between the rooms of the package point downward, and no two modules need each other."""
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -32,6 +33,7 @@ ROOMS = [
     ["drawing"],
     ["sampled_softmax"],
     ["models"],
+    ["outlines"],
     ["pretrained.wheels", "pretrained.ctranslate2", "pretrained.convert", "pretrained.fetch"],
     ["data.__main__"],
     ["probes.bench", "probes.bench_pieces"],
@@ -39,8 +41,7 @@ ROOMS = [
     ["estimators", "regression"],
     ["tasks"],
     ["runner"],
-    ["outlines", "recipes"],
-    ["symbol_kinds", "train", "transcribe", "sample"],
+    ["symbol_kinds", "train", "transcribe", "sample", "recipes"],
     ["probes"],
     ["report"],
     ["predict"],
@@ -101,6 +102,16 @@ def test_every_room_exists():
     for line in ROOMS:
         for room in line:
             assert f"{FRONT}.{room}" in MODULES
+
+
+def test_the_map_names_every_room_and_none_that_is_gone():
+    """docs/architecture.md: each folder and each file beside them, in backticks."""
+    text = (PACKAGE.parent / "docs/architecture.md").read_text()
+    there = {path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
+    there |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    named = {*re.findall(r"`([a-z_]+(?:\.py|/))`", text)}
+    assert there == named, f"not on the map: {there - named}; gone: {named - there}"
+    assert all((PACKAGE / name).is_file() for name in re.findall(r"`((?!tests/)[a-z_]+/[a-z_]+\.py)`", text))
 
 
 CORE = ("kernels", "samplers", "features", "bounds", "mechanism", "attention", "nearfar", "swap", "sampled_softmax",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
-from crt_exp.attention.engines.chunks import PIECES, Call, Outputs, Part, chunks, in_pieces
+from crt_exp.attention.engines.chunks import PIECES, Call, Outputs, BatchPart, chunks, in_pieces
 from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, merge
 from crt_exp.features.base import BoundMap, FeatureMap, Features
@@ -89,10 +89,10 @@ class DecodingState:
         self.kept = Packed.of(merge(self.sums, new))
         self.length += y.shape[2]
 
-    def _part(self, dtype: torch.dtype, key_mask: Tensor | None) -> Part:
+    def _part(self, dtype: torch.dtype, key_mask: Tensor | None) -> BatchPart:
         if dtype not in self._bound:
             self._bound[dtype] = self._call.phi.bind(precise(self._noise, dtype), self._params)
-        return Part(self._call, self._bound[dtype], key_mask)
+        return BatchPart(self._call, self._bound[dtype], key_mask)
 
     @torch.no_grad()
     def token(self, kept: Packed, x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Packed]:
@@ -109,11 +109,11 @@ class DecodingState:
             part.write(rows, [out], slice(None))
         return out, kept
 
-    def _one(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
+    def _one(self, part: BatchPart, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         rows, self.kept = self._rows(part, self.kept, x, y, v)
         part.write(rows, [out], slice(None))
 
-    def _rows(self, part: Part, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor) -> tuple[Partial, Packed]:
+    def _rows(self, part: BatchPart, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor) -> tuple[Partial, Packed]:
         """The key of a single token goes into the state, and its query reads it there."""
         dtype = compute_dtype(x, y, v)
         y, v = y.to(dtype), v.to(dtype)
@@ -127,7 +127,7 @@ class DecodingState:
         kept = _added(kept, keys, v, part.modulus)
         return _read(kept, queries), kept
 
-    def _several(self, part: Part, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
+    def _several(self, part: BatchPart, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
         seen = None
         if part.keep is not None and self.kept is None:
             seen = part.keep[:, None].cumsum(-1) > 0

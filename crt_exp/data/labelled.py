@@ -23,7 +23,8 @@ from crt_exp.data.cache import cached, key_of
 from crt_exp.data.endings import Sieve
 from crt_exp.data.image_values import squared
 from crt_exp.data.text import content, numbered_lines, official_file
-from crt_exp.schema import Parameter, check_keys
+from crt_exp.hints import Parameter
+from crt_exp.schema import check_keys
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
 SPLITS = ("train", "validation", "test")

@@ -16,7 +16,7 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.text import numbered_lines
-from crt_exp.schema import Count, Whole, at_least
+from crt_exp.hints import Count, Whole, at_least
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"

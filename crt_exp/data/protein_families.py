@@ -14,7 +14,7 @@ import numpy as np
 
 from crt_exp.config import ConfigError
 from crt_exp.data.fasta import Index, hash_of
-from crt_exp.schema import Count, Whole, at_least, below
+from crt_exp.hints import Count, Whole, at_least, below
 
 A = 20
 

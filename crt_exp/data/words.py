@@ -18,7 +18,7 @@ import numpy as np
 from crt_exp.data import DataError
 from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED, numbered_lines, official_file
-from crt_exp.schema import Count, Positive, Whole, at_least
+from crt_exp.hints import Count, Positive, Whole, at_least
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 OFFICIAL = ("ptb", "wikitext2")

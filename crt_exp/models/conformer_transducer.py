@@ -21,8 +21,8 @@ from torchaudio.transforms import MelSpectrogram
 
 from crt_exp.compiling import outside_graphs
 from crt_exp.config import ConfigError
+from crt_exp.hints import Count, NotNegative, below
 from crt_exp.precision import as_given
-from crt_exp.schema import Count, NotNegative, below
 
 WINDOW, HOP = 0.025, 0.010  # seconds
 SUBSAMPLING = 4

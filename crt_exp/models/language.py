@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.hints import Count, Parameter, at_least, below, parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
                                    whole_folder)
 from crt_exp.models.transformer import Transformer
-from crt_exp.schema import Count, Parameter, at_least, below, check_keys, parameters
+from crt_exp.schema import check_keys
 from crt_exp.swap.swap import LayerMaker
 
 KIND, WEIGHTS = "language_model", "model.safetensors"

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from crt_exp.data import DataError
 from crt_exp.data.text import IGNORED
+from crt_exp.hints import Count, at_least, below, parameters
 from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
                                    whole_folder)
-from crt_exp.schema import Count, at_least, below, check_keys, parameters
+from crt_exp.schema import check_keys
 
 KIND, WEIGHTS = "word_lstm", "model.safetensors"
 SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model

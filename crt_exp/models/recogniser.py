@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
+from crt_exp.hints import Count, at_most, parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import (
     ConformerSizes,
@@ -28,7 +29,7 @@ from crt_exp.models.conformer_transducer import (
 from crt_exp.models.conformer_transducer import check_sizes as check_model_sizes
 from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
                                    whole_folder)
-from crt_exp.schema import Count, at_most, check, check_keys, parameters
+from crt_exp.schema import check, check_keys
 
 KIND = "conformer_transducer"
 WEIGHTS, PIECES = "model.safetensors", "pieces.model"

@@ -38,7 +38,7 @@ def turned(t: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
     return t * cos + torch.cat([-second, first], -1) * sin
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); x (B, L, dim). Dropout is of what each of the two adds."""
 
     def __init__(self, dim: int, heads: int, ffn: int, attention: nn.Module, dropout: float = 0.0):
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
         if dim % heads:
             raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
         attentions = (make(heads, dim // heads, causal=causal, layer=i) for i in range(layers))
-        self.blocks = nn.ModuleList(Block(dim, heads, ffn, attention, dropout) for attention in attentions)
+        self.blocks = nn.ModuleList(TransformerBlock(dim, heads, ffn, attention, dropout) for attention in attentions)
         self.rotary = Rotary(dim // heads) if rotary else None
         self.checkpointing = checkpointing
 

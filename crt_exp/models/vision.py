@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.hints import shown
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
-from crt_exp.schema import shown
 from crt_exp.stored import check_option, json_object
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used

@@ -15,7 +15,7 @@ from crt_exp.attention.checks import compute_dtype
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import (
     Choice,
-    Metric,
+    KeyMetric,
     Sizes,
     blocks,
     grouped,
@@ -38,7 +38,7 @@ QUERIES = 256    # of a block, where there is no window
 
 
 class ChosenSets(NamedTuple):
-    metric: Metric
+    metric: KeyMetric
     choice: Choice
 
 
@@ -63,25 +63,25 @@ class Both:
             keys = y.float()
             measure = self._across(self.factor * keys, keep, rows) if self.cross else None
             sets = native.choose(x.float(), keys, self.sizes.heavy, self.sizes.cells, keep, self.factor, measure)
-            return ChosenSets(Metric(*sets[:3]), Choice(*sets[3:]))
+            return ChosenSets(KeyMetric(*sets[:3]), Choice(*sets[3:]))
         dtype = compute_dtype(x, y)
         y = y.to(dtype)
         if self.cross:
             metric = self._across(y, keep, rows)
         else:
             queries = None if keep is None else keep.repeat(1, x.shape[1])
-            metric = Metric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
+            metric = KeyMetric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
         y = without(y - metric.shift, keep)
         choice = Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep)
         return ChosenSets(metric, choice)
 
-    def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> Metric:
+    def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Of keys (Z, S, d) of another sequence than the queries, which those of the codebook stand for. Without one
         queries are taken to be as large as keys: those at hand may lie in the future of each other."""
-        metric = Metric.of(None, y, None, keep)
+        metric = KeyMetric.of(None, y, None, keep)
         if self.codebook is not None:
             known = self.codebook.at(rows).to(y.dtype).metric
-            metric = Metric(metric.shift, *(t.expand(len(y), -1, -1) for t in known[1:]))
+            metric = KeyMetric(metric.shift, *(t.expand(len(y), -1, -1) for t in known[1:]))
         return metric
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets) -> tuple[Tensor, Tensor]:

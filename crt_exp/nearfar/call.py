@@ -32,9 +32,9 @@ from crt_exp.attention.padding import Shift, first_kept
 from crt_exp.compiling import end_graph, left_open, outside_graphs
 from crt_exp.features.base import can_ask
 from crt_exp.nearfar.both import Both
-from crt_exp.nearfar.causal import Causal, Codebook
+from crt_exp.nearfar.causal import CausalNearFar, Codebook
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.recall import Recall, exactly, renewals
+from crt_exp.nearfar.recall import RecallNearFar, exactly, renewals
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
 
@@ -83,8 +83,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
                         factor=factor)
     x = _clean(x, key_mask) if own else x
     if recalls:
-        return _by_first_token(Recall(sizes), x, y, v, key_mask, factor)
-    call = Causal(sizes, codebook) if causal else Both(sizes, cross, codebook)
+        return _by_first_token(RecallNearFar(sizes), x, y, v, key_mask, factor)
+    call = CausalNearFar(sizes, codebook) if causal else Both(sizes, cross, codebook)
     rest = partial(_from_first_token, call, factor=factor)
     if causal or key_mask is None or not until:
         return rest(x, y, v, key_mask)
@@ -142,7 +142,7 @@ def _fused(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: boo
     return out
 
 
-def _from_first_token(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+def _from_first_token(call: "Both | CausalNearFar", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
                       factor: float) -> Result:
     """Blocks are counted from the first real token of each row."""
     cross, sizes = isinstance(call, Both) and call.cross, call.sizes
@@ -153,7 +153,7 @@ def _from_first_token(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, ke
     return Result(shift.back(out), predicted)
 
 
-def _by_first_token(call: Recall, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+def _by_first_token(call: RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
                     factor: float) -> Result:
     """Rows of a batch by the place of their first real token, from which renewals are counted."""
     if key_mask is None:
@@ -178,7 +178,7 @@ def _by_first_token(call: Recall, x: Tensor, y: Tensor, v: Tensor, key_mask: Ten
     return Result(*(torch.cat(both)[back] for both in zip(*parts)))
 
 
-def _result(call: "Both | Causal | Recall", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+def _result(call: "Both | CausalNearFar | RecallNearFar", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
             factor: float) -> Result:
     B, Hkv = y.shape[:2]
     x = x.unflatten(1, (Hkv, x.shape[1] // Hkv))
@@ -225,7 +225,8 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
 # ---- parts of the heads ----------------------------------------------------------------------------------------------
 
 
-def _computed(call: "Both | Causal", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def _computed(call: "Both | CausalNearFar", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None
+              ) -> tuple[Tensor, Tensor]:
     """A part of the heads at a time."""
     (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
     if call.native or torch.compiler.is_compiling() or transformed(x, y, v):
@@ -271,7 +272,7 @@ class _InParts(torch.autograd.Function):
         return None, None, None, *grads
 
 
-def _write_gradients(call: "Both | Causal", inputs: list[Tensor], keep: Tensor | None, chosen, grad: Tensor,
+def _write_gradients(call: "Both | CausalNearFar", inputs: list[Tensor], keep: Tensor | None, chosen, grad: Tensor,
                      totals: list[Tensor]) -> None:
     """Those of one part; what they need is gone before the next one."""
     with torch.enable_grad(), as_given(grad):

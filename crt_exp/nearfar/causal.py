@@ -17,7 +17,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, compute_dtype
 from crt_exp.nearfar.choice import (
     Cells,
-    Metric,
+    KeyMetric,
     Sizes,
     blocks,
     grouped,
@@ -40,14 +40,14 @@ from crt_exp.nearfar.engine.windows import gather
 class Codebook(NamedTuple):
     """What causal attention measures keys by and sorts them into: of earlier sequences."""
 
-    metric: Metric
+    metric: KeyMetric
     centres: Tensor   # (Z or 1, K, d), keys as they come; a copy of the first is no centre, there being too few
 
     def at(self, rows: slice) -> "Codebook":
         return Codebook(self.metric.at(rows), self.centres if len(self.centres) == 1 else self.centres[rows])
 
     def to(self, dtype: torch.dtype) -> "Codebook":
-        return Codebook(Metric(*(t.to(dtype) for t in self.metric)), self.centres.to(dtype))
+        return Codebook(KeyMetric(*(t.to(dtype) for t in self.metric)), self.centres.to(dtype))
 
     @property
     def measured(self) -> Tensor:
@@ -104,7 +104,7 @@ def kept_and_left(score: Tensor, b: int, heavy: int) -> Left:
 
 
 @dataclass(frozen=True)
-class Causal:
+class CausalNearFar:
     sizes: Sizes
     codebook: Codebook
     factor: float = 1.0             # in the C engine: of queries and keys as they are given

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     exact_until: int = 0
 
 
-class Metric(NamedTuple):
+class KeyMetric(NamedTuple):
     """What keys are measured by: constants of (Z or 1, ...)."""
 
     shift: Tensor   # c (., 1, d)
@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None) -> "Metric":
+    def of(cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None) -> "KeyMetric":
         """Of queries x (Z, n, d) and keys y (Z, S, d), those kept by masks (Z, n) and (Z, S); None: of no queries but
         as many as the keys, of either sign. Raises NotFinite where they are not finite (CPU)."""
         shift, keys = _mean(y, y_keep)
@@ -52,8 +52,8 @@ class Metric(NamedTuple):
         ridge = (RIDGE * size + torch.finfo(moments.dtype).tiny**0.5) * torch.eye(y.shape[-1]).to(moments)
         return cls(shift, tilt, torch.linalg.cholesky_ex(moments + ridge).L)
 
-    def at(self, rows: slice) -> "Metric":
-        return Metric(*(t if len(t) == 1 else t[rows] for t in self))
+    def at(self, rows: slice) -> "KeyMetric":
+        return KeyMetric(*(t if len(t) == 1 else t[rows] for t in self))
 
     def measured(self, y: Tensor, keep: Tensor) -> Tensor:
         """z (Z, S, d) of keys as they come; 0 for those that are not kept."""
@@ -161,7 +161,7 @@ class Choice(NamedTuple):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, y: Tensor, metric: Metric, heavy: int, cells: int, keep: Tensor | None) -> "Choice":
+    def of(cls, y: Tensor, metric: KeyMetric, heavy: int, cells: int, keep: Tensor | None) -> "Choice":
         """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy keys and cells than keys are taken."""
         z, w = y @ metric.root, metric.log_weights(y)
         score, places = largest(scores(z, w, keep), min(heavy, y.shape[1]))
@@ -205,28 +205,28 @@ def _log_phi(u: Tensor) -> Tensor:
     return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
 
 
-def weights(y: Tensor, metric: Metric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:
+def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:
     """u_j = exp(w_j - level of its cell) (Z, S), 0 outside the pool. level (Z or 1, K)."""
     w = metric.log_weights(y) - level.expand(len(y), -1).gather(1, cell)
     return torch.where(pool, torch.exp(w.clamp(max=STEEPEST)), 0.0)
 
 
 @torch.no_grad()
-def levels(y: Tensor, metric: Metric, choice: Choice) -> Tensor:
+def levels(y: Tensor, metric: KeyMetric, choice: Choice) -> Tensor:
     """The largest w of the keys of each cell (Z, K); 0 where it is empty."""
     w = metric.log_weights(y).masked_fill(~choice.pool, -torch.inf)
     highest = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(1, choice.cell, w, "amax")
     return torch.where(highest.isinf(), 0.0, highest)
 
 
-def moments(y: Tensor, u: Tensor, metric: Metric, cell: Tensor, centres: Tensor) -> Tensor:
+def moments(y: Tensor, u: Tensor, metric: KeyMetric, cell: Tensor, centres: Tensor) -> Tensor:
     """Of each key [u y, u |z - centre|^2, u] (Z, S, d + 2): what the sums over a cell are taken of."""
     apart = y @ metric.root - centres.expand(len(y), -1, -1).gather(1, cell.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
     u = u.unsqueeze(-1)
     return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
 
 
-def summed(sums: Tensor, metric: Metric, centres: Tensor, level: Tensor, mass: bool = True) -> Cells:
+def summed(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True) -> Cells:
     """Cells of sums (Z, n, K, d + 2) of `moments`. `mass`: with the factor 1 + tau / 2, which makes up to second order
     for e^(x.mu) being less than the mean of e^(x.y)."""
     N = sums[..., -1]
@@ -238,7 +238,7 @@ def summed(sums: Tensor, metric: Metric, centres: Tensor, level: Tensor, mass: b
     return Cells(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
 
 
-def sums_of_cells(y: Tensor, v: Tensor, metric: Metric, choice: Choice, level: Tensor) -> CellSums:
+def sums_of_cells(y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, level: Tensor) -> CellSums:
     """[u v, u] of each key (Z, S, dv + 1), and sums (Z, K, d + 2) of `moments` over the keys of each cell."""
     if not torch.compiler.is_compiling() and not transformed(y, v):
         constants = Constants(metric.tilt, metric.root, choice.centres, choice.cell, level, choice.pool)

@@ -15,7 +15,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_entries, check_inputs, compute_dtype, entries
 from crt_exp.attention.padding import first_kept
 from crt_exp.nearfar.causal import Codebook, codebook_cells, displaced, outer, slope
-from crt_exp.nearfar.choice import Metric, Sizes, moments, nearest, scores, weights
+from crt_exp.nearfar.choice import KeyMetric, Sizes, moments, nearest, scores, weights
 from crt_exp.nearfar.engine.block_sums import one_hot
 from crt_exp.nearfar.engine.constants import HIDDEN
 from crt_exp.nearfar.engine.sets import Weighted, plain_gather
@@ -139,7 +139,7 @@ class NearFarState:
         """Of all key heads of a batch."""
         (shift, tilt, root), centres = self.codebook.to(dtype)
         shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in (shift, tilt, root, centres))
-        return Codebook(Metric(shift, tilt, root), centres)
+        return Codebook(KeyMetric(shift, tilt, root), centres)
 
     def _add(self, y: Tensor, v: Tensor, key_mask: Tensor | None, done: list[int], sizes: list[int]) -> None:
         """Tokens done, ..., done + size - 1 of each row, within one block of it."""

@@ -22,7 +22,7 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.hints import Count, Whole, checked
 from crt_exp.nearfar.call import Result, by_rows, near_far_attention
 from crt_exp.nearfar.causal import Codebook
-from crt_exp.nearfar.choice import Metric, Sizes, centres_of
+from crt_exp.nearfar.choice import KeyMetric, Sizes, centres_of
 from crt_exp.nearfar.decoding import NearFarState
 from crt_exp.nearfar.engine.constants import AWAY
 from crt_exp.nearfar.past import RecallState
@@ -148,7 +148,7 @@ class NearFar(LinearAttention):
         """Of (batch Hkv, ...)."""
         self._say_uncalibrated()
         shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in self.clusters.params())
-        return Codebook(Metric(shift, tilt, root), centres)
+        return Codebook(KeyMetric(shift, tilt, root), centres)
 
     def set_open(self, open: int) -> None:
         """Opens so many keys from now on, in a causal layer that opens some; decoding states of before are refused."""
@@ -229,7 +229,7 @@ def preset_sizes(preset: str, block: int | None, heavy: int | None, cells: int |
 
 
 class Fitted(NamedTuple):
-    """What a codebook is made of, (Hkv, ., d): see `Metric` and `Codebook`."""
+    """What a codebook is made of, (Hkv, ., d): see `KeyMetric` and `Codebook`."""
 
     shift: Tensor
     tilt: Tensor
@@ -254,7 +254,7 @@ class CodebookMaker:
         x, y = torch.stack(queries), torch.stack(keys)      # as many of each head
         if not x.shape[1] or not y.shape[1]:
             return Fitted(*(t.expand(len(x), -1, -1).to(x) for t in self.unfitted(x.shape[-1])))
-        metric = Metric.of(x, y, None, None)
+        metric = KeyMetric.of(x, y, None, None)
         few = min(self.cells, y.shape[1])
         places = centres_of((y - metric.shift) @ metric.root, metric.log_weights(y - metric.shift), few)
         none = (places.abs() > AWAY / 2).any(-1, keepdim=True)     # more centres than vectors that differ

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map
 from crt_exp.attention.baselines import Buffer
 from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries
 from crt_exp.attention.padding import first_kept
-from crt_exp.nearfar.choice import Metric, Sizes
+from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import one_hot
 from crt_exp.nearfar.recall import (
     Epoch,
-    Recall,
+    RecallNearFar,
     Seen,
     epoch_cells,
     exactly,
@@ -73,11 +73,11 @@ class KeptInC(NamedTuple):
 
     blocks: int       # that are far
     room: int
-    metric: Metric
+    metric: KeyMetric
     kept: Tensor      # (Z, numbers), never changed where another state looks at it
 
     def of(self, heads: Tensor) -> "KeptInC":
-        return self._replace(metric=Metric(*(t[heads] for t in self.metric)), kept=self.kept[heads])
+        return self._replace(metric=KeyMetric(*(t[heads] for t in self.metric)), kept=self.kept[heads])
 
 
 class RecallState:
@@ -207,7 +207,7 @@ class RecallState:
             y, v, keep = self._tokens(rows, first)
             b = self.sizes.block
             if (S - T) // b < (S - 1) // b or until > S - T:                # in parallel
-                call = Recall(self.sizes)
+                call = RecallNearFar(self.sizes)
                 call = replace(call, native=call.in_c(x, y, v))
                 out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
             else:
@@ -239,7 +239,8 @@ class RecallState:
 
     def _in_c(self, x: Tensor) -> bool:
         keys, values = (buffer.tensor for buffer in self.buffers[:2])
-        return Recall(self.sizes).in_c(x, keys, values) and not (keys.shape[-1] % WHOLE or values.shape[-1] % WHOLE)
+        whole = not (keys.shape[-1] % WHOLE or values.shape[-1] % WHOLE)
+        return whole and RecallNearFar(self.sizes).in_c(x, keys, values)
 
     def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """The C engine takes a prompt at once, and goes on from what it knows after it."""

@@ -25,7 +25,7 @@ from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.nearfar.choice import (
     Cells,
-    Metric,
+    KeyMetric,
     Sizes,
     blocks,
     centres_of,
@@ -66,11 +66,11 @@ def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     return most | {"block": sizes.block, "until": renewals(sizes, 0)[0]}
 
 
-def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> Metric:
+def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
     """Of keys factor y (Z, S, d): of those that are far at the first renewal. The norm of root root^T, their second
     moments, is made 1: |x root|^2 tau is the variance of the logits of a query x over a cell shaped like all keys."""
     far = renewals(sizes, 0)[0] - sizes.block
-    metric = Metric.of(None, y[:, :far] * factor, None, None if keep is None else keep[:, :far])
+    metric = KeyMetric.of(None, y[:, :far] * factor, None, None if keep is None else keep[:, :far])
     size = torch.linalg.matrix_norm(metric.root @ metric.root.mT, keepdim=True)
     return metric._replace(root=metric.root * size.rsqrt())
 
@@ -78,7 +78,7 @@ def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0)
 class ChosenEpochs(NamedTuple):
     """Nothing where all queries see all earlier keys; the metric alone where the C engine does the rest."""
 
-    metric: Metric | None = None
+    metric: KeyMetric | None = None
     epochs: tuple["Epoch", ...] | list["Epoch"] = ()
 
 
@@ -87,7 +87,7 @@ class Epoch(NamedTuple):
 
     start: int        # the place of the renewal
     stop: int         # of the next one
-    metric: Metric
+    metric: KeyMetric
     heavy: Tensor     # (Z, n): places
     there: Tensor     # (Z, n): whether there are as many
     pool: Tensor      # (Z, start - b): which keys lie in cells
@@ -95,7 +95,7 @@ class Epoch(NamedTuple):
     centres: Tensor   # (Z, K, d), as z
 
     @classmethod
-    def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: Metric) -> "Epoch":
+    def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: KeyMetric) -> "Epoch":
         """Of keys y (Z, .., d), those before the window of the first block from `start` on; keep (Z, ..). Centres are
         of some of them, DRAWN to 2 DRAWN for each cell."""
         far = start - sizes.block
@@ -114,7 +114,7 @@ class Epoch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recall:
+class RecallNearFar:
     sizes: Sizes
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
     native: bool = False            # whether the C engine does it: `in_c`, asked once of all tensors of a call
@@ -158,7 +158,7 @@ class Recall:
         return torch.cat(parts, 2), predicted
 
     @torch.no_grad()
-    def _deviation(self, x: Tensor, metric: Metric, spread: Tensor) -> Tensor:
+    def _deviation(self, x: Tensor, metric: KeyMetric, spread: Tensor) -> Tensor:
         """Of the logits of the last queries (Z, G, L, d) over cells of that spread (Z,): (Z,)."""
         along = self.factor * x[:, :, -self.sizes.block:] @ metric.root.unsqueeze(1)
         return (along.square().sum(-1).mean((1, 2)) * spread).sqrt()

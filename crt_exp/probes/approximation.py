@@ -20,14 +20,15 @@ from crt_exp.bounds import ensemble_log_variance
 from crt_exp.bounds.coupling import couples
 from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
+from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import NearFar
 from crt_exp.nested import Nested
-from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.schema import Count, Positive, Several, Whole, checked
-from crt_exp.probes import layers
 from crt_exp.probes.base import check_estimates, planned
-from crt_exp.probes.captured import Layer, Pretrained, Synthetic, relative_error
+from crt_exp.probes.captured import LayerInputs, Pretrained, Synthetic, relative_error
 from crt_exp.probes.kernel import drawn, drawn_ratios, generator, log_relative_mse
+from crt_exp.samplers.bias import bias_record, bias_sentence
+from crt_exp.schema import checked
 
 DRAWS = 200      # of the noise, for sample variances
 PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
@@ -37,17 +38,22 @@ LENGTH = 1024    # of synthetic tensors
 SMALL = -60.0    # nats: a smaller relative MSE counts as this
 
 
+def is_measured_whole(mechanism: Mechanism) -> bool:
+    """Whether what its layers give is more than a feature map of which a probe could tell."""
+    return isinstance(mechanism.kind, type) and issubclass(mechanism.kind, NearFar)
+
+
 @checked("task")
 class Approximation:
     """task=approximation; see conf/task/approximation.yaml for the options.
 
     Records of four kinds: `heads`, one a layer: mean |x + y|^2, and each mechanism's log relative MSE by the closed
     forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error behind each layer; and a final
-    one at the largest m. Of near-far attention, which has no projections: see probes/layers.py.
+    one at the largest m. Of near-far attention, which has no projections: see `layer_records`.
     """
 
     metric, lower_is_better = "output_error", True
-    measures_whole = staticmethod(layers.is_measured_whole)
+    measures_whole = staticmethod(is_measured_whole)
 
     def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count,
                  scale: Positive, depth: Whole, model: str | None = None, text: str | None = None,
@@ -65,8 +71,8 @@ class Approximation:
         self.depth = model is not None or depth > 0
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        if layers.is_measured_whole(mechanism):
-            yield from layers.records(self.source, mechanism, self.samples, self.depth, seed, done)
+        if is_measured_whole(mechanism):
+            yield from layer_records(self.source, mechanism, self.samples, self.depth, seed, done)
             return
         check_estimates(mechanism)
         phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
@@ -127,7 +133,7 @@ class Approximation:
             errors.append(self.errors(phi, noise, layer, count, seed))
         return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
 
-    def errors(self, phi: FeatureMap, noise: Nested, layer: Layer, count: DenominatorCount,
+    def errors(self, phi: FeatureMap, noise: Nested, layer: LayerInputs, count: DenominatorCount,
                seed: int) -> dict[str, Tensor]:
         """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform
         attention: (H,) each."""
@@ -141,7 +147,7 @@ class Approximation:
             errors[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
         return errors
 
-    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: Layer, i: int,
+    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: LayerInputs, i: int,
                   seed: int) -> dict[str, Any]:
         """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed
         form for independent projections, by the exact one for coupled ones where there is one, and of DRAWS draws of
@@ -178,7 +184,7 @@ class Approximation:
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         if "m" not in last:
-            return layers.summary(self.source, records)
+            return layer_summary(self.source, records)
         errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
                   "the last hidden states": "hidden_error"}
         shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)
@@ -214,7 +220,7 @@ class Approximation:
         return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)
 
 
-def predicted_log_mse(phi: FeatureMap, layer: Layer, features: int, seed: int) -> list[float]:
+def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: int) -> list[float]:
     """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with so many features,
     independent projections."""
     x, y = random_pairs(layer, PREDICTED, generator(seed))
@@ -228,7 +234,7 @@ def estimates_softmax(phi: FeatureMap) -> bool:
     return torch.allclose(phi.log_kernel(x, y), (x * y).sum(-1))
 
 
-def random_pairs(layer: Layer, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Queries and keys (1, H, pairs, d), float64; with causal attention a key is not later than its query."""
     i = torch.randint(layer.x.shape[2], (pairs,), generator=g)
     offset = layer.y.shape[2] - layer.x.shape[2]
@@ -272,3 +278,67 @@ def _mean(values: list[float | None]) -> float | None:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+# ---- attention that is more than a feature map: near-far attention, with its sets of keys
+
+
+ERRORS = ("output_error", "uniform_error", "predicted_error")
+
+
+def layer_records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, depth: bool, seed: int,
+            done: list[dict]) -> Iterator[dict[str, Any]]:
+    """`layer`, one a layer: the error of its output, that of uniform attention, and the one predicted from far weights
+    and spreads of cells; `depth`: the error of the hidden states behind each layer; a final one with the means."""
+    rows, numbers = list(done), range(len(source.layers(0, seed)))
+    plan = [("layer", layer_errors, (source, mechanism, samples, i, seed)) for i in numbers]
+    plan += [("depth", depth_errors, (source, mechanism, samples, seed))] if depth else []
+    plan += [("test", layer_means, (rows,))]
+    yield from planned(plan, rows)
+
+
+def layer_errors(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, i: int, seed: int
+                 ) -> dict[str, Any]:
+    errors = [head_errors(source.layers(sample, seed)[i], mechanism) for sample in range(samples)]
+    stacked = {name: torch.stack([e[name] for e in errors]) for name in errors[0]}
+    means = {name: float(values.mean()) for name, values in stacked.items()}
+    return {"layer": i, "path": source.layers(0, seed)[i].path, **means,
+            **{f"{name}_heads": values.mean(0).tolist() for name, values in stacked.items()}}
+
+
+@torch.no_grad()
+def head_errors(layer: LayerInputs, mechanism: Mechanism) -> dict[str, Tensor]:
+    """(H,) each; a causal layer's codebook is of the same tensors."""
+    state = mechanism.layer(layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0).eval()
+    with state.calibration():
+        state(layer.x, layer.y, layer.v)
+    output = state(layer.x, layer.y, layer.v)
+    errors = {"output_error": relative_error(output, layer.output, (-2, -1))[0],
+             "uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
+    known = state.predicted is not None  # not of random features
+    return errors | ({"predicted_error": torch.full((layer.heads,), state.predicted)} if known else {})
+
+
+def depth_errors(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, seed: int) -> dict[str, Any]:
+    errors = source.hidden_errors(mechanism.layer, samples, seed).mean(0)
+    return {"hidden_error": float(errors[-1]), "hidden_error_by_layer": errors.tolist()}
+
+
+def layer_means(rows: list[dict]) -> dict[str, Any]:
+    layers = [row for row in rows if row["split"] == "layer"]
+    means = {name: sum(row[name] for row in layers) / len(layers) for name in ERRORS if name in layers[0]}
+    depth = next(({"hidden_error": row["hidden_error"]} for row in rows if row["split"] == "depth"), {})
+    return means | depth | {"final": True}
+
+
+def layer_summary(source: Synthetic | Pretrained, rows: list[dict]) -> str:
+    import pandas as pd
+
+    layer_rows = [row for row in rows if row["split"] == "layer"]
+    table = pd.DataFrame([{name: row[name] for name in ("layer", "path", *ERRORS) if name in row}
+                          for row in layer_rows])
+    last = rows[-1]
+    hidden = f", of the last hidden states {last['hidden_error']:.3g}" if "hidden_error" in last else ""
+    shown = table.to_string(index=False, float_format=lambda value: f"{value:.3g}")
+    return (f"{shown}\n{source}: relative error of the output {last['output_error']:.3g}, of uniform attention "
+            f"{last['uniform_error']:.3g}{hidden}")

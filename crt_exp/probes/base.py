@@ -1,4 +1,4 @@
-"""What a study gives the runner: a task that trains nothing."""
+"""What the runner takes of a probe: a task that trains nothing."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from crt_exp.mechanism import Mechanism
 
 
-class Study(Protocol):
+class Probe(Protocol):
     """A task without training: it measures, and yields records for metrics.jsonl.
 
     It may have `uses` and `inputs()`, as tasks that train do; `keep(records, directory)`, which leaves tables and
@@ -24,8 +24,8 @@ class Study(Protocol):
         """One line for the terminal."""
 
 
-class Series(Study):
-    """A study with a record for each of some `values` of what it is `over`, the key of records and their split."""
+class Series(Probe):
+    """A probe with a record for each of some `values` of what it is `over`, the key of records and their split."""
 
     over: str
     values: Sequence[Any]

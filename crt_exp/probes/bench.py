@@ -43,7 +43,7 @@ class Layers:
         return swap_layers(model, self.make, self.name, layers, saved=saved)
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of an attention layer: q (1, H, L, d), k and v (1, Hkv, L, ...), unscaled, and its output."""
 
     path: str
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     output: Tensor
 
     @classmethod
-    def of(cls, state: nn.Module, given: tuple, output: Tensor) -> "Call":
+    def of(cls, state: nn.Module, given: tuple, output: Tensor) -> "LayerCall":
         return cls(state.path, *given[:3], state.scaling, state.causal, output)
 
     def sums(self) -> Tensor:

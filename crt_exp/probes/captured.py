@@ -26,12 +26,12 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
-from crt_exp.probes.bench import Bench, Call, Layers
+from crt_exp.probes.bench import Bench, LayerCall, Layers
 from crt_exp.swap.swap import LayerMaker
 
 
 @dataclass
-class Layer:
+class LayerInputs:
     """One call of an attention layer."""
 
     path: str
@@ -89,7 +89,7 @@ class Synthetic:
     def __str__(self):
         return f"N(0, {self.scale}^2), L = {self.length}, {self.heads} heads, d = {self.d}"
 
-    def layers(self, sample: int, seed: int) -> list[Layer]:
+    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return [_normal(self.length, self.heads, self.d, self.scale, self.turn, sample, seed)]
 
     def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
@@ -153,12 +153,12 @@ def branches(model: Transformer, h: Tensor, given: Mapping[int, nn.Module]) -> B
 
 
 @lru_cache(maxsize=64)
-def _normal(length: int, heads: int, d: int, scale: float, turn: float | None, sample: int, seed: int) -> Layer:
+def _normal(length: int, heads: int, d: int, scale: float, turn: float | None, sample: int, seed: int) -> LayerInputs:
     g = torch.Generator().manual_seed(1000 * seed + sample)
     q, k, v = torch.randn(3, 1, heads, length, d, generator=g)
     if turn is not None:
         q = math.cos(turn) * k + math.sin(turn) * q
-    return Layer("synthetic", scale * q / d**0.25, scale * k / d**0.25, v)
+    return LayerInputs("synthetic", scale * q / d**0.25, scale * k / d**0.25, v)
 
 
 @lru_cache(maxsize=1)
@@ -215,7 +215,7 @@ class Pretrained(Bench):
         self.name, self.inputs = model, tokenize(load_tokenizer(model, tokenizer), words, loaded, text, length)
         super().__init__(loaded, training=[dict(self.inputs)])
         self.chosen = layers if layers is None or isinstance(layers, int) else list(layers)
-        calls, self.states = self.watched(self.inputs, Call.of, self.chosen)
+        calls, self.states = self.watched(self.inputs, LayerCall.of, self.chosen)
         self.captured = [_layer_of(each) for each in calls]
         if not self.captured:
             raise ValueError(f"task.model={model}: none of the attention layers ran on this text")
@@ -224,7 +224,7 @@ class Pretrained(Bench):
         first = self.captured[0]
         return f"{self.name}, L = {first.x.shape[2]}, {first.x.shape[1]} heads, d = {first.x.shape[3]}"
 
-    def layers(self, sample: int, seed: int) -> list[Layer]:
+    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return self.captured
 
     def run(self, piece: Mapping[str, Tensor]) -> list[Tensor]:
@@ -253,9 +253,9 @@ class Pretrained(Bench):
         self.fit(studied)
 
 
-def _layer_of(call: Call) -> Layer:
+def _layer_of(call: LayerCall) -> LayerInputs:
     root = call.scaling**0.5
-    return Layer(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
+    return LayerInputs(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
 
 
 def words_of(path: str | Path) -> str:

@@ -48,5 +48,17 @@ def means(draws: Iterable[Draw], metric: str, table: str, arms: Sequence[str], c
             yield moved(replace(each[0], unit=model, value=value, seconds=""), into)
 
 
+def shares(draws: Sequence[Draw], metric: str, of: str, table: str) -> Iterator[Draw]:
+    """A metric `of` each arm over its mean of exact attention, of the seeds that all arms of a setting have."""
+    test = [draw for draw in draws if draw.table == table and draw.metric == of]
+    for setting in dict.fromkeys(draw.setting for draw in test):
+        here = [draw for draw in test if draw.setting == setting]
+        seeds = [{draw.unit for draw in here if draw.arm == arm} for arm in {draw.arm for draw in here}]
+        ours = [draw for draw in here if draw.unit in set.intersection(*seeds)]
+        exact = [draw.value for draw in ours if draw.arm == "exact"]
+        for draw in ours:
+            yield replace(draw, metric=metric, value=draw.value * len(exact) / sum(exact), seconds="")
+
+
 def moved(draw: Draw, into: Mapping[str, str]) -> Draw:
     return replace(draw, setting=into[draw.setting], unit=f"{draw.setting}, {draw.unit}")

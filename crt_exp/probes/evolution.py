@@ -8,31 +8,129 @@ rollouts. Ranks take the place of returns, and Adam ascends
 
 A generation depends on its number, the seed and the state before it alone, so that a run that was stopped goes on bit
 for bit.
+
+What is played together decides the shape of every product and so its rounding: groups are of a fixed size, whatever the
+number of processes, and each process uses one thread. So the returns do not depend on how many processes there are.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from crt_exp.runner import checkpoint
-from crt_exp.samplers import orthogonal
+from crt_exp.environments.base import Environment, Observation
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.implicit_policy import ImplicitPolicy
+from crt_exp.probes.cells import without_interrupts
 from crt_exp.probes.kernel import generator
-from crt_exp.probes.rollouts import Player, play_all
+from crt_exp.runner import checkpoint
+from crt_exp.runner.ending import Stopped
+from crt_exp.samplers import orthogonal
+from crt_exp.times import threads
 
 CHECKPOINTS = "checkpoints"                              # within the run directory
 SPLITS = {"train": 0, "validation": 1, "test": 2}        # no rollout of one is one of another
 BETAS, EPS = (0.9, 0.999), 1e-8                          # of Adam
 
 
+# ---- rollouts, several at once in step with one another, in this process or in others
+
+
+DROPPED = float("nan")  # the return of a rollout with an observation or a reward that is not finite
+
+
 @dataclass(frozen=True)
-class Plan:
+class Player:
+    """Who plays where: a class of environments with its options, a policy, and the attention in it. policy None: each
+    action is drawn, uniformly, from the seed of its rollout."""
+
+    world: type
+    options: tuple[tuple[str, Any], ...]
+    policy: ImplicitPolicy | None
+    mechanism: Mechanism
+
+    def made(self) -> Environment:
+        return self.world(**dict(self.options))
+
+
+@functools.lru_cache(maxsize=2)
+def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
+    """Environments and the layer that ranks patches, made once in each process: what they play leaves no trace."""
+    layer = player.policy.layer(player.mechanism) if player.policy else None
+    return [player.made() for _ in range(count)], layer
+
+
+def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
+    """The return of each row of thetas (B, N) in the rollout of its seed; DROPPED where it met what is not finite."""
+    with threads(1):
+        worlds, layer = prepared(player, len(seeds))
+        seen = [world.reset(seed) for world, seed in zip(worlds, seeds)]
+        draws = [np.random.default_rng([seed, 1]) for seed in seeds]
+        returns, going = np.zeros(len(seeds)), np.ones(len(seeds), bool)
+        while going.any():
+            for i in np.flatnonzero(going):
+                if not finite(seen[i]):
+                    returns[i], going[i] = DROPPED, False
+                    seen[i] = Observation(*map(np.zeros_like, seen[i]))
+            actions = decided(player, layer, thetas, seen, draws)
+            for i in np.flatnonzero(going):
+                seen[i], reward, ended = worlds[i].step(actions[i])
+                returns[i] += reward
+                going[i] = not ended and np.isfinite(reward)
+    return [value if np.isfinite(value) else DROPPED for value in returns.tolist()]
+
+
+def decided(player: Player, layer: Any, thetas: Tensor, seen: Sequence[Observation], draws: Sequence) -> np.ndarray:
+    if player.policy is None:
+        return np.stack([draw.uniform(-1, 1, player.world.actions) for draw in draws])
+    images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*seen))
+    return player.policy.act(layer, thetas, images, states).numpy()
+
+
+def finite(seen: Observation) -> bool:
+    return bool(np.isfinite(seen.image).all() and np.isfinite(seen.state).all())
+
+
+def play_all(player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int) -> list[list[float]]:
+    """The returns of every row of thetas (P, N) in every seed, by row, `together` rows at a time.
+
+    Raises Stopped where a process that plays has died.
+    """
+    groups = thetas.split(together)
+    calls = [(player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)) for group in groups]
+    if min(workers, len(calls)) == 1:
+        returns = [play(*call) for call in calls]
+    else:
+        returns = in_processes(calls, workers)
+    flat = [value for group in returns for value in group]
+    return [flat[i:i + len(seeds)] for i in range(0, len(flat), len(seeds))]
+
+
+def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
+    from joblib.externals.loky.process_executor import BrokenProcessPool
+
+    try:
+        with without_interrupts():
+            return joblib.Parallel(n_jobs=workers, batch_size=1)(joblib.delayed(play)(*call) for call in calls)
+    except BrokenProcessPool:
+        raise Stopped("a process that plays rollouts has died (killed, or out of memory); the generations that ended "
+                      "are kept: continue with resume=auto, with fewer task.workers where memory was short",
+                      1) from None
+
+
+# ---- evolution strategies
+
+
+@dataclass(frozen=True)
+class Search:
     """population: members of a generation, an even number. rollouts: of each member. evaluated, tested: rollouts of
     theta itself every `evaluate_every` generations and at the end. together: members that one process plays at once."""
 
@@ -113,7 +211,7 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
     state.theta = state.theta + size * first / (second.sqrt() + EPS)
 
 
-def evolve(plan: Plan, player: Player, seed: int, done: int, directory: Path | None) -> Iterator[dict[str, Any]]:
+def evolve(plan: Search, player: Player, seed: int, done: int, directory: Path | None) -> Iterator[dict[str, Any]]:
     """The records of a run: of each generation, of evaluations on validation, of the test at the end. The first `done`
     are in the run directory, which also keeps the state that the run goes on from.
 
@@ -140,7 +238,7 @@ def begun(player: Player, seed: int) -> State:
     return State(theta, torch.zeros(2, len(theta)))
 
 
-def trained(plan: Plan, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
+def trained(plan: Search, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
     """Takes the step of a generation, and says how it went."""
     eps = directions(seed, number, plan.population // 2, len(state.theta))
     seeds = seeds_of("train", seed, number, plan.rollouts)
@@ -157,13 +255,13 @@ def trained(plan: Plan, player: Player, state: State, seed: int, number: int) ->
             "norm": float(state.theta.norm())}
 
 
-def checked(plan: Plan, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
+def checked(plan: Search, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
     """The evaluation on validation that is due after a generation."""
     if (number + 1) % plan.evaluate_every == 0:
         yield tested(plan, player, state, seed, "validation", plan.evaluated, number + 1)
 
 
-def tested(plan: Plan, player: Player, state: State, seed: int, split: str, count: int,
+def tested(plan: Search, player: Player, state: State, seed: int, split: str, count: int,
            step: int | None = None) -> dict[str, Any]:
     """Rollouts of theta itself, the same ones at every step."""
     seeds = seeds_of(split, seed, 0, count)

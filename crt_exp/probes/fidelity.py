@@ -13,9 +13,10 @@ import torch
 
 from crt_exp import mechanism_text
 from crt_exp.config import ConfigError
+from crt_exp.hints import Count, Several
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
-from crt_exp.schema import Count, Several, checked
+from crt_exp.schema import checked
 from crt_exp.probes.base import planned
 from crt_exp.probes.bench import medians
 from crt_exp.probes.bench_pieces import TextBench
@@ -29,7 +30,7 @@ NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attenti
 WARM = 128                                   # tokens of the call before memory is measured
 
 
-class Arm(NamedTuple):
+class Candidate(NamedTuple):
     """An attention as it is written, "window block=32 first=16", and its projections, of which the text says nothing;
     None where it has none."""
 
@@ -48,7 +49,7 @@ class Arm(NamedTuple):
         return Mechanism.parse(self.text, m=self.m, seed=seed)
 
 
-def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
+def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Candidate]:
     """Each attention with each m: its own alone where its text names one, and once where it has none. Raises
     ConfigError for empty and unknown ones, and twice the same."""
     arms = []
@@ -56,7 +57,7 @@ def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Arm]:
         draws = Mechanism.parse(text, seed=0).draws
         name, options = mechanism_text.read(text)
         own = [options.pop("m")] if "m" in options else ms if draws else [None]
-        arms += [Arm(mechanism_text.write(name, options), m) for m in own]
+        arms += [Candidate(mechanism_text.write(name, options), m) for m in own]
     if len(set(arms)) < len(arms):
         raise ConfigError(f"task.attentions or task.ms names something twice: {[arm.label for arm in arms]}")
     return arms
@@ -108,7 +109,7 @@ class Fidelity:
             with subject.swapped(arm.mechanism()):
                 pass
 
-    def draws_of(self, arm: Arm) -> int:
+    def draws_of(self, arm: Candidate) -> int:
         """One where nothing is drawn."""
         return self.draws if arm.mechanism().draws else 1
 
@@ -156,8 +157,8 @@ def of_heads(subject: Subject, i: int) -> dict[str, Any]:
     return {"layer": i, "path": calls[0].path, "heads": len(sums), "mean_sq_sum": sums}
 
 
-def of_swap(subject: Subject, arm: Arm, draw: int, seed: int) -> dict[str, Any]:
-    """Means over texts for each layer; `_texts`: of the last layer, for each text."""
+def of_swap(subject: Subject, arm: Candidate, draw: int, seed: int) -> dict[str, Any]:
+    """Means over texts for each layer, and under keys that end in "_texts" those of the last layer for each text."""
     measured = subject.measured(arm.mechanism(1000 * seed + draw))
     record = {"attention": arm.text, "m": arm.m, "draw": draw,
               "attention_error_layers": measured["attention"].mean(0).tolist(),
@@ -167,7 +168,7 @@ def of_swap(subject: Subject, arm: Arm, draw: int, seed: int) -> dict[str, Any]:
     return record | ({"above_texts": measured["above"].tolist()} if "above" in measured else {})
 
 
-def mean_of(arm: Arm, rows: list[dict]) -> dict[str, Any]:
+def mean_of(arm: Candidate, rows: list[dict]) -> dict[str, Any]:
     """Over texts, each text's mean over draws; `_ci95`: half-widths over texts."""
     record = {"label": arm.label, "attention": arm.text, "m": arm.m, "draws": len(rows)}
     for key, name in (("attention_error_texts", "attention_error"), ("hidden_error_texts", "hidden_error"),

@@ -19,8 +19,9 @@ from crt_exp.attention.blocked import together
 from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
+from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.mechanism import Mechanism
-from crt_exp.schema import Count, Positive, Several, at_least, checked
+from crt_exp.schema import checked
 from crt_exp.probes.base import Series
 from crt_exp.probes.kernel import (angles_of, at_angles, drawn, generator, log_relative_mse,
                                    squared_errors)

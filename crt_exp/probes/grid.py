@@ -1,8 +1,8 @@
 """The driver of what measures: a page's file holds settings, arms, swept values and seeds, and this their product.
 
 A probe is `probe(arm, **setting, seed) -> rows` and knows no cells, files or pages. It is a class made of the setting
-whose `records(mechanism, seed)` yields rows, a study that task=... runs as well, or a function, whose arm is what the
-file says: a name of what is compared.
+whose `records(mechanism, seed)` yields rows (a `Probe` of base.py is one that task=... runs as well), or a function,
+whose arm is what the file says: a name of what is compared.
 """
 
 import hashlib

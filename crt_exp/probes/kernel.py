@@ -18,11 +18,12 @@ from torch import Tensor
 from crt_exp.data.tabular import file_of, load
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
+from crt_exp.hints import Count, NotNegative, Positive, Several, at_least, at_most
 from crt_exp.mechanism import Mechanism
 from crt_exp.nested import Nested
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios, measured_bias
 from crt_exp.samplers.blocks import haar
-from crt_exp.schema import Count, NotNegative, Positive, Several, at_least, at_most, checked
+from crt_exp.schema import checked
 from crt_exp.probes.base import Series, check_estimates
 from crt_exp.probes.uci import scaler
 
@@ -135,7 +136,7 @@ def largest_of_mean(theta: Tensor, r: float) -> float:
 # ---- of samplers
 
 
-class Bias:
+class KernelBias:
     """Mean estimate over the exact kernel under a sampler, and its standard error, at x = y = e_1 and at a spread x = y
     of the same length."""
 

@@ -33,7 +33,7 @@ from crt_exp.models import lstm
 from crt_exp.nested import Nested
 from crt_exp.runner.configuration import kept_task
 from crt_exp.runner.run import read_records
-from crt_exp.probes.predicted import typical_pair
+from crt_exp.probes.variance import typical_pair
 from crt_exp.tasks.base import Reader
 from crt_exp.times import Watch, added
 

@@ -28,7 +28,7 @@ class Failed(ValueError):
     """A run ended with an error."""
 
 
-class Diverged(Failed):
+class DivergedRun(Failed):
     """A run whose loss was not finite."""
 
     @property
@@ -112,7 +112,7 @@ def flat(options: Sequence[str | Sequence[str]]) -> list[str]:
 def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     """`python -m crt_exp` with these arguments and the logger LOGGER, or none: all its records, the last of them final.
 
-    Raises Failed, or Diverged, with the arguments and the output of the run where it ends with an error.
+    Raises Failed, or DivergedRun, with the arguments and the output of the run where it ends with an error.
     """
     from crt_exp.train import main
 
@@ -123,7 +123,7 @@ def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
             main()
     except SystemExit as stop:
         if stop.code:
-            failure = Diverged if stop.code == DIVERGED_CODE else Failed
+            failure = DivergedRun if stop.code == DIVERGED_CODE else Failed
             raise failure(f"{' '.join(sys.argv)}: {output.getvalue().strip()}") from None
     finally:
         sys.argv = argv

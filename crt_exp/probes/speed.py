@@ -28,9 +28,10 @@ from crt_exp.attention import (
 from crt_exp.config import choices
 from crt_exp.drawing import colour, colour_by_rule, label, label_ends, new_figure, plain_ticks, save_figure
 from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics, TrigRF
+from crt_exp.hints import Count, Several
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
-from crt_exp.schema import Count, Several, checked
+from crt_exp.schema import checked
 from crt_exp.probes.base import Series
 from crt_exp.times import Watch, added, by_part, in_turns, milliseconds, ratio
 from crt_exp.whole_files import write_rows

@@ -17,7 +17,7 @@ from crt_exp.data import text as data
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.probes.bench import Call, Swap
+from crt_exp.probes.bench import LayerCall, Swap
 from crt_exp.probes.bench_pieces import HEADS, MASKED, NEXT, SHARE, TextBench, nats  # bare encoders predict nothing
 from crt_exp.probes.captured import load_tokenizer, positions, relative_error
 from crt_exp.swap.calibration import learns
@@ -63,7 +63,7 @@ class Subject(TextBench):
 
         super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
                          pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
-        self.calls: list[list[Call]] = []
+        self.calls: list[list[LayerCall]] = []
         self.exact = [self.captured(i) for i in range(texts)]
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Subject(TextBench):
     def captured(self, i: int) -> Pass:
         """The exact model on text i; the calls of its attention layers are kept in `calls`."""
         exact = self.read(i)
-        self.calls.append(self.watched(self.rows[i:i + 1], Call.of)[0])
+        self.calls.append(self.watched(self.rows[i:i + 1], LayerCall.of)[0])
         return exact
 
     # ---- other attention

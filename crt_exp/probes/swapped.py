@@ -1,6 +1,7 @@
-"""A kept run with other attention and without training: its losses, and how far its layers are from exact attention.
+"""A trained model with other attention and without training: its losses, and how far its layers are from exact
+attention; on texts, and on heads that are drawn from its moments; and what answers without a model.
 
-The run is one of any task, with exact attention; its weights are put into the other as task.init does it.
+Models are kept runs with exact attention; their weights are put into the other as task.init does it.
 """
 
 import math
@@ -14,13 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from crt_exp.attention import exact_attention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.data import images
+from crt_exp.data import glue, images
+from crt_exp.data.text import official_file
 from crt_exp.features import SDERF
 from crt_exp.mechanism import Mechanism
-from crt_exp.runner.configuration import kept_task
+from crt_exp.metrics import METRICS
+from crt_exp.probes import fidelity
 from crt_exp.probes.bench import looked_at
-from crt_exp.probes.predicted import predicted_errors
+from crt_exp.probes.captured import relative_error
+from crt_exp.probes.subject import Subject
+from crt_exp.probes.variance import predicted_errors
+from crt_exp.runner.configuration import kept_task
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.times import Watch, added
 
@@ -145,3 +152,130 @@ def classified(arm: str, start: str, pixels: int, count: int, batch: int, seed: 
     return {"accuracy": (scores.argmax(-1) == labels).double().mean().item(), "images": len(labels),
             "loss": F.cross_entropy(scores, labels).item(), "ms_image": float(np.median(times[1:] or times)),
             "mib": mib, "tokens": model.patch_embed.num_patches}
+
+
+# ---- models of texts: every attention reads the same texts with the same masks
+
+
+@lru_cache(maxsize=2)
+def subject(start: str, split: str, calibration: str | None, length: int | None, texts: int,
+            calibration_texts: int = 1) -> Subject:
+    """The model of a run on texts of WikiText-2; length: by default that of its rows."""
+    fitted = None if calibration is None else str(official_file("wikitext2", calibration))
+    return Subject(start, str(official_file("wikitext2", split)), fitted, None, length or kept_task(start).block, texts,
+                   calibration_texts, seed=0, cache_dir="outputs/texts/tokens")
+
+
+def errors(arm: str, start: str, texts: Mapping[str, Any], seed: int, draws: int = 0, window: tuple = (0, np.inf)
+           ) -> Row:
+    """Of an attention: `above`, `hidden_error`, `attention_error` and `cosine`, of each text; the latter two errors of
+    each layer under `_layers`; `cost`, the mean of `above`. Of the model itself: `S`, `S_least` and `S_largest`, mean
+    |x + y|^2 over heads of each layer; `share`, of all heads whose |x + y|^2 lies in the window; `exact`, its loss.
+
+    texts: arguments of `subject`. draws: of the noise, of which means are taken; 0: one, with the cell's seed. The x of
+    what is given for each layer is `layers`, and `no_unit` is an empty unit.
+    """
+    read = subject(start, **texts)
+    made = [fidelity.of_swap(read, fidelity.Candidate(arm, None), draw, 0)
+            for draw in (range(draws) if draws else [seed])]
+    means = {key: np.mean([each[key] for each in made], 0).tolist() for key in made[0]
+             if key.endswith(("_texts", "_layers"))}
+    S = [fidelity.of_heads(read, i)["mean_sq_sum"] for i in range(len(read.calls[0]))]
+    inside = [window[0] <= each <= window[1] for layer in S for each in layer]
+    return {**{key.removesuffix("_texts"): value for key, value in means.items()}, "layers": [*range(len(S))],
+            "cost": float(np.mean(means.get("above_texts", np.nan))), "S": [float(np.mean(each)) for each in S],
+            "S_least": [min(each) for each in S], "S_largest": [max(each) for each in S],
+            "share": float(np.mean(inside)), "exact": float(np.mean([each.loss for each in read.exact])), "no_unit": ""}
+
+
+def unigram(arm: str, start: str, seed: int) -> Row:
+    """`loss` on the held-out text, nats, of predicting every token by its frequency in the training text."""
+    task = kept_task(start)
+    known, asked = (np.bincount(task.blocks[split].ravel(), minlength=len(task.tokenizer))
+                    for split in ("train", "validation"))
+    for counts in (known, asked):
+        counts[task.tokenizer.all_special_ids] = 0  # which are never asked for
+    logs = np.log((known + 1) / (known.sum() + len(known)))
+    return {"loss": float(-(asked * logs).sum() / asked.sum())}
+
+
+# ---- heads drawn from normal laws with the moments of the model's own queries, keys and values
+
+
+def matched(arm: str, start: str, texts: Mapping[str, Any], length: int, seed: int, cells: int = 0) -> Row:
+    """Relative error of the output, bidirectional, a number a layer. Tokens are independent: nothing is near. cells: of
+    near-far attention at the length of the texts; they grow as the root of `length`."""
+    if cells:
+        arm += f" cells={8 * round(cells * (length / texts['length']) ** 0.5 / 8)}"
+    errors = []
+    for number, laws in enumerate(moments(start, **texts)):
+        generator = torch.Generator().manual_seed(10_000 * seed + number)
+        q, k, v = (normal(mean, root, length, generator) for mean, root in laws)
+        heads, d = q.shape[1], q.shape[3]
+        with torch.no_grad():
+            layer = Mechanism.parse(arm, seed=seed).layer(heads, d, layer=number).eval()
+            exact = exact_attention(q / d**0.25, k / d**0.25, v)
+            errors.append(float(relative_error(layer(q, k, v), exact)))
+    return {"attention_error": errors}
+
+
+@lru_cache(maxsize=2)
+def moments(start: str, **texts: Any) -> list[list[tuple[Tensor, Tensor]]]:
+    """Of q, k and v of each layer: mean (1, H, 1, d) and root of the covariance (1, H, d, d), over texts and tokens."""
+    calls = subject(start, **texts).calls
+    return [[law(torch.cat([getattr(of_text[i], name) for of_text in calls], 2)) for name in ("q", "k", "v")]
+            for i in range(len(calls[0]))]
+
+
+def law(t: Tensor) -> tuple[Tensor, Tensor]:
+    mean = t.double().mean(2, keepdim=True)
+    centred = t.double() - mean
+    values, vectors = torch.linalg.eigh(centred.mT @ centred / t.shape[2])
+    return mean, vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+
+
+def normal(mean: Tensor, root: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """(1, H, length, d) float32."""
+    drawn = torch.randn(1, mean.shape[1], length, mean.shape[3], generator=generator, dtype=torch.float64)
+    return (mean + drawn @ root.mT).float()
+
+
+# ---- answers to the tasks of GLUE without a model
+
+
+CUTS = 101         # quantiles of the overlap among which a class task chooses its cut
+
+
+def scores(arm: str, data: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Of each way to answer (`arm`), the task's metric, as a fraction, under its name."""
+    metric = glue.TASKS[data].metrics[0]
+    for name, (answers, labels) in answers_of(data).items():
+        yield {"arm": name, metric: float(METRICS[metric](answers, labels))}
+
+
+def answers_of(data: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+    """Control -> its answers on the dev split, and the right ones."""
+    train, dev = (glue.load(data, split) for split in ("train", "dev"))
+    classes = bool(glue.TASKS[data].names)
+    usual = int(np.bincount(train.labels).argmax()) if classes else float(np.mean(train.labels))
+    made = {"majority class": ([usual] * len(dev), list(dev.labels))}
+    if dev.sentence2 is not None:
+        shared = overlaps(dev)
+        answers = cut(data, overlaps(train), train.labels, shared) if classes else shared.tolist()
+        made["word overlap"] = (answers, list(dev.labels))
+    return made
+
+
+def overlaps(examples: glue.Examples) -> np.ndarray:
+    """Words of both sentences over words of either, (n,)."""
+    words = [[set(text.lower().split()) for text in texts] for texts in (examples.sentence1, examples.sentence2)]
+    return np.array([len(a & b) / max(1, len(a | b)) for a, b in zip(*words)])
+
+
+def cut(data: str, shared: np.ndarray, labels: Sequence[int], dev: np.ndarray) -> list[int]:
+    """Classes of the dev split by whether the overlap lies above the cut, and in the sense, that are best in training;
+    of three classes the first two alone."""
+    metric, cuts = METRICS[glue.TASKS[data].metrics[0]], np.quantile(shared, np.linspace(0, 1, CUTS))
+    tried = [(metric((shared > at) == high, labels), at, high) for at in cuts for high in (True, False)]
+    _, at, high = max(tried)
+    return ((dev > at) == high).astype(int).tolist()

@@ -231,7 +231,7 @@ def train(overrides: list[str], sources: list[str], kept: bool = False) -> dict[
     texts.prepare(overrides)
     try:
         records = home.kept(overrides) if kept else home.passing([*overrides, "trainer.keep=1"])
-    except runs.Diverged as failure:
+    except runs.DivergedRun as failure:
         return {"diverged": failure.reason}
     curve = [record for record in records if record["split"] in VALIDATION and not record.get("final")]
     return {"curve": curve, "last": records[-1]}

@@ -1,11 +1,14 @@
-"""Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables.
+"""Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables; and the time that
+estimators of features take.
 
-For each random split the bandwidth sigma is tuned on the validation part;
-the test part is read once, with the best one.
+For each random split the bandwidth sigma is tuned on the validation part; the test part is read once, with the best
+one. A unit of Table 1 is a split, whose value is the mean over draws of the noise.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,17 +16,23 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.exceptions import DataDimensionalityWarning
+from sklearn.kernel_approximation import Nystroem, RBFSampler
 from tqdm import tqdm
 
+from crt_exp.config import choices, construct
 from crt_exp.data import own_table
 from crt_exp.data.tabular import file_of, load
 from crt_exp.features import Statistics
+from crt_exp.hints import Count, Positive, Several, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
+from crt_exp.probes.cells import Draw
 from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
-from crt_exp.schema import Count, Positive, Several, above, below, checked
+from crt_exp.schema import checked
+from crt_exp.times import by_part, geometric_mean, in_turns, milliseconds
 
 CONSTANT = "constant"  # the key of records for the score without a fit
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
@@ -195,3 +204,117 @@ def scaler(train: np.ndarray, kind: str):
 def _filled(x: np.ndarray, means: np.ndarray | None) -> np.ndarray:
     """With means in the place of missing values."""
     return x if means is None else np.where(np.isnan(x), means, x)
+
+
+# ---- Table 1: every map, scikit-learn's, and controls
+
+
+PEERS = {"RBFSampler": RBFSampler, "Nystroem": Nystroem}
+CHOICE, AVERAGE = "the choice of validation", "average"
+
+
+class Accuracies(UCI):
+    """Accuracy and validation, in percent, of each split, and sigma of each draw.
+
+    peer: a name of PEERS, or "majority", in the place of the mechanism's map; columns: of a peer.
+    """
+
+    def __init__(self, dataset: str, coding: str, split: Sequence[float], sigmas: Sequence[float], repeats: int,
+                 draws: int = 1, peer: str | None = None, columns: int = 0):
+        super().__init__(dataset, coding, "standard", split, repeats, sigmas, draws)
+        self.peer, self.columns = peer, columns
+
+    def records(self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()) -> Iterator[dict[str, Any]]:
+        found = [record for record in super().records(mechanism, seed, done) if record["split"] == "split"]
+        means = {ours: np.reshape([100 * record[theirs] for record in found], (self.repeats, -1)).mean(1).tolist()
+                 for ours, theirs in (("accuracy", "accuracy"), ("validation", "validation_accuracy"))}
+        yield means | {"sigma": [record["sigma"] for record in found]}
+
+    def draws_of(self, mechanism: Mechanism) -> int:
+        return super().draws_of(mechanism) if self.peer is None else self.draws
+
+    def estimator(self, mechanism: Mechanism, sigma: float, seed: int) -> Any:
+        if self.peer is None:
+            return super().estimator(mechanism, sigma, seed)
+        if self.peer == "majority":
+            return DummyClassifier(strategy="most_frequent")
+        return PeerClassifier(PEERS[self.peer](gamma=sigma**2 / 2, n_components=self.columns, random_state=seed))
+
+
+class PeerClassifier:
+    """The largest kernel sum, as KernelRegressionClassifier, with features Z of a scikit-learn transformer."""
+
+    def __init__(self, transformer):
+        self.transformer = transformer
+
+    def fit(self, X, y):
+        self.classes = np.unique(y)
+        self.state = self.transformer.fit_transform(X).T @ (y[:, None] == self.classes).astype(X.dtype)
+        return self
+
+    def score(self, X, y) -> float:
+        best = (self.transformer.transform(X) @ self.state).argmax(1)
+        return float((self.classes[best] == y).mean())
+
+
+# ---- what follows of all draws
+
+
+def chosen(draws: Sequence[Draw]) -> Iterator[Draw]:
+    """The test accuracy of each split's own choice of map and coding ("car", or "car, onehot"), which its validation
+    part makes; of the first of equals."""
+    valid: dict[tuple[str, Any], list[Draw]] = {}
+    tested = {(draw.setting, draw.arm, draw.unit): draw for draw in draws if draw.metric == "accuracy"}
+    for draw in draws:
+        if draw.metric == "validation" and draw.arm in choices("features"):
+            valid.setdefault((draw.setting.partition(", ")[0], draw.unit), []).append(draw)
+    for (dataset, unit), each in valid.items():
+        best = max(each, key=lambda draw: draw.value)
+        yield replace(tested[best.setting, best.arm, unit], setting=dataset, arm=CHOICE, seconds="")
+
+
+def averages(draws: Sequence[Draw]) -> Iterator[Draw]:
+    """Over all data sets, with categories in documented order, of the splits that all have."""
+    of: dict[tuple[str, Any], list[Draw]] = {}
+    for draw in draws:
+        if draw.metric == "accuracy" and ", " not in draw.setting:
+            of.setdefault((draw.arm, draw.unit), []).append(draw)
+    most = max(map(len, of.values()))
+    for each in of.values():
+        if len(each) == most:
+            yield replace(each[0], setting=AVERAGE, value=float(np.mean([draw.value for draw in each])), seconds="")
+
+
+# ---- times of estimators of features
+
+
+def estimators(arms: Mapping[str, Mapping[str, Any]], rows: int, columns: int, dtype: str, rounds: int, rest: float,
+               seed: int) -> Iterator[dict[str, Any]]:
+    """arm, fit, transform: the geometric means over rounds, which go on where those of the seed before ended.
+
+    arms: of scikit-learn's estimators, `_target_` and arguments; "features" is the mechanism of RandomFeatures. rest:
+    seconds between timings, in which the threads of the library before stop spinning.
+    """
+    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # a projection may widen its input as maps do
+    X = np.random.default_rng(0).normal(size=(rows, columns)).astype(dtype)
+    models = {name: estimator(**given) for name, given in arms.items()}
+    for model in models.values():
+        model.fit(X[:1000]).transform(X[:1000])
+
+    def steps(model: Any) -> dict[str, float]:
+        spent = {}
+        for step in ("fit", "transform"):
+            time.sleep(rest)
+            spent[step] = milliseconds(getattr(model, step), X)
+        return spent
+
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    for turn in range(seed * rounds, (seed + 1) * rounds):  # another arm is first in every round
+        for name, values in in_turns(models, 1, steps, warm=0, turn=turn).items():
+            taken[name] += values
+    for name, each in taken.items():
+        yield {"arm": name} | {step: geometric_mean(times) for step, times in by_part(each).items()}
+
+
+def estimator(features: str | None = None, **given: Any) -> Any:
+    return construct(given | ({} if features is None else {"mechanism": features}), random_state=0)

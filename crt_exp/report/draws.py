@@ -1,6 +1,8 @@
 """The committed draws of a page: outputs/report/<name>.csv, one schema for all (`crt_exp.probes.cells.Draw`)."""
 
+import csv
 import gzip
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from io import StringIO
@@ -8,9 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from crt_exp.runner.run import write_atomic
 from crt_exp.probes.cells import PAGES, Draw
-from crt_exp.probes.draw_files import whole_text
+from crt_exp.runner.run import write_atomic
 
 COLUMNS = [field.name for field in fields(Draw)]
 FOLDER = PAGES
@@ -65,3 +66,38 @@ def write(name: str, draws: Iterable[Draw], folder: Path = FOLDER) -> Path:
     write_atomic(path, text if path == plain else gzip.compress(text, mtime=0))
     other.unlink(missing_ok=True)
     return path
+
+
+# ---- files that are cut are refused: they would give other verdicts without a word
+
+
+def whole_text(path: Path) -> str:
+    """The text of a csv file whose lines have as many fields as the first, at least one of them below it, and the last
+    one its end. Raises ValueError, naming the file and where it breaks off."""
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise damaged(path, f"cut off or damaged ({error})") from None
+    check_rows(path, text)
+    return text
+
+
+def check_rows(path: Path, text: str) -> None:
+    reader = csv.reader(StringIO(text, newline=""), strict=True)
+    try:
+        names = next(reader, [])
+        for row in reader:
+            if len(row) != len(names):
+                raise damaged(path, f"line {reader.line_num} has {len(row)} fields, the first line {len(names)}")
+    except csv.Error as error:
+        raise damaged(path, f"line {reader.line_num} is not csv ({error})") from None
+    if reader.line_num < 2:
+        raise damaged(path, "it holds no draws" if names else "it is empty")
+    if not text.endswith("\n"):
+        raise damaged(path, f"line {reader.line_num}, the last, has no end: the file is cut off")
+
+
+def damaged(path: Path, reason: str) -> ValueError:
+    return ValueError(f"{path}: {reason}. Get the committed file again, or measure it with "
+                      f"`make {path.name.removesuffix('.gz').removesuffix('.csv')}`")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.config import ConfigError, unknown
+from crt_exp.hints import Count, Positive, at_least, below
 from crt_exp.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
-from crt_exp.schema import Count, Positive, at_least, below
 from crt_exp.swap import families
 
 INSTALL = "trainer.adapt=lora needs the package peft: pip install 'crt_exp[adapt]'"

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from crt_exp.config import CONF, ConfigError, choices, construct, unknown
-from crt_exp.schema import (ATTENTION, FEATURES, SAMPLER, Count, Group, Parameter, at_least, at_most, check_keys,
-                            check_node, shown)
+from crt_exp.hints import Count, Parameter, at_least, at_most, shown
+from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, Group, check_keys, check_node
 from crt_exp.stored import yaml_object
 
 # ---- what Hydra was asked for ----------------------------------------------------------------------------------------

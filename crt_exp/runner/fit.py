@@ -117,7 +117,7 @@ def check_study(cfg, task, mechanism) -> None:
 
 
 def measures_whole(cfg, mechanism) -> bool:
-    """Whether the study also measures this attention, which has no feature map."""
+    """Whether the probe also measures this attention, which has no feature map."""
     measures = getattr(located("task", cfg.task._target_), "measures_whole", None)
     return measures is not None and measures(mechanism)
 

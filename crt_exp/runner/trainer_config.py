@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 import torch
 
 from crt_exp.config import ConfigError
+from crt_exp.hints import Count, NotNegative, Positive, Whole, at_least, below
 from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.adapters import Lora, check_installed
 from crt_exp.runner.optim import OPTIMIZERS, SCHEDULES
 from crt_exp.runner.processes import World
-from crt_exp.schema import Count, NotNegative, Positive, Whole, at_least, below, checked
+from crt_exp.schema import checked
 
 Beta = Annotated[float, at_least(0), below(1)]
 

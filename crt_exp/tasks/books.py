@@ -26,9 +26,10 @@ from crt_exp.data.hub import Hub
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sentence_pieces import sentence_pieces
 from crt_exp.data.text import IGNORED, Masking, fast_tokenizer, official_file, table
+from crt_exp.hints import Count, Whole, above, at_least, below
 from crt_exp.models import encoders
 from crt_exp.models.carried import carried_losses
-from crt_exp.schema import Count, Whole, above, at_least, below, checked
+from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import Share, SymbolTask, exp
 

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from crt_exp.data import check_classes, glue
 from crt_exp.data.sources import task_folder
 from crt_exp.data.text import check_vocabulary
+from crt_exp.hints import Count, Whole
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import glue_metrics
 from crt_exp.models import encoders
 from crt_exp.nonfinite import NotFinite
-from crt_exp.schema import Count, Whole, checked
+from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 

@@ -12,7 +12,7 @@ from crt_exp.data import images as data
 from crt_exp.data.image_stream import ImageHub, Streamed
 from crt_exp.data.loading import Draw, Folders, Loader, Micro, fitting_workers
 from crt_exp.data.sources import task_folder
-from crt_exp.schema import at_least, at_most, below
+from crt_exp.hints import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")

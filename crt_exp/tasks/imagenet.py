@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from crt_exp.config import ConfigError
 from crt_exp.data import check_classes
 from crt_exp.data.loading import Draw, drawing
+from crt_exp.hints import Count, NotNegative, above, at_least, at_most, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
-from crt_exp.schema import Count, NotNegative, above, at_least, at_most, below, checked
+from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask

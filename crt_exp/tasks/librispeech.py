@@ -23,6 +23,7 @@ from crt_exp.data import DataError, speech, speech_table
 from crt_exp.data.sources import no_folder
 from crt_exp.data.plan import packed
 from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
+from crt_exp.hints import Count, Positive, Several, Whole, at_least, at_most, parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import error_rates
 from crt_exp.models import recogniser
@@ -37,7 +38,7 @@ from crt_exp.models.conformer_transducer import (
 )
 from crt_exp.models.recogniser import Recogniser
 from crt_exp.ranks import rank
-from crt_exp.schema import Count, Positive, Several, Whole, at_least, at_most, check_keys, checked, parameters
+from crt_exp.schema import check_keys, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.whole_files import whole
 

@@ -18,9 +18,10 @@ from crt_exp.data import check_classes, labelled
 from crt_exp.data.glue import by_length
 from crt_exp.data.labelled import LONGEST, SPLITS, Dataset, Labelled
 from crt_exp.data.rows import few, masked, padded
+from crt_exp.hints import Count, Whole, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
-from crt_exp.schema import Count, Whole, above, below, checked
+from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask
 

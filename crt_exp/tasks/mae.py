@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data.loading import Draw
+from crt_exp.hints import Count, above, at_most, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription
 from crt_exp.nonfinite import NotFinite
-from crt_exp.schema import Count, above, at_most, below, checked
+from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask

@@ -23,21 +23,10 @@ from crt_exp.data import DataError
 from crt_exp.data import text as data
 from crt_exp.data.hub import Hub
 from crt_exp.data.sources import no_folder
+from crt_exp.hints import Count, NotNegative, Parameter, Whole, above, at_least, at_most, below, parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.schema import (
-    Count,
-    NotNegative,
-    Parameter,
-    Whole,
-    above,
-    at_least,
-    at_most,
-    below,
-    check_keys,
-    checked,
-    parameters,
-)
+from crt_exp.schema import check_keys, checked
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.objectives import objective_of

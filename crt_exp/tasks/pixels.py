@@ -19,7 +19,8 @@ from crt_exp.data.images import DIGITS
 from crt_exp.data.image_values import VALUES, squared
 from crt_exp.data.rows import few
 from crt_exp.data.sources import task_folder
-from crt_exp.schema import Count, above, at_least, at_most, below, checked
+from crt_exp.hints import Count, above, at_least, at_most, below
+from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SymbolTask
 

@@ -22,6 +22,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import words as data
 from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED
+from crt_exp.hints import Count, NotNegative, Positive, at_least, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.ranks import whole
@@ -36,7 +37,7 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.schema import Count, NotNegative, Positive, at_least, below, checked
+from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 

@@ -15,7 +15,8 @@ import torch
 
 from crt_exp.config import ConfigError
 from crt_exp.data.text import IGNORED
-from crt_exp.schema import Count, at_least, checked
+from crt_exp.hints import Count, at_least
+from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan
 from crt_exp.tasks.sequences import SymbolTask
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
 from crt_exp.data.text import IGNORED
+from crt_exp.hints import Whole, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import PRESETS, LanguageDescription, Dropout, LanguageModel, Positions
-from crt_exp.schema import Whole, above, below
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
+from crt_exp.hints import Count
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, vision
-from crt_exp.schema import Count, checked
+from crt_exp.schema import checked
 from crt_exp.swap.transfer import Transferring, calibrate, swapped_layers
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.imagenet import ImageNet

@@ -15,7 +15,7 @@ from crt_exp.attention.engines.protocol import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.recall import Recall
+from crt_exp.nearfar.recall import RecallNearFar
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
 SHAPES = {
@@ -108,7 +108,7 @@ def assert_recall_is_its_twin(monkeypatch):
     inputs, sizes, found = [t.requires_grad_() for t in (x, y, v)], Sizes(8, 3, 6, open=12, exact_until=60), []
     for in_c in (True, False):
         if not in_c:
-            monkeypatch.setattr(Recall, "in_c", lambda *tensors: False)
+            monkeypatch.setattr(RecallNearFar, "in_c", lambda *tensors: False)
         out = near_far_attention(*inputs, sizes, causal=True).out
         found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
     assert_near(*found)

@@ -3,7 +3,7 @@
 import torch
 
 from crt_exp.nearfar.causal import Codebook
-from crt_exp.nearfar.choice import Metric
+from crt_exp.nearfar.choice import KeyMetric
 
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
@@ -24,7 +24,7 @@ def book(kv_heads=2, cells=3, d=4, seed=1, dtype=torch.float64):
 
 def codebook(parts, batch):
     shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in parts)
-    return Codebook(Metric(shift, tilt, root), centres)
+    return Codebook(KeyMetric(shift, tilt, root), centres)
 
 
 def same(out, expected, inputs, seed=3, **close):

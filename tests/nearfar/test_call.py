@@ -10,7 +10,7 @@ from crt_exp.attention import softmax_attention, uniform_attention
 from crt_exp.nearfar import NearFar, both, near_far_attention
 from crt_exp.nearfar import call as nearfar
 from crt_exp.nearfar.causal import Codebook, kept_and_left
-from crt_exp.nearfar.choice import Choice, Metric, Sizes, levels, moments, summed, weights
+from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, levels, moments, summed, weights
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import block_sums, one_hot
 
@@ -145,7 +145,7 @@ def test_exact_where_every_key_has_its_own(sizes, masked):
 def test_causal_is_exact_where_every_key_has_its_own(sizes):
     x, y, v, _ = tensors(B=1)
     shift, tilt, root, _ = book(2, 1)
-    of_keys = Codebook(Metric(shift, tilt, root), y.detach()[0])
+    of_keys = Codebook(KeyMetric(shift, tilt, root), y.detach()[0])
     out = near_far_attention(x, y, v, sizes, causal=True, codebook=of_keys).out
     same(out, softmax_attention(x, y, v, causal=True), (x, y, v), rtol=1e-6, atol=1e-9)
 
@@ -191,7 +191,7 @@ def test_sums_of_cells_are_those_of_the_far_keys():
 
 
 def cells_of(y, keep=None, K=4):
-    metric = Metric.of(torch.randn(1, 30, 4).double() + 0.2, y, None, keep)
+    metric = KeyMetric.of(torch.randn(1, 30, 4).double() + 0.2, y, None, keep)
     y = y - metric.shift
     choice = Choice.of(y, metric, 0, K, keep)
     level = levels(y, metric, choice)
@@ -344,7 +344,7 @@ def test_values_to_first_order(causal):
     y = 0.1 * y.detach()
     v = y @ torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     shift, tilt, root, _ = book(2, 1)
-    parts = Codebook(Metric(0 * shift, 0 * tilt, root), torch.zeros(2, 1, 4).double()) if causal else None
+    parts = Codebook(KeyMetric(0 * shift, 0 * tilt, root), torch.zeros(2, 1, 4).double()) if causal else None
     exact = softmax_attention(x, y, v, causal=causal)
     error = lambda first: float((near_far_attention(x, y, v, Sizes(2, 0, 1, first), causal=causal, codebook=parts).out
                                  - exact).norm())

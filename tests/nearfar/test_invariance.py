@@ -8,8 +8,8 @@ from native_cases import needs_library
 from crt_exp.attention import exact_attention
 from crt_exp.features.statistics import Statistics
 from crt_exp.nearfar import near_far_attention, recall
-from crt_exp.nearfar.causal import Causal, Codebook
-from crt_exp.nearfar.choice import Metric, Sizes, centres_of, largest
+from crt_exp.nearfar.causal import CausalNearFar, Codebook
+from crt_exp.nearfar.choice import KeyMetric, Sizes, centres_of, largest
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.decoding import NearFarState
 from crt_exp.nearfar.layer import PRESETS, CodebookMaker, NearFar
@@ -30,7 +30,7 @@ def drawn(seed=0, S=S):
 @pytest.fixture
 def engine(request, monkeypatch):
     if not request.param:
-        for call in (recall.Recall, Causal):
+        for call in (recall.RecallNearFar, CausalNearFar):
             monkeypatch.setattr(call, "in_c", lambda *_: False)
     return request.param
 
@@ -44,7 +44,7 @@ def book_of(x, y, sizes):
     if sizes.open:
         return None
     made = CodebookMaker(sizes.cells).fit(Statistics.of(x.detach(), y.detach()))
-    return Codebook(Metric(*made[:3]), made[3])
+    return Codebook(KeyMetric(*made[:3]), made[3])
 
 
 def gradients(x, y, v, sizes, scale, causal):
@@ -120,7 +120,7 @@ def test_the_engines_choose_the_same_of_copies():
     g, sizes = torch.Generator().manual_seed(3), Sizes(**SMALL, open=16, exact_until=32)
     x = torch.randint(-3, 4, (2, 1, S, D), generator=g).float()          # exact in bfloat16, so that looks are equal
     y = torch.randint(-2, 3, (2, 30, D), generator=g).float()[:, torch.randint(30, (S,), generator=g)]
-    call = recall.Recall(sizes)
+    call = recall.RecallNearFar(sizes)
     metric = recall.metric_of(y, None, sizes)
     given = native.Given(None, metric.shift, metric.root, recall.options_of(sizes, S))
     places = native.recall(x[:, :, 32:], y, y, given).places

@@ -9,7 +9,7 @@ from nearfar_cases import book, codebook
 from crt_exp.attention.engines import native
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.both import Both
-from crt_exp.nearfar.causal import Causal
+from crt_exp.nearfar.causal import CausalNearFar
 from crt_exp.nearfar.choice import Sizes, mean_spread
 from crt_exp.nearfar.engine import native as near_far
 from crt_exp.nonfinite import NotFinite
@@ -194,7 +194,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     assert not near_far.applies(x, y, v)       # two heads for nine threads
     torch.set_num_threads(1)
     reading = Sizes(open=4)
-    for call in (Both(reading, True, None), Both(reading, False, None), Causal(Sizes(first_order=True), None)):
+    for call in (Both(reading, True, None), Both(reading, False, None), CausalNearFar(Sizes(first_order=True), None)):
         assert not call.in_c(x, y, v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
@@ -244,7 +244,7 @@ def bounded(seed):
     weight = weight * keep[:, None, S - L:, None]              # what padded queries see depends on no law
     for dtype in (torch.float32, torch.float64):
         t = [a.to(dtype).requires_grad_() for a in inputs]
-        assert Causal(sizes, given.to(dtype)).in_c(*t) == (dtype == torch.float32)
+        assert CausalNearFar(sizes, given.to(dtype)).in_c(*t) == (dtype == torch.float32)
         out = near_far_attention(*t, sizes, causal=True, codebook=given.to(dtype), key_mask=keep).out
         yield [out * (weight != 0), *torch.autograd.grad((out * weight.to(dtype)).sum(), t)]
 

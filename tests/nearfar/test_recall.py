@@ -49,7 +49,7 @@ def dense(x, y, v, sizes, keep):
     those that were chosen."""
     S, b, out = len(x), sizes.block, []
     places = recall.renewals(sizes, S)
-    _, epochs = recall.Recall(sizes).choose(x[None, None], y[None], keep[None], slice(None))
+    _, epochs = recall.RecallNearFar(sizes).choose(x[None, None], y[None], keep[None], slice(None))
     for i in range(S):
         past = keep & (torch.arange(S) <= i)
         if i < places[0]:
@@ -166,7 +166,7 @@ def test_c_is_the_twin(monkeypatch, seed, heads, kv_heads, S, L, d, dv, block, h
     for mask in (None, keep):
         ours = found(mask)
         with monkeypatch.context() as patched:
-            patched.setattr(recall.Recall, "in_c", lambda *tensors: False)
+            patched.setattr(recall.RecallNearFar, "in_c", lambda *tensors: False)
             theirs = found(mask)
         for one, other in zip(ours, theirs):
             assert (one - other).norm() < 1e-4 * other.norm()
@@ -186,7 +186,7 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
     keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
     for in_c in (True, False):
         if not in_c:
-            monkeypatch.setattr(recall.Recall, "in_c", lambda *tensors: False)
+            monkeypatch.setattr(recall.RecallNearFar, "in_c", lambda *tensors: False)
         out = attend(0.7 * x, y, v, sizes, keep)
         found.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
     for ours, theirs, most in zip(*found, (2e-4, *[5e-4] * 3)):

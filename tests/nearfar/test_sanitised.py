@@ -13,7 +13,7 @@ SCRIPT = """
 import torch
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.causal import Codebook
-from crt_exp.nearfar.choice import Metric, Sizes
+from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.past import RecallState
 from crt_exp.attention.engines import native_library
 
@@ -31,7 +31,7 @@ for seed in range(60):
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     one = lambda n: draw(1, n, d)[0].detach()
-    book = Codebook(Metric(one(1), one(1), one(d) / d), one(sizes.cells))
+    book = Codebook(KeyMetric(one(1), one(1), one(d) / d), one(sizes.cells))
     out = near_far_attention(x, y, v, Sizes(pick(1, 50), *sizes[1:3]), causal=True, codebook=book, key_mask=keep).out
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))

@@ -10,7 +10,7 @@ from crt_exp import swap_attention
 from crt_exp.attention import exact_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
-from crt_exp.probes.bench import Bench, Call, Layers, fitted, looked_at
+from crt_exp.probes.bench import Bench, LayerCall, Layers, fitted, looked_at
 from crt_exp.probes.bench_pieces import IGNORED, TextBench, following, nats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,13 +55,13 @@ def test_a_model_is_itself_again_where_nothing_can_be_fitted(bench):
 
 @torch.no_grad()
 def test_watched_calls_are_those_of_exact_attention(bench):
-    calls, out = bench.watched(bench.rows[:1], Call.of)
+    calls, out = bench.watched(bench.rows[:1], LayerCall.of)
     assert len(calls) == 2 and torch.allclose(out.logits, bench.run(bench.rows[:1]).logits, atol=1e-5)
     for each in calls:
         root = each.scaling**0.5
         torch.testing.assert_close(exact_attention(root * each.q, root * each.k, each.v, causal=each.causal),
                                    each.output)
-    assert len(bench.watched(bench.rows[:1], Call.of, layers=[1])[0]) == 1
+    assert len(bench.watched(bench.rows[:1], LayerCall.of, layers=[1])[0]) == 1
 
 
 def test_losses_by_position_are_those_of_the_places_asked_for(bench):

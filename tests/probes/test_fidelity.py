@@ -34,7 +34,7 @@ MODELS = {
         d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         vocab_size=len(VOCABULARY), encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64))}
 OPTIONS = {"calibration": None, "tokenizer": None, "length": 24, "texts": 3, "calibration_texts": 2, "seed": 0}
-STUDY = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorpp"], "ms": [8], "draws": 2,
+GIVEN = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorpp"], "ms": [8], "draws": 2,
          "length": 24, "texts": 3, "calibration_texts": 2, "lengths": [], "rounds": 1, "cache_dir": None}
 
 
@@ -187,8 +187,8 @@ def test_a_run_and_its_files(folder, typed, tmp_path):
 
 @pytest.mark.slow
 def test_cost_against_the_length(folder):
-    study = Fidelity(model=str(folder / "bert"), text=str(folder / "text.txt"), **STUDY | {"lengths": [16, 64]})
-    found = [r for r in study.records(None, 0) if r["split"] == "cost"]
+    probe = Fidelity(model=str(folder / "bert"), text=str(folder / "text.txt"), **GIVEN | {"lengths": [16, 64]})
+    found = [r for r in probe.records(None, 0) if r["split"] == "cost"]
     assert [r["length"] for r in found] == [16, 64]
     assert all(r["ms"][arm] > 0 and r["mib"][arm] >= 0 for r in found for arm in ("exact", "favorpp m=8"))
 

@@ -1,4 +1,4 @@
-"""The study of a GPU at tiny sizes on the CPU; measurements in parts."""
+"""The probes of a GPU at tiny sizes on the CPU; measurements in parts."""
 
 import pytest
 import torch

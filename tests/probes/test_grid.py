@@ -145,7 +145,7 @@ def test_a_page_that_says_not_what_measures(tmp_path, monkeypatch):
 
 # Settings, tables and arms that stand in a file of draws and are of measurements before: `choices` or facts say so.
 BEFORE = {"fidelity": {"means"}, "fig3": {"directly after the swap, an earlier model", "squared_norm"},
-          "hrf-speech": {"directly after the swap, an earlier model"},
+          "hrf-speech": {"directly after the swap, an earlier model"}, "proteins-long": {"median", "left"},
           "table2": {"perplexity", "majority class", "error_ratio"}}
 TRAINED = [name for name in DRIVEN if "runs" in page.load(name)["sizes"]["small"]]
 

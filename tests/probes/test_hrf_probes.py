@@ -1,4 +1,4 @@
-"""Studies of hybrids: measured errors are those of the closed forms, FLOPs are counted, reports say what they found."""
+"""Probes of hybrids: measured errors are those of the closed forms, FLOPs are counted, reports say what they found."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def mechanism(features, m=4, sampler="iid", **options):
     return Mechanism.of(features=features, m=m, sampler=sampler, **{f"features.{k}": v for k, v in options.items()})
 
 
-def studies():
+def probes():
     """At tiny size, by the name of their task."""
     return {"pointwise": Pointwise(4, [0.5, 1.0], 3, 2, 3), "qmc": QMC("wine", "standard", 1.0, 5, 2, 3),
             "clusters": Clusters(6, 0.5, 0.2, 0.7, 10, [2, 3], 5, 2),
@@ -99,14 +99,14 @@ def test_clusters_gain_where_the_centres_are_far_and_points_near():
     assert of["clustered"]["mse"] < 0.1 * min(of["pos"]["mse"], of["trig"]["mse"])
 
 
-@pytest.mark.parametrize("name", studies())
+@pytest.mark.parametrize("name", probes())
 def test_studies_resume(name):
-    study = studies()[name]
-    whole = list(study.records(mechanism("angular"), 0))
-    assert list(study.records(mechanism("angular"), 0, whole[:1])) == whole[1:] and whole[-1]["final"]
-    assert study.metric in whole[-1] and study.summary(whole)
+    probe = probes()[name]
+    whole = list(probe.records(mechanism("angular"), 0))
+    assert list(probe.records(mechanism("angular"), 0, whole[:1])) == whole[1:] and whole[-1]["final"]
+    assert probe.metric in whole[-1] and probe.summary(whole)
     with pytest.raises(ValueError, match="no error"):
-        next(study.records(EXACT, 0))
+        next(probe.records(EXACT, 0))
 
 
 # ---- FLOPs

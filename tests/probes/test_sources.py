@@ -32,8 +32,7 @@ def of_page(name):
 def test_every_page_has_its_files_and_none_of_reports(name):
     found = of_page(name)
     module = page.load(name).get("measure", sources.DRIVER).rpartition(".")[0]
-    file = module.removeprefix("crt_exp.").replace(".", "/") + ".py"
-    assert file in found and {"kernels.py", "features/exponential.py"} <= found
+    assert sources.name_of(sources.file_of(module)) in found and {"kernels.py", "features/exponential.py"} <= found
     assert not [file for file in found if file.startswith(("report/", "conf/report", "probes/cells.py"))]
 
 

@@ -14,7 +14,7 @@ from crt_exp.report.page import Page, load
 from crt_exp.report.pages import speed as speed_page
 from crt_exp.samplers import orthogonal
 from crt_exp.probes import grid
-from crt_exp.probes import speed as study
+from crt_exp.probes import speed
 from crt_exp.probes.cells import Draw
 from crt_exp.probes.grid import Part
 from crt_exp.probes.speed import ALONE, PASSES, Speed, chunked
@@ -24,7 +24,7 @@ def test_task_measures_every_variant():
     task = Speed("small", [32, 64], 1, True)
     records = list(task.records(None, 0))
     assert len(records) == 2 and records[-1]["final"]
-    assert {f"{name}_ms" for name in study.IN_MODELS} <= records[0].keys()
+    assert {f"{name}_ms" for name in speed.IN_MODELS} <= records[0].keys()
     assert list(task.records(None, 0, records[:1]))[0]["length"] == 64
     with pytest.raises(ValueError, match="task.what"):
         Speed("huge", [32], 1, True)
@@ -48,11 +48,11 @@ def test_the_chunked_twin_is_causal_attention(length):
 
 def test_times_leave_nothing_behind():
     names = ["favorpp causal", "exact", "nearfar"]
-    made = study.works(ALONE, 16, names)
+    made = speed.works(ALONE, 16, names)
     assert set(made) == set(names)
     for work in made.values():
         assert set(work.times()) == set(PASSES) and all(t.grad is None for t in work.forward.args)
-    model = study.works("small", 16, ["favorpp"])["favorpp"]
+    model = speed.works("small", 16, ["favorpp"])["favorpp"]
     model.times()
     assert model.model.training and all(p.grad is None for p in model.model.parameters())
 
@@ -91,11 +91,11 @@ def test_every_length_has_five_rounds_and_peaks_their_limits():
     timed, peaks = [part for part in parts if part.together], [part for part in parts if not part.together]
     rounds = [part.seeds * case[2] for part in timed for share in part.settings.values() for case in share["cases"]]
     assert min(rounds) >= 5
-    assert {*parts[0].arms} == {name for length in (1024, study.TWINS_AT) for name in study.makers(length)}
+    assert {*parts[0].arms} == {name for length in (1024, speed.TWINS_AT) for name in speed.makers(length)}
     found = [(arm, length, seed) for part in peaks for _, arm, length, seed, _ in part.places()]
-    assert ("performer-pytorch causal", study.PEER_CAUSAL, 0) in found and len(set(found)) == len(found)
+    assert ("performer-pytorch causal", speed.PEER_CAUSAL, 0) in found and len(set(found)) == len(found)
     theirs = ("identity", "uniform", "uniform causal")                       # their memory is that of their values
-    assert {name for name, n, _ in found if n == 65536} == {*study.makers(65536)} - {*theirs}
+    assert {name for name, n, _ in found if n == 65536} == {*speed.makers(65536)} - {*theirs}
     assert ("exact", 4096, 0) in found and ("nearfar", 65536, 4) in found
 
 

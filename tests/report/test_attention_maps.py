@@ -16,8 +16,8 @@ from crt_exp.data.fasta import entries
 from crt_exp.data.protein import LETTERS, STANDARD
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, page
-from crt_exp.probes import amino_acids
-from crt_exp.probes.amino_acids import PAIRS, alike, alike_by_frequency, blosum62, correlation
+from crt_exp.probes import attention_maps
+from crt_exp.probes.attention_maps import PAIRS, blosum62, correlation, likeness, likeness_by_frequency
 from crt_exp.probes.bench import fitted
 from crt_exp.swap.rollout import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
@@ -40,18 +40,18 @@ def test_similarity_is_that_of_the_shares_and_blind_to_frequencies():
     rng = np.random.default_rng(0)
     shares = rng.random((8, 20)) + 0.1
     shares[:, 3] = 2 * shares[:, 2]                       # E always gets twice what D gets
-    found = alike(shares)
-    assert found[2, 3] == pytest.approx(1) == found[amino_acids.PAIRS].max()
-    np.testing.assert_allclose(alike(shares * rng.random(20)), found, atol=1e-9)
-    frequent = alike_by_frequency(np.full(20, 0.05))
-    assert (frequent == 0).all() and alike_by_frequency(shares[0])[2, 3] == pytest.approx(-np.log(2))
+    found = likeness(shares)
+    assert found[2, 3] == pytest.approx(1) == found[attention_maps.PAIRS].max()
+    np.testing.assert_allclose(likeness(shares * rng.random(20)), found, atol=1e-9)
+    frequent = likeness_by_frequency(np.full(20, 0.05))
+    assert (frequent == 0).all() and likeness_by_frequency(shares[0])[2, 3] == pytest.approx(-np.log(2))
 
 
 def test_shares_that_do_not_vary_are_refused():
     with pytest.raises(ValueError, match="8 heads or sequences of ACDEFGHIKLMNPQRSTVWY are the same in all"):
-        alike(np.full((8, 20), 0.05))
+        likeness(np.full((8, 20), 0.05))
     with pytest.raises(ValueError, match="2 heads or sequences are too few"):
-        alike(np.random.default_rng(0).random((2, 20)))
+        likeness(np.random.default_rng(0).random((2, 20)))
 
 
 def test_permutations_move_rows_and_columns_alike():
@@ -65,7 +65,7 @@ def test_permutations_move_rows_and_columns_alike():
     assert r == pytest.approx(np.corrcoef((first + first.T)[PAIRS], (second + second.T)[PAIRS])[0, 1])
     ps = []
     for _ in range(200):                                  # a matrix of distances: its pairs are far from independent
-        one, two = (alike(rng.random((4, 20))) for _ in range(2))
+        one, two = (likeness(rng.random((4, 20))) for _ in range(2))
         ps.append(correlation(one, two, permutations=99).p)
     assert 0.01 <= np.mean(np.array(ps) <= 0.05) <= 0.11 and abs(np.mean(ps) - 0.5) < 0.08
 
@@ -96,11 +96,11 @@ def test_matrices_of_a_sequence_model(causal, one_thread):
 def test_shares_of_uniform_attention_are_the_frequencies(one_thread):
     task = TrEMBL(**OPTIONS | {"direction": "bidirectional"})
     sequences = [[0, 0, 1, 19], [1, 2, 2, 24]]            # U is none of the 20
-    found = amino_acids.shares(task.build(mechanism("uniform")).eval(), sequences)
+    found = attention_maps.shares(task.build(mechanism("uniform")).eval(), sequences)
     expected = np.zeros(20)
     expected[[0, 1, 2, 19]] = np.array([2, 2, 2, 1]) / 7
     np.testing.assert_allclose(found, np.tile(expected, (2, 1)), atol=1e-6)
-    np.testing.assert_allclose(amino_acids.frequencies(sequences)[1, 1:3], [1 / 3, 2 / 3])
+    np.testing.assert_allclose(attention_maps.frequencies(sequences)[1, 1:3], [1 / 3, 2 / 3])
 
 
 # ---- the report
@@ -115,7 +115,7 @@ def made(tmp_path_factory):
         task = TrEMBL(**OPTIONS | {"direction": direction, "sizes": SIZES, "generated": generated})
         torch.manual_seed(1)
         model = task.build(mechanism(name))
-        fitted(model.eval(), [amino_acids.read_by(model, [1, 2, 3, 4])])
+        fitted(model.eval(), [attention_maps.read_by(model, [1, 2, 3, 4])])
         task.export(model, model.state_dict(), place / name)
     rng = np.random.default_rng(0)
     written = [f">sp|P{i:05}|P{i}_MADE\n{''.join(rng.permutation(list(STANDARD))[:16])}\n" for i in range(40)]

@@ -236,9 +236,9 @@ def test_the_other_pages_are_made_where_draws_are_cut(tmp_path, monkeypatch, cap
 
 
 SIZED = SPEC | {"facts": "SIZE={size}. Two clusters.", "commands": True, "sizes": {
-    size: {"runs": [{"metrics": ["loss"], "common": ["task=mlm"], "settings": {"A": [f"task.text={text}"]},
-                     "arms": {"exact": "exact"}}]}
-    for size, text in (("full", "large.txt"), ("small", "few.txt"))}}
+    size: {"runs": [{"common": ["task=mlm"], "metrics": ["loss"], "arms": ["exact"],
+                     "settings": {"A": [f"task.text={text}.txt"]}}]}
+    for size, text in {"full": "large", "small": "few"}.items()}}
 
 
 @pytest.mark.parametrize("size, folder, told, other", [

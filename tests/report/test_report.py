@@ -24,7 +24,7 @@ from crt_exp.report import __main__ as command_line
 from crt_exp.report import page
 from crt_exp import drawing as palette
 from crt_exp.runner.run import commit
-from crt_exp.probes.attention_errors import Projections
+from crt_exp.probes.attention_errors import ProjectionErrors
 from crt_exp.times import in_turns
 from crt_exp.metrics import interval
 from crt_exp.probes.uci import UCI
@@ -172,7 +172,7 @@ def test_variance_task_resumes():
 
 
 def test_projections_error_falls_with_m():
-    records = list(Projections(64, 8, [16, 256], 6, scale=0.5).records(OPRF_64, 0))
+    records = list(ProjectionErrors(64, 8, [16, 256], 6, scale=0.5).records(OPRF_64, 0))
     assert records[1]["mse"] < records[0]["mse"] / 4 and records[1]["final"]
 
 

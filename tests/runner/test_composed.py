@@ -11,9 +11,10 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from crt_exp.config import CONF, ConfigError, choices, located
+from crt_exp.hints import Count, Positive, Several, at_least, below, describe, parameters
 from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
 from crt_exp.samplers import hadamard, iid, orthogonal
-from crt_exp.schema import HYDRA_KEYS, Count, Positive, Several, at_least, below, check, checked, describe, parameters
+from crt_exp.schema import HYDRA_KEYS, check, checked
 
 
 def composed(*overrides):

@@ -15,7 +15,7 @@ import pytest
 from crt_exp.config import ConfigError
 from crt_exp.runner import sweep
 from crt_exp.runner.sweep import Done, check_direction, check_plugin, finished_runs, table, write_csv
-from crt_exp.probes.attention_errors import Projections
+from crt_exp.probes.attention_errors import ProjectionErrors
 from crt_exp.probes.uci import UCI
 
 HERE = Path(__file__).parents[1]
@@ -138,11 +138,11 @@ def test_the_best_of_each_data_set():
 
 def test_a_sweeper_must_look_for_the_best():
     check_direction(UCI, None, "maximize")
-    check_direction(Projections, "mse", "minimize")
-    check_direction(Projections, "mse", None)  # sweepers that optimise nothing
+    check_direction(ProjectionErrors, "mse", "minimize")
+    check_direction(ProjectionErrors, "mse", None)  # sweepers that optimise nothing
     message = r"this task \(mse\) is to be minimized: add hydra.sweeper.direction=minimize"
     with pytest.raises(ConfigError, match=message):
-        check_direction(Projections, Projections.metric, "maximize")
+        check_direction(ProjectionErrors, ProjectionErrors.metric, "maximize")
 
 
 @pytest.mark.parametrize("option", ["hydra/launcher=joblib", "hydra/launcher=submitit_local", "hydra/launcher=slurm",

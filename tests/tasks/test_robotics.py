@@ -19,8 +19,8 @@ from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
 from crt_exp.runner.ending import Stopped
 from crt_exp.probes import evolution
-from crt_exp.probes.evolution import Plan, directions, evolve, gradient, members, seeds_of, shaped
-from crt_exp.probes.rollouts import Player, play, play_all
+from crt_exp.probes.evolution import Search, directions, evolve, gradient, members, seeds_of, shaped
+from crt_exp.probes.evolution import Player, play, play_all
 
 for package in ("gymnasium", "mujoco"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install 'crt_exp[robotics]'")
@@ -28,7 +28,7 @@ for package in ("gymnasium", "mujoco"):
 from crt_exp.environments.arms import BOWL, RADIUS, Sweeping  # noqa: E402
 from crt_exp.environments.stones import SteppingStones, course, heights  # noqa: E402
 
-PLAN = Plan(generations=3, population=4, rollouts=2, sigma=0.3, lr=0.1, evaluate_every=2, evaluated=2, tested=3,
+PLAN = Search(generations=3, population=4, rollouts=2, sigma=0.3, lr=0.1, evaluate_every=2, evaluated=2, tested=3,
             together=2, workers=1)
 POLICY = ImplicitPolicy(1, 4, 1, 2, patch=2, d=4, heads=1, top=1)
 
@@ -126,7 +126,7 @@ def test_ranks_take_the_place_of_returns():
 
 def test_it_learns_where_to_look():
     """What it attends to is where the goal is: without attention it cannot know."""
-    plan = Plan(20, 16, 4, 0.5, 0.1, 100, 1, 16, 16, 1)
+    plan = Search(20, 16, 4, 0.5, 0.1, 100, 1, 16, 16, 1)
     returns = {looks: [*evolve(plan, player(ImplicitPolicy(1, 4, 1, 2, 2, 4, 1, 1, looks)), 0, 0, None)][-1]["return"]
                for looks in ("attention", "average")}
     assert returns["attention"] > returns["average"] + 1

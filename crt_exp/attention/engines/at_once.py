@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.checks import compute_dtype, finite
-from crt_exp.attention.engines.chunks import CHUNK, Part
+from crt_exp.attention.engines.chunks import CHUNK, BatchPart
 from crt_exp.attention.engines.constants import TINY
 from crt_exp.attention.partials import Partial, merge, read, scale_keys, summarise, within
 from crt_exp.features.base import Features
 from crt_exp.precision import as_given
 
 
-def attend_at_once(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
+def attend_at_once(x: Tensor, y: Tensor, v: Tensor, part: BatchPart) -> Partial:
     """What `generic.plain_attention` gathers. What that would do about an underflow stops the program."""
     with as_given(x):
         if part.call.causal:
@@ -25,7 +25,7 @@ def attend_at_once(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
         return part.read(x, part.summary(y, v, slice(None)))
 
 
-def _causal(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
+def _causal(x: Tensor, y: Tensor, v: Tensor, part: BatchPart) -> Partial:
     L, S, dtype = x.shape[2], y.shape[2], compute_dtype(y, v)
     if L != S:  # the queries are the last tokens
         x = F.pad(x, (0, 0, S - L, 0))

@@ -1,7 +1,7 @@
 """The work of attention on chunks of tokens, in plain operations of any feature map.
 
 Legend: B, H, L queries, S keys, M features, C tokens of a chunk. Works on `Features` and `Partial` alone, so that every
-map that gives phi_q and phi_k is served: signed, trigonometric, discrete, sums and products. `Part.forward` and
+map that gives phi_q and phi_k is served: signed, trigonometric, discrete, sums and products. `BatchPart.forward` and
 `causal_forward` keep states of M (dv + 1) numbers (causal: one for every KEPT chunks), from which `backward` and
 `causal_backward` compute each chunk again, autograd within it: nothing of size L x M.
 """
@@ -98,16 +98,16 @@ class Call:
     result: Outputs | Rows = Outputs()
     counter: DenominatorCount | None = None
 
-    def whole(self, again: bool = False) -> "Part":
+    def whole(self, again: bool = False) -> "BatchPart":
         """The whole batch at once."""
-        return Part(self, self.phi.bind(self.noise, self.params), self.keep, again=again)
+        return BatchPart(self, self.phi.bind(self.noise, self.params), self.keep, again=again)
 
     def large(self, x: Tensor, y: Tensor) -> bool:
         """Whether the features of all tokens are more than autograd should keep."""
         B, H, L, d = x.shape
         return B * H * max(L, y.shape[2]) * _width(self.phi, self.noise, d) > ELEMENTS
 
-    def parts(self, x: Tensor) -> Iterator[tuple[slice, "Part"]]:
+    def parts(self, x: Tensor) -> Iterator[tuple[slice, "BatchPart"]]:
         """Ranges of the batch, each with its own features."""
         B, H, L, d = x.shape
         width = H * _width(self.phi, self.noise, d)
@@ -116,7 +116,7 @@ class Call:
         for start in range(0, B, at_once):
             rows = slice(start, min(start + at_once, B))
             bound = self.phi.bind(self.noise, _take(self.params, rows, B))
-            yield rows, Part(self, bound, None if self.keep is None else self.keep[rows], tokens)
+            yield rows, BatchPart(self, bound, None if self.keep is None else self.keep[rows], tokens)
 
 
 def write_rows(rows: tuple[Tensor, ...], results: tuple[Tensor, ...], tokens: slice) -> None:
@@ -125,7 +125,7 @@ def write_rows(rows: tuple[Tensor, ...], results: tuple[Tensor, ...], tokens: sl
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """The work on a range of the batch. x (b,H,L,d), y (b,H,S,d), v (b,H,S,dv), keep (b,S). tokens: of a chunk whose
     order does not matter; None: CHUNK. again: autograd through all chunks computes each again and keeps no features."""
 
@@ -295,7 +295,7 @@ class Part:
         return before
 
 
-def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: Part) -> Partial:
+def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: BatchPart) -> Partial:
     """The rows in plain operations, which all transforms of torch follow, to any order: autograd through all chunks,
     whose features it keeps unless the part computes them `again`. torch.compile cannot look into what depends on
     numbers: there without the check of inputs and without shorter pieces where a row underflows."""

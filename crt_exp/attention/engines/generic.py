@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, check_result, learning, transformed
-from crt_exp.attention.engines.chunks import Call, KeptStates, Part, Rows, chunks, plain_attention, write_rows
+from crt_exp.attention.engines.chunks import Call, KeptStates, BatchPart, Rows, chunks, plain_attention, write_rows
 from crt_exp.attention.partials import Partial
 from crt_exp.precision import as_given
 
@@ -103,13 +103,13 @@ def _saved(ctx, inputs: int) -> tuple[tuple[Tensor, ...], list[Partial | None]]:
     return tensors[:inputs], [Partial(*flat[i:i + 4]) if flat[i] is not None else None for i in range(0, len(flat), 4)]
 
 
-def keys_state(y: Tensor, v: Tensor, part: Part) -> Partial:
+def keys_state(y: Tensor, v: Tensor, part: BatchPart) -> Partial:
     """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features (B,H,M,.), differentiable, chunk by chunk."""
     state = _State.apply(y, v, part)
     return Partial(*state)
 
 
-def read_state(x: Tensor, state: Partial, part: Part) -> Partial:
+def read_state(x: Tensor, state: Partial, part: BatchPart) -> Partial:
     """What queries x (B,H,L,d) gather from a state, differentiable in both, chunk by chunk."""
     return Partial(*_Read.apply(x, part, *state))
 

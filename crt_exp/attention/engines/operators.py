@@ -6,7 +6,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.attention.engines import closed_form, flash, fused_causal, native
 from crt_exp.attention.engines.at_once import attend_at_once
-from crt_exp.attention.engines.chunks import Call, Part, plain_attention
+from crt_exp.attention.engines.chunks import Call, BatchPart, plain_attention
 from crt_exp.attention.engines.generic import plain_gradients
 from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
 from crt_exp.attention.partials import Partial, finish, normalised
@@ -66,7 +66,7 @@ def form_of(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, pa
     return Form(rows, scale, bias.squeeze(-2), phi.norm_weight * factor**2, keep)
 
 
-def part_of(form: Form, causal: bool) -> Part:
+def part_of(form: Form, causal: bool) -> BatchPart:
     """The map for the engine of all maps, which knows every transform."""
     weight, bias = (form.rows * form.scale).mT, form.bias.unsqueeze(-2)
 
@@ -74,7 +74,7 @@ def part_of(form: Form, causal: bool) -> Part:
         t = t.to(weight.dtype)
         return Features(ONE, t @ weight + bias - form.norm_weight * sq_norm(t))
 
-    return Part(Call(None, None, None, causal, form.keep), BoundMap(phi, phi), form.keep)
+    return BatchPart(Call(None, None, None, causal, form.keep), BoundMap(phi, phi), form.keep)
 
 
 def _in_plain_operations(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool) -> Partial:

@@ -17,7 +17,7 @@ from crt_exp.attention.checks import check_result, compute_dtype, transformed
 from crt_exp.attention.engines import native
 from crt_exp.attention.engines.constants import BAD_SIZES, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native import View
-from crt_exp.nearfar.choice import Metric
+from crt_exp.nearfar.choice import KeyMetric
 from crt_exp.nearfar.engine.sets import check_backward
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
@@ -50,7 +50,7 @@ class Recalled(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """What is chosen: the fields of `Metric` and of `Choice`."""
+    """What is chosen: the fields of `KeyMetric` and of `Choice`."""
 
     shift: Tensor     # (Z, 1, d)
     tilt: Tensor      # (Z, 1, d)
@@ -85,7 +85,7 @@ def applies(*tensors: Tensor) -> bool:
 
 @torch.no_grad()
 def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, factor: float = 1.0,
-           metric: Metric | None = None) -> Sets:
+           metric: KeyMetric | None = None) -> Sets:
     """Of queries factor x (Z, G, L, d) and keys factor y (Z, S, d), which are of one sequence; or, where the metric of
     (Z, ...) is given, of two. Raises NotFinite where queries and keys of one sequence are not finite."""
     (Z, S, d), n, K = y.shape, min(heavy, y.shape[1]), min(cells, y.shape[1])

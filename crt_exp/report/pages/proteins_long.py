@@ -11,7 +11,7 @@ from crt_exp.report.page import Page
 FASTER, FLAT, STEADY = 4.0, 0.85, 1.1  # what is to be reached
 
 
-class Ratio(NamedTuple):
+class TimeRatio(NamedTuple):
     """metric of (arm, x) over that of another, at least or, of times, at most `bound`."""
 
     text: str
@@ -34,12 +34,12 @@ class Ratio(NamedTuple):
 
 
 BARS = [
-    *(Ratio(f"the {part} trains more than {FASTER:g} times as fast with FAVOR++ as with exact attention at 8192 "
+    *(TimeRatio(f"the {part} trains more than {FASTER:g} times as fast with FAVOR++ as with exact attention at 8192 "
             "letters", "letters_per_s", part, ("favorpp", 8192), ("exact", 8192), FASTER)
       for part in ("attention layer", "model", "wide model")),
-    Ratio(f"the model with FAVOR++ reads more than {FLAT:g} times as many letters a second at 32768 as at 1024",
+    TimeRatio(f"the model with FAVOR++ reads more than {FLAT:g} times as many letters a second at 32768 as at 1024",
           "letters_per_s", "model, all lengths in turn", ("favorpp", 32768), ("favorpp", 1024), FLAT),
-    Ratio(f"FAVOR++ draws a letter behind 8000 in less than {STEADY:g} times the time of one behind 100", "ms",
+    TimeRatio(f"FAVOR++ draws a letter behind 8000 in less than {STEADY:g} times the time of one behind 100", "ms",
           "drawing letters", ("favorpp", 8000), ("favorpp", 100), STEADY)]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from crt_exp.report.page import Page, load
 from crt_exp.probes import grid
-from crt_exp.probes.kernel_regression import CHOICE
+from crt_exp.probes.uci import CHOICE
 
 @pytest.mark.usefixtures("one_thread")
 def test_draws_of_a_tiny_size(tmp_path, monkeypatch):
