@@ -144,7 +144,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     parts = [Part.read(part, folders) for part in size.get("parts", [])]
     for (workers, apart), alike in groupby(parts, lambda part: (part.workers, part.apart)):
         places = sorted((place for part in alike for place in part.places()), key=lambda place: place[3])
-        cells.fill(distinct([key for *_, key in places]), rows, name, workers, apart)
+        cells.fill([key for *_, key in places], rows, name, workers, apart)
     for part in parts:
         made += part.draws(cells)
     for given in size.get("runs", []):
@@ -283,12 +283,3 @@ def goes(chosen: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
 
 def with_chosen(entry: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {key: with_chosen(value, chosen) if key == "arm" else chosen.get(key, value) for key, value in entry.items()}
-
-
-def distinct(keys: Sequence[Key]) -> list[Key]:
-    """Each key once, in order."""
-    kept: list[Key] = []
-    for key in keys:
-        if key not in kept:
-            kept.append(key)
-    return kept

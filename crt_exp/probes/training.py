@@ -3,6 +3,7 @@
 Arms of one seed read the same rows in the same order and start from the same weights; that seed also draws their noise.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
@@ -147,8 +148,37 @@ def stages(name: str, given: Mapping[str, Any], sources: Sequence[str]) -> list[
     """Of a start: the keys of its stages, by seed."""
     start = runs.Start.read(name, given)
     home = start.home(HOME, sources)
-    return [[{"overrides": line, "sources": [*home.sources], "kept": True} for line in start.lines(seed, home)]
+    return [[{"overrides": line, "sources": [*home.sources]} for line in start.lines(seed, home)]
             for seed in range(start.count)]
+
+
+def last(given: Mapping[str, Any], sources: Sequence[str]) -> dict[str, list[Key]]:
+    """The keys of the models of starts: name -> the last run of each, by seed."""
+    return {name: [line[-1] for line in stages(name, each, sources)] for name, each in given.items()}
+
+
+def folders(size: Mapping[str, Any], sources: Sequence[str]) -> list[Path]:
+    """Those that are there of the runs of a size, but for the models of `starts`, which measurements begin with."""
+    models = last(size.get("starts", {}), sources)
+    starts = {folder(key) for keys in models.values() for key in keys}
+    grids = [Grid.read(given, models) for given in size.get("runs", [])]
+    runs_of = {folder(key) for grid in grids for key in grid.keys([*grid.settings], sources).values()}
+    return [Path(place) for place in sorted(runs_of - starts) if Path(place).is_dir()]
+
+
+def discard(size: Mapping[str, Any], sources: Sequence[str]) -> int:
+    """Deletes `folders`; the cells of these runs stay. Returns how many they were."""
+    for place in (there := folders(size, sources)):
+        shutil.rmtree(place)
+    return len(there)
+
+
+def set_aside(size: Mapping[str, Any], sources: Sequence[str]) -> None:
+    """Gives `folders` the name NAME.old, so that these runs are trained again."""
+    for place in folders(size, sources):
+        old = place.with_name(f"{place.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
 
 
 def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[str], name: str) -> Iterator[Draw]:
@@ -225,12 +255,13 @@ def costs(grid: Grid, sources: Sequence[str], cells: Cells, name: str) -> Iterat
             yield cells.draw(key, setting, arm, metric, value, 0, table="step")
 
 
-def train(overrides: list[str], sources: list[str], kept: bool = False) -> dict[str, Any]:
-    """{"curve": the evaluations on validation, "last": the final record}, or {"diverged": the message}."""
+def train(overrides: list[str], sources: list[str]) -> dict[str, Any]:
+    """{"curve": the evaluations on validation, "last": the final record}, or {"diverged": the message}, of a run that
+    stays in its folder and goes on there where it was interrupted."""
     home = runs.Home(HOME, tuple(sources))
     texts.prepare(overrides)
     try:
-        records = home.kept(overrides) if kept else home.passing([*overrides, "trainer.keep=1"])
+        records = home.kept(overrides)
     except runs.Diverged as failure:
         return {"diverged": failure.reason}
     curve = [record for record in records if record["split"] in VALIDATION and not record.get("final")]

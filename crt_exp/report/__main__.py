@@ -15,7 +15,7 @@ from pathlib import Path
 from crt_exp.config import ConfigError, located, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
-from crt_exp.probes import cells, grid, sources
+from crt_exp.probes import cells, grid, sources, training
 
 SIZES = ("small", "gpu", "full")
 
@@ -39,8 +39,10 @@ def options_of(report: str, known: Iterable[str], words: Sequence[str]) -> dict[
     return result
 
 
-def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options: Sequence[str] = ()) -> Path:
-    """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing.
+def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options: Sequence[str] = (),
+            discard: bool = False) -> Path:
+    """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing. discard: deletes
+    its runs then, but for the models that others begin with.
     Raises ConfigError for a size that the page does not declare, and for options that it does not take."""
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
@@ -51,10 +53,15 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     given = options_of(name, known, options)
     for option in given:
         chosen = chosen | (known[option] or {})
+    chosen = grid.given(chosen, given)
     if again:
         cells.forget(name)
+        training.set_aside(chosen, begin)
     os.environ.setdefault("WANDB_RUN_GROUP", name)  # of runs that `LOGGER=wandb` mirrors
-    return draws.write(name, measured(name, begin, grid.given(chosen, given), keep), folder)
+    written = draws.write(name, measured(name, begin, chosen, keep), folder)
+    if discard:
+        print(f"deleted: {training.discard(chosen, begin)} runs; the models that runs begin with stay")
+    return written
 
 
 def render_all(folder: Path) -> None:
@@ -86,7 +93,7 @@ def make(args: argparse.Namespace) -> None:
         render_all(args.out or page.folder_of({}, args.size))
         return
     folder = page.folder_of(page.load(args.name), args.size, args.out)
-    print(f"written: {measure(args.name, args.size, folder, args.keep, args.again, args.options)}")
+    print(f"written: {measure(args.name, args.size, folder, args.keep, args.again, args.options, args.discard)}")
     print(f"written: {render.write(page.Page(args.name, folder, size=args.size))}")
 
 
@@ -100,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
     made.add_argument("--again", action="store_true", help="measure everything again")
+    made.add_argument("--discard", action="store_true", help="delete the runs once their draws are written; without it "
+                      "they stay in outputs/runs, each with its last weights")
     made.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; repeat to go on")
     return made
 
