@@ -294,7 +294,7 @@ class Page:
     def gates(self) -> list[tuple[str, Gate]]:
         """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most, family,
         optional} of the file: the mean of the arm `of`, or, with `than`, by how much `of` is better than the best of
-        these arms. An optional one is not asked where it has no draws, and none of a setting that has none."""
+        these arms; least: a number, or setting -> number. An optional one is not asked where it has no draws, and none of a setting that has none."""
         gates = [(entry, setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
                  for setting in self._settings(entry) if setting in self.settings]
         return [(setting, gate) for entry, setting, gate in gates
@@ -308,8 +308,9 @@ class Page:
             others = [entry["than"]] if isinstance(entry["than"], str) else entry["than"]
             gains = [self.gain(entry["metric"], entry["of"], other, **where) for other in others]
             value = min((float(gain.mean()) for gain in gains if len(gain)), default=math.nan)
-        return Gate(entry["text"].format(setting=setting), float(value), entry.get("least", -math.inf),
-                    entry.get("most", math.inf), entry.get("family", ""))
+        least = claims.setting_value(entry.get("least", -math.inf), setting, -math.inf)
+        return Gate(entry["text"].format(setting=setting), float(value), least, entry.get("most", math.inf),
+                    entry.get("family", ""))
 
     @cached_property
     def families(self) -> dict[str, list[Verdict | Unjudged | Unmeasured]]:

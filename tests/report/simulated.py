@@ -106,13 +106,14 @@ class Simulated(Cells):
     def rows(self, key):
         fields = [*self.part.fields, *(what for given in self.part.controls.values()
                                        for what in ([given] if isinstance(given, dict) else given))]
-        said = {"arm": [*self.part.arms] if self.part.together else [""]}
+        said = {}
         for what in fields:
             for column in ("arm", "setting", "table"):
                 for name in [name for _, name in pieces(what.get(column, "")) if name]:
                     values = [each[name] for each in self.known.of(column, what["metric"], what[column])]
                     shared = column == "arm" and self.part.together and (not values or {*values} & {*self.part.arms})
-                    said.setdefault(name, [*self.part.arms] if shared else values or ["one"])
+                    more = [*self.part.arms] if shared else values or ["one"]
+                    said[name] = [*dict.fromkeys([*said.get(name, []), *more])]
             if "unit" in what:
                 said.setdefault(what["unit"], self.known.units(what["metric"]))
             if "x" in what:
