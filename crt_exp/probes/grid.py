@@ -35,11 +35,11 @@ class Part:
     arm as `arm_of` reads it, or null, where its name says it all; over: what x is divided by, probe: more arguments.
     Names in braces stand for lists, see `expanded`. sweep: {argument: values}, which are x where a field has no other.
     seeds: of the probe, and seeds_of: of arms that have fewer; with more than one they are the units, or go round
-    through so many `units`. fields: what of a row is drawn, and controls: name ->
-    such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
-    times in turns: the probe gets them by name, and its rows say whose they are. folders: of the models of `starts`, by
-    seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them,
-    {starts: name} for all of them.
+    through so many `units`; first: so many of the seeds are measured, 0: all. fields: what of a row is drawn, and
+    controls: name -> such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms
+    in one cell, for times in turns: the probe gets them by name, and its rows say whose they are. folders: of the
+    models of `starts`, by seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which
+    goes round through them, {starts: name} for all of them.
 
     Cells of parts with the same workers that follow each other are measured seed by seed: an interruption leaves whole
     seeds, and what changes on the machine meanwhile changes for all arms.
@@ -54,6 +54,7 @@ class Part:
     seeds: int = 1
     seeds_of: Mapping[str, int] = field(default_factory=dict)
     units: int = 0
+    first: int = 0
     workers: int | None = None
     apart: bool = False
     together: bool = False
@@ -75,7 +76,8 @@ class Part:
         """(setting, arm, x, seed, key) of each cell."""
         name, values = next(iter(self.sweep.items()), ("", [""]))
         arms = [""] if self.together else self.arms
-        for setting, arm, x, seed in product(self.settings, arms, values, range(self.seeds)):
+        seeds = range(min(self.first or self.seeds, self.seeds))
+        for setting, arm, x, seed in product(self.settings, arms, values, seeds):
             if seed >= self.seeds_of.get(arm, self.seeds):
                 continue
             given = dict(self.settings[setting] or {})

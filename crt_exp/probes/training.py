@@ -35,7 +35,8 @@ class Grid:
     a start. before: {option: start}, the models that runs begin with, of their seed, which goes round through them;
     {setting} and {arm} in the name are those of the run. offset: so much more is the seed than the unit, so that runs
     do not read what their start has read in the same order. only: the arms of a setting that does not have all.
-    seeds_of: of arms that have another number of them, in all settings or in those that are named. where: settings are
+    seeds_of: of arms that have another number of them, in all settings or in those that are named. first: so many of
+    the seeds are trained, 0: all. where: settings are
     trained where all these conditions hold of the draws before, see `holds`. metrics: of the records on validation,
     those that are kept; tested: of the one on test (default: all). baselines: prefix -> name: what the test record of
     the arm "exact" holds under keys with this prefix, as draws of an arm, for what needs no model; apart: suffix ->
@@ -57,6 +58,7 @@ class Grid:
     apart: Mapping[str, str] = field(default_factory=dict)
     seeds: int = 3
     seeds_of: Mapping[str, int | Mapping[str, int]] = field(default_factory=dict)
+    first: int = 0
     workers: int | None = None
     models: Models = field(default_factory=dict)
 
@@ -77,7 +79,8 @@ class Grid:
     def count(self, arm: str, setting: str) -> int:
         """Of its seeds in a setting."""
         given = self.seeds_of.get(arm, self.seeds)
-        return given if isinstance(given, int) else given.get(setting, self.seeds)
+        whole = given if isinstance(given, int) else given.get(setting, self.seeds)
+        return min(self.first or whole, whole)
 
     def names(self, setting: str) -> list[str]:
         """The arms of a setting."""

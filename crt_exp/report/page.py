@@ -64,6 +64,7 @@ KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main
         "sizes")
 SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads all pages in a tenth of the time
 NO_ROWS = np.empty(0, int)
+PART = "part"                           # folder of pages of some arms or seeds
 X_KEYS = ("x", "at", "of_x", "over_x")  # of places
 MEASURING = ("sizes", "options", "measure")
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
@@ -110,8 +111,15 @@ def home(spec: dict[str, Any]) -> str:
     return "small" if "small" in sizes or not sizes else next(iter(sizes))
 
 
-def folder_of(spec: dict[str, Any], size: str, given: Path | None = None) -> Path:
-    """Where a page of this size is written, each size apart. Raises ConfigError where a given folder is another's."""
+def folder_of(spec: dict[str, Any], size: str, given: Path | None = None, part: bool = False) -> Path:
+    """Where a page of this size is written, each size apart, and a part of it apart from the whole. Raises ConfigError
+    where a given folder is another's."""
+    if part:
+        whole = folder_of(spec, size)
+        if given is not None and given.resolve() in (whole.resolve(), draws.FOLDER.resolve()):
+            raise ConfigError(f"{given} holds whole pages: leave --out out, then a part goes to {whole / PART}, or "
+                              "name another folder")
+        return given or whole / PART
     if size == home(spec):
         return given or draws.FOLDER
     if given is not None and given.resolve() == draws.FOLDER.resolve():
@@ -166,13 +174,15 @@ class Metric:
 
 
 class Page:
-    """A file of conf/report with its draws. size: of these; without it that of the folder's name, else `home`."""
+    """A file of conf/report with its draws. size: of these; without it that of the folder's name, else `home`. part:
+    the words that chose some arms or seeds of it."""
 
     def __init__(self, name: str, folder: Path = draws.FOLDER, spec: dict[str, Any] | None = None,
-                 frame: pd.DataFrame | None = None, size: str | None = None):
+                 frame: pd.DataFrame | None = None, size: str | None = None, part: str = ""):
         self.name, self.folder = Path(name).stem, folder
         self.file = load(name) if spec is None else spec
         self.size = size or (folder.name if folder.name in self.file.get("sizes", {}) else home(self.file))
+        self.part = part or ("some arms or seeds" if folder.name == PART else "")
         self.draws = draws.read(self.name, folder) if frame is None else frame
 
     @cached_property
@@ -294,7 +304,8 @@ class Page:
     def gates(self) -> list[tuple[str, Gate]]:
         """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most, family,
         optional} of the file: the mean of the arm `of`, or, with `than`, by how much `of` is better than the best of
-        these arms; least: a number, or setting -> number. An optional one is not asked where it has no draws, and none of a setting that has none."""
+        these arms. least: a number, or setting -> number. An optional one is not asked where it has no draws, and none
+        is of a setting that has none."""
         gates = [(entry, setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
                  for setting in self._settings(entry) if setting in self.settings]
         return [(setting, gate) for entry, setting, gate in gates

@@ -94,12 +94,14 @@ def caption(page: Page) -> str:
     made = "; ".join(dict.fromkeys(frame["versions"][frame["versions"] != ""]))
     origin = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
               f"{frame['seconds'].sum():.0f} s of computing.")
+    some = f"A part of the page: {page.part} of all that it compares." if page.part else ""
     return "\n\n".join(part for part in (
-        facts(page), unit, f"{origin} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.") if part)
+        some, facts(page), unit, f"{origin} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.") if part)
 
 
 def command(page: Page) -> str:
-    return f"make {page.name}" + ("" if page.size == home(page.spec) else f" SIZE={page.size}")
+    size = "" if page.size == home(page.spec) else f" SIZE={page.size}"
+    return f"make {page.name}{size}{f' {page.part}' if '=' in page.part else ''}"
 
 
 def facts(page: Page) -> str:

@@ -1,4 +1,4 @@
-"""Gates of pages: none asks for more than the paper's own numbers have, and presets say what was measured of redraws."""
+"""Gates of pages: none asks for more than the paper's own numbers have, and presets say what is known of redraws."""
 
 import math
 from pathlib import Path

@@ -235,9 +235,9 @@ def test_the_other_pages_are_made_where_draws_are_cut(tmp_path, monkeypatch, cap
     assert {path.stem for path in tmp_path.glob("*.md")} == {"books", "pixels"}
 
 
-SIZED = SPEC | {"facts": "SIZE={size}. Two clusters.", "sizes": {
-    "full": {"common": ["task=mlm"], "settings": {"A": ["task.text=large.txt"]}, "arms": {}},
-    "small": {"common": ["task=mlm"], "settings": {"A": ["task.text=few.txt"]}, "arms": {}}}}
+SIZED = SPEC | {"facts": "SIZE={size}. Two clusters.", "commands": True, "sizes": {
+    size: {"runs": [{"common": ["task=mlm"], "settings": {"A": [f"task.text={text}.txt"]}, "arms": {"exact": None},
+                     "metrics": ["loss"]}]} for size, text in (("full", "large"), ("small", "few"))}}
 
 
 @pytest.mark.parametrize("size, folder, told, other", [
