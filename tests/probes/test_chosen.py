@@ -17,8 +17,10 @@ RUNS = {"metrics": ["loss"], "settings": {"A": []}, "seeds": 3, "before": {"task
         "where": {"metric": "loss", "arm": "exact", "least": 1.0}}
 SIZE = {"starts": {f"of {arm}": {"count": 2, "stages": [["a=1"]]} for arm in RUNS["arms"]} | {
             "of a probe": {"stages": [["a=2"]]}},
-        "runs": [RUNS], "parts": [{"probe": {"_target_": "x", "start": {"start": "of a probe"}}, "seeds": 4,
-                                   "fields": [{"metric": "error"}], "arms": {"{features}": {"features": ["pos", "trig"]}}}]}
+        "runs": [RUNS],
+        "parts": [{"probe": {"_target_": "x", "start": {"start": "of a probe"}}, "seeds": 4,
+                   "fields": [{"metric": "error"}], "arms": {"{features}": {"features": ["pos", "trig"]}}}]}
+FULL = {name: page.load(name)["sizes"]["full"] for name in page.names() if page.load(name)["sizes"].get("full")}
 
 
 @pytest.mark.parametrize("words, names", [
@@ -47,11 +49,10 @@ def test_what_cannot_be_chosen(size, words, seeds, message):
         chosen(size, words, seeds)
 
 
-@pytest.mark.parametrize("name", [name for name in page.names() if "full" in page.load(name).get("sizes", {})
-                                  and {"runs", "parts"} & {*page.load(name)["sizes"]["full"]} and name != "proteins-long"])
+@pytest.mark.parametrize("name", [name for name in FULL if name != "proteins-long"])
 def test_every_page_has_parts(name):
     """Of its first arm: it alone is left, with its starts."""
-    size = grid.given(page.load(name)["sizes"]["full"], {})
+    size = grid.given(FULL[name], {})
     first = known(size)[0]
     part = chosen(size, f"{first};", 1)
     assert known(part) == [first]
