@@ -3,11 +3,16 @@
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
 # PART=...        of gpu: one or some of tests, speed-gpu, fidelity, proteins-long (default all)
 # FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
+# ARMS=, SEEDS=   of reports: some of their arms, ARMS="exact favorp", and so many seeds; the page goes to outputs/report/part
+# DISCARD=1       of reports: delete their runs once the draws are written (they stay in outputs/runs otherwise)
 # OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
 PART   ?= tests speed-gpu fidelity proteins-long
 OPTIONS ?=
+ARMS    ?=
+SEEDS   ?=
+DISCARD ?=
 FILES  ?=
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
@@ -72,7 +77,7 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 $(REPORTS): $(STAMP)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(OPTIONS)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS)) $(if $(DISCARD),--discard) $(OPTIONS)
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report

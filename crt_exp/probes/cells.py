@@ -98,7 +98,7 @@ class Cells:
         """compute(**key) for every key that is missing, one process for each core at hand, each kept as it ends.
         apart: one at a time, each in a process that has done nothing else."""
         workers = 1 if apart else workers
-        missing = [key for key in keys if key not in self]
+        missing = distinct([key for key in keys if key not in self])  # two processes must not share a run
         cores = min(workers or joblib.cpu_count(), max(len(missing), 1))
         with without_interrupts():
             jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered", pre_dispatch=cores)(
@@ -128,6 +128,11 @@ class Cells:
             file.flush()
             os.fsync(file.fileno())
         self.kept[json.dumps(record["key"])] = record
+
+
+def distinct(keys: Sequence[Key]) -> list[Key]:
+    """Each key once, in order."""
+    return [*{json.dumps(key): key for key in keys}.values()]
 
 
 def forget(name: str, folder: Path = Path("outputs")) -> None:

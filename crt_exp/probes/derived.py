@@ -56,7 +56,7 @@ def shares(draws: Sequence[Draw], metric: str, of: str, table: str) -> Iterator[
         seeds = [{draw.unit for draw in here if draw.arm == arm} for arm in {draw.arm for draw in here}]
         ours = [draw for draw in here if draw.unit in set.intersection(*seeds)]
         exact = [draw.value for draw in ours if draw.arm == "exact"]
-        for draw in ours:
+        for draw in ours if exact else ():
             yield replace(draw, metric=metric, value=draw.value * len(exact) / sum(exact), seconds="")
 
 

@@ -35,11 +35,11 @@ class Part:
     arm as `arm_of` reads it, or null, where its name says it all; over: what x is divided by, probe: more arguments.
     Names in braces stand for lists, see `expanded`. sweep: {argument: values}, which are x where a field has no other.
     seeds: of the probe, and seeds_of: of arms that have fewer; with more than one they are the units, or go round
-    through so many `units`. fields: what of a row is drawn, and controls: name ->
-    such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms in one cell, for
-    times in turns: the probe gets them by name, and its rows say whose they are. folders: of the models of `starts`, by
-    seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which goes round through them,
-    {starts: name} for all of them.
+    through so many `units`; first: so many of the seeds are measured, 0: all. fields: what of a row is drawn, and
+    controls: name -> such fields of the first arm, see `drawn`. workers, apart: as for `Cells.fill`. together: all arms
+    in one cell, for times in turns: the probe gets them by name, and its rows say whose they are. folders: of the
+    models of `starts`, by seed: {start: name} in probe, settings and arms stands for that of the cell's seed, which
+    goes round through them, {starts: name} for all of them.
 
     Cells of parts with the same workers that follow each other are measured seed by seed: an interruption leaves whole
     seeds, and what changes on the machine meanwhile changes for all arms.
@@ -54,6 +54,7 @@ class Part:
     seeds: int = 1
     seeds_of: Mapping[str, int] = field(default_factory=dict)
     units: int = 0
+    first: int = 0
     workers: int | None = None
     apart: bool = False
     together: bool = False
@@ -75,7 +76,8 @@ class Part:
         """(setting, arm, x, seed, key) of each cell."""
         name, values = next(iter(self.sweep.items()), ("", [""]))
         arms = [""] if self.together else self.arms
-        for setting, arm, x, seed in product(self.settings, arms, values, range(self.seeds)):
+        seeds = range(min(self.first or self.seeds, self.seeds))
+        for setting, arm, x, seed in product(self.settings, arms, values, seeds):
             if seed >= self.seeds_of.get(arm, self.seeds):
                 continue
             given = dict(self.settings[setting] or {})
@@ -144,7 +146,7 @@ def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bo
     parts = [Part.read(part, folders) for part in size.get("parts", [])]
     for (workers, apart), alike in groupby(parts, lambda part: (part.workers, part.apart)):
         places = sorted((place for part in alike for place in part.places()), key=lambda place: place[3])
-        cells.fill(distinct([key for *_, key in places]), rows, name, workers, apart)
+        cells.fill([key for *_, key in places], rows, name, workers, apart)
     for part in parts:
         made += part.draws(cells)
     for given in size.get("runs", []):
@@ -200,6 +202,12 @@ def given(value: Any, options: Mapping[str, str]) -> Any:
             return [digest(Path(options[name])) for name in value["digest"] if name in options]
         return {key: given(each, options) for key, each in value.items()}
     return [given(each, options) for each in value] if isinstance(value, list) else value
+
+
+def unconditional(size: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the conditions of `runs`: at the papers' size a gate leaves verdicts open and stops no training."""
+    given = [{key: value for key, value in each.items() if key != "where"} for each in size.get("runs", [])]
+    return {**size, **({"runs": given} if given else {})}
 
 
 def digest(path: Path) -> str:
@@ -283,12 +291,3 @@ def goes(chosen: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
 
 def with_chosen(entry: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {key: with_chosen(value, chosen) if key == "arm" else chosen.get(key, value) for key, value in entry.items()}
-
-
-def distinct(keys: Sequence[Key]) -> list[Key]:
-    """Each key once, in order."""
-    kept: list[Key] = []
-    for key in keys:
-        if key not in kept:
-            kept.append(key)
-    return kept

@@ -1,4 +1,5 @@
-"""Runs that a measurement starts: command lines of `python -m crt_exp`, in this process, kept in a folder or not."""
+"""Runs that a measurement starts: command lines of `python -m crt_exp`, in this process, each kept in a folder of its
+own, but for those of some steps that are only timed."""
 
 import hashlib
 import io
@@ -22,6 +23,7 @@ from crt_exp.probes.sources import fingerprint
 # Where what decides a run with exact attention begins, beside its task: no map and no other attention.
 EXACT = ("train.py", "attention/baselines.py", "conf/attention/exact.yaml", "!attention", "!nearfar", "!conf/attention",
          "!swap", "!mechanism.py", "!features", "!samplers", "!sampled_softmax")
+SIGNALLED = 128  # and more: exit codes of a run that a signal stopped
 
 
 class Failed(ValueError):
@@ -58,7 +60,7 @@ class Home:
         return run([*overrides, "resume=auto", "trainer.keep=1"], self.place(overrides))
 
     def passing(self, overrides: Sequence[str]) -> list[dict[str, Any]]:
-        """The records of a run whose directory is deleted afterwards."""
+        """The records of a run of some steps, to be timed, whose directory is deleted afterwards."""
         self.path.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(dir=self.path, prefix="run-"))
         try:
@@ -124,7 +126,8 @@ def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     except SystemExit as stop:
         if stop.code:
             failure = DivergedRun if stop.code == DIVERGED_CODE else Failed
-            raise failure(f"{' '.join(sys.argv)}: {output.getvalue().strip()}") from None
+            again = "; or repeat the command of the report, which goes on with it" if stop.code >= SIGNALLED else ""
+            raise failure(f"{' '.join(sys.argv)}: {output.getvalue().strip()}{again}") from None
     finally:
         sys.argv = argv
     return read_records(directory / "metrics.jsonl")

@@ -3,6 +3,7 @@
 Arms of one seed read the same rows in the same order and start from the same weights; that seed also draws their noise.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
@@ -34,7 +35,8 @@ class Grid:
     a start. before: {option: start}, the models that runs begin with, of their seed, which goes round through them;
     {setting} and {arm} in the name are those of the run. offset: so much more is the seed than the unit, so that runs
     do not read what their start has read in the same order. only: the arms of a setting that does not have all.
-    seeds_of: of arms that have another number of them, in all settings or in those that are named. where: settings are
+    seeds_of: of arms that have another number of them, in all settings or in those that are named. first: so many of
+    the seeds are trained, 0: all. where: settings are
     trained where all these conditions hold of the draws before, see `holds`. metrics: of the records on validation,
     those that are kept; tested: of the one on test (default: all). baselines: prefix -> name: what the test record of
     the arm "exact" holds under keys with this prefix, as draws of an arm, for what needs no model; apart: suffix ->
@@ -56,6 +58,7 @@ class Grid:
     apart: Mapping[str, str] = field(default_factory=dict)
     seeds: int = 3
     seeds_of: Mapping[str, int | Mapping[str, int]] = field(default_factory=dict)
+    first: int = 0
     workers: int | None = None
     models: Models = field(default_factory=dict)
 
@@ -76,7 +79,8 @@ class Grid:
     def count(self, arm: str, setting: str) -> int:
         """Of its seeds in a setting."""
         given = self.seeds_of.get(arm, self.seeds)
-        return given if isinstance(given, int) else given.get(setting, self.seeds)
+        whole = given if isinstance(given, int) else given.get(setting, self.seeds)
+        return min(self.first or whole, whole)
 
     def names(self, setting: str) -> list[str]:
         """The arms of a setting."""
@@ -147,8 +151,37 @@ def stages(name: str, given: Mapping[str, Any], sources: Sequence[str]) -> list[
     """Of a start: the keys of its stages, by seed."""
     start = runs.Start.read(name, given)
     home = start.home(HOME, sources)
-    return [[{"overrides": line, "sources": [*home.sources], "kept": True} for line in start.lines(seed, home)]
+    return [[{"overrides": line, "sources": [*home.sources]} for line in start.lines(seed, home)]
             for seed in range(start.count)]
+
+
+def last(given: Mapping[str, Any], sources: Sequence[str]) -> dict[str, list[Key]]:
+    """The keys of the models of starts: name -> the last run of each, by seed."""
+    return {name: [line[-1] for line in stages(name, each, sources)] for name, each in given.items()}
+
+
+def folders(size: Mapping[str, Any], sources: Sequence[str]) -> list[Path]:
+    """Those that are there of the runs of a size, but for the models of `starts`, which measurements begin with."""
+    models = last(size.get("starts", {}), sources)
+    starts = {folder(key) for keys in models.values() for key in keys}
+    grids = [Grid.read(given, models) for given in size.get("runs", [])]
+    runs_of = {folder(key) for grid in grids for key in grid.keys([*grid.settings], sources).values()}
+    return [Path(place) for place in sorted(runs_of - starts) if Path(place).is_dir()]
+
+
+def discard(size: Mapping[str, Any], sources: Sequence[str]) -> int:
+    """Deletes `folders`; the cells of these runs stay. Returns how many they were."""
+    for place in (there := folders(size, sources)):
+        shutil.rmtree(place)
+    return len(there)
+
+
+def set_aside(size: Mapping[str, Any], sources: Sequence[str]) -> None:
+    """Gives `folders` the name NAME.old, so that these runs are trained again."""
+    for place in folders(size, sources):
+        old = place.with_name(f"{place.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
 
 
 def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[str], name: str) -> Iterator[Draw]:
@@ -225,12 +258,13 @@ def costs(grid: Grid, sources: Sequence[str], cells: Cells, name: str) -> Iterat
             yield cells.draw(key, setting, arm, metric, value, 0, table="step")
 
 
-def train(overrides: list[str], sources: list[str], kept: bool = False) -> dict[str, Any]:
-    """{"curve": the evaluations on validation, "last": the final record}, or {"diverged": the message}."""
+def train(overrides: list[str], sources: list[str]) -> dict[str, Any]:
+    """{"curve": the evaluations on validation, "last": the final record}, or {"diverged": the message}, of a run that
+    stays in its folder and goes on there where it was interrupted."""
     home = runs.Home(HOME, tuple(sources))
     texts.prepare(overrides)
     try:
-        records = home.kept(overrides) if kept else home.passing([*overrides, "trainer.keep=1"])
+        records = home.kept(overrides)
     except runs.DivergedRun as failure:
         return {"diverged": failure.reason}
     curve = [record for record in records if record["split"] in VALIDATION and not record.get("final")]

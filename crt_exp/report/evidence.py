@@ -300,11 +300,11 @@ class Unjudged:
     word: Word = "cannot tell here"
 
     def row(self) -> dict[str, float | int | str]:
-        return {**self.claim.row(self.word), "not_judged": f"{self.gate.text}: {self.gate.value:.3g}"}
+        return {**self.claim.row(self.word), "not_judged": f"{self.gate.text}: {self.gate.shown}"}
 
     def __str__(self) -> str:
         return (f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.shown()}; "
-                f"{self.gate.text} is {self.gate.value:.3g}{self.claim.remarks()}")
+                f"{self.gate.text} is {self.gate.shown}{self.claim.remarks()}")
 
 
 @dataclass(frozen=True)
@@ -319,6 +319,10 @@ class Gate:
     family: str = ""
 
     @property
+    def shown(self) -> str:
+        return "not measured" if math.isnan(self.value) else f"{self.value:.3g}"
+
+    @property
     def passed(self) -> bool:
         return self.least <= self.value <= self.most
 
@@ -326,7 +330,7 @@ class Gate:
         least = [f"at least {self.least:g}"] if self.least > -math.inf else []
         most = [f"at most {self.most:g}"] if self.most < math.inf else []
         word = "passed" if self.passed else "**failed**"
-        return f"- {word}: {self.text}: {self.value:.3g} ({' and '.join(least + most)})"
+        return f"- {word}: {self.text}: {self.shown} ({' and '.join(least + most)})"
 
 
 def _student(values: Sequence[float], variance_share: float, level: float) -> Interval:

@@ -6,7 +6,7 @@ take the page and come in the place of those made from the file, while its `clai
 come after those of the file.
 
     title:      heading of the page                    data:     the files that its measurement reads, for `make help`
-    facts:      data, sizes, seeds, and what a reader must know; of SIZE=small, which `{size}` in it names
+    facts:      data, sizes, seeds, and what a reader must know; of SIZE=small, which `{size}` in it names, as `choices`
     arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
     metrics:    metric -> {name, unit, scale, better: higher or lower, format}; main, at, table: the one (default: the
                 first), its place x and its table by which controls are compared with arms
@@ -20,7 +20,8 @@ come after those of the file.
     choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
     tables, panels: see `tables` and `figures`
     commands:   true, for those of the first grid of `runs`, or text
-    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.probes.grid.measure`
+    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.probes.grid.measure`; facts: of this size;
+                instead: what stands at this size in place of words, arms, settings and places x, see `at_size`
     measure:    a function that measures in another way; sizes are then its settings
     options:    KEY of KEY=VALUE on the command line -> what is in the place of the size's own keys where it is given,
                 or null; in sizes {option: KEY} stands for VALUE, see `crt_exp.probes.grid.given`
@@ -28,6 +29,7 @@ come after those of the file.
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,6 +64,9 @@ KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main
         "sizes")
 SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads all pages in a tenth of the time
 NO_ROWS = np.empty(0, int)
+PART = "part"                           # folder of pages of some arms or seeds
+X_KEYS = ("x", "at", "of_x", "over_x")  # of places
+MEASURING = ("sizes", "options", "measure")
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 
 
@@ -106,14 +111,42 @@ def home(spec: dict[str, Any]) -> str:
     return "small" if "small" in sizes or not sizes else next(iter(sizes))
 
 
-def folder_of(spec: dict[str, Any], size: str, given: Path | None = None) -> Path:
-    """Where a page of this size is written, each size apart. Raises ConfigError where a given folder is another's."""
+def folder_of(spec: dict[str, Any], size: str, given: Path | None = None, part: bool = False) -> Path:
+    """Where a page of this size is written, each size apart, and a part of it apart from the whole. Raises ConfigError
+    where a given folder is another's."""
+    if part:
+        whole = folder_of(spec, size)
+        if given is not None and given.resolve() in (whole.resolve(), draws.FOLDER.resolve()):
+            raise ConfigError(f"{given} holds whole pages: leave --out out, then a part goes to {whole / PART}, or "
+                              "name another folder")
+        return given or whole / PART
     if size == home(spec):
         return given or draws.FOLDER
     if given is not None and given.resolve() == draws.FOLDER.resolve():
         raise ConfigError(f"{given} holds the page of SIZE={home(spec)}: leave --out out, then SIZE={size} goes to "
                           f"{draws.FOLDER / size}, or name another folder")
     return given or draws.FOLDER / size
+
+
+def at_size(spec: dict[str, Any], size: str) -> dict[str, Any]:
+    """The file with `instead` of this size: text -> text, wherever it stands, the longest first, and place x -> place.
+    What measures stays as it is."""
+    instead = spec.get("sizes", {}).get(size, {}).get("instead", {})
+    texts = {old: str(new) for old, new in instead.items() if isinstance(old, str)}
+    if not instead:
+        return spec
+    found = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+    def read(node: Any, key: str = "") -> Any:
+        if isinstance(node, str):
+            return found.sub(lambda match: texts[match[0]], node)
+        if isinstance(node, dict):
+            return {read(name): read(value, name) for name, value in node.items()}
+        if isinstance(node, list):
+            return [read(value, key) for value in node]
+        return instead.get(node, node) if key in X_KEYS else node
+
+    return {key: value if key in MEASURING else read(value, key) for key, value in spec.items()}
 
 
 @dataclass(frozen=True)
@@ -141,14 +174,21 @@ class Metric:
 
 
 class Page:
-    """A file of conf/report with its draws. size: of these; without it that of the folder's name, else `home`."""
+    """A file of conf/report with its draws. size: of these; without it that of the folder's name, else `home`. part:
+    the words that chose some arms or seeds of it."""
 
     def __init__(self, name: str, folder: Path = draws.FOLDER, spec: dict[str, Any] | None = None,
-                 frame: pd.DataFrame | None = None, size: str | None = None):
+                 frame: pd.DataFrame | None = None, size: str | None = None, part: str = ""):
         self.name, self.folder = Path(name).stem, folder
-        self.spec = load(name) if spec is None else spec
-        self.size = size or (folder.name if folder.name in self.spec.get("sizes", {}) else home(self.spec))
+        self.file = load(name) if spec is None else spec
+        self.size = size or (folder.name if folder.name in self.file.get("sizes", {}) else home(self.file))
+        self.part = part or ("some arms or seeds" if folder.name == PART else "")
         self.draws = draws.read(self.name, folder) if frame is None else frame
+
+    @cached_property
+    def spec(self) -> dict[str, Any]:
+        """The file as its size has it."""
+        return at_size(self.file, self.size)
 
     @cached_property
     def code(self) -> Any:
@@ -264,9 +304,10 @@ class Page:
     def gates(self) -> list[tuple[str, Gate]]:
         """(setting, gate) of each entry {text, metric, of, than, settings, table, x, least, most, family,
         optional} of the file: the mean of the arm `of`, or, with `than`, by how much `of` is better than the best of
-        these arms. An optional one is not asked where it has no draws."""
+        these arms. least: a number, or setting -> number. An optional one is not asked where it has no draws, and none
+        is of a setting that has none."""
         gates = [(entry, setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
-                 for setting in self._settings(entry)]
+                 for setting in self._settings(entry) if setting in self.settings]
         return [(setting, gate) for entry, setting, gate in gates
                 if not (entry.get("optional") and math.isnan(gate.value))]
 
@@ -278,8 +319,9 @@ class Page:
             others = [entry["than"]] if isinstance(entry["than"], str) else entry["than"]
             gains = [self.gain(entry["metric"], entry["of"], other, **where) for other in others]
             value = min((float(gain.mean()) for gain in gains if len(gain)), default=math.nan)
-        return Gate(entry["text"].format(setting=setting), float(value), entry.get("least", -math.inf),
-                    entry.get("most", math.inf), entry.get("family", ""))
+        least = claims.setting_value(entry.get("least", -math.inf), setting, -math.inf)
+        return Gate(entry["text"].format(setting=setting), float(value), least, entry.get("most", math.inf),
+                    entry.get("family", ""))
 
     @cached_property
     def families(self) -> dict[str, list[Verdict | Unjudged | Unmeasured]]:
@@ -327,8 +369,9 @@ class Page:
 
     def _compared(self) -> int:
         """How many arms are compared with the controls, over all settings."""
-        frame = self.select(self.main, table=self.spec.get("table"), x=self.spec.get("at"))
-        return len(frame[~frame["arm"].isin(self.controls)].groupby(["setting", "arm"]))
+        where = {"table": self.spec.get("table"), "x": self.spec.get("at")}
+        return sum(len({*self.select(self.main, setting, **where)["arm"]} - {*self.controls})
+                   for setting in self.settings)
 
     def beaten_by(self, control: str, setting: str) -> list[str]:
         metric, where = self.metric(self.main), {"setting": setting, "table": self.spec.get("table"),

@@ -55,8 +55,11 @@ def verdicts(page: Page) -> list[str]:
 
 
 def choices(page: Page) -> str:
-    """Settings tuned, seeds added, criteria changed."""
+    """Settings tuned, seeds added, criteria changed: of the committed page, to which another size refers."""
     sentences = [*page.spec.get("choices", [])]
+    if sentences and page.size != home(page.spec):
+        sentences = [f"What is asked was chosen for the committed page, outputs/report/{page.name}.md, and with its "
+                     "draws."]
     if page.spec.get("looks", 1) > 1:
         sentences.append(f"Judged at {LOOKS[page.spec['looks']]}, the level that {page.spec['looks']} looks leave "
                          f"instead of {LEVEL}.")
@@ -91,22 +94,22 @@ def caption(page: Page) -> str:
     made = "; ".join(dict.fromkeys(frame["versions"][frame["versions"] != ""]))
     origin = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
               f"{frame['seconds'].sum():.0f} s of computing.")
+    some = f"A part of the page: {page.part} of all that it compares." if page.part else ""
     return "\n\n".join(part for part in (
-        facts(page), unit, f"{origin} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.") if part)
+        some, facts(page), unit, f"{origin} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.") if part)
 
 
 def command(page: Page) -> str:
-    return f"make {page.name}" + ("" if page.size == home(page.spec) else f" SIZE={page.size}")
+    size = "" if page.size == home(page.spec) else f" SIZE={page.size}"
+    return f"make {page.name}{size}{f' {page.part}' if '=' in page.part else ''}"
 
 
 def facts(page: Page) -> str:
-    """Those of the file, which are of its home size; another size says first where its own numbers stand."""
-    size = home(page.spec)
-    text = " ".join(page.spec.get("facts", "").split()).replace("{size}", size)
-    if page.size == size:
-        return text
-    return (f"SIZE={page.size}: its settings are `sizes: {page.size}` of conf/report/{page.name}.yaml. What is said of "
-            f"SIZE={size} there: {text}")
+    """Those of the file, which are of its home size; of another one its own, and where its settings stand."""
+    if page.size == home(page.spec):
+        return " ".join(page.spec.get("facts", "").split()).replace("{size}", page.size)
+    own = " ".join(page.spec["sizes"][page.size].get("facts", "").split())
+    return f"SIZE={page.size}: its settings are `sizes: {page.size}` of conf/report/{page.name}.yaml. {own}".rstrip()
 
 
 def draws_name(page: Page) -> str:

@@ -28,16 +28,20 @@ from crt_exp.report.page import Page, shown
 
 
 def sections(page: Page) -> list[str]:
-    """All tables with their headings, in the order of the file."""
-    return [section(page, table, setting) for table in page.spec.get("tables", [])
-            for setting in table.get("settings", page.settings) or [None]]
+    """All tables with their headings, in the order of the file, but those of which there are no draws."""
+    made = (section(page, table, setting) for table in page.spec.get("tables", [])
+            for setting in table.get("settings", page.settings) or [None])
+    return [each for each in made if each]
 
 
 def section(page: Page, table: dict[str, Any], setting: str | None) -> str:
+    """Empty where no row has a cell."""
     columns = [*expanded(page, table["columns"], setting)]
     names = arms(page, table, setting)
     rows = [[page.label(arm), *(cell(page, column, arm) for column in columns)] for arm in names]
     rows = [row for row in rows if any(row[1:])]
+    if not rows:
+        return ""
     title = table.get("title", "{setting}").format(setting=setting)
     note = f"{table['note']}\n\n" if "note" in table else ""
     return f"## {title}\n\n{note}{markdown([table.get('head', ''), *(c['name'] for c in columns)], rows)}"
@@ -61,7 +65,7 @@ def expanded(page: Page, columns: list[dict[str, Any]], setting: str | None) -> 
             continue
         axis = column["each"]
         frame = page.select(column["metric"], own["setting"], table=column.get("table"))
-        for value in dict.fromkeys(frame[axis]):
+        for value in dict.fromkeys(frame[axis].dropna()):
             text = f"{value:g}" if isinstance(value, float) else value
             yield own | {axis: value, "name": column["name"].format(**{axis: text})}
 

@@ -1,12 +1,21 @@
 """Grids of runs: every run is a command line, arms of a seed differ in their attention alone, and draws are records."""
 
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from crt_exp.config import ConfigError
+from crt_exp.report import __main__ as command_line
 from crt_exp.report import page
+from crt_exp.report.draws import read as read_draws
 from crt_exp.runner.command_line import check_command_line
 from crt_exp.probes import grid, runs, sources, training
 from crt_exp.probes.cells import Draw
@@ -109,7 +118,7 @@ def test_an_arm_in_text_is_options_of_the_command_line():
         "attention=hrf_angular", "features.m=8", "sampler=iid", "features.base=pos"]
 
 
-def trained(overrides, sources, kept=False):
+def trained(overrides, sources):
     if "attention=relu" in overrides:
         return {"diverged": "the loss is not finite"}
     loss = 1.0 + ("attention=uniform" in overrides) * ("gap=1" in overrides)
@@ -155,7 +164,7 @@ def test_a_run_without_steps_is_the_beginning_of_a_curve(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = {0: {"curve": [], "last": {"step": 0, "loss": 3.0, "split": "validation", "final": True}},
                4: {"curve": [{"step": 4, "loss": 2.0}], "last": {"step": 4, "loss": 2.0, "final": True}}}
-    monkeypatch.setattr(training, "train", lambda overrides, sources, kept=False: records[int(overrides[0][6:])])
+    monkeypatch.setattr(training, "train", lambda overrides, sources: records[int(overrides[0][6:])])
     each = {"metrics": ["loss"], "cost": False, "seeds": 1, "workers": 1, "arms": ["exact"]}
     made = grid.measure("g", ["tasks/mlm.py"], {"runs": [{**each, "settings": {"A": [f"steps={n}"]}} for n in (0, 4)]})
     assert [(draw.x, draw.value) for draw in made if draw.table == "validation"] == [(0, 3.0), (4, 2.0)]
@@ -224,6 +233,110 @@ def test_exact_starts_stay_while_other_attention_changes():
 def test_a_start_of_another_name_is_refused():
     with pytest.raises(ConfigError, match="did you mean a model"):
         grid.started({"probe": [{"start": "the model"}]}, {"a model": ["here"]}, 0)
+
+
+PAGE = """
+title: Killed
+metrics: {loss: {better: lower}}
+sizes:
+  small:
+    starts:
+      a model: {stages: [[task=recall, attention=exact, +task.sizes.d=16, &tiny [trainer.batch=2, task.block=16,
+        task.pairs=2, task.queries=2, task.evaluated=2, task.rows=16, trainer.save_every=1, trainer.log_every=1,
+        trainer.steps=3]]]}
+    runs:
+      - {metrics: [loss], tested: [loss], seeds: 2, cost: false, workers: 1, before: {task.init: a model},
+         common: [task=recall, *tiny], settings: {A: []}, arms: [exact, "favorp m=4"]}
+"""
+
+
+def page_of_runs(folder):
+    (folder / "killed.yaml").write_text(PAGE)
+    return [sys.executable, "-m", "crt_exp.report", "killed.yaml", "--out", "out"]
+
+
+def steps_of(place, split="train", name="metrics.jsonl"):
+    return [record["step"] for record in runs.read_records(place / name) if record["split"] == split]
+
+
+def values_of(folder):
+    return [(draw.arm, str(draw.x), draw.unit, draw.value) for draw in read_draws("killed", folder).itertuples()]
+
+
+def test_runs_that_nothing_begins_with_are_kept_and_discarded_when_asked(tmp_path, monkeypatch, one_thread):
+    """With their last weights alone. Deleted, they are not trained again, and the model that they began with stays."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "killed.yaml").write_text(PAGE.replace("seeds: 2", "seeds: 1"))
+    command_line.measure("killed.yaml", "small", Path("out"), False, False)
+    places = [*training.HOME.iterdir()]
+    assert len(places) == 3 and all(steps_of(place) == [1, 2, 3] for place in places)
+    assert all((place / "model/model.safetensors").is_file() for place in places)
+    assert all(len([*(place / "checkpoints").iterdir()]) <= 2 for place in places)   # the last, and the best
+    first = values_of(Path("out"))
+    monkeypatch.setattr(runs, "run", None)
+    command_line.measure("killed.yaml", "small", Path("out"), False, False, discard=True)
+    assert len([*training.HOME.iterdir()]) == 1 and values_of(Path("out")) == first
+    command_line.measure("killed.yaml", "small", Path("out"), False, False)
+
+
+def test_again_trains_again(tmp_path, monkeypatch):
+    """Runs that are there are set aside, the models that they begin with are not."""
+    monkeypatch.chdir(tmp_path)
+    size = yaml.safe_load(PAGE)["sizes"]["small"]
+    for keys in training.last(size["starts"], HOME.sources).values():
+        models = {"a model": keys}
+        Path(training.folder(keys[0])).mkdir(parents=True)
+    run = Path(training.folder(Grid.read(size["runs"][0], models).key("A", "exact", 0, HOME.sources)))
+    for _ in range(2):
+        run.mkdir()
+        training.set_aside(size, HOME.sources)
+    assert not run.exists() and run.with_name(f"{run.name}.old").is_dir() and len([*training.HOME.iterdir()]) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_report_goes_on_where_it_was(tmp_path):
+    """kill -9 at moments drawn by a seed: the same draws, every step recorded once, and no run ended twice."""
+    draw, env = random.Random(0), os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    subprocess.run(page_of_runs(whole), cwd=whole, env=env, check=True)
+    kills, place = 0, killed / training.HOME
+    while not (killed / "out/killed.csv").is_file():
+        with subprocess.Popen(page_of_runs(killed), cwd=killed, env=env, start_new_session=True) as process:
+            moment, before = draw.randint(1, 6), written(place)
+            while process.poll() is None and (kills == 4 or written(place) < before + moment):
+                time.sleep(0.01)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                kills += 1
+    assert kills > 1 and values_of(killed / "out") == values_of(whole / "out")
+    assert sorted(path.name for path in place.iterdir()) == sorted(path.name for path in
+                                                                   (whole / training.HOME).iterdir())
+    for run in place.iterdir():
+        assert steps_of(run) == [1, 2, 3] and steps_of(run, "test") == [3]
+        assert all(steps_of(run, name=lost.name) == [1] for lost in run.glob("metrics.*.jsonl"))  # before a checkpoint
+
+
+def written(place):
+    """Steps that runs have recorded."""
+    return sum(len(steps_of(run)) for run in place.iterdir()) if place.is_dir() else 0
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path, monkeypatch):
+    """With a folder that is there."""
+    home, stopped = runs.Home(tmp_path, ("tasks/lra.py",)), []
+
+    def main():
+        stopped.append(Path(sys.argv[-1].removeprefix("hydra.run.dir=")))
+        stopped[0].mkdir()
+        print(f"crt_exp: stopped by SIGTERM; continue with resume=auto {sys.argv[-1]}", file=sys.stderr)
+        sys.exit(143)
+
+    monkeypatch.setattr("crt_exp.train.main", main)
+    with pytest.raises(runs.Failed, match="or repeat the command of the report") as failed:
+        home.kept(["task=lra"])
+    assert f"resume=auto hydra.run.dir={stopped[0]}" in str(failed.value) and stopped[0].is_dir()
 
 
 def test_a_run_that_has_ended_is_not_started_again(tmp_path, monkeypatch):
