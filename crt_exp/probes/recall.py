@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from crt_exp import mechanism_text
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
+from crt_exp.attention.checks import repeat_heads
 from crt_exp.config import unknown
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
@@ -233,16 +234,16 @@ def times(arm: Mapping[str, str], start: str, length: int, rounds: int, seed: in
     return [{"arm": name, "ms": each} for name, each in spent.items()]
 
 
-def attention_of(text: str) -> Swap | None:
-    """None for "exact"; one of PEERS ("pages keys=64"), or one as `Mechanism.parse` reads it."""
+def attention_of(text: str, **given: Any) -> Swap | None:
+    """None for "exact"; one of PEERS ("pages keys=64"), or one as `Mechanism.parse` reads it with what is given."""
     name, options = mechanism_text.read(text)
     if name in PEERS:
         return Layers(partial(Peer, partial(PEERS[name], **options)), name)
-    return None if text == "exact" else Mechanism.parse(text)
+    return None if text == "exact" else Mechanism.parse(text, **given)
 
 
 class Peer(AttentionLayer):
-    """A dense peer in the place of causal attention."""
+    """A dense peer in the place of attention. Raises ValueError for a padding mask, which it does not know."""
 
     def __init__(self, peer: Callable[..., Tensor], heads: int, d: int, *, kv_heads: int | None = None,
                  causal: bool = False, scaling: float | None = None, layer: int = 0):
@@ -250,4 +251,7 @@ class Peer(AttentionLayer):
         self.peer = peer
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        return self.peer(q * self.scaling, k, v)
+        if key_mask is not None and not bool(key_mask.all()):
+            raise ValueError("dense peers take no padding: give rows of one length")
+        k, v = (repeat_heads(t, q.shape[1]) for t in (k, v))
+        return torch.cat([self.peer(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))])

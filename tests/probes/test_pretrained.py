@@ -1,0 +1,291 @@
+"""The probes of the page pretrained, on tiny models of the same classes with weights that are drawn here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from crt_exp.data import DataError
+from crt_exp.probes import dense_peers, pretrained
+from crt_exp.probes import pretrained_encoders as encoders
+from crt_exp.probes.recall import Peer, attention_of
+from crt_exp.probes.grid import Part
+from crt_exp.report import page
+
+READ = [*pretrained.ROWS]
+ARMS = ("exact", "uniform", "nearfar exact_until=0", "favorpp m=8", "window block=8 first=2")
+
+
+class Letters:
+    """A tokenizer of characters, with marks around what a model is to read whole."""
+
+    all_special_tokens = ("<", ">")
+
+    def __call__(self, texts, add_special_tokens=True, verbose=True, truncation=False, max_length=None):
+        if not isinstance(texts, str):
+            return {"input_ids": [self(each, truncation=truncation, max_length=max_length)["input_ids"]
+                                  for each in texts]}
+        ids = [1 + ord(letter) % 96 for letter in texts]
+        return {"input_ids": [97, *ids[:max_length and max_length - 2], 98] if add_special_tokens else ids}
+
+    def apply_chat_template(self, said, tokenize, add_generation_prompt):
+        return f"[{said[0]['content']}]"
+
+
+class Symbols(Letters):
+    """One of atoms and signs."""
+
+    def __call__(self, texts):
+        return {"input_ids": [[97, *self.ids(each), 98] for each in texts]}
+
+    def ids(self, text):
+        known = "CNOFclBr()=123.>"
+        return [1 + known.index(letter) if letter in known else 30 + ord(letter) % 60 for letter in text]
+
+    def convert_ids_to_tokens(self, ids):
+        names = ["CNOFclBr()=123.>"[i - 1] if 0 < i <= 16 else "x" for i in ids]
+        middle = names.index(">")
+        return [*names[:middle], ">>", "x", *names[middle + 2:]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept():
+    for each in (pretrained.exact_of, pretrained.tokens, encoders.blocks, encoders.paragraphs, encoders.utterances):
+        each.cache_clear()
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """A Llama of two query heads that share one of keys."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        initializer_range=0.5)).eval()
+    monkeypatch.setattr(pretrained, "opened", lambda name: pretrained.Opened(model, Letters()))
+    text = torch.randint(1, 97, (28_000,), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(pretrained, "tokens", lambda name, split: text)
+    return model
+
+
+def read(arm, row, length=None, seed=0):
+    return list(pretrained.readings(arm, "", row, length or (1024 if row == "pairs" else 512), seed))
+
+
+@pytest.mark.parametrize("row", READ)
+@pytest.mark.parametrize("arm", ["largest keys=1024", "pages keys=1024", "nearfar", "window block=1024"])
+def test_attention_that_sees_all_loses_nothing(reader, row, arm):
+    exact, found = read("exact", row), read(arm, row)
+    assert [each["x"] for each in found] == [each["x"] for each in exact]
+    for ours, theirs in zip(found, exact):
+        assert theirs["above"] == 0 and theirs["agrees"] == 1 and ours["above"] == pytest.approx(0, abs=1e-5)
+        assert ours["nats"] == pytest.approx(theirs["nats"], abs=1e-5)
+
+
+@pytest.mark.parametrize("row", READ)
+def test_attention_that_does_not_see_is_another_and_the_model_is_itself_again(reader, row):
+    before = read("exact", row)
+    assert read("uniform", row)[0]["above"] != 0 and read("favorpp m=8", row)[0]["above"] != 0
+    pretrained.exact_of.cache_clear()
+    assert read("exact", row) == before
+
+
+def test_above_is_against_the_loss_of_the_whole_model(reader):
+    [found] = read("exact", "plain")
+    ids = pretrained.passage("", "valid", 0, 512)[None]
+    assert found["nats"] == pytest.approx(float(reader(input_ids=ids, labels=ids).loss.detach()), abs=1e-5)
+
+
+def test_rows_hold_what_they_ask_for(reader):
+    """What is said again was said as far away as the axis says, and pass keys are in the text."""
+    again = pretrained.repeated("", 512, 0)
+    places = again.places
+    assert torch.equal(again.ids[0, places], again.ids[0, places - 256]) and places[0] == 256 + pretrained.UNSURE
+    apart = pretrained.distances("", 512, 1)
+    segment = pretrained.SEGMENT
+    assert [*apart.asked] == [64, 256, 512]
+    for far, asked in apart.asked.items():
+        for place in asked[:, 0].tolist():
+            j = place // segment - 4
+            before = place - (2 * j + 1) * segment
+            assert apart.ids[0, place] == apart.ids[0, before] and far / 2 < place - before <= far
+    for row, count in (("needle", 1), ("pairs", 8)):
+        made = pretrained.ROWS[row]("", 1024, 3)
+        [asked] = made.asked.values()
+        assert made.ids.shape == (1, 1024) and asked.shape == (count, 5)
+        assert len({*map(tuple, made.ids[0, asked].tolist())}) == count
+        first = made.ids[0, :int(asked.min())].unfold(0, 5, 1)
+        assert all((first == made.ids[0, each]).all(-1).any() for each in asked), "a key that the text does not say"
+
+
+def test_an_answer_is_what_exact_attention_goes_on_with(reader):
+    [exact], [other] = read("exact", "answer"), read("uniform", "answer")
+    assert exact["kept"] == pretrained.ANSWER and exact["right"] == 1 and other["kept"] < pretrained.ANSWER
+
+
+def test_a_text_that_is_too_short_is_refused(reader):
+    with pytest.raises(ValueError, match="row 3 of 8192 tokens ends at token 32768.*28000: take fewer seeds"):
+        read("exact", "plain", 8192, 3)
+    with pytest.raises(ValueError, match="8 pass keys and their questions take"):
+        read("exact", "pairs", 512)
+
+
+def test_time_is_of_all_arms_in_turn(reader):
+    rows = pretrained.times({"exact": "exact", "ours": "nearfar exact_until=32"}, "", 256, 2, 0)
+    assert [row["arm"] for row in rows] == ["exact", "ours"] and all(len(row["ms"]) == 2 for row in rows)
+
+
+def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
+    (tmp_path / "wiki.valid.tokens").write_text(" one @-@ way , ( 24 @.@ 5 in ) of <unk> . \n \n")
+    monkeypatch.setattr(pretrained, "official_file", lambda name, split: tmp_path / "wiki.valid.tokens")
+    assert pretrained.plain_text("valid").strip() == "one-way, (24.5 in) of <unk>."
+
+
+# ---- encoders
+
+
+@pytest.fixture
+def sentences(monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                 intermediate_size=16)).eval()
+    monkeypatch.setattr(encoders, "opened", lambda name: (model, Letters()))
+    pairs = SimpleNamespace(sentence1=["a red cat", "two men", "a dog runs", "snow"],
+                            sentence2=["one cat", "three women", "a dog ran", "the sun"], labels=[4.0, 2.0, 4.5, 0.5])
+    pairs.subsample = lambda count: pairs
+    monkeypatch.setattr(encoders.glue, "load", lambda name, split: pairs)
+    text = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(encoders, "local_blocks", lambda *_: text.numpy())
+    lines = "\n".join("".join(chr(32 + int(i) % 90) for i in row) for row in text)
+    (tmp_path / "lines").write_text(lines + "\nshort\n")
+    monkeypatch.setattr(encoders, "official_file", lambda name, split: tmp_path / "lines")
+    return model
+
+
+def test_sentences_of_one_length_are_read_together_as_alone(sentences):
+    rows = [[97, 5, 6, 98], [97, 7, 98], [97, 8, 9, 98], [97, 98]]
+    alone = torch.cat([encoders.states(sentences, [row]) for row in rows])
+    assert_close(encoders.states(sentences, rows), alone)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_encoders_are_read_with_each_attention(sentences, arm):
+    found = encoders.sentences(arm, "", "dev", 2, 0)
+    assert len(found["parts"]) == 2 and -1 <= found["all"] <= 1
+    cosines = encoders.cosines(arm, "", 128, 3, 0)["cosines"]
+    kept = encoders.retrieval(arm, "", 64, 20, 0)["kept"]
+    assert len(cosines) == 3 and len(kept) == 20
+    if arm == "exact":
+        assert cosines == pytest.approx([1, 1, 1]) and kept == [1.0] * 20
+
+
+@pytest.mark.parametrize("arm", ["pages keys=128 both=true", "largest keys=128 both=true", "monarch turns=2",
+                                 "query_clusters keys=16"])
+def test_peers_of_both_directions_stand_in_an_encoder(sentences, arm):
+    found = encoders.cosines(arm, "", 128, 3, 0)["cosines"]
+    assert min(found) > 0.5 and (not arm.endswith("both=true") or found == pytest.approx([1, 1, 1]))
+
+
+def test_too_few_paragraphs_are_refused(sentences):
+    with pytest.raises(ValueError, match="has 40 paragraphs of 64 tokens, not 41"):
+        encoders.retrieval("exact", "", 64, 41, 0)
+
+
+def test_peers_refuse_padding():
+    peer = Peer(dense_peers.largest, 2, 4, kv_heads=1, causal=True)
+    q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 4)
+    with pytest.raises(ValueError, match="take no padding"):
+        peer(q, k, k, torch.tensor([[True, True, False]]))
+    assert attention_of("exact") is None
+
+
+@pytest.fixture
+def speaker(monkeypatch):
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(WhisperConfig(
+        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=64,
+        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)).eval()
+    processor = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(f"w{int(i)}" for i in ids))
+    said = [SimpleNamespace(text=f"w{i} w{i + 1}", number=i) for i in range(5)]
+    monkeypatch.setattr(encoders, "LONGEST", 12)
+    monkeypatch.setattr(encoders, "hearer", lambda name: (model, processor))
+    monkeypatch.setattr(encoders, "utterances", lambda subset: said)
+    monkeypatch.setattr(encoders, "features", lambda processor, each: torch.randn(
+        1, 8, 128, generator=torch.Generator().manual_seed(each.number)))
+    return model
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_speech_is_heard_with_each_attention(speaker, arm):
+    found = encoders.words(arm, "", "train", 2, 1)
+    assert found["wer"] > 0 and found == encoders.words(arm, "", "train", 2, 1)
+
+
+def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
+    with pytest.raises(ValueError, match="train has 5 utterances: group 0 of 5 is not there"):
+        encoders.words("exact", "", "train", 5, 0)
+    rows = encoders.encoder_times({"exact": "exact", "ours": "nearfar exact_until=0"}, "", "train", 2, 0)
+    assert [len(row["ms"]) for row in rows] == [2, 2]
+
+
+@pytest.fixture
+def mapper(monkeypatch):
+    torch.manual_seed(0)
+    model = AlbertForMaskedLM(AlbertConfig(vocab_size=100, embedding_size=8, hidden_size=32, num_hidden_layers=12,
+                                           num_attention_heads=8, intermediate_size=16, initializer_range=2.0,
+                                           attn_implementation="eager")).eval()
+    monkeypatch.setattr(encoders, "mapper", lambda name: (model, Symbols()))
+    few = [each[:3] for each in encoders.reactions()]
+    monkeypatch.setattr(encoders, "reactions", lambda: few)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_atoms_are_mapped_with_each_attention(mapper, arm):
+    share = encoders.atoms(arm, "", 0)["share"]
+    assert len(share) == 3 and (arm != "exact" or share == [1.0] * 3) and (arm != "uniform" or min(share) < 1)
+
+
+def test_reactions_keep_their_atoms():
+    """But for the water that leaves: one oxygen."""
+    for reaction in (*encoders.reactions()[0], *encoders.reactions()[1]):
+        before, after = (encoders.ATOM.findall(side) for side in reaction.split(">>"))
+        assert sorted(before) == sorted([*after, "O"])
+
+
+# ---- the page
+
+
+@pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])
+def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    probe = pretrained.opened if model.startswith("smol") else encoders.opened
+    with pytest.raises(DataError, match=f"get it with `python -m crt_exp.data fetch models/{model}`"):
+        probe(f"models/{model}")
+
+
+@pytest.mark.parametrize("size", ["small", "full"])
+def test_the_page_names_rows_arms_and_settings_that_exist(size):
+    """Every arm is an attention, every setting of a gate, bar or table is measured, and rows are those of the probe."""
+    spec = page.load("pretrained")
+    parts = [Part.read(part) for part in spec["sizes"][size]["parts"]]
+    for part in parts:
+        assert {given["row"] for given in part.settings.values() if "row" in given} <= {*pretrained.ROWS}
+        assert all(text == "exact" or attention_of(text) for text in part.arms.values())
+        assert {*part.arms} <= {*spec["arms"]}
+    settings = {setting for part in parts for setting in part.settings}
+    for entry in (*spec["gates"], *spec["bars"], *spec["tables"], *spec["panels"]):
+        assert {*entry.get("settings", [])} <= settings
+    assert len(spec["bars"]) <= 5
