@@ -17,7 +17,7 @@ def chosen(size: Size, arms: str = "", seeds: int = 0) -> dict[str, Any]:
 
     Raises ConfigError for an arm of another name, for fewer than one seed, and where nothing can be chosen from.
     """
-    if not {"parts", "runs"} & {*size} or {*size} & {"lengths"}:
+    if not {"parts", "runs"} & {*size}:
         raise ConfigError("arms and seeds are chosen among parts and runs; this report measures in a way of its own")
     if seeds < 0:
         raise ConfigError(f"seeds: got {seeds}, expected at least 1")
