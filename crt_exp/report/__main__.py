@@ -9,7 +9,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from crt_exp.config import ConfigError, located, unknown
@@ -20,6 +21,7 @@ from crt_exp.probes import cells, grid, sources, training
 
 FULL = "full"  # the papers' own setting
 SIZES = ("small", "gpu", FULL)
+GROUP = "WANDB_RUN_GROUP"
 
 
 class PagesFailed(ValueError):
@@ -61,11 +63,23 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     if again:
         cells.forget(name)
         training.set_aside(chosen, begin)
-    os.environ.setdefault("WANDB_RUN_GROUP", name)  # of runs that `LOGGER=wandb` mirrors
-    written = draws.write(name, measured(name, begin, chosen, keep), folder)
+    with one_group(name):
+        written = draws.write(name, measured(name, begin, chosen, keep), folder)
     if discard:
         print(f"deleted: {training.discard(chosen, begin)} runs; the models that runs begin with stay")
     return written
+
+
+@contextmanager
+def one_group(name: str) -> Iterator[None]:
+    """Runs that `LOGGER=wandb` mirrors are a group of W&B by that name, if the user names none."""
+    given = os.environ.get(GROUP)
+    os.environ.setdefault(GROUP, name)
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[GROUP]
 
 
 def render_all(folder: Path) -> None:
