@@ -98,7 +98,8 @@ class Grid:
             return self.model(given["start"], seed)["overrides"]
         begun = [f"{option}={folder(self.model(name.format(setting=setting, arm=arm), seed))}"
                  for option, name in self.before.items()]
-        own = runs.flat([*self.common, *self.settings[setting], *self.words(arm)])
+        every = runs.flat([*self.common, *self.settings[setting], *self.words(arm)])
+        own = [*{option.split("=")[0]: option for option in every}.values()]    # of options of one name the last
         return [*own, *begun, f"seed={self.offset + seed}"]
 
     def words(self, arm: str) -> list[str]:

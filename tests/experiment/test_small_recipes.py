@@ -38,6 +38,7 @@ def attention(name):
     return [*chosen, "features.m=8"] if random else chosen
 
 
+@pytest.mark.filterwarnings("ignore:ClusteredHybrid attention has no clusters yet:UserWarning")   # two steps fit none
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
                                   for name in recipes.names()])
 def test_two_steps_of_the_small_recipe(name, typed, tmp_path):
@@ -64,6 +65,8 @@ def run(typed, tmp_path, name, directory, words):
 
 def check_parameters(name, directory):
     """Of the model that the run kept, and of the outline of its configuration."""
+    if not (directory / "model").exists():  # the Arena's runs keep none
+        return
     cfg = OmegaConf.load(directory / "config.yaml")
     kept = load_file(directory / "model/model.safetensors")
     facts = facts_of(name, cfg, directory, kept)

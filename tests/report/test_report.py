@@ -127,7 +127,7 @@ def test_an_error_names_the_arm_that_was_timed(capsys, monkeypatch):
 @pytest.mark.parametrize("after", ["the start", "a cell"])
 def test_ctrl_c_in_a_terminal_ends_all_processes_in_a_line(after, tmp_path):
     """It reaches the workers too, while they start and while they compute: their tracebacks covered the line."""
-    command = [sys.executable, "-m", "crt_exp.report", "hrf_pointwise", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "crt_exp.report", "hrf-pointwise", "--out", str(tmp_path / "out")]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
                           start_new_session=True) as process:
