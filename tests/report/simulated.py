@@ -163,8 +163,7 @@ def frame_of(name, size, monkeypatch, seed=0, choose=None):
     def begun(given, _, begin, *args):
         return training.last(given, begin)
 
-    for module in (grid,):
-        monkeypatch.setattr(module, "Cells", lambda *args: cells)
+    monkeypatch.setattr(grid, "Cells", lambda *args: cells)
     monkeypatch.setattr(grid.Part, "draws", of_part)
     monkeypatch.setattr(training, "of_run", of_run)
     monkeypatch.setattr(training, "begun", begun)
