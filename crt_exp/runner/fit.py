@@ -30,11 +30,11 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     check_attention(cfg)
     check_sweeper(cfg)
     task, mechanism = instantiate(cfg.task), mechanism_of(cfg)
-    (check_study if is_study(task) else check_training)(cfg, task, mechanism)
+    (check_probe if is_probe(task) else check_training)(cfg, task, mechanism)
     return task, mechanism
 
 
-def is_study(task: Any) -> bool:
+def is_probe(task: Any) -> bool:
     """Whether a task only measures, and does not train."""
     return hasattr(task, "records")
 
@@ -102,7 +102,7 @@ def check_sweeper(cfg) -> None:
         check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
 
 
-def check_study(cfg, task, mechanism) -> None:
+def check_probe(cfg, task, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} runs on one process: leave torchrun and trainer.processes out")
@@ -153,7 +153,7 @@ def check_training(cfg, task, mechanism) -> None:
 
 def starts_processes(cfg, task: Any) -> bool:
     """Whether the run is that of processes which are still to be started."""
-    return not is_study(task) and bool(cfg.trainer.processes) and not inside_torchrun()
+    return not is_probe(task) and bool(cfg.trainer.processes) and not inside_torchrun()
 
 
 def fit_on_processes(cfg) -> float:
@@ -171,7 +171,7 @@ def fit_on_processes(cfg) -> float:
 def fit(cfg, task, mechanism) -> float | None:
     """Runs what is not yet in the run directory, prints the task's summary, and returns the metric of the last record;
     None on processes but the first. Raises Stopped after a signal or a divergence."""
-    records, directory = (measured if is_study(task) else trained)(cfg, task, mechanism)
+    records, directory = (measured if is_probe(task) else trained)(cfg, task, mechanism)
     if not records:
         return None
     print(f"{task.summary(records)}  [{directory}]")
