@@ -6,9 +6,10 @@ block up to themselves and block t - 1; of the keys up to block t - 2 some are h
 query looks at all of these in bfloat16, and reads the `open` of them exactly that it asks for most; they leave their
 cells, and what is left there lies below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
 
-What keys are measured by is of those before the first renewal; heavy keys and centres of cells are of the keys before
-the last one. Renewals lie where the sequence has grown by a half or so, at places that no sequence decides: outputs
-depend on places and past alone. Keys that come between two of them go to the nearest cells. Derived here.
+What keys are measured by is of those before the first renewal, about the means of their blocks; heavy keys and centres
+of cells are of the keys before the last one. Renewals lie where the sequence has grown by a half or so, at places that
+no sequence decides: outputs depend on places and past alone. Keys that come between two of them go to the nearest
+cells. Derived here.
 """
 
 from collections.abc import Callable
@@ -67,12 +68,25 @@ def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
-    """Of keys factor y (Z, S, d): of those that are far at the first renewal. The norm of root root^T, their second
-    moments, is made 1: |x root|^2 tau is the variance of the logits of a query x over a cell shaped like all keys."""
+    """Of keys factor y (Z, S, d): of those that are far at the first renewal, each about the mean of its block. What is
+    common to a block is its place, by which rotary positions turn all keys alike: about one mean of all keys it would
+    be the most of their moments, and cells would tell places apart. The norm of root root^T, these second moments, is
+    made 1: |x root|^2 tau is the variance of the logits of a query x over a cell shaped like the keys of a block."""
     far = renewals(sizes, 0)[0] - sizes.block
-    metric = KeyMetric.of(None, y[:, :far] * factor, None, None if keep is None else keep[:, :far])
+    y, keep = y[:, :far] * factor, None if keep is None else keep[:, :far]
+    metric = KeyMetric.of(about_means(y, keep, sizes.block), y, keep, keep)
     size = torch.linalg.matrix_norm(metric.root @ metric.root.mT, keepdim=True)
-    return metric._replace(root=metric.root * size.rsqrt())
+    return metric._replace(tilt=torch.zeros_like(metric.shift), root=metric.root * size.rsqrt())
+
+
+def about_means(y: Tensor, keep: Tensor | None, block: int) -> Tensor:
+    """Of keys (Z, S, d) in whole blocks, what each is more than the mean of its block; keep (Z, S)."""
+    y = without(y, keep).unflatten(1, (-1, block))
+    if keep is None:
+        return (y - y.mean(2, keepdim=True)).flatten(1, 2)
+    keep = keep.unflatten(1, (-1, block)).unsqueeze(-1)
+    mean = y.sum(2, keepdim=True) / keep.sum(2, keepdim=True).clamp(min=1)
+    return torch.where(keep, y - mean, 0.0).flatten(1, 2)
 
 
 class ChosenEpochs(NamedTuple):

@@ -16,7 +16,7 @@ from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.engine import native, reads
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.nearfar.past import RecallState
-from crt_exp.nearfar.engine.constants import DRAWN
+from crt_exp.nearfar.engine.constants import DRAWN, RIDGE
 from crt_exp.swap.measured import OPENS, Measured, shared_out
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
@@ -301,6 +301,34 @@ def test_keys_are_read_in_c_as_in_torch(monkeypatch):
 
 
 # ---- layers and models ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_all_keys_of_a_block_share_is_not_measured(masked):
+    """Rotary positions turn the mean of the keys: places would be told apart by it, not keys."""
+    y = drawn()[1].flatten(0, 1)
+    keep = torch.rand(y.shape[:2], generator=torch.Generator().manual_seed(1)) < 0.8 if masked else None
+    shared = 10 * drawn(seed=1)[1].flatten(0, 1)[:, :-(-LENGTH // SIZES.block)]
+    moved = y + shared.repeat_interleave(SIZES.block, 1)[:, :LENGTH]
+    sizes = SIZES._replace(exact_until=200)
+    root = recall.metric_of(y, keep, sizes).root
+    torch.testing.assert_close(recall.metric_of(moved, keep, sizes).root, root)
+    torch.testing.assert_close(torch.linalg.matrix_norm(root @ root.mT), root.new_ones(len(root)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys_are_measured_about_the_means_of_their_blocks(masked):
+    y = drawn()[1].flatten(0, 1)
+    keep = torch.ones(y.shape[:2], dtype=torch.bool)
+    keep[:, 1:7] = not masked                       # a block without a key beside one with one
+    sizes = SIZES._replace(exact_until=200)
+    metric, far = recall.metric_of(y, keep if masked else None, sizes), recall.renewals(sizes, 0)[0] - sizes.block
+    for z in range(len(y)):
+        apart = torch.cat([rows - rows.mean(0) for at in range(0, far, sizes.block)
+                           if len(rows := y[z, at:at + sizes.block][keep[z, at:at + sizes.block]])])
+        moments = apart.T @ apart
+        moments += RIDGE * moments.diagonal().mean() * torch.eye(y.shape[-1])
+        torch.testing.assert_close(metric.root[z] @ metric.root[z].T, moments / torch.linalg.matrix_norm(moments))
 
 
 def test_a_layer_needs_no_calibration_and_holds_nothing():
