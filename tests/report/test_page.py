@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from crt_exp.config import ConfigError
+from crt_exp.probes import chosen as choice
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, figures, page, render, tables
 from crt_exp.report.evidence import Bar, Claim, Unjudged, equivalent, independent, judged, signs
@@ -61,7 +62,7 @@ def test_files_name_arms_and_measurements_that_exist(name):
     spec = page.load(name)
     frame = draws.read(name, COMMITTED)
     assert {*spec.get("controls", [])} <= {*frame["arm"]}, "a control without draws"
-    known = {*frame["arm"]}
+    known = {*frame["arm"], *(arm for size in spec.get("sizes", {}).values() for arm in choice.known(size or {}))}
     for claim in [*spec.get("claims", []), *spec.get("bars", [])]:
         assert {claim[key] for key in ("better", "worse", "arm") if key in claim} <= known, claim["text"]
     assert (frame[["commit", "date"]] != "").all().all()
