@@ -67,10 +67,11 @@ def choices(page: Page) -> str:
 
 
 def commands(page: Page) -> str:
-    """Of pages whose file says `commands`: the command of each run, or the text that stands there; empty for others."""
+    """Of pages whose file says `commands`: the command of each run or, at its home size, the text that stands there;
+    empty for others."""
     said = page.spec.get("commands", "")
-    if not isinstance(said, bool):
-        return said.strip()
+    if not said or isinstance(said, str) and page.size == home(page.spec):
+        return said.strip() if said else ""
     order = {arm: place for place, arm in enumerate(page.spec["arms"])}
     alike: dict[str, list[Grid]] = {}
     for grid in (Grid.read(each) for each in page.spec["sizes"][page.size]["runs"]):
@@ -85,8 +86,16 @@ def commands_of(page: Page, grids: Sequence[Grid], order: Mapping[str, int]) -> 
         f"A run is `python -m crt_exp {' '.join(flat(first.common))} seed=0` with the options of a setting and of an "
         "arm.",
         "\n".join(f"- {name}: `{' '.join(flat(options))}`" for name, options in first.settings.items()),
-        "\n".join(f"- {page.label(arm)}: `{' '.join(arms[arm].words(arm))}`"
+        "\n".join(f"- {page.label(arm)}: {words_of(arms[arm], arm)}"
                   for arm in sorted(arms, key=lambda arm: order.get(arm, len(order))))])
+
+
+def words_of(grid: Grid, arm: str) -> str:
+    """The options of an arm, and the models that its runs begin with."""
+    if isinstance(given := grid.arms[arm], Mapping):
+        return f"the run {given['start']} of `starts`"
+    begun = [f", `{option}=` the run {name} of `starts`" for option, name in grid.before.items()]
+    return "".join([f"`{' '.join(grid.words(arm))}`", *begun])
 
 
 def caption(page: Page) -> str:
