@@ -277,3 +277,14 @@ def test_missing_or_foreign_draws_are_refused(tmp_path):
         draws.write("mine", [], tmp_path)
     with pytest.raises(ConfigError, match="unknown report 'lrb'; did you mean lra"):
         page.load("lrb")
+
+
+@pytest.mark.parametrize("name, said", [
+    ("books", ["experiment=performers_pg19", "experiment=performers_lm1b", "the run performers_lm1b: exact of"]),
+    ("proteins", ["experiment=performers_trembl", "task.dataset=generated"])])
+def test_commands_of_another_size_are_those_of_its_runs(name, said):
+    """Of all its grids; the text of a file is of the home size."""
+    made = Page(name, frame=pd.DataFrame(columns=draws.COLUMNS), size="full")
+    text = render.commands(made)
+    assert all(word in text for word in said) and "task.vocabulary_size=300" not in text
+    assert text.count("A run is `python -m crt_exp") == 2
