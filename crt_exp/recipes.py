@@ -1,8 +1,8 @@
 """python -m crt_exp.recipes: a table of the recipes of conf/experiment, what each trains and what that takes.
 
-conf/recipes.yaml holds the arms, settings and seeds of each, as they are typed, and what the data would tell; nothing
-is read but configuration, and no model is made but on the meta device. A training step counts three forward passes,
-four where blocks are computed again. `make plan` prints the table.
+conf/recipes.yaml holds the arms, settings and seeds of each, as they are typed (recipe_words.py), and what the data
+would tell; nothing is read but configuration, and no model is made but on the meta device. A training step counts
+three forward passes, four where blocks are computed again. `make plan` prints the table.
 """
 
 import argparse
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from crt_exp.attention import Linformer
-from crt_exp.config import CONF, ConfigError, unknown
+from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.outlines import Facts, Outline, outline
+from crt_exp.recipe_words import declared, lines, names, seeds_of, settings_of, spec_of, trials_of
 
 KEPT = 3                                                     # checkpoints of a run: the newest two and the best
 BYTES = 12 * KEPT + 4                                        # a parameter: with two moments of Adam each; and the model
@@ -43,21 +44,6 @@ class Cost(NamedTuple):
     hours: float
 
 
-@cache
-def declared() -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.load(CONF / "recipes.yaml"))
-
-
-def names() -> list[str]:
-    return list(declared()["recipes"])
-
-
-def spec_of(name: str) -> dict[str, Any]:
-    if name not in names():
-        raise unknown("recipe", name, names())
-    return declared()["recipes"][name]
-
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -69,14 +55,12 @@ def composed(name: str) -> DictConfig:
 
 
 def runs(name: str) -> Iterator[RecipeRun]:
-    """Of each setting and arm one, the first seed; the first is the one of the paper."""
+    """Of the paper's arms, in each setting one, the first seed; the first is the one of the paper."""
     spec = spec_of(name)
-    for setting, given in spec.get("settings", {"": {"words": []}}).items():
-        chosen = spec.get("only", {}).get(setting, list(spec["arms"]))
-        facts = {key: value for key, value in (spec | given).items() if key in Facts.__annotations__}
-        for arm in chosen:
-            words = (*given["words"], *spec["arms"][arm])
-            yield RecipeRun(name, setting, arm, words, Facts(**facts), *applied(composed(name), words))
+    for setting, arm, words in lines(name):
+        told = spec | settings_of(name)[setting]
+        facts = {key: value for key, value in told.items() if key in Facts.__annotations__}
+        yield RecipeRun(name, setting, arm, words, Facts(**facts), *applied(composed(name), words))
 
 
 def applied(cfg: DictConfig, words: Sequence[str]) -> tuple[DictConfig, Mechanism]:
@@ -96,14 +80,18 @@ def applied(cfg: DictConfig, words: Sequence[str]) -> tuple[DictConfig, Mechanis
 
 
 def mechanism_of(name: str, options: dict[str, Any]) -> Mechanism:
-    plain = Mechanism.of(name)
-    return Mechanism.of(name, **{key: value for key, value in options.items() if key != "m" or plain.draws})
+    own = {key: value for key, value in options.items() if key != "m"}
+    return Mechanism.of(name, **(options if Mechanism.of(name, **own).draws else own))
 
 
 def count(name: str) -> int:
-    """Runs of a recipe: arms x settings x seeds, and the values of a search."""
-    spec = spec_of(name)
-    return len(list(runs(name))) * spec.get("seeds", 1) * spec.get("each", 1)
+    """Runs of a recipe: the paper's arms x settings x seeds, and the values of a search."""
+    return len([*lines(name)]) * seeds_of(name) * trials_of(name)
+
+
+def beside(name: str) -> int:
+    """Runs of the arms that the reports compare too."""
+    return len([*lines(name, beside=True)]) * seeds_of(name) * trials_of(name) - count(name)
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
@@ -151,8 +139,8 @@ def cost_of(run: RecipeRun) -> Cost:
 
 def row_of(name: str) -> list[str]:
     """Of the table: steps, parameters, tokens and hours are those of the first run, or from the least to the most."""
-    spec, costs = spec_of(name), [cost_of(run) for run in runs(name)]
-    times = spec.get("seeds", 1) * spec.get("each", 1)
+    costs = [cost_of(run) for run in runs(name)]
+    times = seeds_of(name) * trials_of(name)
     hours = times * sum(cost.hours for cost in costs)
     disk = times * sum(cost.parameters for cost in costs) * BYTES / 1e9
     each = [between([cost[i] for cost in costs]) for i in range(4)]
@@ -179,10 +167,12 @@ def table() -> str:
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     specs = {name: spec_of(name) for name in names()}
     less = ", ".join(f"{spec['used']:.0%} by `{name}`" for name, spec in specs.items() if "used" in spec)
+    more = ", ".join(f"`{name}` {beside(name)}" for name in names() if beside(name))
     return (f"{rows}\n\nGPU hours: FLOPs of the matrix products of a model, three times forward, on one {gpu['name']}: "
             f"{gpu['tflops']['bf16']} TFLOP/s in\nbfloat16 and {gpu['tflops']['no']} in float32, of which "
             f"{gpu['used']:.0%} is used, an assumption ({less}).\n"
-            f"Disk: {KEPT} checkpoints of a run with Adam's moments, and its final weights.\n")
+            f"Disk: {KEPT} checkpoints of a run with Adam's moments, and its final weights.\n"
+            f"Not counted are the runs of arms that the reports compare beside those of the papers: {more}.\n")
 
 
 def main() -> None:

@@ -3,9 +3,10 @@
 Arms of one seed read the same rows in the same order and start from the same weights; that seed also draws their noise.
 """
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
@@ -40,8 +41,9 @@ class Grid:
     trained where all these conditions hold of the draws before, see `holds`. metrics: of the records on validation,
     those that are kept; tested: of the one on test (default: all). baselines: prefix -> name: what the test record of
     the arm "exact" holds under keys with this prefix, as draws of an arm, for what needs no model; apart: suffix ->
-    name: its metrics with this suffix are draws of a setting of their own. cost: whether steps are timed. models: of
-    starts.
+    name: its metrics with this suffix are draws of a setting of their own. cost: whether steps are timed. search:
+    {option: values}, each of which is tried, and the draws are of the run that ends with the largest metric `best` of
+    its setting. models: of starts.
     """
 
     settings: Mapping[str, Sequence[str]]
@@ -60,6 +62,8 @@ class Grid:
     seeds_of: Mapping[str, int | Mapping[str, int]] = field(default_factory=dict)
     first: int = 0
     workers: int | None = None
+    search: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    best: Mapping[str, str] = field(default_factory=dict)
     models: Models = field(default_factory=dict)
 
     @classmethod
@@ -85,6 +89,11 @@ class Grid:
     def names(self, setting: str) -> list[str]:
         """The arms of a setting."""
         return [arm for arm in self.arms if arm in self.only.get(setting, self.arms)]
+
+    def trials(self) -> list["Grid"]:
+        """One for each value of `search`; itself without any."""
+        return [replace(self, search={}, common=[*self.common, f"{option}={value}"])
+                for option, values in self.search.items() for value in values] or [self]
 
     def model(self, name: str, seed: int) -> Key:
         if name not in self.models:
@@ -166,7 +175,8 @@ def folders(size: Mapping[str, Any], sources: Sequence[str]) -> list[Path]:
     models = last(size.get("starts", {}), sources)
     starts = {folder(key) for keys in models.values() for key in keys}
     grids = [Grid.read(given, models) for given in size.get("runs", [])]
-    runs_of = {folder(key) for grid in grids for key in grid.keys([*grid.settings], sources).values()}
+    trials = [trial for given in grids for trial in given.trials()]
+    runs_of = {folder(key) for trial in trials for key in trial.keys([*trial.settings], sources).values()}
     return [Path(place) for place in sorted(runs_of - starts) if Path(place).is_dir()]
 
 
@@ -189,12 +199,19 @@ def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[s
     """The draws of a grid: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of seed 0); made: those
     before, of which its conditions are."""
     passed = [setting for setting in grid.settings if all(holds(each, setting, made) for each in grid.where)]
-    keys = grid.keys(passed, sources)
-    cells.fill([*keys.values()], train, f"{name}: training", grid.workers)
-    for (setting, arm, seed), key in keys.items():
+    trials = grid.trials()
+    keys = [trial.keys(passed, sources) for trial in trials]
+    cells.fill([key for each in keys for key in each.values()], train, f"{name}: training", grid.workers)
+    for setting, arm, seed in keys[0]:
+        key = best(cells, [each[setting, arm, seed] for each in keys], grid.best.get(setting))
         yield from of_run(grid, cells, key, setting, arm, seed)
     if grid.cost:
-        yield from costs(grid, sources, cells, name)
+        yield from costs(trials[0], sources, cells, name)
+
+
+def best(cells: Cells, keys: Sequence[Key], metric: str | None) -> Key:
+    """That of the run that ends with the largest metric, the first of equals; one that diverged has none."""
+    return max(keys, key=lambda key: cells[key].get("last", {}).get(metric, -math.inf)) if len(keys) > 1 else keys[0]
 
 
 def holds(condition: Mapping[str, Any], setting: str, made: Sequence[Draw]) -> bool:

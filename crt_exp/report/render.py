@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from crt_exp.drawing import save_figure
@@ -67,22 +67,35 @@ def choices(page: Page) -> str:
 
 
 def commands(page: Page) -> str:
-    """Of pages whose file says `commands`: the command of each run of the first grid and of those that share its
-    options and settings, or the text that stands there; empty for others."""
+    """Of pages whose file says `commands`: the command of each run or, at its home size, the text that stands there;
+    empty for others."""
     said = page.spec.get("commands", "")
-    if not isinstance(said, bool):
-        return said.strip()
-    grids = [Grid.read(each) for each in page.spec["sizes"][page.size]["runs"]]
-    first = grids[0]
-    arms = {arm: each for each in grids if (each.common, each.settings) == (first.common, first.settings)
-            for arm in each.arms}
+    if not said or isinstance(said, str) and page.size == home(page.spec):
+        return said.strip() if said else ""
     order = {arm: place for place, arm in enumerate(page.spec["arms"])}
+    alike: dict[str, list[Grid]] = {}
+    for grid in (Grid.read(each) for each in page.spec["sizes"][page.size]["runs"]):
+        alike.setdefault(str((grid.common, grid.settings)), []).append(grid)
+    return "\n\n".join(["## Commands", *(commands_of(page, grids, order) for grids in alike.values())])
+
+
+def commands_of(page: Page, grids: Sequence[Grid], order: Mapping[str, int]) -> str:
+    """Of grids that share options and settings."""
+    first, arms = grids[0], {arm: each for each in grids for arm in each.arms}
     return "\n\n".join([
-        f"## Commands\n\nA run is `python -m crt_exp {' '.join(flat(first.common))} seed=0` with the options of a "
-        "setting and of an arm.",
+        f"A run is `python -m crt_exp {' '.join(flat(first.common))} seed=0` with the options of a setting and of an "
+        "arm.",
         "\n".join(f"- {name}: `{' '.join(flat(options))}`" for name, options in first.settings.items()),
-        "\n".join(f"- {page.label(arm)}: `{' '.join(arms[arm].words(arm))}`"
+        "\n".join(f"- {page.label(arm)}: {words_of(arms[arm], arm)}"
                   for arm in sorted(arms, key=lambda arm: order.get(arm, len(order))))])
+
+
+def words_of(grid: Grid, arm: str) -> str:
+    """The options of an arm, and the models that its runs begin with."""
+    if isinstance(given := grid.arms[arm], Mapping):
+        return f"the run {given['start']} of `starts`"
+    begun = [f", `{option}=` the run {name} of `starts`" for option, name in grid.before.items()]
+    return "".join([f"`{' '.join(grid.words(arm))}`", *begun])
 
 
 def caption(page: Page) -> str:

@@ -13,6 +13,7 @@ from crt_exp import recipes
 from crt_exp.config import CONF, ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.outlines import Facts, attention_flops, outline
+from crt_exp.report import page
 from crt_exp.runner.command_line import compose
 from crt_exp.runner.configuration import check_plain, plain
 
@@ -60,6 +61,20 @@ def test_a_file_says_its_source_its_command_and_its_hours(name):
     head = text[:text.index("defaults:")]
     assert re.search(r"(Table|Fig\.) \d", head) and re.search(rf"python -m crt_exp (-m )?experiment={name}\b", head)
     assert HOURS.search(head)[1] == recipes.short(recipes.cost_of(first(name)).hours)
+
+
+HELD = [(name, recipe) for name in page.names() for recipe in NAMES
+        if f"'experiment={recipe}'" in str(page.load(name)["sizes"].get("full"))]
+
+
+@pytest.mark.parametrize("name, recipe", HELD)
+def test_facts_of_a_page_at_full_are_of_the_recipe(name, recipe):
+    """Its steps or epochs, and its rows where a batch is counted in them."""
+    facts = " ".join(page.load(name)["sizes"]["full"]["facts"].split())
+    cfg = recipes.composed(recipe)
+    epochs, trainer = f"{cfg.trainer.epochs:g} ", cfg.trainer
+    assert (f"{trainer.steps:,}" if trainer.steps else f"{epochs}epochs") in facts
+    assert not trainer.steps or recipe == "crt_uptrain" or f" of {trainer.batch} " in facts
 
 
 MAY_DIFFER = {"batch", "steps", "epochs", "lr", "warmup", "precision", "processes", "accumulate", "eval_every",

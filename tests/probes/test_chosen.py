@@ -64,7 +64,7 @@ def test_the_page_of_a_part_says_so_in_a_folder_of_its_own(tmp_path, monkeypatch
     place = page.folder_of(page.load("proteins"), "full", part=True)
     assert place == tmp_path / "full/part" and page.folder_of(page.load("proteins"), "small", part=True) == (
         tmp_path / "part")
-    draws.write("proteins", [Draw("proteomes, U", "exact", "loss", 2.0, 0, table="test")], place)
+    draws.write("proteins", [Draw("TrEMBL, U", "exact", "loss", 2.0, 0, table="test")], place)
     text = render.text(Page("proteins", place, size="full", part='ARMS="exact" SEEDS=1'), False)
     assert 'A part of the page: ARMS="exact" SEEDS=1 of all' in text
     assert 'Command: `make proteins SIZE=full ARMS="exact" SEEDS=1`' in text and " nan" not in text

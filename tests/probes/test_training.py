@@ -170,6 +170,27 @@ def test_a_run_without_steps_is_the_beginning_of_a_curve(tmp_path, monkeypatch):
     assert [(draw.x, draw.value) for draw in made if draw.table == "validation"] == [(0, 3.0), (4, 2.0)]
 
 
+def test_the_best_of_a_search_counts(tmp_path, monkeypatch):
+    """By the metric of its setting; a run that diverged is the last choice, and all are runs of the page."""
+    monkeypatch.chdir(tmp_path)
+    ends = {"1": {"f1": 0.2, "mcc": 0.9}, "2": {"f1": 0.8, "mcc": 0.1}, "3": None}
+
+    def searched(overrides, sources):
+        last = ends[next(option for option in overrides if option.startswith("trainer.lr="))[-1]]
+        return {"curve": [], "last": {"step": 5, **last}} if last else {"diverged": "the loss is not finite"}
+
+    monkeypatch.setattr(training, "train", searched)
+    size = {"metrics": ["f1"], "seeds": 1, "cost": False, "workers": 1, "settings": {"A": ["a=1"], "B": ["a=2"]},
+            "arms": ["exact"], "search": {"trainer.lr": ["3", "1", "2"]}, "best": {"A": "f1", "B": "mcc"}}
+    made = [*grid.measure("grid", ["tasks/lra.py"], {"runs": [size]})]
+    assert {(draw.setting, draw.metric): draw.value for draw in made} == {
+        ("A", "f1"): 0.8, ("A", "mcc"): 0.1, ("B", "f1"): 0.2, ("B", "mcc"): 0.9}
+    for trial in Grid.read(size).trials():
+        for key in trial.keys(["A", "B"], ["tasks/lra.py"]).values():
+            Path(training.folder(key)).mkdir(parents=True)
+    assert len(training.folders({"runs": [size]}, ["tasks/lra.py"])) == 6
+
+
 def test_arms_of_a_setting_and_seeds_of_an_arm(tmp_path, monkeypatch):
     """`only` leaves arms out, `seeds_of` gives more seeds, `tested` and `baselines` name draws."""
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from crt_exp import recipe_words
 from crt_exp.config import CONF, located
 from crt_exp.probes import grid, sources, training
 from crt_exp.probes.cells import Cells
@@ -134,17 +135,28 @@ class Simulated(Cells):
 
 
 def schedule(overrides):
-    """Steps of a run and between its evaluations, where the options or their recipes say them."""
-    said = {}
+    """Steps of a run and between its evaluations, where the options or their recipes say them; of ImageNet's epochs
+    those of the recipe's rows."""
+    said, rows = {}, None
     for option in overrides:
         name, _, value = option.partition("=")
         if name in ("experiment", "task"):
-            given = yaml.safe_load((CONF / name / f"{value}.yaml").read_text()).get("trainer") or {}
-            said |= {key: given[key] for key in ("steps", "eval_every") if given.get(key)}
+            said |= trainer_of(CONF / name / f"{value}.yaml")
+            rows = recipe_words.spec_of(value).get("rows") if value in recipe_words.names() else None
         elif name in ("trainer.steps", "trainer.eval_every"):
             said[name.removeprefix("trainer.")] = int(value)
-    steps = said.get("steps", 300)
-    return steps, min(said.get("eval_every") or steps // 3, steps) or 1
+    epoch = rows // said["batch"] if rows and "batch" in said else None
+    steps = said.get("steps", said["epochs"] * epoch if epoch and "epochs" in said else 300)
+    return steps, min(said.get("eval_every") or epoch or steps // 3, steps) or 1
+
+
+def trainer_of(file):
+    """What a file of conf/ says of the trainer, with those that it builds on."""
+    given, said = yaml.safe_load(file.read_text()), {}
+    for other in given.get("defaults", []):
+        if isinstance(other, str) and other != "_self_":
+            said |= trainer_of(file.with_name(f"{other}.yaml"))
+    return said | {key: value for key, value in (given.get("trainer") or {}).items() if value}
 
 
 def frame_of(name, size, monkeypatch, seed=0, choose=None):

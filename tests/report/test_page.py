@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from crt_exp.config import ConfigError
+from crt_exp.probes import chosen as choice
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, figures, page, render, tables
 from crt_exp.report.evidence import Bar, Claim, Unjudged, equivalent, independent, judged, signs
@@ -61,7 +62,7 @@ def test_files_name_arms_and_measurements_that_exist(name):
     spec = page.load(name)
     frame = draws.read(name, COMMITTED)
     assert {*spec.get("controls", [])} <= {*frame["arm"]}, "a control without draws"
-    known = {*frame["arm"]}
+    known = {*frame["arm"], *(arm for size in spec.get("sizes", {}).values() for arm in choice.known(size or {}))}
     for claim in [*spec.get("claims", []), *spec.get("bars", [])]:
         assert {claim[key] for key in ("better", "worse", "arm") if key in claim} <= known, claim["text"]
     assert (frame[["commit", "date"]] != "").all().all()
@@ -276,3 +277,14 @@ def test_missing_or_foreign_draws_are_refused(tmp_path):
         draws.write("mine", [], tmp_path)
     with pytest.raises(ConfigError, match="unknown report 'lrb'; did you mean lra"):
         page.load("lrb")
+
+
+@pytest.mark.parametrize("name, said", [
+    ("books", ["experiment=performers_pg19", "experiment=performers_lm1b", "the run performers_lm1b: exact of"]),
+    ("proteins", ["experiment=performers_trembl", "task.dataset=generated"])])
+def test_commands_of_another_size_are_those_of_its_runs(name, said):
+    """Of all its grids; the text of a file is of the home size."""
+    made = Page(name, frame=pd.DataFrame(columns=draws.COLUMNS), size="full")
+    text = render.commands(made)
+    assert all(word in text for word in said) and "task.vocabulary_size=300" not in text
+    assert text.count("A run is `python -m crt_exp") == 2

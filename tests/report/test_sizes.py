@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from crt_exp.probes import grid
 from crt_exp.report import draws, figures, page, render, tables
 from crt_exp.report.page import Page
 from tests.report.simulated import frame_of
@@ -25,22 +26,37 @@ EARLIER = {"hrf-speech": ["directly after the swap, an earlier model"],
            "fidelity": ["{setting}: loss of exact attention, nats"]}
 
 
+def settings_of(made, size):
+    given = made.file["sizes"].get(size) or {}
+    return {setting for family in ("parts", "runs") for each in given.get(family, [])
+            for setting in grid.expanded(each.get("settings", {}))}
+
+
+def left_to_full(made):
+    """Settings of the papers' recipes, which no other size has."""
+    return set() if made.size == "full" else settings_of(made, "full") - settings_of(made, made.size) - settings_of(
+        made, page.home(made.file))
+
+
 def absent(made):
     """Claims and bars of the file of which no setting has a verdict."""
+    elsewhere = {*EARLIER.get(made.name, []), *left_to_full(made)}
     for family in page.FAMILIES:
         found = [getattr(verdict, "claim", verdict).text for verdict in made.families[family]]
         for entry in made.spec.get(family, []):
             names = {name: ".*" for name in ("setting", "x", "margin")}
             pattern = re.sub("|".join(map(re.escape, (f"\\{{{name}\\}}" for name in names))), ".*",
                              re.escape(entry["text"]))
-            earlier = entry.get("settings") and not {*entry["settings"]} - {*EARLIER.get(made.name, [])}
+            earlier = entry.get("settings") and not {*entry["settings"]} - elsewhere
             if not earlier and not any(re.fullmatch(pattern, text) for text in found):
                 yield entry["text"]
 
 
 def empty_tables(made, text):
     """Titles of tables of which there is none, and headings of those with a column without a cell."""
-    for table in [] if made.own("sections") else made.spec.get("tables", []):
+    here = [table for table in made.spec.get("tables", []) if not table.get("settings")
+            or {*table["settings"]} - left_to_full(made)]
+    for table in [] if made.own("sections") else here:
         of = {**made.spec, "tables": [table]}
         if table.get("title") not in EARLIER.get(made.name, []) and not tables.sections(
                 Page(made.name, made.folder, {key: of[key] for key in of if key != "sizes"}, made.draws)):
@@ -60,7 +76,8 @@ def empty_panels(made):
 
 
 def of_another_size(made, text):
-    """Words of the home size, but those of settings and of the paper."""
+    """Words of the home size, but those of settings and of the paper, and the name of a preset."""
+    text = text.replace("task.preset=small", "")
     papers = [str(entry.get("paper", "")) for family in page.FAMILIES for entry in made.spec.get(family, [])]
     for quoted in sorted([*papers, *(f"{setting}{end}" for setting in made.settings for end in (":", ","))], key=len,
                          reverse=True):
