@@ -11,7 +11,7 @@ from crt_exp.attention.baselines import Baseline
 
 class Redrawn(Baseline):
     """Its buffer `drawn` is drawn from (seed, layer, draw), so that it is the same on every process: anew after every
-    `redraw_every` training passes, never in eval mode or in a backward pass; 0: never.
+    `redraw_every` training passes, never in eval mode, in a backward pass or within a step; 0: never.
 
     Subclasses say which tensor a generator gives, and call `begin` once they can. Buffers, saved and restored: that
     one, steps and draws.
@@ -37,7 +37,7 @@ class Redrawn(Baseline):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         self.check_call(q, k)
-        if self.training and self.redraw_every and not in_backward():
+        if self.training and self.redraw_every and not self.going_on and not in_backward():
             if int(self.steps) and int(self.steps) % self.redraw_every == 0:
                 self.draws = self.draws + 1   # new tensors: a graph that is still to be differentiated keeps its own
                 setattr(self, self.drawn, self._draw(int(self.draws)).to(getattr(self, self.drawn)))
