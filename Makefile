@@ -1,18 +1,20 @@
 # make            this help
 # VENV=path       another virtual environment (default .venv)
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
-# PART=...        of gpu: one or some of tests, speed-gpu, fidelity, proteins-long (default all)
+# PART=...        of gpu: one or some of tests, processes, speed-gpu, fidelity, proteins-long (default all)
 # FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
 # ARMS=, SEEDS=   of reports: some of their arms, ARMS="exact favorp", and so many seeds; the page goes to outputs/report/part
+# LAUNCHER=...    of reports: each run is a job of a queue, LAUNCHER="slurm partition=gpu" (docs/training.md, Many machines)
 # DISCARD=1       of reports: delete their runs once the draws are written (they stay in outputs/runs otherwise)
 # OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
-PART   ?= tests speed-gpu fidelity proteins-long
+PART   ?= tests processes speed-gpu fidelity proteins-long
 OPTIONS ?=
 ARMS    ?=
 SEEDS   ?=
 DISCARD ?=
+LAUNCHER ?=
 FILES  ?=
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
@@ -60,6 +62,7 @@ test: $(STAMP)  ## the fast tests
 gpu: $(STAMP)  ## on a machine with a GPU: its tests and its reports, 8 minutes of each; repeat until all say written
 	@set -e; for part in $(PART); do case $$part in \
 	  tests) timeout 480 env $(PYTEST) -n 0 -m gpu ;; \
+	  processes) $(PY) -m crt_exp.probes.several_gpus ;; \
 	  *) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 ;; esac; done
 
 test-all: $(STAMP)  ## every test
@@ -77,7 +80,8 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 $(REPORTS): $(STAMP)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS)) $(if $(DISCARD),--discard) $(OPTIONS)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS)) $(if $(DISCARD),--discard) \
+	  $(if $(LAUNCHER),--launcher "$(LAUNCHER)") $(OPTIONS)
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report

@@ -299,12 +299,12 @@ def test_what_a_batch_file_starts(block, tmp_path, monkeypatch):
 
 
 def check_report(name, arguments):
-    report_command.parser().parse_args([name, *arguments])
+    given = report_command.parser().parse_args([name, *arguments])
     if name.endswith(".yaml"):
         return
-    spec, size = pages.load(name), re.search(r"--size (\w+)", " ".join(arguments))
-    assert size is None or size[1] in spec["sizes"]
-    report_command.options_of(name, spec.get("options", {}), [a for a in arguments if "=" in a])
+    spec = pages.load(name)
+    assert given.size in spec["sizes"]
+    report_command.options_of(name, spec.get("options", {}), given.options)
 
 
 def check_make(target, variables):

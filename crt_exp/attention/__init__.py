@@ -4,7 +4,6 @@ from crt_exp.attention.baselines import (
     Baseline,
     Exact,
     Identity,
-    Linformer,
     Uniform,
     Window,
     exact_attention,
@@ -17,6 +16,7 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.generalized import Generalized
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.linformer import Linformer
 from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, softmax_partial
 from crt_exp.attention.reference import attention_reference, softmax_attention
 from crt_exp.attention.reformer import Reformer

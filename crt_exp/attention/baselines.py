@@ -6,7 +6,7 @@ query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import check_inputs, repeat_heads
@@ -300,35 +300,3 @@ class Window(Baseline):
             raise ValueError(f"window attention of {x.shape[2]} queries to {y.shape[2]} keys: "
                              "they must be one sequence")
         return window_attention(x, y, v, block=self.block, first=self.first, causal=causal, key_mask=key_mask)
-
-
-@checked("attention")
-class Linformer(Baseline):
-    """Softmax attention to `rank` learned mixtures of the keys, for sequences of up to `length` tokens, not causal.
-
-    One projection for keys and one for values, shared by heads and batch; masked keys enter no mixture, and places are
-    counted from the first real key of each row.
-    """
-
-    can_be_causal = False
-
-    def __init__(self, heads: int, d: int, *, length: Count = 512, rank: Count = 128, **sizes):
-        super().__init__(heads, d, **sizes)
-        if not 1 <= rank <= length:
-            raise ValueError(f"rank = {rank}: it must lie between 1 and the length {length}")
-        self.key_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
-        self.value_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
-
-    def attend(self, x, y, v, *, causal, key_mask):
-        check_inputs(x, y, v, None, (), causal, key_mask)
-        most, S = self.key_projection.shape[1], y.shape[2]
-        if causal:
-            raise ValueError("linformer mixes all keys: it cannot be causal")
-        if most < S:
-            raise ValueError(f"linformer was made for up to {most} keys, got {S}")
-        y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-        if key_mask is not None:
-            y, v = (from_first(torch.where(key_mask[:, None, :, None], t, 0.0), key_mask, S) for t in (y, v))
-        keys = self.key_projection[:, :S].to(y.dtype) @ y
-        values = self.value_projection[:, :S].to(v.dtype) @ v
-        return F.scaled_dot_product_attention(x, keys, values, scale=1.0)

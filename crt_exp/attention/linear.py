@@ -26,7 +26,6 @@ class LinearAttention(AttentionLayer):
         super().__init__(heads, d, kv_heads, causal, scaling)
         self.cross, self.normalize_qk = cross, normalize_qk
         self.calibrated = None   # within a calibration: how many passes it has seen
-        self.going_on = False    # whether a training pass belongs to the step of the one before: see `same_step`
         self.columns = None      # of the values proper, where a caller has put others behind them
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -65,7 +64,7 @@ def same_step(model: nn.Module, going_on: bool = True) -> Iterator[None]:
 
     No layer draws noise or changes the parameters that its map is fitted to; statistics are pooled over the passes.
     """
-    before = [(layer, layer.going_on) for layer in model.modules() if isinstance(layer, LinearAttention)]
+    before = [(layer, layer.going_on) for layer in model.modules() if isinstance(layer, AttentionLayer)]
     for layer, _ in before:
         layer.going_on = going_on
     try:

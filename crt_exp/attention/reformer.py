@@ -8,15 +8,12 @@ The paper lets a query see the own chunk of c places and the one before: where a
 of other buckets come later in the sequence. A band of places does not, and so causal attention is that of each prefix.
 """
 
-import zlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.attention.base import in_backward
-from crt_exp.attention.baselines import Baseline
 from crt_exp.attention.checks import check_inputs, repeat_heads
+from crt_exp.attention.redrawn import Redrawn
 from crt_exp.hints import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
 
@@ -24,7 +21,7 @@ SELF = -1e5  # the logit of a token to itself, so that it is seen where there is
 
 
 @checked("attention")
-class Reformer(Baseline):
+class Reformer(Redrawn):
     """Softmax over the keys that share a bucket with the query in one of `hashes` rounds, with keys q / |q|.
 
     buckets: of each round, 1 or even; 2 S / chunk in the paper. chunk: places that a query looks back. The logit is
@@ -34,29 +31,18 @@ class Reformer(Baseline):
     Buffers: rotations (H, R, d, buckets / 2), drawn from (seed, layer, draw); steps and draws.
     """
 
+    drawn = "rotations"
+
     def __init__(self, heads: int, d: int, *, hashes: Count = 4, buckets: Count = 32, chunk: Count = 64,
                  redraw_every: Whole = 1, seed: int = 0, layer: int = 0, **sizes):
-        super().__init__(heads, d, seed=seed, layer=layer, **sizes)
+        super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
         if buckets > 1 and buckets % 2:
             raise ValueError(f"buckets = {buckets}: each rotated axis has two of them, so their number is even, or 1")
-        self.chunk, self.buckets, self.redraw_every = chunk, buckets, redraw_every
-        self.shape, self.seeds = (heads, hashes, d, buckets // 2), (seed, layer)
-        self.register_buffer("rotations", self._draw(0))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+        self.chunk, self.buckets, self.shape = chunk, buckets, (heads, hashes, d, buckets // 2)
+        self.begin()
 
-    def _draw(self, draw: int) -> Tensor:
-        seed = zlib.crc32("/".join(map(str, (*self.seeds, draw))).encode())
-        return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        self.check_call(q, k)
-        if self.training and self.redraw_every and not in_backward():
-            if int(self.steps) and int(self.steps) % self.redraw_every == 0:
-                self.draws = self.draws + 1
-                self.rotations = self._draw(int(self.draws)).to(self.rotations)
-            self.steps = self.steps + 1
-        return super().forward(q, k, v, key_mask)
+    def sample(self, generator: torch.Generator) -> Tensor:
+        return torch.randn(self.shape, generator=generator)
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         if q.shape[2] != k.shape[2]:

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import islice, tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -17,7 +18,8 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.byte_pairs import UNKNOWN
-from crt_exp.data.cache import cached, key_of
+from crt_exp.data.cache import key_of
+from crt_exp.data.mapped import mapped
 from crt_exp.data.text import (
     Spans,
     content,
@@ -30,6 +32,7 @@ from crt_exp.data.text import (
 )
 
 FIRST = 10**8                                                # of the hub, for a vocabulary
+COUNTED = 2**24
 
 
 class LineSource(NamedTuple):
@@ -39,20 +42,17 @@ class LineSource(NamedTuple):
     hub: dict | None = None
     split: str | None = None
 
-    def documents(self, unknown: str) -> Iterator[tuple[list[str], list[int]]]:
-        """Lines of each document and the words of each. Raises DataError for a document without a word."""
-        for name, lines, words in self._all(unknown):
-            if not lines:
-                raise DataError(f"{name}: the text is empty. Leave it out, or get it again.")
-            yield lines, words
-
-    def _all(self, unknown: str) -> Iterator[tuple[str, list[str], list[int]]]:
+    def documents(self, unknown: str) -> Iterator[Iterator[tuple[str, int]]]:
+        """Of each document its lines, each with how many words it has. Raises DataError, in the end of one without a
+        word."""
         for file in self.files:
-            words = [len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip()]
-            yield str(file), [f"{line}\n" for line in lines_of([file], unknown)], words
+            counts = (len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip())
+            lines = (f"{line}\n" for line in lines_of([file], unknown))
+            yield filled(str(file), zip(lines, counts, strict=True))
         for i, text in enumerate(self._streamed()):
-            lines = [f"{line}\n" for line in text.split("\n") if line.strip()]
-            yield f"{self.hub['name']}, {self.split}, document {i}", lines, [len(line.split()) + 1 for line in lines]
+            lines = (f"{line}\n" for line in text.split("\n") if line.strip())
+            yield filled(f"{self.hub['name']}, {self.split}, document {i}",
+                         ((line, len(line.split()) + 1) for line in lines))
 
     def _streamed(self) -> Iterable[str]:
         """Blank examples, which sets of lines have, are left out."""
@@ -70,8 +70,8 @@ class LineSource(NamedTuple):
         with TemporaryDirectory() as folder:
             path, written = Path(folder) / "first.txt", 0
             with path.open("w", encoding="utf-8") as file:
-                for lines, _ in self.documents(UNKNOWN):
-                    written += file.write("".join(lines))
+                for document in self.documents(UNKNOWN):
+                    written += sum(file.write(line) for line, _ in document)
                     if written >= FIRST:
                         break
             yield [path]
@@ -81,18 +81,34 @@ class LineSource(NamedTuple):
         return [f"{file.suffix}:{content(file)}" for file in self.files]
 
 
+def filled(name: str, lines: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """The lines. Raises DataError where there is none."""
+    empty = True
+    for line in lines:
+        empty = False
+        yield line
+    if empty:
+        raise DataError(f"{name}: the text is empty. Leave it out, or get it again.")
+
+
 def files_of(paths: str | Sequence[str]) -> LineSource:
     return LineSource(text_files(paths))
 
 
 @dataclass(frozen=True, eq=False)
 class TokenText:
-    """tokens (n,) int32, END behind each document, or each line where lines stand apart; ends: the places behind these.
-    words (n,) float32: how many words end with each token."""
+    """tokens (n,) uint16 or uint32, END behind each document, or each line where lines stand apart; ends: the places
+    behind these. words (n,) float32: how many words end with each token. Those of files are mapped from a cache."""
 
     tokens: np.ndarray
     ends: np.ndarray
     words: np.ndarray
+
+    def counts(self, symbols: int) -> np.ndarray:
+        """How often each of them is there; COUNTED tokens at a time are in memory."""
+        places = range(0, len(self.tokens), COUNTED)
+        return sum((np.bincount(self.tokens[at:at + COUNTED], minlength=symbols) for at in places),
+                   np.zeros(symbols, np.int64))
 
     def part(self, first: int, last: int) -> "TokenText":
         """Tokens first to last."""
@@ -114,22 +130,34 @@ class TokenText:
 
 
 def read(source: LineSource, tokenizer, end: int, apart: bool, cache_dir: str | Path | None = None) -> TokenText:
-    """The tokens of a source; those of files are kept in `cache_dir` by content. Raises DataError."""
-    key = key_of("books 2", apart, end, fingerprint(tokenizer), *source.key())
-    arrays = cached(None if source.hub else cache_dir, key, lambda: tokenized(source, tokenizer, end, apart))
-    return TokenText(arrays["tokens"], arrays["ends"], arrays["words"])
+    """The tokens of a source; those of files are kept in `cache_dir` by content, and no more than some lines of them
+    are in memory. Raises DataError."""
+    key = key_of("books 3", apart, end, fingerprint(tokenizer), *source.key())
+    highest = max(end, *tokenizer.get_vocab().values())
+    types = {"tokens": np.uint16 if highest < 2**16 else np.uint32, "ends": np.int64, "words": np.float32}
+    return TokenText(**mapped(None if source.hub else cache_dir, key, partial(pieces, source, tokenizer, end, apart),
+                              types))
 
 
-def tokenized(source: LineSource, tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
-    tokens, words, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], []
-    for lines, of_lines in source.documents(tokenizer.unk_token or UNKNOWN):
-        coded = list(zip(lines, token_spans(lines, tokenizer), of_lines, strict=True))
-        for group in ([line] for line in coded) if apart else [coded]:
-            ids = [*chain.from_iterable(spans.ids for _, spans, _ in group), end]
-            tokens.append(np.array(ids, np.int32))
-            words += [*(words_of(*line) for line in group), np.zeros(1, np.float32)]
-            counts.append(len(ids))
-    return {"tokens": np.concatenate(tokens), "ends": np.cumsum(counts), "words": np.concatenate(words)}
+def pieces(source: LineSource, tokenizer, end: int, apart: bool) -> Iterator[dict[str, np.ndarray]]:
+    """Of each line, and of the end behind each document or line: what a TokenText holds of it."""
+    place = 0
+    for document in source.documents(tokenizer.unk_token or UNKNOWN):
+        numbered, again = tee(document)
+        coded = token_spans((line for line, _ in again), tokenizer)
+        for (line, count), spans in zip(numbered, coded, strict=True):
+            place += len(spans.ids)
+            yield {"tokens": spans.ids, "words": words_of(line, spans, count)}
+            if apart:
+                place += 1
+                yield ended(end, place)
+        if not apart:
+            place += 1
+            yield ended(end, place)
+
+
+def ended(end: int, place: int) -> dict[str, np.ndarray]:
+    return {"tokens": np.array([end]), "words": np.zeros(1), "ends": np.array([place])}
 
 
 def words_of(line: str, spans: Spans, count: int) -> np.ndarray:

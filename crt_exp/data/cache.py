@@ -41,18 +41,21 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, 
 
 
 @contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Waits for other processes that make something for this directory: the ranks of a run then tokenize once."""
+def alone(directory: Path) -> Iterator[bool]:
+    """Waits for other processes that make something for this directory: the ranks of a run then tokenize once. Whether
+    there are locks; where there are none they all do the work."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY)
     except OSError:
-        yield                                                # `store` tells what is wrong
+        yield False                                          # who writes tells what is wrong
         return
+    locked = False
     try:
-        with suppress(OSError):                              # a file system without locks: they all do the work
+        with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+            locked = True
+        yield locked
     finally:
         os.close(handle)
 

@@ -6,6 +6,7 @@ of it, as a row of outputs/report/<name>.csv: what a page compares, and all that
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ import joblib
 from tqdm import tqdm
 
 from crt_exp.runner.run import commit, machine, read_records
+from crt_exp.probes import jobs
 from crt_exp.probes.sources import fingerprint
 from crt_exp.times import Watch, in_new_process
 
@@ -72,6 +74,15 @@ def in_time(keys: Sequence[Key]) -> Iterator[Key]:
         yield key
 
 
+_launcher: jobs.Launcher | None = None  # of `through`
+
+
+def through(launcher: jobs.Launcher | None) -> None:
+    """From now on each cell is a job of this launcher; None: they are computed here."""
+    global _launcher
+    _launcher = launcher
+
+
 class Cells:
     """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
 
@@ -80,9 +91,9 @@ class Cells:
     """
 
     def __init__(self, name: str, sources: Sequence[str], keep: bool = False, folder: Path = Path("outputs")):
-        self.path, self.keep = folder / name / "cells.jsonl", keep
+        self.path, self.keep, self.sources = folder / name / "cells.jsonl", keep, tuple(sources)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.code = fingerprint(tuple(sources))
+        self.code = fingerprint(self.sources)
         self.kept = {json.dumps(record["key"]): record for record in read_records(self.path)
                      if keep or record["code"] == self.code}
         self.credited: set[str] = set()  # keys whose seconds stand on a draw
@@ -95,15 +106,11 @@ class Cells:
 
     def fill(self, keys: Sequence[Key], compute: Callable[..., Any], label: str, workers: int | None = None,
              apart: bool = False) -> "Cells":
-        """compute(**key) for every key that is missing, one process for each core at hand, each kept as it ends.
-        apart: one at a time, each in a process that has done nothing else."""
-        workers = 1 if apart else workers
+        """compute(**key) for every key that is missing, each kept as it ends: one process for each core at hand, or a
+        job each, see `through`. apart: one at a time, each in a process that has done nothing else, as jobs are."""
         missing = distinct([key for key in keys if key not in self])  # two processes must not share a run
-        cores = min(workers or joblib.cpu_count(), max(len(missing), 1))
-        with without_interrupts():
-            jobs = joblib.Parallel(n_jobs=cores, return_as="generator_unordered", pre_dispatch=cores)(
-                joblib.delayed(timed)(compute, key, apart) for key in in_time(missing))
-        for key, value, seconds in tqdm(jobs, total=len(missing), desc=label, disable=None, leave=False):
+        results = self._in_jobs(missing, compute) if _launcher else self._here(missing, compute, workers, apart)
+        for key, value, seconds in tqdm(results, total=len(missing), desc=label, disable=None, leave=False):
             self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code,
                         "commit": short_commit(), "date": str(date.today()), "versions": versions()})
         left = sum(key not in self for key in keys)
@@ -122,6 +129,17 @@ class Cells:
         return Draw(setting, arm, metric, value, unit, x, table, seconds, record["commit"], record["date"],
                     record["versions"])
 
+    def _here(self, missing: Sequence[Key], compute: Callable[..., Any], workers: int | None, apart: bool
+              ) -> Iterator[tuple[Key, Any, float]]:
+        cores = min(1 if apart else workers or joblib.cpu_count(), max(len(missing), 1))
+        with without_interrupts():
+            return joblib.Parallel(n_jobs=cores, return_as="generator_unordered", pre_dispatch=cores)(
+                joblib.delayed(timed)(compute, key, apart) for key in in_time(missing))
+
+    def _in_jobs(self, missing: Sequence[Key], compute: Callable[..., Any]) -> Iterator[tuple[Key, Any, float]]:
+        cells = (jobs.Cell(compute, key, self.sources, self.code) for key in in_time(missing))
+        return jobs.results(_launcher, self.path.with_name("jobs"), cells)
+
     def _keep(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -136,10 +154,11 @@ def distinct(keys: Sequence[Key]) -> list[Key]:
 
 
 def forget(name: str, folder: Path = Path("outputs")) -> None:
-    """Sets the cells of a measurement aside, as cells.jsonl.old: all is measured again."""
-    path = folder / name / "cells.jsonl"
-    if path.is_file():
-        path.replace(path.with_name("cells.jsonl.old"))
+    """Sets the cells of a measurement aside, as cells.jsonl.old, and its jobs: all is measured again."""
+    for path in filter(Path.exists, (folder / name / "cells.jsonl", folder / name / "jobs")):
+        old = path.with_name(f"{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)  # where it is a folder
+        path.replace(old)
 
 
 def timed(compute: Callable[..., Any], key: Key, apart: bool = False) -> tuple[Key, Any, float]:

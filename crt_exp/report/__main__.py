@@ -17,7 +17,7 @@ from crt_exp.config import ConfigError, located, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
 from crt_exp.probes import chosen as choice
-from crt_exp.probes import cells, grid, sources, training
+from crt_exp.probes import cells, grid, jobs, sources, training
 
 FULL = "full"  # the papers' own setting
 SIZES = ("small", "gpu", FULL)
@@ -133,6 +133,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, default=0, help="so many of its seeds, the first ones")
     made.add_argument("--discard", action="store_true", help="delete the runs once their draws are written; without it "
                       "they stay in outputs/runs, each with its last weights")
+    made.add_argument("--launcher", default="", metavar="NAME KEY=VALUE ...", help="each run, and each other cell, is "
+                      "a job of a queue: \"slurm partition=gpu\", a launcher of hydra/launcher and its settings")
     made.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; repeat to go on")
     return made
 
@@ -141,6 +143,7 @@ def main() -> None:
     args = parser().parse_args()
     cells.limit(args.minutes)
     try:
+        cells.through(jobs.Launcher.read(args.launcher) if args.launcher else None)
         make(args)
     except (ValueError, OSError, DataError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -150,8 +153,8 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         cells.end_workers()
-        print("crt_exp.report: stopped by SIGINT; cells that are computed are kept, and the same command goes on",
-              file=sys.stderr)
+        kept = "cells that are computed are kept" + ", jobs stay in the queue" * bool(args.launcher)
+        print(f"crt_exp.report: stopped by SIGINT; {kept}, and the same command goes on", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

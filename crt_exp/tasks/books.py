@@ -204,7 +204,7 @@ class Books(SymbolTask):
 
     @cached_property
     def unigram(self) -> np.ndarray:
-        counts = np.bincount(self.texts["train"].tokens, minlength=self.predictable) + 1.0
+        counts = self.texts["train"].counts(self.predictable) + 1.0
         return counts / counts.sum()
 
     def carried_on(self, model: nn.Module, reader: Reader) -> dict[str, float]:

@@ -100,6 +100,9 @@ def test_buckets_of_reformer_follow_the_length():
         options, length = run.mechanism.options, recipes.outline_of(run).tokens
         length = run.cfg.task.get("max_length", length)
         assert options["buckets"] == 2 * length // options["chunk"], run.words
+    of_images = {tuple(run.mechanism.options[key] for key in ("chunk", "buckets", "hashes")) for run in made
+                 if run.recipe == "performers_imagenet64"}
+    assert of_images == {(128, 192, 2)}                      # trax's reformer_imagenet64.gin
 
 
 def test_ten_variants_of_hybrids_in_speech():

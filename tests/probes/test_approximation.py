@@ -13,7 +13,6 @@ from crt_exp.attention import RandomFeatureAttention, attention_reference, softm
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.config import CONF
 from crt_exp.data import DataError
-from crt_exp.data.text import bert_tokenizer
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
@@ -47,17 +46,10 @@ READERS = ("bert", "roberta", "gpt2", "llama", "bart")  # of text, with attentio
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, saved_models):
     """Tiny models of random weights, a tokenizer beside each, and texts."""
     root = tmp_path_factory.mktemp("models")
-    (root / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS)))
-    torch.manual_seed(0)
-    for name, make in MODELS.items():
-        model = make()
-        for p in model.parameters():  # attention that is not flat
-            torch.nn.init.normal_(p, std=0.5) if p.ndim > 1 else None
-        model.save_pretrained(root / name)
-        bert_tokenizer(root / "vocab.txt").save_pretrained(root / name)
+    saved_models(root, MODELS, ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS))
     bert = MODELS["bert"]()
     bert.save_pretrained(root / "bare")
     tensors = {name: t for name, t in bert.state_dict().items()

@@ -15,7 +15,6 @@ from small_bert import VOCABULARY, write_text
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
 from crt_exp.config import ConfigError
-from crt_exp.data.text import bert_tokenizer
 from crt_exp.mechanism import Mechanism
 from crt_exp.probes.fidelity import NAMES, Fidelity, arms_of, mean_of, table
 from crt_exp.probes.subject import Subject
@@ -39,19 +38,12 @@ GIVEN = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorp
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, saved_models):
     """Tiny models of random weights, a tokenizer beside each, and texts."""
     root = tmp_path_factory.mktemp("models")
     write_text(root / "text.txt", 80)
     (root / "other.txt").write_text("".join(reversed((root / "text.txt").read_text().splitlines(keepends=True))))
-    (root / "vocab.txt").write_text("".join(word + "\n" for word in VOCABULARY))
-    torch.manual_seed(0)
-    for name, make in MODELS.items():
-        model = make()
-        for p in model.parameters():  # attention that is not flat
-            torch.nn.init.normal_(p, std=0.5) if p.ndim > 1 else None
-        model.save_pretrained(root / name)
-        bert_tokenizer(root / "vocab.txt").save_pretrained(root / name)
+    saved_models(root, MODELS, VOCABULARY)
     return root
 
 

@@ -178,9 +178,15 @@ def test_the_same_attention_goes_on_with_its_noise(typed, tmp_path):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["attention.redraw_every=2"], marks=pytest.mark.slow)], ids=str)
+LINFORMER = ["attention=linformer", "attention.length=16", "attention.rank=4", "task.direction=bidirectional"]
+
+
+@pytest.mark.parametrize("more", [
+    [], pytest.param(["attention.redraw_every=2"], marks=pytest.mark.slow), [*LINFORMER, "attention.redraw_every=2"],
+    pytest.param(["attention=reformer", "attention.redraw_every=2"], marks=pytest.mark.slow)], ids=str)
 def test_micro_batches_change_nothing(more, typed, tmp_path):
-    """Neither the statistics that causal features are fitted to nor the noise change within a step."""
+    """Neither the statistics that causal features are fitted to, nor the noise, nor mixtures or hashes change within a
+    step."""
     args = ["task.dropout=0", "trainer.log_every=1", *more]
     assert typed(*args)[0] == 0
     assert typed(*args, "trainer.accumulate=4", directory="micro")[0] == 0
