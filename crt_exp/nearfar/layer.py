@@ -29,7 +29,7 @@ from crt_exp.nearfar.past import RecallState
 from crt_exp.samplers.noise import transforming
 
 PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=2048),
-           "default": Sizes(32, 16, 64, open=64, exact_until=2048),
+           "default": Sizes(32, 16, 64, open=96, exact_until=2048),
            "quality": Sizes(32, 64, 128, True, open=256, exact_until=2048),
            "bounded": Sizes(32, 16, 64)}
 SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
