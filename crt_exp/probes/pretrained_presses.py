@@ -25,7 +25,7 @@ from crt_exp.probes import pretrained
 from crt_exp.probes.pretrained import Reading, Row, compared, exact_of, judged
 from crt_exp.swap.cache import NAMES
 
-INSTALL = "pip install --no-deps kvpress, and its cachetools<6 and fire"
+INSTALL = "pip install --no-deps kvpress 'cachetools<6' fire termcolor"
 
 
 @cache
