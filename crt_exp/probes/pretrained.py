@@ -8,6 +8,8 @@ Legend: L tokens of a row, n answers of w tokens.
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from crt_exp import mechanism_text
+from crt_exp.config import unknown
 from crt_exp.data.text import lines_of, official_file
 from crt_exp.pretrained.published import fetched
+from crt_exp.probes.bench import Bench
 from crt_exp.probes.bench_pieces import AT_ONCE, UNSURE, TextBench
 from crt_exp.probes.recall import attention_of
 
@@ -29,6 +34,7 @@ ANSWER = 64                   # tokens of a greedy answer
 FITTED, FITTED_ROWS = 1024, 2                        # tokens and number of rows that attention is fitted to
 NAMES = ("Ada", "Bruno", "Clara", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Lukas",
          "Marta", "Nils", "Olga", "Paul")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = "{text}"               # stands for what a user says in a chat
 
 
@@ -45,10 +51,12 @@ class Opened(NamedTuple):
 
 
 class Row(NamedTuple):
-    """ids (1, L); asked: a place on the page's axis -> the answers that are judged there, (n, w) indices of ids."""
+    """ids (1, L); asked: a place on the page's axis -> the answers that are judged there, (n, w) indices of ids;
+    context: how many of ids a reader has before what is asked for is known."""
 
     ids: Tensor
     asked: dict[float | str, Tensor]
+    context: int = 0
 
     @property
     def places(self) -> Tensor:
@@ -115,7 +123,7 @@ def repeated(model: str, length: int, seed: int) -> Row:
     """The second half is the first again, and judged but for its beginning."""
     half = length // 2
     ids = passage(model, "valid", seed, half).repeat(2)
-    return Row(ids[None], {"": torch.arange(half + UNSURE, 2 * half).unsqueeze(1)})
+    return Row(ids[None], {"": torch.arange(half + UNSURE, 2 * half).unsqueeze(1)}, half)
 
 
 def distances(model: str, length: int, seed: int) -> Row:
@@ -161,7 +169,8 @@ def keys(model: str, length: int, seed: int, count: int) -> Row:
         raise ValueError(f"{count} pass keys and their questions take {length - room} tokens, and rows have {length}")
     text = hidden_in(passage(model, "valid", seed, room), facts, sorted(draw.sample(range(room), count)))
     ids = torch.cat([head, text, *tail])
-    return Row(ids[None], {"": torch.stack(answers) + len(head) + len(text)})
+    context = len(head) + len(text)
+    return Row(ids[None], {"": torch.stack(answers) + context}, context)
 
 
 def hidden_in(text: Tensor, facts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
@@ -201,9 +210,13 @@ def exact_of(model: str, row: str, length: int, seed: int) -> tuple[Row, Reading
 
 @torch.no_grad()
 def read(model: nn.Module, row: Row) -> Reading:
-    places, head = row.places, model.get_output_embeddings()
-    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state[0, places - 1]
-    wanted, nats, best = row.ids[0, places], [], []
+    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state
+    return judged(model, row, states[0, row.places - 1])
+
+
+def judged(model: nn.Module, row: Row, states: Tensor) -> Reading:
+    """What states (n, h), each of the token before a place, say of it."""
+    head, wanted, nats, best = model.get_output_embeddings(), row.ids[0, row.places], [], []
     for part, labels in zip(states.split(AT_ONCE), wanted.split(AT_ONCE)):
         logits = head(part).float()
         nats.append(F.cross_entropy(logits, labels, reduction="none").double())
@@ -217,22 +230,51 @@ def bench_of(model: str, row: Row, length: int) -> TextBench:
     return TextBench(opened(model).model, row.ids, torch.stack(fitted_to))
 
 
+@contextmanager
+def arranged(arm: str, bench: Bench, whole: nn.Module, seed: int) -> Iterator[nn.Module]:
+    """The whole model, of which the bench's has the arm's attention meanwhile; for "exact dtype=bfloat16" a copy that
+    computes in that type, which shows what else is accepted for speed."""
+    name, options = mechanism_text.read(arm)
+    if name == "exact" and options:
+        yield in_type(whole, **options)
+        return
+    with bench.swapped(attention_of(arm, seed=seed)):
+        yield whole
+
+
+def in_type(model: nn.Module, dtype: str) -> nn.Module:
+    """A copy with parameters of that type. Frequencies of positions, which are none, stay float32, as in a model that
+    is loaded so. Raises ConfigError for a type that is not known."""
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, [*DTYPES])
+    made = deepcopy(model)
+    for each in made.parameters():
+        each.data = each.data.to(DTYPES[dtype])
+    return made
+
+
 @torch.no_grad()
 def readings(arm: str, model: str, row: str, length: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of each place of the axis, `x`: nats a token and what of it is `above` exact attention; the share of answers of
-    which each token is the likeliest, `right`; the share of tokens at which it is the same as with exact attention,
-    `agrees`, and how many go before the first where it is not, `kept`."""
+    """What `compared` says of an attention."""
     made, exact = exact_of(model, row, length, seed)
     found = exact
     if arm != "exact":
-        with (bench := bench_of(model, made, length)).swapped(attention_of(arm, seed=seed)):
-            found = read(bench.model, made)
-    sizes = [each.numel() for each in made.asked.values()]
-    split = zip(made.asked.items(), *(each.split(sizes) for each in (found.nats, found.best, exact.nats, exact.best)))
+        bench = bench_of(model, made, length)
+        with arranged(arm, bench, bench.model, seed) as reader:
+            found = read(reader, made)
+    yield from compared(made, found, exact)
+
+
+def compared(row: Row, found: Reading, exact: Reading) -> Iterator[dict[str, Any]]:
+    """Of each place of the axis, `x`: nats a token and what of it is `above` exact attention; the share of answers of
+    which each token is the likeliest, `right`; the share of tokens at which it is the same as with exact attention,
+    `agrees`, and how many go before the first where it is not, `kept`."""
+    sizes = [each.numel() for each in row.asked.values()]
+    split = zip(row.asked.items(), *(each.split(sizes) for each in (found.nats, found.best, exact.nats, exact.best)))
     for (x, asked), nats, best, exact_nats, exact_best in split:
         same = best == exact_best
         yield {"x": x, "nats": float(nats.mean()), "above": float((nats - exact_nats).mean()),
-               "right": float((best.view_as(asked) == made.ids[0, asked]).all(-1).float().mean()),
+               "right": float((best.view_as(asked) == row.ids[0, asked]).all(-1).float().mean()),
                "agrees": float(same.float().mean()), "kept": int(same.long().cumprod(0).sum())}
 
 

@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,20 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSpeechSeq2
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from crt_exp.data import glue, speech
-from crt_exp.data.text import lines_of, local_blocks, official_file
+from crt_exp.data.text import IGNORED, lines_of, local_blocks, official_file
 from crt_exp.metrics import error_rates
 from crt_exp.probes.bench import Bench
+from crt_exp.probes.bench_pieces import SHARE, nats
+from crt_exp.probes.pretrained import arranged, folder_of
 from crt_exp.probes.recall import attention_of
-from crt_exp.probes.pretrained import folder_of
 from crt_exp.probes.texts import FOLDER
 
 TOGETHER = 32                 # texts
 FITTED = 64                   # sentences or paragraphs that attention is fitted to
 NEAREST = 10                  # paragraphs that are retrieved
-RATE, LONGEST = 16_000, 120   # samples a second, tokens that are written for a clip
+RATE = 16_000                 # samples a second
+AT_MOST, A_SECOND = 16, 8     # tokens that are written for a clip, and more for each second: people say up to 5.3
+DRAWS = 8                     # of masks for a reaction
 LAYER, HEAD = 10, 5           # whose weights are the map of atoms (Schwaller et al., 2021)
 ATOM = re.compile(r"Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\[[A-Z][^]]*]")
 
@@ -136,11 +139,27 @@ def hearer(model: str) -> tuple[nn.Module, Any]:
 
 
 @lru_cache(maxsize=4)
-def utterances(subset: str) -> list[speech.Utterance]:
-    """In an order that was drawn once."""
+def utterances(subset: str, seconds: float = 0) -> list[speech.Utterance]:
+    """In an order that was drawn once; with seconds, those that follow each other `joined`."""
     found = speech.official([subset], None, speech.Faults("error", subset))
+    found = joined(found, seconds) if seconds else found
     random.Random(0).shuffle(found)
     return found
+
+
+def joined(found: Sequence[speech.Utterance], seconds: float) -> list[speech.Utterance]:
+    """As many of a chapter, one after another, as so many seconds hold; what is left at its end is left out."""
+    made = []
+    for _, chapter in groupby(found, lambda each: each.name.rpartition("-")[0]):
+        held: list[speech.Utterance] = []
+        for each in chapter:
+            if held and sum(one.seconds for one in [*held, each]) > seconds:
+                made.append(speech.Utterance(held[0].name, " ".join(one.text for one in held),
+                                             tuple(part for one in held for part in one.parts),
+                                             (0.0,) * (sum(len(one.parts) for one in held) - 1)))
+                held = []
+            held.append(each)
+    return made
 
 
 def features(processor: Any, utterance: speech.Utterance) -> Tensor:
@@ -148,24 +167,32 @@ def features(processor: Any, utterance: speech.Utterance) -> Tensor:
     return processor(speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt").input_features
 
 
-def encoder_bench(model: str, subset: str) -> Bench:
-    """Of the encoder, fitted to the last utterance, which is not judged."""
+def encoder_bench(model: str, subset: str, seconds: float = 0) -> Bench:
+    """Of the encoder, fitted to the last utterance or clip, which is not judged."""
     made, processor = hearer(model)
-    return Bench(made.get_encoder(), training=[{"input_features": features(processor, utterances(subset)[-1])}])
+    last = utterances(subset, seconds)[-1]
+    return Bench(made.get_encoder(), training=[{"input_features": features(processor, last)}])
 
 
 @torch.no_grad()
-def words(arm: str, model: str, subset: str, count: int, seed: int) -> dict[str, float]:
-    """Word error rate of the next so many utterances with that attention in the encoder, each heard alone."""
+def words(arm: str, model: str, subset: str, count: int, seed: int, seconds: float = 0) -> dict[str, float]:
+    """Word error rate of the next so many utterances, or clips of so many seconds of them, each heard alone, with that
+    attention in the encoder; "exact dtype=bfloat16" is of the whole model."""
     made, processor = hearer(model)
-    normal, said = EnglishTextNormalizer({}), utterances(subset)[seed * count:(seed + 1) * count]
-    if len(said) < count or utterances(subset)[-1] in said:
-        raise ValueError(f"{subset} has {len(utterances(subset))} utterances: group {seed} of {count} is not there")
-    with encoder_bench(model, subset).swapped(attention_of(arm, seed=seed)):
-        written = [processor.decode(made.generate(features(processor, each), max_length=LONGEST)[0],
-                                    skip_special_tokens=True) for each in said]
+    every, normal = utterances(subset, seconds), EnglishTextNormalizer({})
+    said = every[seed * count:(seed + 1) * count]
+    if len(said) < count or every[-1] in said:
+        raise ValueError(f"{subset} has {len(every)} utterances: group {seed} of {count} is not there")
+    with arranged(arm, encoder_bench(model, subset, seconds), made, seed) as hearing:
+        written = [processor.decode(heard(hearing, processor, each), skip_special_tokens=True) for each in said]
     rates = error_rates([normal(each.text) for each in said], [normal(each) or "-" for each in written])
     return {"wer": rates["wer"], "cer": rates["cer"]}
+
+
+def heard(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tensor:
+    """The tokens that are written for it; attention that hears nothing would go on for ever."""
+    return model.generate(features(processor, utterance).to(model.dtype),
+                          max_length=AT_MOST + int(A_SECOND * utterance.seconds))[0]
 
 
 def encoder_times(arm: Mapping[str, str], model: str, subset: str, rounds: int, seed: int) -> list[dict[str, Any]]:
@@ -218,3 +245,24 @@ def chosen(model: nn.Module, tokenizer: Any, ids: Sequence[int]) -> Tensor:
     weights = model(torch.tensor([ids]), output_attentions=True).attentions[LAYER][0, HEAD]
     before, after = ([i for i in places if i < middle], [i for i in places if i > middle])
     return weights[after][:, before].argmax(-1)
+
+
+@torch.no_grad()
+def masked(arm: str, model: str, seed: int) -> dict[str, Any]:
+    """Of each reaction the loss of masked symbols, `nats`, and what of it is `above` exact attention."""
+    made, tokenizer = mapper(model)
+    judged, fitted_to = (tokenizer(each)["input_ids"] for each in reactions())
+    exact = [guessed(made, tokenizer, ids, i) for i, ids in enumerate(judged)]
+    with Bench(made, training=[ids for _, ids in alike(fitted_to)]).swapped(attention_of(arm, seed=seed)):
+        found = [guessed(made, tokenizer, ids, i) for i, ids in enumerate(judged)]
+    return {"nats": found, "above": [ours - own for ours, own in zip(found, exact)]}
+
+
+def guessed(model: nn.Module, tokenizer: Any, ids: Sequence[int], i: int) -> float:
+    """Nats a masked symbol of reaction i; masks are the same for all attention, and its marks are never masked."""
+    rows = torch.tensor([ids] * DRAWS)
+    draw = torch.rand(rows.shape, generator=torch.Generator().manual_seed(i))
+    draw[torch.isin(rows, torch.tensor(tokenizer.all_special_ids))] = 1.0
+    hidden = draw <= draw.amin(1, keepdim=True).clamp(min=SHARE)
+    logits = model(input_ids=rows.masked_fill(hidden, tokenizer.mask_token_id)).logits
+    return float(nats(logits, rows.masked_fill(~hidden, IGNORED)).mean())

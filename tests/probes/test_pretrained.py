@@ -1,6 +1,9 @@
 """The probes of the page pretrained, on tiny models of the same classes with weights that are drawn here."""
 
-from types import SimpleNamespace
+import logging
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +19,13 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from crt_exp import mechanism_text
+from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.probes import dense_peers, pretrained
 from crt_exp.probes import pretrained_encoders as encoders
+from crt_exp.probes import pretrained_presses as presses
 from crt_exp.probes.recall import Peer, attention_of
 from crt_exp.probes.grid import Part
 from crt_exp.report import page
@@ -31,6 +38,7 @@ class Letters:
     """A tokenizer of characters, with marks around what a model is to read whole."""
 
     all_special_tokens = ("<", ">")
+    all_special_ids, mask_token_id = [97, 98], 99
 
     def __call__(self, texts, add_special_tokens=True, verbose=True, truncation=False, max_length=None):
         if not isinstance(texts, str):
@@ -61,7 +69,8 @@ class Symbols(Letters):
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    for each in (pretrained.exact_of, pretrained.tokens, encoders.blocks, encoders.paragraphs, encoders.utterances):
+    for each in (pretrained.exact_of, pretrained.tokens, encoders.blocks, encoders.paragraphs, encoders.utterances,
+                 presses.package):
         each.cache_clear()
 
 
@@ -99,6 +108,23 @@ def test_attention_that_does_not_see_is_another_and_the_model_is_itself_again(re
     assert read("uniform", row)[0]["above"] != 0 and read("favorpp m=8", row)[0]["above"] != 0
     pretrained.exact_of.cache_clear()
     assert read("exact", row) == before
+
+
+@pytest.mark.parametrize("row", READ)
+def test_another_precision_is_a_little_else_and_of_a_copy(reader, row):
+    exact, found = read("exact", row), read("exact dtype=bfloat16", row)
+    assert [each["x"] for each in found] == [each["x"] for each in exact]
+    assert all(0 < abs(each["above"]) < 0.1 and each["agrees"] > 0.8 for each in found)
+    assert {each.dtype for each in reader.parameters()} == {torch.float32}
+
+
+def test_places_are_told_apart_in_another_precision(reader):
+    """Frequencies of 8 bits would turn places 300 and 301 into one."""
+    copy = pretrained.in_type(reader, "bfloat16")
+    assert {each.dtype for each in copy.parameters()} == {torch.bfloat16}
+    assert copy.model.rotary_emb.inv_freq.dtype == torch.float32
+    with pytest.raises(ConfigError, match="unknown dtype 'int8'\n  known: bfloat16 float16"):
+        read("exact dtype=int8", "plain")
 
 
 def test_above_is_against_the_loss_of_the_whole_model(reader):
@@ -150,6 +176,59 @@ def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
     (tmp_path / "wiki.valid.tokens").write_text(" one @-@ way , ( 24 @.@ 5 in ) of <unk> . \n \n")
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: tmp_path / "wiki.valid.tokens")
     assert pretrained.plain_text("valid").strip() == "one-way, (24.5 in) of <unk>."
+
+
+# ---- presses
+
+
+class LastPress:
+    """Of the API of kvpress: the last keys stay."""
+
+    def __init__(self, compression_ratio):
+        self.share = 1 - compression_ratio
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        first = keys.shape[2] - int(keys.shape[2] * self.share)
+        return keys[:, :, first:], values[:, :, first:]
+
+
+@pytest.fixture
+def press(monkeypatch):
+    package = ModuleType("kvpress")
+    package.LastPress, package.__spec__ = LastPress, ModuleSpec("kvpress", None)
+    monkeypatch.setitem(sys.modules, "kvpress", package)
+
+
+@pytest.mark.parametrize("row, length", [("repeated", 512), ("needle", 512), ("pairs", 1024)])
+def test_a_press_that_keeps_all_loses_nothing(reader, press, row, length):
+    [exact] = read("exact", row, length)
+    [found] = presses.pressed("LastPress keys=1024", "", row, length, 0)
+    assert found["above"] == pytest.approx(0, abs=1e-5) and found["agrees"] == 1
+    assert found["right"] == exact["right"]
+
+
+def test_what_a_press_drops_is_not_seen(reader, press):
+    """By one layer, whose keys are of single tokens: other tokens in the place of those that are dropped change
+    nothing, and one in the place of the first that stays does."""
+    row = pretrained.repeated("", 512, 0)
+
+    def nats(changed):
+        ids = row.ids.clone()
+        ids[0, :changed] = 1 + ids[0, :changed] % 96
+        return presses.read(reader, row._replace(ids=ids), "LastPress", 100).nats
+    assert torch.equal(nats(0), nats(256 - 100)) and not torch.equal(nats(0), nats(256 - 99))
+
+
+def test_presses_are_of_what_is_read_before_the_question(reader, press):
+    with pytest.raises(ValueError, match="row plain has no context"):
+        list(presses.pressed("LastPress keys=16", "", "plain", 512, 0))
+
+
+def test_presses_that_are_not_installed_are_left_out_with_the_command(reader, monkeypatch, caplog):
+    monkeypatch.setattr(presses, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert not [*presses.pressed("SnapKVPress keys=16", "", "repeated", 512, 0)]
+    assert "SnapKVPress keys=16 is not measured, since kvpress is not installed: pip install" in caplog.text
 
 
 # ---- encoders
@@ -219,16 +298,26 @@ def speaker(monkeypatch):
         max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)).eval()
     processor = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(f"w{int(i)}" for i in ids))
-    said = [SimpleNamespace(text=f"w{i} w{i + 1}", number=i) for i in range(5)]
-    monkeypatch.setattr(encoders, "LONGEST", 12)
+    said = [SimpleNamespace(text=f"w{i} w{i + 1}", number=i, seconds=1.0) for i in range(5)]
+    monkeypatch.setattr(encoders, "AT_MOST", 4)
     monkeypatch.setattr(encoders, "hearer", lambda name: (model, processor))
-    monkeypatch.setattr(encoders, "utterances", lambda subset: said)
+    monkeypatch.setattr(encoders, "utterances", lambda subset, seconds=0: said)
     monkeypatch.setattr(encoders, "features", lambda processor, each: torch.randn(
         1, 8, 128, generator=torch.Generator().manual_seed(each.number)))
     return model
 
 
-@pytest.mark.parametrize("arm", ARMS)
+def test_utterances_of_a_chapter_are_joined_to_what_fits():
+    said = [Utterance(f"{chapter}-{i:04d}", f"{chapter}{i}", (AudioPart(f"{chapter}{i}", seconds),))
+            for chapter, lengths in {"a-1": (9, 10, 8, 12, 20, 3), "b-1": (28, 1, 26, 5)}.items()
+            for i, seconds in enumerate(lengths)]
+    made = encoders.joined(said, 28)
+    assert [each.text for each in made] == ["a-10 a-11 a-12", "a-13", "b-10", "b-11 b-12"]
+    assert [each.seconds for each in made] == [27, 12, 28, 27]
+    assert [len(each.gaps) + 1 for each in made] == [len(each.parts) for each in made] == [3, 1, 1, 2]
+
+
+@pytest.mark.parametrize("arm", [*ARMS, "exact dtype=bfloat16"])
 def test_speech_is_heard_with_each_attention(speaker, arm):
     found = encoders.words(arm, "", "train", 2, 1)
     assert found["wer"] > 0 and found == encoders.words(arm, "", "train", 2, 1)
@@ -258,6 +347,27 @@ def test_atoms_are_mapped_with_each_attention(mapper, arm):
     assert len(share) == 3 and (arm != "exact" or share == [1.0] * 3) and (arm != "uniform" or min(share) < 1)
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_masked_symbols_are_guessed_with_each_attention(mapper, arm):
+    found = encoders.masked(arm, "", 0)
+    assert len(found["above"]) == len(found["nats"]) == 3 and min(found["nats"]) > 0
+    lost = max(map(abs, found["above"]))
+    assert lost == 0 if arm == "exact" else lost > 1e-3 if arm == "uniform" else lost < 10
+
+
+def test_masked_symbols_cannot_be_seen_and_marks_are_never_masked(mapper):
+    seen = []
+
+    def model(input_ids):
+        seen.append(input_ids)
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 100))
+    ids = [97, *range(1, 31), 98]
+    assert encoders.guessed(model, Symbols(), ids, 0) == pytest.approx(torch.tensor(100.0).log())
+    hidden = seen[0] == Symbols.mask_token_id
+    assert hidden.any(1).all() and not hidden[:, [0, -1]].any() and 0.05 < hidden.float().mean() < 0.3
+    assert torch.equal(seen[0][~hidden], torch.tensor([ids] * encoders.DRAWS)[~hidden])
+
+
 def test_reactions_keep_their_atoms():
     """But for the water that leaves: one oxygen."""
     for reaction in (*encoders.reactions()[0], *encoders.reactions()[1]):
@@ -276,16 +386,29 @@ def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(m
         probe(f"models/{model}")
 
 
+def known(part, text):
+    """Whether an arm is one that its probe knows."""
+    name, options = mechanism_text.read(text)
+    if part.probe["_target_"] == "crt_exp.probes.pretrained_presses.pressed":
+        return name.endswith("Press") and [*options] == ["keys"]
+    return name == "exact" and {*options.values()} <= {*pretrained.DTYPES} or bool(attention_of(text))
+
+
 @pytest.mark.parametrize("size", ["small", "full"])
 def test_the_page_names_rows_arms_and_settings_that_exist(size):
-    """Every arm is an attention, every setting of a gate, bar or table is measured, and rows are those of the probe."""
+    """Every arm is one that its probe knows, every setting of a gate, bar or table is measured, that of a bar with its
+    arm and often enough for an interval, and rows are those of the probe."""
     spec = page.load("pretrained")
     parts = [Part.read(part) for part in spec["sizes"][size]["parts"]]
     for part in parts:
         assert {given["row"] for given in part.settings.values() if "row" in given} <= {*pretrained.ROWS}
-        assert all(text == "exact" or attention_of(text) for text in part.arms.values())
-        assert {*part.arms} <= {*spec["arms"]}
+        assert all(known(part, text) for text in part.arms.values())
+        assert {*part.arms} <= {*spec["arms"]} and {*part.seeds_of} <= {*part.arms}
     settings = {setting for part in parts for setting in part.settings}
     for entry in (*spec["gates"], *spec["bars"], *spec["tables"], *spec["panels"]):
         assert {*entry.get("settings", [])} <= settings
-    assert len(spec["bars"]) <= 5
+    for bar in spec["bars"]:
+        for setting in bar["settings"]:
+            assert any(bar["arm"] in part.arms and setting in part.settings
+                       and (part.seeds_of.get(bar["arm"], part.seeds) >= 3 or part.fields[0].get("each") == "unit")
+                       for part in parts), (bar["text"], setting)
