@@ -19,7 +19,7 @@ from crt_exp import Mechanism, advise, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, carried, is_known, known, own_names
 from crt_exp.features import FeatureMap
-from crt_exp.probes import cells, sources
+from crt_exp.probes import cells, runs, sources
 from crt_exp.report import __main__ as report
 from crt_exp.times import in_new_process
 
@@ -132,6 +132,12 @@ def test_a_page_takes_it_and_says_a_command_that_works(workers, folder, monkeypa
         of_process.cache_clear()
     run_report(monkeypatch, *again[3:])
     assert len(kept.read_text().splitlines()) == 8
+
+
+def test_a_run_of_a_page_takes_it(folder):
+    with own_names(["conf"]):
+        records = runs.run(["task=uci", "features=shifted", *TINY["uci"]], folder / "run")
+    assert records[-1]["final"]
 
 
 def test_a_page_says_size_and_part_in_its_own_command(folder, monkeypatch):
