@@ -1,5 +1,6 @@
 """`python -m crt_exp` and the console script: what must be there before the libraries, whose imports take seconds."""
 
+import os
 import sys
 
 RUNNER = ("hydra", "omegaconf", "yaml")  # of the extra `run`
@@ -14,6 +15,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("crt_exp: stopped by SIGINT before the run began\n")
         sys.exit(130)
+    if os.getcwd() not in map(os.path.realpath, sys.path):  # of the script, which Python looks beside
+        sys.path.append(os.getcwd())                          # what names of one's own stand for, as with -m
     if "--version" in sys.argv[1:]:
         print(version())
         return

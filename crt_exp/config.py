@@ -1,20 +1,23 @@
 """The configuration tree: where it lies, how names become objects, and what a mistyped name was meant to be.
 
-The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`,
-for the library as for the command line.
+The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`, for the library as for the
+command line. Folders of one's own (`own_names`) and installed packages (plugins.py) add to it.
 """
 
 import difflib
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crt_exp import plugins
+
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
+NAMED = ("attention", "features", "sampler")  # the groups that a Mechanism is made of
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
@@ -29,13 +32,15 @@ def choices(group: str) -> list[str]:
 
 @contextmanager
 def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
-    """Within it the names of these folders, laid out as conf/, stand for what they say when a saved attention is read,
-    as `--config-dir` adds them to a run: their classes are imported, so give folders that you trust. Raises ConfigError
-    for what is no folder."""
-    paths = tuple(Path(folder).expanduser() for folder in folders)
+    """Within it the names of these folders, laid out as conf/, stand for what they say, as `--config-dir` adds them to
+    a run and to a report, also when a saved attention is read: their classes are imported, so give folders that you
+    trust. Raises ConfigError for what is no folder, and for a name that is taken."""
+    paths = tuple(Path(folder).expanduser().absolute() for folder in folders)  # processes may stand elsewhere
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"names = {path}: it takes a folder with the names of your own, as --config-dir does")
+            raise ConfigError(f"{path}: there is none; it takes a folder with the names of your own, as --config-dir "
+                              "and names=... do")
+        check_free(path)
     before = _OWN.set(paths)
     try:
         yield
@@ -43,15 +48,60 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
         _OWN.reset(before)
 
 
+def check_free(folder: Path) -> None:
+    """Raises ConfigError for a file that another one of conf/ or of a plugin would be read instead of."""
+    for path in sorted(path for group in NAMED for path in (folder / group).glob("*.yaml")):
+        for other in (CONF, *plugins.folders()):
+            if (taken := other / path.parent.name / path.name).is_file() and not taken.samefile(path):
+                raise ConfigError(f"{path}: the name {path.stem} is taken by {taken}: give the file another name")
+
+
+def own_folders() -> tuple[Path, ...]:
+    """Those of `own_names`."""
+    return _OWN.get()
+
+
+def carried(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call as another process is to make it: within the `own_names` of this one."""
+    return partial(_within, _OWN.get(), call) if _OWN.get() else call
+
+
+def _within(folders: tuple[Path, ...], call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with own_names(folders):
+        return call(*arguments, **options)
+
+
 def known(group: str) -> list[str]:
-    """The choices of a group, with those of `own_names`."""
-    return sorted({path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")})
+    """The choices of a group, with those of `own_names` and of plugins."""
+    return sorted(_files(group) | {*plugins.names(group)})
+
+
+def is_known(group: str, name: str) -> bool:
+    """Whether a word is one of them; no plugin is imported that has another name."""
+    return name in _files(group) or place_of(group, name) is not None
 
 
 def file_of(group: str, name: str) -> Path:
-    """The file of a choice: that of conf/, which no other takes the place of, or one of `own_names`."""
-    found = (folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get()))
+    """The file of a choice: that of conf/, which no other takes the place of, or one of `own_names` or of a plugin."""
+    found = (folder / group / f"{name}.yaml" for folder in _folders())
     return next(filter(Path.is_file, found), CONF / group / f"{name}.yaml")
+
+
+def place_of(group: str, name: str) -> str | None:
+    """Where the class of a plugin lies, for a choice without a file. Raises ConfigError where it cannot be loaded."""
+    try:
+        return None if name in _files(group) else plugins.place(group, name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _files(group: str) -> set[str]:
+    """The names that files are: of what a user typed or a file says no path is made before it is one of them."""
+    return {path.stem for folder in _folders() for path in (folder / group).glob("*.yaml")}
+
+
+def _folders() -> tuple[Path, ...]:
+    return CONF, *_OWN.get(), *plugins.folders()
 
 
 def groups() -> list[str]:
@@ -88,12 +138,19 @@ def located(path: str, name: Any) -> Any:
 
 
 def imported(name: Any) -> Any:
-    """What lies at a place such as "crt_exp.features.OPRF". Raises ConfigError."""
+    """What lies at a place such as "crt_exp.features.OPRF"; a class itself. Raises ConfigError."""
+    if isinstance(name, type):
+        return name
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:  # whatever the import of somebody's module raises
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{name} cannot be imported: {reason}") from None
+
+
+def place(made: Any) -> str:
+    """Where a class or function lies; a place itself."""
+    return made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"
 
 
 def read_conf(path: Path) -> dict[str, Any]:

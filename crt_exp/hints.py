@@ -223,21 +223,61 @@ class Parameter(NamedTuple):
 
 @functools.cache
 def parameters(target: Any) -> dict[str, Parameter]:
-    """What a class or function takes by name, or a TypedDict holds;
-    an unannotated parameter takes what its default is."""
+    """What a class or function takes by name, or a TypedDict holds; an unannotated parameter takes what its default is.
+    A constructor that takes any further options (**options) takes those of the next class that it inherits from, which
+    it may give itself: they need not be given."""
     if is_typeddict(target):
         hints = get_type_hints(target, include_extras=True)
         return {name: Parameter(hint, name in target.__required_keys__) for name, hint in hints.items()}
-    try:
-        hints = get_type_hints(target.__init__ if isinstance(target, type) else target, include_extras=True)
-    except NameError:  # annotations of names that are imported for type checkers alone
-        hints = {}
+    found: dict[str, Parameter] = {}
+    for maker in makers(target):
+        hints = annotations(maker)
+        for p in named(maker):
+            required = p.default is p.empty and maker is target
+            found.setdefault(p.name, Parameter(hints.get(p.name, like(p.default)), required))
+    return found
+
+
+def defaults(target: Any) -> dict[str, Any]:
+    """Of the parameters that have one."""
+    every = {p.name: p.default for maker in reversed(makers(target)) for p in named(maker)}
+    return {name: value for name, value in every.items() if value is not inspect.Parameter.empty}
+
+
+def makers(target: Any) -> list[Any]:
+    """Itself, and of a class those that it inherits from as far as constructors hand further options on."""
+    found, owners = [target], [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
+    for cls in owners[1:]:
+        if not takes_any(found[-1]) or cls is object:
+            break
+        found.append(cls)
+    return found
+
+
+def takes_any(maker: Any) -> bool:
+    """Whether it takes further options of any name."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signed(maker))
+
+
+def named(maker: Any) -> list[inspect.Parameter]:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p for p in signed(maker) if p.kind in by_name]
+
+
+def signed(maker: Any) -> list[inspect.Parameter]:
+    """All parameters; none of what does not say what it takes, of C, such as `min` and functools.partial."""
     try:
-        named = [p for p in inspect.signature(target).parameters.values() if p.kind in by_name]
-    except ValueError:  # of C, such as `min` and functools.partial, which do not say what they take
-        named = []
-    return {p.name: Parameter(hints.get(p.name, like(p.default)), p.default is p.empty) for p in named}
+        return [*inspect.signature(maker).parameters.values()]
+    except ValueError:
+        return []
+
+
+def annotations(maker: Any) -> dict[str, Any]:
+    """Those that can be resolved: not of names that are imported for type checkers alone."""
+    try:
+        return get_type_hints(maker.__init__ if isinstance(maker, type) else maker, include_extras=True)
+    except NameError:
+        return {}
 
 
 def like(default: Any) -> Any:

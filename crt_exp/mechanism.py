@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from crt_exp import mechanism_text
-from crt_exp.config import ConfigError, canonical, construct, imported, known, located, plain_number, unknown
+from crt_exp.config import (ConfigError, canonical, construct, imported, is_known, known, located, place,
+                            plain_number, unknown)
 from crt_exp.features.base import FeatureMap
 from crt_exp.hints import shown, whole_number
-from crt_exp.presets import (BASE, GROUPS, GroupChoice, apart, by_place, check_options, default_choice, default_m,
-                             part_of, read_preset, resolved, still_known, uses, with_phi)
+from crt_exp.presets import (BASE, GROUPS, GroupChoice, apart, by_place, check_given, check_options, default_choice,
+                             default_m, node_of, part_of, read_preset, resolved, still_known, uses, with_phi)
 from crt_exp.samplers import Noise
-from crt_exp.schema import ATTENTION, check_node, is_map
+from crt_exp.schema import ATTENTION, check_kind, check_node, is_map
 from crt_exp.stored import check_saved
 
 Layers = Iterable[int] | int | Literal["supported"] | None
@@ -43,17 +44,19 @@ class Mechanism:
     seed: int = 0
 
     @classmethod
-    def parse(cls, text: str, **given: Any) -> "Mechanism":
+    def parse(cls, text: str | type | FeatureMap, **given: Any) -> "Mechanism":
         """What a line such as "favorpp m=64 sampler=givens" says: a name, then options as `of` takes them.
 
         The name is a file of conf/attention, one of conf/features (the map alone), or a class by its place, such as
         "mine.ShiftedRF"; features= and sampler= take such places too, which are imported, so read what a user typed
         and never a file of somebody's: see `of_saved`. Values are read as YAML reads scalars and lists in brackets.
-        given: options beside the text, such as seed=3. Raises ConfigError, naming the word that is wrong and what is
-        known.
+        given: options beside the text, such as seed=3. A class stands for its place. Raises ConfigError, naming the
+        word that is wrong and what is known.
         """
-        name, options = mechanism_text.read(text)
         given = {key: value for key, value in given.items() if value is not None}
+        if is_object(text):
+            return cls._read(text, given)
+        name, options = mechanism_text.read(text)
         if twice := sorted(options.keys() & given.keys()):
             raise ConfigError(f"attention {text!r}: {twice[0]} = {shown(given[twice[0]])} is given beside it: "
                               "leave one out")
@@ -63,35 +66,48 @@ class Mechanism:
             raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
 
     @classmethod
-    def _read(cls, name: str, options: dict[str, Any]) -> "Mechanism":
+    def _read(cls, name: str | type | FeatureMap, options: dict[str, Any]) -> "Mechanism":
+        options = dict(options)
         choices = {"seed": options.pop("seed", 0), "m": options.pop("m", None)}
         choices |= {group: by_place(group, options.pop(group, None), options) for group in GROUPS}
-        name = canonical("attention", name)
-        if name in known("attention"):
+        name = name if is_object(name) else canonical("attention", name)
+        if isinstance(name, str) and is_known("attention", name):
             return cls._chosen(name, *read_preset(name), options, **choices)
-        if "." in name and not is_map(imported(name)):
-            changes = {key: options.pop(key) for key in list(options) if "." in key}
-            return cls._chosen(name, {"_target_": name, "_partial_": True} | options, {}, changes, **choices)
+        kind = imported(name) if isinstance(name, str) and "." in name else name
+        if not isinstance(kind, str) and not is_map(kind) and not is_map(type(kind)):
+            check_kind("attention", kind, name, ATTENTION)
+            node = node_of(kind if isinstance(kind, type) else name, ATTENTION)
+            return cls._chosen(place(name), node, {}, options, **choices)
+        return cls._alone(name, options, choices)
+
+    @classmethod
+    def _alone(cls, name: str | type | FeatureMap, options: dict[str, Any], choices: dict[str, Any]) -> "Mechanism":
+        """Of a feature map."""
         alone = by_place("features", name, options)
-        if isinstance(alone, str) and alone not in known("features"):
+        if isinstance(alone, str) and not is_known("features", alone):
             raise unknown("attention", name, list(dict.fromkeys([*known("attention"), *known("features")])))
         if choices["features"] is not None:
-            raise ConfigError(f"{name} is a feature map itself: leave features= out")
+            raise ConfigError(f"{shown(name)} is a feature map itself: leave features= out")
         return cls._chosen(None, *read_preset(BASE), options, **choices | {"features": alone})
 
     @classmethod
-    def of(cls, name: str | None = None, *, m: int | None = None, sampler: str | Callable | None = None,
-           features: str | FeatureMap | None = None, seed: int = 0, **options: Any) -> "Mechanism":
+    def of(cls, name: str | type | FeatureMap | None = None, *, m: int | None = None,
+           sampler: str | Callable | None = None, features: str | type | FeatureMap | None = None, seed: int = 0,
+           **options: Any) -> "Mechanism":
         """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
 
-        name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; None takes `features` alone.
-        m: projections (default: features.m of conf/config.yaml). sampler, features: names of those groups or objects.
+        name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; a class of one's own layers or
+        maps stands for a file with the options of its constructor; None takes `features` alone. m: projections
+        (default: features.m of conf/config.yaml). sampler, features: names of those groups, objects or classes.
         options: keys of the file, such as redraw_every, and of those of its parts, as `**{"features.n": 16}`. Raises
         ConfigError for unknown names, options and values, and for those that the attention does not use.
         """
+        if is_object(name):
+            return cls._read(name, options | {"m": m, "sampler": sampler, "features": features, "seed": seed})
         name = name and canonical("attention", name)
-        if name is not None and name not in known("attention"):
+        if name is not None and not is_known("attention", name):
             raise unknown("attention", name, known("attention"))
+        features = by_place("features", features, options) if is_object(features) else features
         return cls._chosen(name, *read_preset(BASE if name is None else name), options, m=m, sampler=sampler,
                            features=features, seed=seed)
 
@@ -102,6 +118,7 @@ class Mechanism:
         changes, options = apart({key: plain_number(value) for key, value in options.items()})
         check_options(f"attention {name or BASE}", options, [*node, *sorted(uses(node))])
         node = with_phi(resolved(node | options), changes["phi"])
+        check_given("attention", node)
         check_node("attention", node, ATTENTION)
         if name is None and features is None:
             raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
@@ -156,7 +173,9 @@ class Mechanism:
     @property
     def is_exact(self) -> bool:
         """Whether it is softmax attention itself, for which a model's own may stay."""
-        return self.options.get("_target_") == "crt_exp.attention.Exact"
+        from crt_exp.attention import Exact
+
+        return self.kind is Exact
 
     def projecting(self, m: int) -> "Mechanism":
         """The same with m projections, where it draws any."""
@@ -195,13 +214,14 @@ class Mechanism:
 
         layer: its number, from which and the seed its noise is drawn.
         """
-        options = {key: value for key, value in self.options.items() if key not in ("phi", "kernel")}
+        of_phi = ("phi", "kernel") if "phi" in self.options else ()
+        options = {key: value for key, value in self.options.items() if key not in of_phi}
         make = construct(options)
         if self.m is None and "phi" not in self.options:
-            return make(heads, d, seed=self.seed, layer=layer, **sizes)
+            return _as_asked(make(heads, d, seed=self.seed, layer=layer, **sizes), sizes)
         m = 1 if self.m is None else self.m  # a map of its own that takes no projections
-        return make(phi=self.map("softmax"), sampler=self.sampler, m=m, heads=heads, d=d, seed=self.seed, layer=layer,
-                    **sizes)
+        return _as_asked(make(phi=self.map("softmax"), sampler=self.sampler, m=m, heads=heads, d=d, seed=self.seed,
+                              layer=layer, **sizes), sizes)
 
     def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
              saved: bool = True) -> nn.Module:
@@ -224,7 +244,7 @@ class Mechanism:
         parts = [part for part in (self.features, self.sampler_part) if part]
         named = all(isinstance(part.content, dict) for part in parts) and "." not in self.name
         options |= self._changes() if named else {}
-        return {"name": self.name if self.name in known("attention") else None, "m": self.m, "seed": self.seed,
+        return {"name": self.name if is_known("attention", self.name) else None, "m": self.m, "seed": self.seed,
                 "features": self.features and self.features.name,
                 "sampler": self.sampler_part and self.sampler_part.name,
                 "rebuilds": named, "options": options, "described": json.loads(json.dumps(self.describe()))}
@@ -233,7 +253,7 @@ class Mechanism:
         """Options of its parts that are not those of their files, as `of` takes them."""
         changes = {"features": self.features.changes("features") if self.features else {},
                    "sampler": self.sampler_part.changes("sampler") if self.sampler_part else {}}
-        if self.name in known("attention") and "phi" in self.options:
+        if is_known("attention", self.name) and "phi" in self.options:
             node = read_preset(self.name)[0]
             phi = resolved(node | {key: self.options[key] for key in node if key != "phi"})["phi"]
             changes["phi"] = {key: value for key, value in self.options["phi"].items() if phi.get(key) != value}
@@ -255,7 +275,7 @@ class Mechanism:
         except (ConfigError, TypeError) as error:
             name = shown(saved.get("name") if isinstance(saved, dict) else saved)
             hint = "; a name of your own: names=FOLDER (in Python own_names), the --config-dir of that run" * any(
-                isinstance(word, str) and word not in known(group) for group, word in _words(saved))
+                isinstance(word, str) and not is_known(group, word) for group, word in _words(saved))
             raise ConfigError(f"{source}: its attention {name} is not one of this installation: {error}"
                               f"{hint}") from None
         if json.loads(json.dumps(mechanism.describe())) != saved["described"]:
@@ -265,9 +285,11 @@ class Mechanism:
     def __str__(self) -> str:
         """The text that `parse` reads to an equal one: the name, m, and what else differs from the name's file. An
         object is written as its class with plain options; what cannot be written so, `parse` refuses."""
-        alone = self.features is not None and self.name == self.features.name and self.name not in known("attention")
-        file = BASE if alone else self.name if self.name in known("attention") else None
-        node, named = read_preset(file) if file else ({}, {})
+        listed = is_known("attention", self.name)
+        alone = self.features is not None and self.name == self.features.name and not listed
+        file = BASE if alone else self.name if listed else None
+        by_place = {} if listed or "." not in self.name else node_of(self.kind, ATTENTION)
+        node, named = read_preset(file) if file else (by_place, {})
         words = {"m": self.m, "features": None if alone else self._named(self.features, "features", named),
                  "sampler": self._named(self.sampler_part, "sampler", named)}
         words |= {key: value for key, value in self.options.items()
@@ -289,12 +311,12 @@ class Mechanism:
         return {key: value for key, value in self.__dict__.items() if key != "sampler"}
 
 
-def swap_attention(model: nn.Module, name: str | Mechanism, m: int | None = None,
+def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None = None,
                    layers: Layers = None, sampler=None, redraw_every: int = 0,
                    normalize_qk: bool = False, seed: int | None = None, *, causal: bool | None = None,
                    saved: bool = True, **options) -> nn.Module:
-    """Puts attention `name`, a file of conf/attention or what `Mechanism.parse` reads ("window block=32 first=16"), in
-    place of the model's own, in place, and returns the model.
+    """Puts attention `name`, a file of conf/attention, what `Mechanism.parse` reads ("window block=32 first=16") or a
+    class of one's own, in place of the model's own, in place, and returns the model.
 
     m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules,
     counted from 0 (negative: from the end) in the order of `describe_attention`; "supported": all that can be; default
@@ -329,6 +351,23 @@ def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> N
     if given - used:
         raise ConfigError(f"attention {name} does not use {' and '.join(sorted(given - used))}: leave "
                           f"{'it' if len(given - used) == 1 else 'them'} out")
+
+
+def is_object(name: Any) -> bool:
+    """Whether it is a class or a map, and no name."""
+    return isinstance(name, type) or is_map(type(name))
+
+
+def _as_asked(made: nn.Module, sizes: dict[str, Any]) -> nn.Module:
+    """Raises ConfigError for a layer whose constructor kept to itself what it was given: it would see the future, or
+    scale otherwise, and nothing would say so."""
+    for key in ("kv_heads", "causal", "scaling"):
+        asked = sizes.get(key)
+        if asked is not None and getattr(made, key, asked) != asked:
+            raise ConfigError(f"{type(made).__name__} was asked for {key} = {shown(asked)} and has "
+                              f"{shown(getattr(made, key))}: its __init__ must hand **options on, "
+                              "super().__init__(heads, d, **options)")
+    return made
 
 
 def _words(saved: Any) -> list[tuple[str, Any]]:

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
-from crt_exp.config import CONF, ConfigError, file_of, imported, known, located, read_conf, unknown
-from crt_exp.hints import parameters, shown
-from crt_exp.schema import FEATURES, SAMPLER, check_keys, check_node, is_map
+from crt_exp.config import (CONF, ConfigError, file_of, imported, is_known, known, located, place, place_of,
+                            plain_number, read_conf, unknown)
+from crt_exp.hints import defaults, parameters, shown
+from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, Group, check_defined, check_keys, check_node, is_map
 
 OF_MAP = "features."            # before an option of the map; so are those of the sampler and of phi
 GROUPS = {"features": FEATURES, "sampler": SAMPLER}
 GONE = {"far": "cells"}         # options that saved models may name, each at the one value that is left of it
+MISSING = "???"                 # of what a file does not say and a user must
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
 
 
@@ -33,12 +35,12 @@ class GroupChoice(NamedTuple):
             return self.name
         made_by = self.content if hasattr(self.content, "__qualname__") else type(self.content)
         spelled = all(isinstance(value, str | int | float | None) for value in self.changes("").values())
-        return f"{made_by.__module__}.{made_by.__qualname__}" if spelled else f"{made_by.__qualname__}(...)"
+        return place(made_by) if spelled else f"{made_by.__qualname__}(...)"
 
     def changes(self, group: str) -> dict[str, Any]:
         """Options that are not those of its file, or what a dataclass was made with that is not its default."""
         if isinstance(self.content, dict):
-            written = content_of(group, self.name) if self.name in known(group) else {}
+            written = content_of(group, self.name) if is_known(group, self.name) else {}
             return {key: value for key, value in self.content.items()
                     if not key.startswith("_") and written.get(key) != value}
         made_with = fields(self.content) if is_dataclass(self.content) else ()
@@ -48,6 +50,8 @@ class GroupChoice(NamedTuple):
 def read_preset(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other
     groups that it makes."""
+    if there := place_of("attention", name):
+        return node_of(there, ATTENTION), {}
     node, named, below = read_conf(file_of("attention", name)), {}, {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
@@ -55,6 +59,22 @@ def read_preset(name: str) -> tuple[dict[str, Any], dict[str, str]]:
         else:
             named |= {key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()}
     return below | node, named
+
+
+def node_of(there: str | type, group: Group) -> dict[str, Any]:
+    """The file that a class, or what lies at a place, would have: its options with their defaults, and ??? for those
+    without one."""
+    target = located("", there)
+    apart = {*group.supplied, *group.needed, *group.parts}
+    own = {name: part for name, part in parameters(target).items() if name not in apart}
+    node = {"_target_": there, **({"_partial_": True} if group.partial else {})}
+    return node | {name: MISSING for name, part in own.items() if part.required} | {
+        name: plain_number(value) for name, value in defaults(target).items() if name in own and is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it stands in a file as itself."""
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
 
 
 def default_choice(group: str) -> str:
@@ -93,25 +113,27 @@ def part_of(group: str, choice: Any, changes: dict[str, Any]) -> GroupChoice | N
         if not (is_map(type(choice)) if group == "features" else callable(choice)):
             raise ConfigError(f"{group} = {shown(choice)}: it takes a name of conf/{group} or the object itself")
         return GroupChoice(getattr(choice, "__name__", type(choice).__name__), choice)
-    if choice not in known(group):
+    if not is_known(group, choice):
         raise unknown(group, choice, known(group))
     content = content_of(group, choice)
     check_options(f"{group} {choice}", changes, content)
     content |= changes
+    check_given(group, content)
     check_node(group, content, GROUPS[group])
     return GroupChoice(choice, content)
 
 
 def by_place(group: str, choice: Any, options: dict[str, Any]) -> Any:
-    """The function that a word such as "mine.ShiftedRF" names, or an object of the class, made with those of the
-    options that are the map's, which it takes out; other words as they are."""
-    if not (isinstance(choice, str) and "." in choice):
+    """The function that a word such as "mine.ShiftedRF" names, or an object of the class, given itself or by such a
+    word, made with those of the options that are the map's, which it takes out; other choices as they are."""
+    if not isinstance(choice, type) and not (isinstance(choice, str) and "." in choice):
         return choice
     target = imported(choice)
     if not GROUPS[group].is_one(target):
-        raise ConfigError(f"{choice}: it takes {GROUPS[group].what}")
+        raise ConfigError(f"{place(choice)}: it takes {GROUPS[group].what}")
     if group == "sampler":
         return target
+    check_defined(group, target)
     own = {key.removeprefix(OF_MAP): options.pop(key) for key in list(options) if key.startswith(OF_MAP)}
     check_keys(OF_MAP, own, parameters(target))
     return target(**own)
@@ -143,8 +165,16 @@ def check_options(what: str, given: Iterable[str], content: Iterable[str]) -> No
             raise unknown(f"option of {what}", key, known)
 
 
+def check_given(what: str, content: dict[str, Any]) -> None:
+    """Raises ConfigError for a key that its file leaves to the user, who left it out."""
+    if missing := [key for key, value in content.items() if value == MISSING]:
+        raise ConfigError(f"{what}.{missing[0]} must be given: it has no default")
+
+
 def content_of(group: str, name: str) -> dict[str, Any]:
-    return read_conf(file_of(group, name))
+    """Of a choice that is known."""
+    there = place_of(group, name)
+    return node_of(there, GROUPS[group]) if there else read_conf(file_of(group, name))
 
 
 def resolved(node: dict[str, Any], above: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, is_typeddict
 
 from crt_exp import hints
-from crt_exp.config import ConfigError, located, unknown
-from crt_exp.hints import Parameter, describe, parameters, shown
+from crt_exp.config import ConfigError, located, place, unknown
+from crt_exp.hints import Parameter, describe, makers, parameters, shown, takes_any
 
 
 def check(key: str, value: Any, hint: Any) -> None:
@@ -52,8 +52,9 @@ class Group:
 
     what: str
     is_one: Callable[[Any], bool]
-    supplied: tuple[str, ...] = ()                                        # by the run itself
-    extra: dict[str, Parameter] = field(default_factory=dict)             # keys that are no parameters of it
+    supplied: tuple[str, ...] = ()                                        # by the run itself, to those that take them
+    needed: tuple[str, ...] = ()                                          # by the run itself, to all
+    extra: dict[str, Parameter] = field(default_factory=dict)             # further keys, where it has its parts
     parts: dict[str, "Group"] = field(default_factory=dict)               # keys with a `_target_` of their own
     partial: bool = False                                                 # called later, by the run: `_partial_: true`
     optional: bool = False
@@ -68,8 +69,7 @@ def check_node(path: str, node: Any, group: Group) -> None:
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{path} = {shown(node)}: it takes {group.what}, described in a file with a _target_")
     target = located(path, node["_target_"])
-    if not group.is_one(target):
-        raise ConfigError(f"{path}._target_ = {node['_target_']}: it takes {group.what}")
+    check_kind(path, target, node["_target_"], group)
     if bool(node.get("_partial_")) != group.partial:
         raise ConfigError(f"{path}: its file must {'' if group.partial else 'not '}say _partial_: true")
     given = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
@@ -78,9 +78,32 @@ def check_node(path: str, node: Any, group: Group) -> None:
     for key, value in given.items():
         if names_code({key: value}):
             raise ConfigError(f"{path}.{key} = {shown(value)}: it names code to run, and this key takes none")
-    apart = (*group.supplied, *group.parts)
+    apart = (*group.supplied, *group.needed, *group.parts)
     wanted = {key: parameter for key, parameter in parameters(target).items() if key not in apart}
-    check_keys(f"{path}.", given, wanted | group.extra)
+    check_keys(f"{path}.", given, wanted | (group.extra if group.parts.keys() <= node.keys() else {}))
+
+
+def check_kind(path: str, target: Any, there: Any, group: Group) -> None:
+    """What lies there, as one of a group."""
+    if not group.is_one(target):
+        raise ConfigError(f"{path}._target_ = {place(there)}: it takes {group.what}")
+    check_defined(path, target)
+    check_takes(path, target, group.needed)
+
+
+def check_defined(path: str, target: Any) -> None:
+    """Raises ConfigError for a class that leaves to others what it has to define."""
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise ConfigError(f"{path}: {target.__name__} does not define {', '.join(missing)}")
+
+
+def check_takes(path: str, target: Any, needed: tuple[str, ...]) -> None:
+    """Raises ConfigError where a constructor does not take what every one is given."""
+    lacking = [name for name in needed if name not in parameters(target)]
+    if lacking and not takes_any(makers(target)[-1]):
+        raise ConfigError(f"{path}: {target.__name__} takes no {', '.join(lacking)}, which all are made with: end the "
+                          "arguments of its __init__ with **options and hand them on, "
+                          "super().__init__(heads, d, **options)")
 
 
 def names_code(value: Any) -> bool:
@@ -94,9 +117,14 @@ def is_map(target: Any) -> bool:
     return isinstance(target, type) and all(hasattr(target, name) for name in ("phi_q", "phi_k", "projections"))
 
 
+def is_layer(target: Any) -> bool:
+    """A class of layers, or a function that makes one."""
+    return (isinstance(target, type) and hasattr(target, "forward")) or takes("heads", "d")(target)
+
+
 FEATURES = Group("a FeatureMap", is_map, ("kernel",))
 SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "generator", "batch"),
                 ("m", "d", "generator", "batch", "dtype"), partial=True)
-ATTENTION = Group("a module made of heads and d", takes("heads", "d"),
-                  ("sampler", "m", "heads", "d", "kv_heads", "causal", "scaling", "seed", "layer"),
+ATTENTION = Group("a module made of heads and d", is_layer, ("sampler", "m"),
+                  ("heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer"),
                   {"kernel": Parameter(str, False)}, {"phi": FEATURES}, partial=True, optional=True)

@@ -22,7 +22,7 @@ ROOMS = [
     ["attention.engines"],
     ["attention"],
     ["nearfar"],
-    ["config", "plain_yaml", "schema", "stored", "arguments", "recipe_words"],
+    ["config", "plugins", "plain_yaml", "schema", "stored", "arguments", "recipe_words"],
     ["data", "environments"],
     ["metrics"],
     ["swap"],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from crt_exp import mechanism_text
 from crt_exp.advice.arms import EXACT, Arm, candidates
 from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
+from crt_exp.config import place
 from crt_exp.mechanism import Mechanism
 from crt_exp.probes.bench import Bench, quiet
 from crt_exp.probes.bench_pieces import HEADS, MASKED, NEXT, BatchBench, TextBench, predicts
@@ -26,7 +27,7 @@ UNLABELLED = ("There are no labels: nats are those by which the outputs differ f
 
 def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
            labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
-           attentions: Sequence[str | tuple[str, dict]] | None = None, samples: int | None = None,
+           attentions: Sequence[str | type | tuple[str | type, dict]] | None = None, samples: int | None = None,
            calibration: int = 4, rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0,
            progress: Callable[[str], None] | None = None) -> Advice:
     """Tries other attention in a pretrained model, and says what each costs and which to take.
@@ -38,10 +39,10 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
     the model as it is. length: tokens of a piece of text (512, or the model's positions).
 
     `calibration` pieces fit attention that has something to fit, `samples` others judge (8 texts, 64 images, 16 of
-    other pieces): intervals are over these. attentions: strings such as "window block=32", or (name, options); by
-    default near-far attention with its presets, a window, FAVOR#, FAVOR++ and uniform attention, the floor. rounds: of
-    the times, medians. tolerance: nats above exact that are near enough. progress: takes a line at each step; by
-    default they go to stderr.
+    other pieces): intervals are over these. attentions: strings such as "window block=32", classes of one's own, or
+    (name, options); by default near-far attention with its presets, a window, FAVOR#, FAVOR++ and uniform attention,
+    the floor. rounds: of the times, medians. tolerance: nats above exact that are near enough. progress: takes a line
+    at each step; by default they go to stderr.
 
     model: in memory, which is as it was afterwards; or the name or folder of a language model, whose tokenizer is then
     the one that lies there. Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`.
@@ -158,17 +159,25 @@ def spread(count: int, samples: int, calibration: int, noun: str, more: str = "m
     return chosen[:samples], chosen[samples:]
 
 
-def arms_of(attentions: Sequence[str | tuple[str, dict]] | None, causal: bool) -> list[Arm]:
+def arms_of(attentions: Sequence[str | type | tuple[str | type, dict]] | None, causal: bool) -> list[Arm]:
     """Exact attention first. Raises ConfigError for names and options that conf/attention does not have."""
     if attentions is None:
         return candidates(causal)
-    arms = [Arm(*(mechanism_text.read(each) if isinstance(each, str) else each)) for each in attentions]
+    arms = [arm_of(each) for each in attentions]
     for arm in arms:
         arm.mechanism()
     if all(arm.name == EXACT for arm in arms):
         raise ValueError(f"attentions = {list(attentions)}: nothing to try beside {EXACT}; name others of "
                          "conf/attention, or leave it out")
     return [Arm(EXACT), *(arm for arm in arms if arm.name != EXACT)]
+
+
+def arm_of(given: str | type | tuple[str | type, dict]) -> Arm:
+    """A class is named by where it lies."""
+    if isinstance(given, str):
+        return Arm(*mechanism_text.read(given))
+    name, options = (given, {}) if isinstance(given, type) else given
+    return Arm(place(name), options)
 
 
 @quiet()

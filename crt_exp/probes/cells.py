@@ -22,6 +22,7 @@ from typing import Any
 import joblib
 from tqdm import tqdm
 
+from crt_exp.config import carried
 from crt_exp.runner.run import commit, machine, read_records
 from crt_exp.probes import jobs
 from crt_exp.probes.sources import fingerprint
@@ -109,7 +110,8 @@ class Cells:
         """compute(**key) for every key that is missing, each kept as it ends: one process for each core at hand, or a
         job each, see `through`. apart: one at a time, each in a process that has done nothing else, as jobs are."""
         missing = distinct([key for key in keys if key not in self])  # two processes must not share a run
-        results = self._in_jobs(missing, compute) if _launcher else self._here(missing, compute, workers, apart)
+        call = carried(compute)  # here, for joblib takes cells in threads of its own, which know no names
+        results = self._in_jobs(missing, call) if _launcher else self._here(missing, call, workers, apart)
         for key, value, seconds in tqdm(results, total=len(missing), desc=label, disable=None, leave=False):
             self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code,
                         "commit": short_commit(), "date": str(date.today()), "versions": versions()})

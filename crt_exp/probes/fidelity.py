@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from crt_exp import mechanism_text
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, carried
 from crt_exp.hints import Count, Several
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
@@ -123,8 +123,8 @@ class Fidelity:
         """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
         mechanisms = {arm.label: arm.mechanism() for arm in self.arms}
         return {"length": length, "ms": medians(subject.times(mechanisms, ids_of(subject.model, length), self.rounds)),
-                "mib": {arm.label: in_new_process(memory, model=self.model, text=arm.text, m=arm.m, length=length)
-                        for arm in self.arms}}
+                "mib": {arm.label: in_new_process(carried(memory), model=self.model, text=arm.text, m=arm.m,
+                                                  length=length) for arm in self.arms}}
 
     def of_all(self, subject: Subject, rows: list[dict]) -> dict[str, Any]:
         means = [mean_of(arm, [r for r in rows if r["split"] == "swap" and (r["attention"], r["m"]) == arm])

@@ -15,7 +15,7 @@ from string import Formatter
 from typing import Any
 
 from crt_exp import drawing, mechanism_text
-from crt_exp.config import ConfigError, choices, construct, located, unknown
+from crt_exp.config import ConfigError, construct, is_known, known, located, unknown
 from crt_exp.mechanism import Mechanism
 from crt_exp.presets import OF_MAP
 from crt_exp.probes.cells import Cells, Draw, Key
@@ -248,9 +248,9 @@ def arm_of(given: Arm) -> Mechanism:
 def words(text: str) -> dict[str, Any]:
     """"pos m=64" as a mapping."""
     name, options = mechanism_text.read(text)
-    group = next((group for group in ("attention", "features") if name in choices(group)), None)
+    group = next((group for group in ("attention", "features") if is_known(group, name)), None)
     if group is None:
-        raise unknown("arm", name, [*choices("attention"), *choices("features")])
+        raise unknown("arm", name, [*known("attention"), *known("features")])
     return {group: name} | options
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crt_exp.config import carried
 from crt_exp.data.text import IGNORED
 from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params, log_expm1
@@ -85,10 +86,10 @@ def on_all_words(arm: str, start: str, seed: int) -> dict[str, float]:
     x, _ = vectors_of(start)
     cores = os.cpu_count()
     bounds = [len(x) * i // cores for i in range(cores + 1)]
-    workers = joblib.Parallel(n_jobs=cores)
-    workers(joblib.delayed(of_part)(arm, start, seed, 0, 64) for _ in range(cores))    # processes are up
+    workers, part = joblib.Parallel(n_jobs=cores), carried(of_part)
+    workers(joblib.delayed(part)(arm, start, seed, 0, 64) for _ in range(cores))    # processes are up
     with Watch() as watch:
-        mib = workers(joblib.delayed(of_part)(arm, start, seed, a, b) for a, b in zip(bounds, bounds[1:]))
+        mib = workers(joblib.delayed(part)(arm, start, seed, a, b) for a, b in zip(bounds, bounds[1:]))
     return {"seed": seed, "m": Mechanism.parse(arm).m, "seconds": watch.seconds, "mib": sum(mib), "words": len(x),
             "cores": cores}
 

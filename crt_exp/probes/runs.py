@@ -14,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from crt_exp.config import ConfigError, unknown
+from crt_exp.config import ConfigError, own_folders, unknown
+from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import read_records
 from crt_exp.probes import sources as code
@@ -119,7 +120,8 @@ def run(overrides: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     from crt_exp.train import main
 
     output, argv = io.StringIO(), sys.argv
-    sys.argv = ["crt_exp", *overrides, f"logger={os.environ.get('LOGGER', 'none')}", f"hydra.run.dir={directory}"]
+    own = with_folders([f"file://{folder}" for folder in own_folders()])
+    sys.argv = ["crt_exp", *overrides, *own, f"logger={os.environ.get('LOGGER', 'none')}", f"hydra.run.dir={directory}"]
     try:
         with redirect_stdout(output), redirect_stderr(output):
             main()

@@ -17,13 +17,14 @@ from typing import Any
 
 import yaml
 
-from crt_exp import _HOME_OF
-from crt_exp.config import CONF, ConfigError
+from crt_exp import _HOME_OF, plugins
+from crt_exp.config import CONF, NAMED, ConfigError, own_folders
 
 PACKAGE = Path(__file__).parent.parent
 DRIVER = "crt_exp.probes.grid.measure"    # of pages that name no other
 TRAINING = "crt_exp.probes.training"      # and this, of those with `starts` or `runs`
 KEEPING = [Path(__file__).relative_to(PACKAGE).with_name(name) for name in ("cells.py", "sources.py")]
+WORD = re.compile(r"[\w+#-]+")
 OPTION = re.compile(r"(task|experiment|trainer)=([\w-]+)")
 # What is read by name. A Mechanism is a map for some modules; where one names LAYERS, what layers need counts too.
 MECHANISM, LAYERS, OF_LAYERS = "mechanism.py", {"layer", "swap", "swap_attention"}, ("swap/swap.py", "conf/attention")
@@ -32,7 +33,8 @@ READ = {MECHANISM: ("conf/config.yaml", "conf/features", "conf/sampler"),
 
 
 def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the walk of a page begins: the module of its `measure`, that of runs, and what its sizes name.
+    """Where the walk of a page begins: the module of its `measure`, that of runs, what its sizes name, and the names of
+    one's own that it may name.
     Raises ConfigError for a measurement that has no file here: a user's own elsewhere, tests/ without a checkout."""
     module = spec.get("measure", DRIVER).rpartition(".")[0]
     if (begin := file_of(module)) is None:
@@ -40,7 +42,16 @@ def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
                           "command in the folder that holds it")
     trained = {"starts", "runs"} & {key for size in spec.get("sizes", {}).values() for key in size}
     return tuple(dict.fromkeys(map(name_of, (begin, *([file_of(TRAINING)] if trained else ()),
-                                             *named(spec.get("sizes"))))))
+                                             *named(spec.get("sizes")), *own_files(spec)))))
+
+
+def own_files(spec: Mapping[str, Any]) -> Iterator[Path]:
+    """The files of attention, maps and samplers in the folders of `own_names`, and the code of the plugins whose names
+    stand in a page."""
+    for folder in own_folders():
+        yield from sorted(path for group in NAMED for path in (folder / group).rglob("*.yaml"))
+    for home in plugins.homes({*WORD.findall(str(spec.get("sizes")))}):
+        yield from files_of(str(home))
 
 
 @cache
@@ -64,7 +75,7 @@ def closure(sources: tuple[str, ...]) -> tuple[Path, ...]:
 
 def files_of(source: str) -> list[Path]:
     """The sources in a file or folder. Raises FileNotFoundError where there is none."""
-    roots = (CONF.parent,) if source.startswith("conf/") else (PACKAGE, Path.cwd())
+    roots = (CONF.parent if source.startswith("conf/") else PACKAGE, Path.cwd())
     path = next((root / source for root in roots if (root / source).exists()), None)
     if path is None:
         raise FileNotFoundError(f"{source}: not a file or folder of crt_exp, conf or this directory")
@@ -73,9 +84,9 @@ def files_of(source: str) -> list[Path]:
 
 
 def name_of(file: Path) -> str:
-    """The reverse: as a source is written."""
-    root = next(root for root in (PACKAGE, CONF.parent, Path.cwd()) if file.is_relative_to(root))
-    return file.relative_to(root).as_posix()
+    """The reverse: as a source is written; of a file elsewhere its whole path."""
+    root = next((root for root in (PACKAGE, CONF.parent, Path.cwd()) if file.is_relative_to(root)), None)
+    return (file if root is None else file.relative_to(root)).as_posix()
 
 
 def file_of(module: str) -> Path | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from crt_exp.config import ConfigError, located, unknown
+from crt_exp.config import ConfigError, located, own_names, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
 from crt_exp.probes import chosen as choice
@@ -127,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
     made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
+    made.add_argument("--config-dir", metavar="DIR", help="a folder of your own names, as that of python -m crt_exp")
     made.add_argument("--again", action="store_true", help="measure everything again")
     made.add_argument("--arms", default="", help="these of its arms alone: \"exact favorp\", \"favorp m=64; elu\"; the "
                       f"page goes to {draws.FOLDER / page.PART}")
@@ -144,7 +145,8 @@ def main() -> None:
     cells.limit(args.minutes)
     try:
         cells.through(jobs.Launcher.read(args.launcher) if args.launcher else None)
-        make(args)
+        with own_names([args.config_dir] if args.config_dir else []):
+            make(args)
     except (ValueError, OSError, DataError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

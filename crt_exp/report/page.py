@@ -183,7 +183,7 @@ class Page:
 
     def __init__(self, name: str, folder: Path = draws.FOLDER, spec: dict[str, Any] | None = None,
                  frame: pd.DataFrame | None = None, size: str | None = None, part: str = ""):
-        self.name, self.folder = Path(name).stem, folder
+        self.name, self.folder, self.path = Path(name).stem, folder, name
         self.file = load(name) if spec is None else spec
         self.size = size or (folder.name if folder.name in self.file.get("sizes", {}) else home(self.file))
         self.part = part or ("some arms or seeds" if folder.name == PART else "")
@@ -193,6 +193,16 @@ class Page:
     def spec(self) -> dict[str, Any]:
         """The file as its size has it."""
         return at_size(self.file, self.size)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its file is none of conf/report."""
+        return self.path.endswith(".yaml")
+
+    @property
+    def declared(self) -> str:
+        """Where its file stands."""
+        return self.path if self.is_own else f"conf/report/{self.name}.yaml"
 
     @cached_property
     def code(self) -> Any:

@@ -1,11 +1,14 @@
 """From draws to outputs/report/<name>.md and .png; the csv next to them holds the draws."""
 
+import re
+import shlex
 import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from crt_exp.config import own_folders
 from crt_exp.drawing import save_figure
 from crt_exp.report import figures, tables
 from crt_exp.report.evidence import LEVEL, LOOKS, WORDS
@@ -113,8 +116,21 @@ def caption(page: Page) -> str:
 
 
 def command(page: Page) -> str:
+    part = page.part if "=" in page.part else ""
+    if page.is_own:
+        return own_command(page, part)
     size = "" if page.size == home(page.spec) else f" SIZE={page.size}"
-    return f"make {page.name}{size}{f' {page.part}' if '=' in page.part else ''}"
+    return f"make {page.name}{size}{part and f' {part}'}"
+
+
+def own_command(page: Page, part: str) -> str:
+    """Of a file that `make` does not know: with the folder of the names in it."""
+    size = [f"--size {page.size}"] * (page.size != home(page.spec))
+    chosen = re.sub(r"\b(ARMS|SEEDS)=", lambda word: f"--{word[1].lower()} ", part)
+    here = Path.cwd()
+    named = [folder.relative_to(here) if folder.is_relative_to(here) else folder for folder in own_folders()]
+    folders = [f"--config-dir {shlex.quote(str(folder))}" for folder in named]
+    return " ".join(filter(None, ["python -m crt_exp.report", shlex.quote(page.path), *folders, *size, chosen]))
 
 
 def facts(page: Page) -> str:
@@ -122,7 +138,7 @@ def facts(page: Page) -> str:
     if page.size == home(page.spec):
         return " ".join(page.spec.get("facts", "").split()).replace("{size}", page.size)
     own = " ".join(page.spec["sizes"][page.size].get("facts", "").split())
-    return f"SIZE={page.size}: its settings are `sizes: {page.size}` of conf/report/{page.name}.yaml. {own}".rstrip()
+    return f"SIZE={page.size}: its settings are `sizes: {page.size}` of {page.declared}. {own}".rstrip()
 
 
 def draws_name(page: Page) -> str:

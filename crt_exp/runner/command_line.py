@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
 
-from crt_exp.config import ALIASES, CONF, ConfigError, canonical, choices, groups, unknown
+from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known, place_of, unknown
 from crt_exp.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, plain
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
@@ -96,7 +96,7 @@ def values(override) -> list:
     from hydra.core.override_parser.types import Glob
 
     if isinstance(override.value(), Glob):
-        return override.value().filter(choices(override.key_or_group))
+        return override.value().filter(known(override.key_or_group))
     if override.is_sweep_override() and override.is_discrete_sweep():
         return list(override.sweep_string_iterator())
     if override.is_sweep_override():  # an interval; a number from an open one lies between its ends
@@ -113,11 +113,12 @@ def check_choice(override, folders: list[str]) -> None:
     for value in map(str, values(override)):
         if group in GROUPS and value in ("None", "null"):
             advice = f"leave it out, or write ~{group}" if GROUPS[group].optional else "a run needs one"
-            raise ConfigError(f"{group} = null: {advice} (known: {' '.join(choices(group) + added(group, folders))})")
+            raise ConfigError(f"{group} = null: {advice} (known: {' '.join(listed(group, folders))})")
         if group in ("hydra/launcher", "hydra/sweeper"):
             check_plugin(group, value)
-        elif "/" not in group and value not in ("None", "null", *choices(group), *added(group, folders)):
-            raise unknown(group, value, choices(group) + added(group, folders))
+        elif "/" not in group and value not in ("None", "null", *listed(group, folders)):
+            place_of(group, value)  # which says so where it is a plugin that cannot be loaded
+            raise unknown(group, value, listed(group, folders))
 
 
 def search_path(config_dir: str | None, overrides: list) -> list[str]:
@@ -130,6 +131,11 @@ def search_path(config_dir: str | None, overrides: list) -> list[str]:
     if config_dir and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir={config_dir}: there is no such folder")
     return ([f"file://{Path(config_dir).absolute()}"] if config_dir else []) + given
+
+
+def listed(group: str, folders: list[str]) -> list[str]:
+    """The choices of a group, with those that such folders add."""
+    return known(group) + added(group, folders)
 
 
 def added(group: str, folders: list[str]) -> list[str]:
@@ -205,6 +211,9 @@ def compose(overrides: list[str], folders: list[str] = ()):
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
+    from crt_exp.runner.added_names import register
+
+    register()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
             return hydra_compose("config", overrides=[*with_folders(folders), *overrides], return_hydra_config=True)

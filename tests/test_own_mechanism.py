@@ -1,0 +1,320 @@
+"""A baseline and a map of one's own, of docs/add-your-own.md, through every way that takes the name of a mechanism."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from own_names import section, write_recipes
+from small_bert import write_model, write_text
+from torch import nn
+
+from crt_exp import Mechanism, advise, swap_attention
+from crt_exp.attention import Baseline
+from crt_exp.config import ConfigError, carried, is_known, known, own_names
+from crt_exp.features import FeatureMap
+from crt_exp.probes import cells, runs, sources
+from crt_exp.report import __main__ as report
+from crt_exp.times import in_new_process
+
+PAGE = {"title": "Shares", "independence": "a seed", "arms": {}, "metrics": {"size": {"better": "lower"}},
+        "tables": [{"head": "arm", "columns": [{"name": "size", "metric": "size"}]}],
+        "sizes": {"small": {"parts": [{
+            "probe": {"_target_": "mine.sizes.Size"}, "fields": [{"metric": "size", "field": "size"}], "workers": 2,
+            "arms": {"topk k=4": None, "two": {"attention": "topk", "k": 2},
+                     "half": {"features": "shifted", "share": 0.5, "m": 16}, "text": "shifted share=0.5 m=16"}}]}}}
+PROBE = """
+import torch
+
+class Size:
+    def records(self, mechanism, seed):
+        q = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+        yield {"size": mechanism.layer(2, 4)(q, q, q).square().mean().item()}
+"""
+TINY = {"advise": ["task.length=32", "task.samples=2", "task.calibration=1", "task.rounds=1"],
+        "fidelity": ["task.length=32", "task.texts=2", "task.calibration_texts=1", "task.lengths=[]", "task.draws=1",
+                     "task.rounds=1", "task.ms=[16]"],
+        "mlm": ["task.text=README.md", "task.vocabulary_size=60", "task.block=16", "task.cache_dir=null",
+                "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=1"],
+        "uci": ["task.repeats=1", "task.sigmas=[0.3]"]}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, one_thread):
+    """The working directory of a user, with both recipes."""
+    monkeypatch.chdir(write_recipes(tmp_path, "A map", "A baseline"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "mine" / "sizes.py").write_text(PROBE)
+    (tmp_path / "mine" / "shares.yaml").write_text(yaml.safe_dump(PAGE, sort_keys=False))
+    write_text(tmp_path / "README.md")
+    return tmp_path
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+
+
+def commands(name, starts):
+    """Of a section of the page, as words."""
+    lines = [shlex.split(line, comments=True) for block in section(name, "bash") for line in block.splitlines()]
+    return [words[3:] for words in lines if words[:3] == ["python", "-m", starts]]
+
+
+def task_of(words):
+    return next(word.partition("=")[2] for word in words if word.startswith("task="))
+
+
+@pytest.mark.parametrize("words", [
+    ["--config-dir=conf", "task=mlm", "attention=topk", "attention.k=4", "logger=none"],
+    ["--config-dir=conf", "task=uci", "features=shifted", "features.share=0.5", "logger=none"],
+    *commands("Everywhere", "crt_exp")], ids=" ".join)
+def test_command_lines_take_it(words, folder, typed):
+    """In fidelity a process of its own measures the memory."""
+    if "task.model=encoder" in words:
+        write_model(folder / "encoder")
+    code, out, err = typed(*words, *TINY[task_of(words)])
+    assert code == 0, err
+    assert task_of(words) not in ("advise", "fidelity") or all(name in out for name in ("topk k=4", "shifted"))
+
+
+def test_another_process_has_the_same_names(folder):
+    """And none in a call that is not carried there: a new process knows nothing of this one."""
+    with own_names(["conf"]):
+        assert "topk" in in_new_process(carried(known), group="attention")
+        assert "topk" not in in_new_process(known, group="attention")
+    assert carried(known) is known
+
+
+@pytest.mark.slow
+def test_fidelity_measures_its_memory_in_a_new_process(folder, typed):
+    write_model(folder / "encoder")
+    code, out, err = typed("--config-dir=conf", "task=fidelity", "task.model=encoder", "task.text=README.md",
+                           "task.attentions=['topk k=4']", "logger=none",
+                           *TINY["fidelity"], "task.lengths=[16]")
+    assert code == 0 and "MiB of 16 tokens" in out, err
+
+
+def run_report(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["crt_exp.report", *words])
+    runpy.run_module("crt_exp.report", run_name="__main__")
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_page_takes_it_and_says_a_command_that_works(workers, folder, monkeypatch):
+    """Measured in processes of their own too; again where the user's code has changed, and not else."""
+    cells.end_workers()  # of other folders
+    file = Path("mine/shares.yaml")
+    file.write_text(file.read_text().replace("workers: 2", f"workers: {workers}"))
+    (words,) = commands("Everywhere", "crt_exp.report")
+    run_report(monkeypatch, *words, "--out", "pages")
+    text = Path("pages/shares.md").read_text()
+    again = shlex.split(re.search("Command: `(.*?)`", text)[1])
+    assert again[:3] == ["python", "-m", "crt_exp.report"] and "make shares" not in text
+    run_report(monkeypatch, *again[3:])
+    drawn = Path("outputs/report/shares.csv").read_text()
+    assert drawn == Path("pages/shares.csv").read_text() and all(arm in drawn for arm in ("topk k=4", "two", "half"))
+    values = [line.split(",")[3] for line in drawn.splitlines()[1:]]
+    assert len(values) == 4 and values[2] == values[3] and len({*values}) == 3
+    kept = Path("outputs/shares/cells.jsonl")
+    assert len(kept.read_text().splitlines()) == 4
+    code = Path("mine/maps.py").read_text()
+    Path("mine/maps.py").write_text(code.replace("self.share *", "self.share / 2 *"))
+    for of_process in (sources.closure, sources.fingerprint):
+        of_process.cache_clear()
+    run_report(monkeypatch, *again[3:])
+    assert len(kept.read_text().splitlines()) == 8
+
+
+def test_a_run_of_a_page_takes_it(folder):
+    with own_names(["conf"]):
+        records = runs.run(["task=uci", "features=shifted", *TINY["uci"]], folder / "run")
+    assert records[-1]["final"]
+
+
+def test_a_page_says_size_and_part_in_its_own_command(folder, monkeypatch):
+    run_report(monkeypatch, "mine/shares.yaml", "--config-dir", "conf", "--arms", "two")
+    said = re.search("Command: `(.*?)`", Path("outputs/report/part/shares.md").read_text())[1]
+    assert said == 'python -m crt_exp.report mine/shares.yaml --config-dir conf --arms "two"'
+
+
+def test_python_takes_the_class(folder, capsys):
+    (code,) = section("Everywhere", "python")
+    exec(code, {"__name__": "__main__"})
+    out = capsys.readouterr().out
+    assert "mine.baselines.TopK k=4" in out and "'mine.baselines.TopK', 'ShiftedRF'" in out
+    from mine.baselines import TopK
+    from mine.maps import ShiftedRF
+
+    assert Mechanism.of(TopK, k=4) == Mechanism.parse("mine.baselines.TopK k=4") == Mechanism.parse(TopK, k=4)
+    assert swap_attention(encoder(), TopK, k=3).layers[0].self_attn.swapped.k == 3
+    made = Mechanism.of(ShiftedRF, m=8, **{"features.share": 0.5})
+    assert made == Mechanism.of(ShiftedRF(share=0.5), m=8) == Mechanism.of(features=ShiftedRF(share=0.5), m=8)
+    assert Mechanism.of("favorp", features=ShiftedRF, m=8).map() == ShiftedRF()
+    with own_names(["conf"]):
+        assert Mechanism.of("topk", k=3).layer(2, 4).k == 3
+    class Local(TopK):
+        pass
+
+    assert Mechanism.of(Local, k=2).layer(2, 4).k == 2
+
+
+def test_advise_takes_the_class(folder):
+    import transformers
+    from mine.baselines import TopK
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_positions=64, n_embd=8, n_layer=1,
+                                                                 n_head=2))
+    found = advise(model, torch.arange(40).repeat(8), length=32, attentions=[TopK, (TopK, {"k": 2})], samples=2,
+                   calibration=1, rounds=1, progress=lambda line: None)
+    assert [row.arm.label for row in found.rows] == ["exact", "mine.baselines.TopK", "mine.baselines.TopK k=2"]
+
+
+@pytest.mark.parametrize("text, said", [
+    ("topk k=0", "attention.k = 0: it takes a whole number of at least 1"),
+    ("topk k=many", "attention.k = many: it takes a whole number of at least 1"),
+    ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
+    ("mine.baselines.TopK k=0", "attention.k = 0: it takes a whole number of at least 1"),
+    ("shifted features.share=2", "features.share = 2: it takes a number of at least 0 and at most 1"),
+    ("mine.maps.ShiftedRF features.share=2", "features.share = 2: it takes a number of at least 0 and at most 1"),
+])
+def test_a_bad_value_names_the_option(text, said, folder, typed):
+    with own_names(["conf"]), pytest.raises(ConfigError, match=said):
+        Mechanism.parse(text)
+    if not text.startswith("mine."):
+        task = ["task=advise", "task.model=x", "task.text=y", f"task.attentions=['{text}']"]
+        code, _, err = typed("--config-dir=conf", *task, "logger=none")
+        assert code == 2 and said in err and "Traceback" not in err
+
+
+def test_a_bad_value_of_an_object_names_the_option(folder):
+    from mine.maps import ShiftedRF
+
+    with pytest.raises(ValueError, match="share = -1: it takes a number of at least 0"):
+        ShiftedRF(share=-1)
+
+
+# ---- constructors
+
+
+class Mean(Baseline):
+    def attend(self, x, y, v, *, causal, key_mask):
+        return v.mean(2, keepdim=True).expand(-1, -1, x.shape[2], -1)
+
+
+class Handing(Mean):
+    def __init__(self, *args, k=8, **options):
+        super().__init__(*args, **options)
+        self.k = k
+
+
+class Below(Handing):
+    def __init__(self, heads, d, *, more: bool = False, kernel="a", **options):
+        super().__init__(heads, d, **options)
+        self.more, self.kernel = more, kernel
+
+
+class Wanting(Mean):
+    def __init__(self, heads, d, *, k: int, **options):
+        super().__init__(heads, d, **options)
+
+
+class Plain(Mean):
+    def __init__(self, heads, d, k=8):
+        super().__init__(heads, d)
+
+
+class Places(Mean):
+    def __init__(self, *args):
+        super().__init__(*args)
+
+
+class Keeping(Mean):
+    def __init__(self, heads, d, *, k=8, **options):
+        super().__init__(heads, d)
+
+
+def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
+    layer = Mechanism.of(Below, k=3, more=True, kernel="b").layer(4, 8, causal=True, kv_heads=2, scaling=0.5, layer=1)
+    assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (3, True, "b", True, 2)
+    made = Mechanism.of(Handing, k=np.int64(3))
+    assert str(made).endswith("Handing k=3") and json.dumps(made.saved()) and Mechanism.parse(str(made)) == made
+    assert str(Mechanism.of(Handing)) == f"{__name__}.Handing"
+    assert Mechanism.of(Handing, k=3).layer(2, 4).k == 3 and Mechanism.of(Mean).layer(2, 4, causal=True).causal
+
+
+@pytest.mark.parametrize("make, said", [
+    (lambda: Mechanism.of(Plain), "attention: Plain takes no kv_heads, causal, .*seed, layer, .*with \\*\\*options"),
+    (lambda: Mechanism.of(Places), "attention: Places takes no heads, d, kv_heads"),
+    (lambda: swap_attention(encoder(), Plain), "attention: Plain takes no kv_heads"),
+    (lambda: Mechanism.of(Keeping).layer(2, 4, causal=True), "Keeping was asked for causal = true and has false: its "),
+    (lambda: Mechanism.of(Keeping).layer(2, 4, scaling=0.1), "Keeping was asked for scaling = 0.1 and has 0.5"),
+    (lambda: Mechanism.of(Wanting), "attention.k must be given: it has no default"),
+    (lambda: Mechanism.of(Wanting, k=1.5), "attention.k = 1.5: it takes a whole number"),
+    (lambda: Mechanism.of(Handing, _target_="os.system"), "unknown option of attention .*Handing '_target_'"),
+    (lambda: Mechanism.of(Below, j=3), "unknown option of attention .*Below 'j'"),
+    (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
+    (lambda: Mechanism.of(Mean, m=8), "Mean does not use m: leave it out"),
+    (lambda: Mechanism.of(Mean, kernel="relu"), "unknown option of attention .*Mean 'kernel'"),
+    (lambda: Mechanism.of(dict), "attention._target_ = builtins.dict: it takes a module made of heads and d"),
+    (lambda: Mechanism.of("favorp", features=Mean), "Mean: it takes a FeatureMap"),
+    (lambda: Mechanism.of(FeatureMap, m=8), "features: FeatureMap does not define log_relative_second_moment"),
+])
+def test_other_constructors_are_refused_in_a_line(make, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        make()
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", ["../sampler/iid", "base/random_features", "/etc/passwd", "f" * 5000])
+def test_a_name_is_no_path(name):
+    for group in ("attention", "features"):
+        assert not is_known(group, name)
+    with pytest.raises(ConfigError, match="unknown attention"):
+        Mechanism.of(name)
+
+
+def test_the_console_script_finds_code_beside_the_folder_too(tmp_path, monkeypatch, capsys):
+    """As python -m does, which puts the working directory on the path."""
+    from crt_exp import __main__ as door
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["crt_exp", "--version"])
+    door.main()
+    assert sys.path[-1] == str(tmp_path) and capsys.readouterr().out.startswith("crt_exp ")
+
+
+# ---- folders
+
+
+def test_a_name_that_is_taken_is_refused(folder, typed):
+    """It would be read from conf/, and nothing would say so."""
+    (folder / "conf" / "features" / "oprf.yaml").write_text("_target_: mine.maps.ShiftedRF\n")
+    with pytest.raises(ConfigError, match="features/oprf.yaml: the name oprf is taken by"), own_names(["conf"]):
+        pass
+    code, _, err = typed("--config-dir=conf", "task=uci", "features=oprf", "logger=none")
+    assert code == 2 and "the name oprf is taken" in err
+
+
+def test_a_folder_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report", "table1", "--config-dir", "nowhere"])
+    with pytest.raises(SystemExit) as stop:
+        report.main()
+    assert stop.value.code == 2 and "nowhere: there is none; it takes a folder" in capsys.readouterr().err
+
+
+def test_an_option_that_its_file_leaves_to_the_user(folder):
+    Path("conf/attention/wanting.yaml").write_text(f"_target_: {__name__}.Wanting\n_partial_: true\nk: ???\n")
+    with own_names(["conf"]):
+        assert Mechanism.of("wanting", k=2).options["k"] == 2
+        with pytest.raises(ConfigError, match="attention.k must be given"):
+            Mechanism.of("wanting")
