@@ -137,6 +137,9 @@ BAD = {
     "needs classes": lambda: KernelRegressionClassifier().partial_fit(X, Y),
     "NaN": lambda: RandomFeatures().fit(np.full((3, 2), np.nan)),
     "unknown kernel": lambda: RandomFeatures(kernel="rbf").fit(X),
+    r"length_scale has shape \(3,\): it must be one number, or one for each of the 4": lambda: RandomFeatures(
+        length_scale=[1, 2, 3]).fit(X),
+    r"length_scale = \[1, 2, 0, 4\]: every length": lambda: RandomFeatures(length_scale=[1, 2, 0, 4]).fit(X),
 }
 
 
@@ -256,6 +259,28 @@ def test_scale_is_that_of_rbf_sampler():
         sparse = scipy.sparse.csr_array(P)
         theirs = RBFSampler(gamma="scale").fit(sparse)._gamma
         assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("mechanism", ["trig", "oprf", "pois_coord"])
+def test_lengths_stand_in_the_place_of_gamma(mechanism):
+    P, lengths = points(), np.array([0.5, 1.0, 2.0, 3.0, 0.1])
+    make = lambda **options: RandomFeatures(mechanism, n_components=8, random_state=0, **options)
+    Z = make(length_scale=lengths).fit_transform(P)
+    np.testing.assert_allclose(Z, make(gamma=0.5).fit_transform(P / lengths), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(make(length_scale=2.0).fit_transform(P), make(gamma=1 / 8).fit_transform(P), rtol=1e-9)
+
+
+def test_a_fit_looks_at_some_of_many_rows():
+    """And costs no variance: parameters are those of all rows but for a few percent. Where they decide what a map
+    takes, as the least entries do, it looks at all; trigonometric features do not depend on rows at all."""
+    P = np.random.default_rng(0).normal(size=(20_000, 3))
+    P[7] = -9.0
+    some, every = (RandomFeatures("oprf", n_components=4, random_state=0).fit(P[:n]) for n in (20_000, 1000))
+    assert pytest.approx(every.params_.A, rel=0.1) == some.params_.A
+    shifted = RandomFeatures("pois_plus", n_components=4, gamma=0.01, random_state=0).fit(P)
+    assert (shifted.transform(P) >= 0).all()
+    one, two = (RandomFeatures("trig", n_components=5, random_state=0).fit(rows) for rows in (P, 3 + P[:10]))
+    assert (one.transform(P) == two.transform(P)).all()
 
 
 @pytest.mark.parametrize("mechanism", [name if name == "pos" else pytest.param(name, marks=pytest.mark.slow)
