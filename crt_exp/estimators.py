@@ -7,6 +7,7 @@ exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
+from typing import get_args
 
 import numpy as np
 import torch
@@ -15,12 +16,13 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.features import GERF, FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics, TrigRF
+from crt_exp.features import (GERF, ArcCosineRF, FeatureMap, GeomRFPlus, LaplaceRF, MaternRF, Moments, PoisRFPlus,
+                              RationalQuadraticRF, Statistics)
 from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
-from crt_exp.features.exponential import PositiveExponential
+from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.hints import whole_number
-from crt_exp.kernels import check_kernel
+from crt_exp.kernels import Kernel, check_kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import Noise
 from crt_exp.samplers.blocks import one_thread
@@ -28,6 +30,9 @@ from crt_exp.samplers.blocks import one_thread
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 LOOKED_AT = 1024  # rows that parameters and centre are taken from: more of them gain no variance
 SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
+ONE_MAP_EACH = {"laplace": LaplaceRF(), "matern12": MaternRF(nu=0.5), "matern32": MaternRF(nu=1.5),
+                "matern52": MaternRF(nu=2.5), "rational_quadratic": RationalQuadraticRF(),
+                "arccos0": ArcCosineRF(order=0), "arccos1": ArcCosineRF(order=1)}  # kernels that have one map
 
 
 @cache
@@ -45,11 +50,14 @@ class RandomFeatureEstimator(BaseEstimator):
     """What the estimators share: mechanism and sampler by name or as objects, gamma, and the draw of the noise."""
 
     def _check_options(self) -> None:
-        check_kernel(self.kernel)
+        self._check_kernel()
         if self.length_scale is not None or isinstance(self.gamma, str) and self.gamma == "scale":
             return
         if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
             raise ValueError(f"gamma = {self.gamma}: it must be a positive number (sigma^2 / 2) or 'scale'")
+
+    def _check_kernel(self) -> None:
+        check_kernel(self.kernel)
 
     def _map(self) -> FeatureMap:
         if isinstance(self.mechanism, FeatureMap):
@@ -91,7 +99,8 @@ class RandomFeatureEstimator(BaseEstimator):
 
     @property
     def _centred(self) -> bool:
-        return self.kernel == "gaussian"
+        own = self.mechanism.kernel if isinstance(self.mechanism, FeatureMap) else self.kernel
+        return own == "gaussian"
 
     def _scaled(self, X) -> torch.Tensor:
         """scale_ (X - center_), dense."""
@@ -148,11 +157,16 @@ class RandomFeatureEstimator(BaseEstimator):
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):
     """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
 
-    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord)
-    or a FeatureMap. sampler: a name of `conf/sampler` or a sampler. n_components: output columns; trig, hyp, sderf and
-    auto make two of a projection, and one of the last where the number is odd, which leaves the estimate unbiased.
-    gamma: as in RBFSampler, sigma^2 / 2 or 'scale'. length_scale: in the place of gamma, one length or one for each of
-    the d columns, the kernel of u / length_scale at gamma = 1/2. X may be sparse; Z is dense.
+    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord),
+    or a FeatureMap, whose own kernel counts; None is oprf, or the one map of the kernel. sampler: a name of
+    `conf/sampler` or a sampler. n_components: output columns; trig, hyp, sderf and auto make two of a projection, and
+    one of the last where the number is odd, which leaves the estimate unbiased. gamma: as in RBFSampler, sigma^2 / 2 or
+    'scale'. length_scale: in the place of gamma, one length or one for each of the d columns, the kernel of
+    u / length_scale at gamma = 1/2. X may be sparse; Z is dense.
+
+    kernel: gaussian, softmax, or those of x = sqrt(2 gamma) u = u / length_scale that have one map: matern12, matern32
+    and matern52 of |x - y|, laplace of the sum of |x_l - y_l|, rational_quadratic with alpha = 1 (RationalQuadraticRF
+    takes others), arccos0 and arccos1.
 
     gerf and the hybrids, with kernel="softmax" sderf and auto too, have different maps for the two sides and raise in
     `transform`: use KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k. pois_plus and
@@ -161,13 +175,13 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     Attributes: map_, params_, noise_, gamma_, n_features_in_; scale_ (n_features,), which multiplies X; center_, the
     mean of up to 1024 rows, zero for trig; random_weights_ (n_features, n_components) and random_offset_
-    (n_components,) of trig, where Z = sqrt(2 / n_components) cos(X random_weights_ + random_offset_) as in RBFSampler
-    (times e^(|X scale_|^2 / 2) for kernel="softmax"), and of pos, hyp, smreg and oprf, where
-    Z = exp(X random_weights_ + random_offset_ - c |(X - center_) scale_|^2) with c = 1 (1/2 for kernel="softmax").
-    The other maps have none.
+    (n_components,) of trig and of kernels of x - y, where Z = sqrt(2 / n_components) cos(X random_weights_ +
+    random_offset_) as in RBFSampler (times e^(|X scale_|^2 / 2) for kernel="softmax"), and of pos, hyp, smreg and oprf,
+    where Z = exp(X random_weights_ + random_offset_ - c |(X - center_) scale_|^2) with c = 1 (1/2 for
+    kernel="softmax"). The other maps have none.
     """
 
-    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=1.0,
+    def __init__(self, mechanism=None, sampler="orthogonal", n_components=100, kernel="gaussian", gamma=1.0,
                  random_state=None, *, length_scale=None):
         self.mechanism = mechanism
         self.sampler = sampler
@@ -176,6 +190,19 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         self.gamma = gamma
         self.random_state = random_state
         self.length_scale = length_scale
+
+    def _check_kernel(self) -> None:
+        known = (*get_args(Kernel), *ONE_MAP_EACH)
+        if self.kernel not in known:
+            raise ValueError(f"unknown kernel {self.kernel!r}: choose one of {', '.join(known)}")
+        if self.kernel in ONE_MAP_EACH and self.mechanism is not None:
+            raise ValueError(f"kernel = {self.kernel!r} has one map of its own: leave out mechanism = "
+                             f"{self.mechanism!r}")
+
+    def _map(self) -> FeatureMap:
+        if self.mechanism is None:
+            return ONE_MAP_EACH.get(self.kernel) or map_of("oprf", self.kernel)
+        return super()._map()
 
     def fit(self, X, y=None):
         """X (n, d), dense or sparse: fits the parameters to its statistics and draws the projections."""
@@ -189,7 +216,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         generator = self._fit_map(X, self._projections(), weight)
         self._dtype, self._n_features_out = X.dtype, int(self.n_components)
         self._turn = 0.0  # of the pair that gives one column: its first feature, unbiased by itself
-        if self._odd and isinstance(self.map_, TrigRF):  # cos is not, but cos(w.x + b) with a random b is
+        if self._odd and isinstance(self.map_, Trigonometric):  # cos is not, but cos(w.x + b) with a random b is
             self._turn = 2 * np.pi * float(torch.rand((), generator=generator, dtype=torch.float64))
         return self
 
@@ -214,14 +241,14 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     @property
     def _centred(self) -> bool:
-        return super()._centred and not isinstance(self._map(), TrigRF)
+        return super()._centred and not isinstance(self._map(), Trigonometric)
 
     def _projections(self) -> int:
         phi, n = self._map(), whole_number(self.n_components, "n_components")
         each = phi.width(1)
-        if n % each and not (each == 2 and isinstance(phi, (TrigRF, PositiveExponential, GERF))):
-            raise ValueError(f"n_components = {n}: {self.mechanism} makes {each} columns of a projection, so it must "
-                             f"be a multiple of {each}")
+        if n % each and not (each == 2 and isinstance(phi, (Trigonometric, PositiveExponential, GERF))):
+            raise ValueError(f"n_components = {n}: {type(phi).__name__} makes {each} columns of a projection, so "
+                             f"it must be a multiple of {each}")
         return -(-n // each)
 
     @property
@@ -249,12 +276,12 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     def _affine(self) -> tuple[np.ndarray, np.ndarray]:
         """Weights and offsets of the columns, in the dtype of the data."""
         phi = getattr(self, "map_", None)
-        if not isinstance(phi, (TrigRF, PositiveExponential)) or isinstance(phi, Dense):
+        if not isinstance(phi, (Trigonometric, PositiveExponential)) or isinstance(phi, Dense):
             raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and "
                                  "oprf")
         n, m = self._n_features_out, self.noise_.m
-        if isinstance(self.map_, TrigRF):
-            rows = self.noise_.rows().repeat(2, 1)[:n].numpy()
+        if isinstance(self.map_, Trigonometric):
+            rows = self.map_.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
             offset = np.where(np.arange(n) < m, 0.0, -np.pi / 2)
             offset[m - 1] += self._turn
         else:

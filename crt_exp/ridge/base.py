@@ -29,7 +29,7 @@ class RidgeOfFeatures(BaseEstimator):
     they take from the first call of `fit` or `partial_fit`, or the first batch of an iterator.
     """
 
-    def __init__(self, mechanism="trig", sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
+    def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
                  *, length_scale=None, alpha="gcv", random_state=None):
         self.mechanism = mechanism
         self.sampler = sampler
@@ -90,7 +90,8 @@ class RidgeOfFeatures(BaseEstimator):
         columns = int(self.n_components)
         size = block_rows(columns)
         check_memory(columns, size, "n_components")
-        features = RandomFeatures(self.mechanism, self.sampler, columns, self.kernel, self.gamma, self.random_state,
+        mechanism = "trig" if self.mechanism is None and self.kernel == "gaussian" else self.mechanism
+        features = RandomFeatures(mechanism, self.sampler, columns, self.kernel, self.gamma, self.random_state,
                                   length_scale=self.length_scale)
         self._dtype = np.dtype(np.float32 if batch.X.dtype == np.float32 else np.float64)
         self.features_ = features._begin(batch.X, batch.weight)

@@ -110,6 +110,16 @@ def test_float32_rows_give_the_same_bits_however_they_are_split():
     np.testing.assert_allclose(whole.predict(X), double.predict(X.astype(np.float64)), atol=2e-2)
 
 
+@pytest.mark.parametrize("kernel, least", [("matern32", 0.8), ("laplace", 0.8), ("rational_quadratic", 0.8),
+                                           ("softmax", 0.8), ("arccos1", 0.5)])  # the last one is homogeneous
+def test_other_kernels(kernel, least):
+    X, y, labels = rows()
+    model = RandomFeatureRidge(n_components=200, kernel=kernel, length_scale=[1.0, 2.0, 4.0], random_state=0)
+    assert model.fit(X[:500], y[:500]).score(X[500:], y[500:]) > least
+    classifier = RandomFeatureClassifier(n_components=200, kernel=kernel, length_scale=2.0, random_state=0)
+    assert classifier.fit(X[:500], labels[:500]).score(X[500:], labels[500:]) > 0.6
+
+
 CONTAINERS = {"memory map": lambda X, folder: mapped(X, folder), "sparse": lambda X, _: scipy.sparse.csr_array(X),
               "list": lambda X, _: X.tolist()}
 
