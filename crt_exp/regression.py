@@ -20,13 +20,14 @@ class _KernelRegression(RandomFeatureEstimator):
     """Nadaraya-Watson averages of targets R (n, C) under the kernel, exact or by features (CRT 5.2)."""
 
     def __init__(self, mechanism="oprf", sampler="orthogonal", n_projections=128, kernel="gaussian", gamma="scale",
-                 random_state=None):
+                 random_state=None, *, length_scale=None):
         self.mechanism = mechanism
         self.sampler = sampler
         self.n_projections = n_projections
         self.kernel = kernel
         self.gamma = gamma
         self.random_state = random_state
+        self.length_scale = length_scale
 
     @property
     def _exact(self) -> bool:

@@ -8,6 +8,7 @@ from crt_exp.features import (
     SMREG,
     AngularCoefficient,
     AngularHybrid,
+    ArcCosineRF,
     AutoRF,
     ClusteredHybrid,
     GaussianCoefficient,
@@ -16,9 +17,12 @@ from crt_exp.features import (
     GeomRF,
     Hybrid,
     HypRF,
+    LaplaceRF,
+    MaternRF,
     PoisRF,
     PosRF,
     Product,
+    RationalQuadraticRF,
     Sum,
     TrigRF,
 )
@@ -39,6 +43,9 @@ HYBRID = [AngularHybrid(), GaussianHybrid("gaussian", base="pos", shared=False),
           GaussianMixtureHybrid("gaussian", queries=1, field="complex", default="hyp"),
           Hybrid([GaussianCoefficient(M=-1.0), AngularCoefficient()], [TrigRF(), HypRF(), OPRF()], shared=False),
           Hybrid(AngularCoefficient(), [CERF(M=0.9), CERF(M=1j, antithetic=True)])]
+SPECTRAL = [MaternRF(nu=0.5), MaternRF(nu=1.5), MaternRF(nu=2.5), LaplaceRF(), RationalQuadraticRF(),
+            RationalQuadraticRF(alpha=0.3), RationalQuadraticRF(alpha=7.0)]
+OTHER_KERNELS = [*SPECTRAL, ArcCosineRF(order=0), ArcCosineRF(order=1)]  # no softmax: outside of attention
 POSITIVE = [m for m in SIMPLE if isinstance(m, palette.POSITIVE)]
 MAPS = SIMPLE + COMPOSITE + EXPONENTIAL  # HYBRID: unbiased and of known variance by tests/features/test_hybrid.py
 

@@ -5,21 +5,23 @@ import pickle
 import numpy as np
 import pytest
 import scipy.sparse
+import torch
 from maps import HYBRIDS
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.kernel_approximation import RBFSampler
+from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
 from sklearn.linear_model import RidgeClassifier
-from sklearn.metrics.pairwise import rbf_kernel
+from sklearn.metrics.pairwise import laplacian_kernel, rbf_kernel
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
 from crt_exp import samplers
-from crt_exp.estimators import RandomFeatures
+from crt_exp.estimators import ONE_MAP_EACH, RandomFeatures
 from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
-from crt_exp.features import OPRF, GeomRFPlus, HypRF, PoisRFPlus, PosRF, Sum, TrigRF
+from crt_exp.features import OPRF, GeomRFPlus, HypRF, MaternRF, PoisRFPlus, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp import drawing as palette
 
@@ -136,7 +138,12 @@ BAD = {
     "unseen label 2": lambda: KernelRegressionClassifier().partial_fit(X, Y, classes=[0, 1]),
     "needs classes": lambda: KernelRegressionClassifier().partial_fit(X, Y),
     "NaN": lambda: RandomFeatures().fit(np.full((3, 2), np.nan)),
+    "kernel = 'matern32' has one map of its own: leave out mechanism = 'oprf'":
+        lambda: RandomFeatures("oprf", kernel="matern32").fit(X),
     "unknown kernel": lambda: RandomFeatures(kernel="rbf").fit(X),
+    r"length_scale has shape \(3,\): it must be one number, or one for each of the 4": lambda: RandomFeatures(
+        length_scale=[1, 2, 3]).fit(X),
+    r"length_scale = \[1, 2, 0, 4\]: every length": lambda: RandomFeatures(length_scale=[1, 2, 0, 4]).fit(X),
 }
 
 
@@ -256,6 +263,57 @@ def test_scale_is_that_of_rbf_sampler():
         sparse = scipy.sparse.csr_array(P)
         theirs = RBFSampler(gamma="scale").fit(sparse)._gamma
         assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("mechanism", ["trig", "oprf", "pois_coord"])
+def test_lengths_stand_in_the_place_of_gamma(mechanism):
+    P, lengths = points(), np.array([0.5, 1.0, 2.0, 3.0, 0.1])
+    make = lambda **options: RandomFeatures(mechanism, n_components=8, random_state=0, **options)
+    Z = make(length_scale=lengths).fit_transform(P)
+    np.testing.assert_allclose(Z, make(gamma=0.5).fit_transform(P / lengths), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(make(length_scale=2.0).fit_transform(P), make(gamma=1 / 8).fit_transform(P), rtol=1e-9)
+
+
+KERNELS = {"matern12": Matern(nu=0.5), "matern32": Matern(nu=1.5), "matern52": Matern(nu=2.5),
+           "laplace": lambda X: laplacian_kernel(X, gamma=1.0), "rational_quadratic": RationalQuadratic()}
+
+
+@pytest.mark.parametrize("n", [20_000, 19_999])
+@pytest.mark.parametrize("kernel", ONE_MAP_EACH)
+def test_other_kernels_by_their_names(kernel, n):
+    P, lengths = np.random.default_rng(0).normal(size=(20, 3)), np.array([0.7, 2.0, 1.0])
+    model = RandomFeatures(n_components=n, kernel=kernel, length_scale=lengths, random_state=0)
+    Z = model.fit_transform(P)
+    x = torch.from_numpy(P / lengths)
+    exact = KERNELS[kernel](x.numpy()) if kernel in KERNELS else model.map_.log_kernel(x[:, None], x).exp().numpy()
+    np.testing.assert_allclose(Z @ Z.T, exact, atol=0.06 * exact.max())
+    single = RandomFeatures(n_components=8, kernel=kernel, random_state=0).fit_transform(P.astype(np.float32))
+    assert single.dtype == np.float32
+    if kernel in KERNELS:
+        cosines = np.sqrt(2 / n) * np.cos(P @ model.random_weights_ + model.random_offset_)
+        np.testing.assert_allclose(Z, cosines, rtol=1e-6, atol=1e-8)
+
+
+def test_a_map_brings_its_own_kernel():
+    P = points()
+    named, given = RandomFeatures(kernel="matern32", n_components=6, random_state=0), RandomFeatures(
+        MaternRF(nu=1.5), n_components=6, random_state=0)
+    assert (named.fit_transform(P) == given.fit_transform(P)).all()
+    fast = RandomFeatures(kernel="matern52", sampler="hadamard", n_components=6, random_state=0)
+    assert np.isfinite(fast.fit_transform(P)).all()
+
+
+def test_a_fit_looks_at_some_of_many_rows():
+    """And costs no variance: parameters are those of all rows but for a few percent. Where they decide what a map
+    takes, as the least entries do, it looks at all; trigonometric features do not depend on rows at all."""
+    P = np.random.default_rng(0).normal(size=(20_000, 3))
+    P[7] = -9.0
+    some, every = (RandomFeatures("oprf", n_components=4, random_state=0).fit(P[:n]) for n in (20_000, 1000))
+    assert pytest.approx(every.params_.A, rel=0.1) == some.params_.A
+    shifted = RandomFeatures("pois_plus", n_components=4, gamma=0.01, random_state=0).fit(P)
+    assert (shifted.transform(P) >= 0).all()
+    one, two = (RandomFeatures("trig", n_components=5, random_state=0).fit(rows) for rows in (P, 3 + P[:10]))
+    assert (one.transform(P) == two.transform(P)).all()
 
 
 @pytest.mark.parametrize("mechanism", [name if name == "pos" else pytest.param(name, marks=pytest.mark.slow)

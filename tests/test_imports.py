@@ -38,7 +38,7 @@ ROOMS = [
     ["data.__main__"],
     ["probes.bench", "probes.bench_pieces"],
     ["advice"],
-    ["estimators", "regression"],
+    ["estimators", "regression", "ridge"],
     ["tasks"],
     ["runner"],
     ["symbol_kinds", "train", "transcribe", "sample", "recipes"],

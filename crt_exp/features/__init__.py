@@ -11,9 +11,11 @@ from crt_exp.features.discrete import GeomRF, GeomRFPlus, PoisCoordRF, PoisRF, P
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF
 from crt_exp.features.hybrid import AngularHybrid, GaussianHybrid, Hybrid
 from crt_exp.features.learned import Hedgehog
+from crt_exp.features.spectral import ArcCosineRF, LaplaceRF, MaternRF, RationalQuadraticRF
 from crt_exp.features.statistics import Moments, Statistics
 
-__all__ = ["AngularCoefficient", "AngularHybrid", "AutoRF", "BipolarGaussianCoefficient", "CERF", "ClusteredHybrid",
-           "FeatureMap", "Features", "GERF", "GaussianCoefficient", "GaussianHybrid", "GaussianMixtureHybrid",
-           "GeomRF", "GeomRFPlus", "Hedgehog", "Hybrid", "HypRF", "Moments", "OPRF", "PoisCoordRF", "PoisRF",
-           "PoisRFPlus", "PosRF", "Product", "Projections", "SDERF", "SMREG", "Statistics", "Sum", "TrigRF"]
+__all__ = ["AngularCoefficient", "AngularHybrid", "ArcCosineRF", "AutoRF", "BipolarGaussianCoefficient", "CERF",
+           "ClusteredHybrid", "FeatureMap", "Features", "GERF", "GaussianCoefficient", "GaussianHybrid",
+           "GaussianMixtureHybrid", "GeomRF", "GeomRFPlus", "Hedgehog", "Hybrid", "HypRF", "LaplaceRF", "MaternRF",
+           "Moments", "OPRF", "PoisCoordRF", "PoisRF", "PoisRFPlus", "PosRF", "Product", "Projections",
+           "RationalQuadraticRF", "SDERF", "SMREG", "Statistics", "Sum", "TrigRF"]

@@ -44,17 +44,26 @@ def sq_norm(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TrigRF(FeatureMap):
-    """Random Fourier features: bounded, indefinite, exact at x = y (CRT 2.2, Performers 2.3). M = 2m: cos, then sin."""
+class Trigonometric(FeatureMap):
+    """cos and sin of products with the rows W that `directions` makes of the noise. M = 2m: cos, then sin."""
 
     def width(self, m: int) -> int:
         return 2 * m
 
-    def phi_q(self, x, noise, params=()) -> Features:
+    def directions(self, noise: Noise) -> Noise:
+        return noise
+
+    def bind(self, noise, params=()) -> BoundMap:
+        phi = partial(self._phi, noise=self.directions(noise))
+        return BoundMap(phi, phi)
+
+    def _phi(self, x: Tensor, noise: Noise) -> Features:
         phase = precise(noise, x.dtype).project(x)
         return Features(torch.cat([phase.cos(), phase.sin()], -1), self._log_scale(x, phase))
 
     def writer(self, noise, params=()):
+        noise = self.directions(noise)
+
         def write(x: Tensor, out: Tensor) -> None:
             phase = precise(noise, x.dtype).project(x)
             scale = self._log_scale(x, phase).exp_()
@@ -63,7 +72,15 @@ class TrigRF(FeatureMap):
         return write
 
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
-        log_scale = torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
+        return torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
+
+
+@dataclass(frozen=True)
+class TrigRF(Trigonometric):
+    """Random Fourier features: bounded, indefinite, exact at x = y (CRT 2.2, Performers 2.3). M = 2m: cos, then sin."""
+
+    def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
+        log_scale = super()._log_scale(x, phase)
         return log_scale + sq_norm(at_least_float32(x)) / 2 if self.kernel == "softmax" else log_scale
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:

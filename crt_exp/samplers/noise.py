@@ -101,6 +101,10 @@ class Noise(ABC):
         """The same directions with every row of length sqrt(d) (the noise of SMREG)."""
         return DenseNoise(_directions(self.rows()) * self.d**0.5, gaussian=False)
 
+    def scaled(self, factor: Tensor) -> "Noise":
+        """The same directions, row by row `factor` (*batch, m, 1) times as long."""
+        return DenseNoise(self.rows() * factor, gaussian=False)
+
     def __repr__(self):
         return f"{type(self).__name__}(m={self.m}, d={self.d}, batch={self.batch})"
 
@@ -177,6 +181,9 @@ class HadamardNoise(Noise):
         if self.d < self.n:
             return super().on_sphere()
         return HadamardNoise(self.signs, torch.full_like(self.lengths, self.d**0.5), self.d)
+
+    def scaled(self, factor: Tensor) -> Noise:
+        return HadamardNoise(self.signs, self.lengths * factor, self.d)
 
     def to(self, *args, **kwargs) -> "HadamardNoise":
         return HadamardNoise(self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d)

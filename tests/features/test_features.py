@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from maps import COMPOSITE, HYBRID, KERNELS, MAPS, POSITIVE, SIMPLE, independent
+from maps import COMPOSITE, HYBRID, KERNELS, MAPS, OTHER_KERNELS, POSITIVE, SIMPLE, independent
 
 from crt_exp import samplers
 from crt_exp.features import (
@@ -53,7 +53,7 @@ def exact_matrix(phi, x, y):
     pytest.param(d, sampler, id=f"{d}-{sampler.__name__}",
                  marks=[] if (d == 2) == (sampler is samplers.orthogonal) else [pytest.mark.slow])
     for d in (1, 2, 4) for sampler in EXACT_SAMPLERS])
-@pytest.mark.parametrize("phi", MAPS, ids=repr)
+@pytest.mark.parametrize("phi", MAPS + OTHER_KERNELS, ids=repr)
 def test_unbiased(phi, d, sampler):
     x, y = pairs(d)
     params = phi.fit(Statistics.of(x, y))
@@ -64,7 +64,7 @@ def test_unbiased(phi, d, sampler):
 
 
 @pytest.mark.parametrize("d", [2, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, 3))])
-@pytest.mark.parametrize("phi", MAPS, ids=repr)
+@pytest.mark.parametrize("phi", MAPS + OTHER_KERNELS, ids=repr)
 def test_variance_is_the_closed_form(phi, d):
     x, y = (0.6 * v for v in pairs(d, seed=1))
     params = phi.fit(Statistics.of(x, y))
@@ -76,7 +76,7 @@ def test_variance_is_the_closed_form(phi, d):
     assert (sem < 0.25 * closed + 1e-12).float().mean() > 0.7  # power; the rest have heavy tails
 
 
-@pytest.mark.parametrize("phi", MAPS + HYBRID, ids=repr)
+@pytest.mark.parametrize("phi", MAPS + OTHER_KERNELS + HYBRID, ids=repr)
 def test_shapes_and_batches(phi):
     """Any leading dimensions; the width that was promised; log_variance of vectors, rows and all pairs."""
     x, y = torch.randn(2, 3, 5, 4) / 2, torch.randn(2, 3, 6, 4) / 2

@@ -1,0 +1,10 @@
+"""Bayesian ridge regression and classification in random features: rows in any number, columns of features in memory.
+
+What is kept of rows are sums in float64 (`sums.py`), so that they come as arrays, memory maps or batches
+(`batches.py`); what is made of the sums are coefficients, their ridge and their uncertainty (`solve.py`).
+"""
+
+from crt_exp.ridge.classifier import RandomFeatureClassifier
+from crt_exp.ridge.regressor import RandomFeatureRidge
+
+__all__ = ["RandomFeatureClassifier", "RandomFeatureRidge"]

@@ -1,0 +1,308 @@
+"""Ridge in random features: scikit-learn's checks, equality with its Ridge, and what does not depend on how rows come.
+"""
+
+import pickle
+
+import numpy as np
+import pytest
+import scipy.sparse
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.linear_model import Ridge
+from sklearn.metrics import log_loss
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures
+from crt_exp import times
+from crt_exp.ridge import base
+
+FIXED = {"gamma": 0.3, "random_state": 0}
+LABELS = np.array(["a", "b", "c"])
+
+
+def rows(n=600, d=3, seed=0, dtype=np.float64):
+    """X, y of known noise 0.3, labels."""
+    r = np.random.default_rng(seed)
+    X = r.normal(size=(n, d))
+    mean = np.sin(2 * X[:, 0]) + X[:, 1]
+    return X.astype(dtype), mean + 0.3 * r.normal(size=n), LABELS[np.digitize(mean, [-0.7, 0.7])]
+
+
+@parametrize_with_checks([RandomFeatureRidge(n_components=101), RandomFeatureClassifier(n_components=100)])
+def test_scikit_learn_compatible(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks([RandomFeatureRidge("oprf", n_components=60, alpha="evidence"),
+                          RandomFeatureClassifier("oprf", n_components=60)])
+def test_other_options_are_compatible_with_scikit_learn(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("sampler", ["orthogonal", "hadamard", "sobol"])
+@pytest.mark.parametrize("mechanism", ["trig", "oprf"])
+def test_is_ridge_on_the_same_features(mechanism, sampler):
+    X, y, _ = rows()
+    weight = np.random.default_rng(1).uniform(0, 2, len(y))
+    options = {"n_components": 41, "gamma": 0.3, "random_state": 0}
+    model = RandomFeatureRidge(mechanism, sampler, alpha=0.01, **options).fit(X, y, weight)
+    Z = model.features_.transform(X)
+    theirs = Ridge(alpha=0.01, solver="cholesky").fit(Z, y, weight)
+    np.testing.assert_allclose(model.coef_, theirs.coef_, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(model.predict(X), theirs.predict(Z), rtol=1e-6, atol=1e-6)
+    unweighted = RandomFeatureRidge(mechanism, sampler, alpha=0.01, **options).fit(X, y)
+    np.testing.assert_allclose(RandomFeatures(mechanism, sampler, **options).fit_transform(X),
+                               unweighted.features_.transform(X), rtol=1e-9)
+
+
+@pytest.mark.parametrize("alpha", ["gcv", "evidence"])
+def test_a_chosen_ridge_is_the_best_of_its_neighbours(alpha):
+    """By the definitions of both criteria, from the hat matrix and from the marginal law of the targets."""
+    X, y, _ = rows(n=80)
+    model = RandomFeatureRidge(n_components=30, alpha=alpha, **FIXED).fit(X, y)
+    Z = model.features_.transform(X)
+    Z, y = Z - Z.mean(0), y - y.mean()
+
+    def score(ridge):
+        if alpha == "gcv":
+            H = Z @ np.linalg.solve(Z.T @ Z + ridge * np.eye(30), Z.T)
+            return len(y) * ((y - H @ y) ** 2).sum() / (len(y) - 1 - np.trace(H)) ** 2
+        S = np.eye(len(y)) + Z @ Z.T / ridge
+        return (len(y) - 1) * np.log(y @ np.linalg.solve(S, y)) + np.linalg.slogdet(S)[1]
+
+    assert score(model.alpha_) == min(score(model.alpha_ * 10 ** (k / 8)) for k in range(-40, 41))
+    same = RandomFeatureRidge(n_components=30, alpha=model.alpha_, **FIXED).fit(*rows(n=80)[:2])
+    np.testing.assert_allclose(model.coef_, same.coef_, rtol=1e-6)
+    for name in ("noise_variance_", "degrees_"):
+        assert getattr(model, name) == pytest.approx(getattr(same, name))
+    for one, two in zip(model.predict(X, return_std=True), same.predict(X, return_std=True)):
+        np.testing.assert_allclose(one, two, rtol=1e-6)
+
+
+SPLITS = {"halves": [300], "one by one": range(1, 600), "odd": [1, 8, 257, 511], "backwards": [100, 400]}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("alpha", ["gcv", 1e-3])
+def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, split):
+    X, y, labels = rows()
+    order = -1 if split == "backwards" else 1
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
+        whole = make(n_components=40, alpha=alpha, **FIXED).fit(X, target)
+        parts = make(n_components=40, alpha=alpha, **FIXED)
+        for part in np.split(np.arange(len(X)), SPLITS[split])[::order]:
+            parts.partial_fit(X[part], target[part])
+        np.testing.assert_allclose(parts.coef_, whole.coef_, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(parts.intercept_, whole.intercept_, rtol=1e-9, atol=1e-9)
+        assert (parts.predict(X) == whole.predict(X)).all() if target is labels else parts.rows_ == len(X)
+
+
+def test_float32_rows_give_the_same_bits_however_they_are_split():
+    """Products of float32 are rounded: blocks have the same borders, and features the same rows."""
+    X, y, _ = rows(dtype=np.float32)
+    whole = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
+    parts = RandomFeatureRidge(n_components=40, **FIXED)
+    for part in np.split(np.arange(len(X)), SPLITS["odd"]):
+        parts.partial_fit(X[part], y[part]).predict(X[:2])
+    assert (parts.coef_ == whole.coef_).all()
+    double = RandomFeatureRidge(n_components=40, **FIXED).fit(X.astype(np.float64), y)
+    np.testing.assert_allclose(whole.predict(X), double.predict(X.astype(np.float64)), atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel, least", [("matern32", 0.8), ("laplace", 0.8), ("rational_quadratic", 0.8),
+                                           ("softmax", 0.8), ("arccos1", 0.5)])  # the last one is homogeneous
+def test_other_kernels(kernel, least):
+    X, y, labels = rows()
+    model = RandomFeatureRidge(n_components=200, kernel=kernel, length_scale=[1.0, 2.0, 4.0], random_state=0)
+    assert model.fit(X[:500], y[:500]).score(X[500:], y[500:]) > least
+    classifier = RandomFeatureClassifier(n_components=200, kernel=kernel, length_scale=2.0, random_state=0)
+    assert classifier.fit(X[:500], labels[:500]).score(X[500:], labels[500:]) > 0.6
+
+
+CONTAINERS = {"memory map": lambda X, folder: mapped(X, folder), "sparse": lambda X, _: scipy.sparse.csr_array(X),
+              "list": lambda X, _: X.tolist()}
+
+
+def mapped(X, folder):
+    np.save(folder / "x.npy", X)
+    return np.load(folder / "x.npy", mmap_mode="r")
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_rows_may_come_in_any_container(container, tmp_path):
+    X, y, labels = rows()
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
+        model = make(n_components=40, random_state=0)  # gamma="scale" is that of all rows
+        given = CONTAINERS[container](X, tmp_path)
+        np.testing.assert_allclose(clone(model).fit(given, target).coef_, clone(model).fit(X, target).coef_, rtol=1e-6,
+                                   atol=1e-6)
+
+
+def test_rows_may_come_from_an_iterator():
+    X, y, labels = rows()
+    weight = np.linspace(0, 1, len(y))
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
+        whole = make(n_components=40, **FIXED).fit(X, target, weight)
+        stream = ((X[i:i + 70], target[i:i + 70], weight[i:i + 70]) for i in range(0, len(X), 70))
+        np.testing.assert_allclose(make(n_components=40, **FIXED).fit(stream).coef_, whole.coef_, rtol=1e-9, atol=1e-9)
+        pairs = ((X[i:i + 70], target[i:i + 70]) for i in range(0, len(X), 70))
+        np.testing.assert_allclose(make(n_components=40, **FIXED).fit(pairs).coef_,
+                                   make(n_components=40, **FIXED).fit(X, target).coef_, rtol=1e-9, atol=1e-9)
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    """A memory map of 5 MiB, whose features would take 92 MiB in single precision."""
+    n, d = 150_000, 8
+    X = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=(n, d))
+    X[:] = np.random.default_rng(0).normal(size=(n, d))
+    X.flush()
+    y = np.sin(X[:, 0])
+    model = RandomFeatureRidge(n_components=160, random_state=0).fit(X[:5000], y[:5000])
+    times.give_back()
+    assert times.added(lambda: model.fit(np.load(tmp_path / "x.npy", mmap_mode="r"), y)) < 46
+    assert model.rows_ == n and model.score(np.asarray(X[:1000]), y[:1000]) > 0.9
+
+
+def test_intervals_cover():
+    """Of new targets, whose noise is known: 95% within 1.96 standard deviations."""
+    X, y, _ = rows(n=3000)
+    new, target, _ = rows(n=20_000, seed=1)
+    for alpha in ("gcv", "evidence"):
+        model = RandomFeatureRidge(n_components=200, alpha=alpha, random_state=0).fit(X, y)
+        mean, std = model.predict(new, return_std=True)
+        assert model.noise_variance_ == pytest.approx(0.09, rel=0.1)
+        assert (np.abs(target - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.01)
+    far = model.predict(np.full((1, 3), 30.0), return_std=True)[1]
+    assert far > 1.5 * std.min()  # where no rows were, coefficients are uncertain
+
+
+def test_targets_of_several_columns_are_fitted_as_if_each_were_alone():
+    X, y, _ = rows()
+    Y = np.stack([y, 100 + X[:, 2] ** 2], 1)
+    both = RandomFeatureRidge(n_components=40, **FIXED).fit(X, Y)
+    assert both.predict(X).shape == Y.shape and both.coef_.shape == (2, 40) and both.alpha_.shape == (2,)
+    for k in (0, 1):
+        one = RandomFeatureRidge(n_components=40, **FIXED).fit(X, Y[:, k])
+        mean, std = one.predict(X, return_std=True)
+        np.testing.assert_allclose(both.predict(X)[:, k], mean, rtol=1e-7)
+        np.testing.assert_allclose(both.predict(X, return_std=True)[1][:, k], std, rtol=1e-7)
+
+
+def test_pickled_models_go_on():
+    X, y, labels = rows()
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
+        model = make(n_components=40, **FIXED).partial_fit(X[:250], target[:250])
+        again = pickle.loads(pickle.dumps(model)).partial_fit(X[250:], target[250:])
+        assert (again.coef_ == make(n_components=40, **FIXED).fit(X, target).coef_).all()
+
+
+def test_alpha_may_change_after_a_fit():
+    X, y, _ = rows()
+    model = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y).set_params(alpha=0.5)
+    assert (model.coef_ == RandomFeatureRidge(n_components=40, alpha=0.5, **FIXED).fit(X, y).coef_).all()
+
+
+def test_a_constant_column_and_a_large_mean_change_nothing():
+    X, y, _ = rows()
+    plain = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
+    model = RandomFeatureRidge(n_components=40, gamma=0.3, random_state=0).fit(X, y + 1e6)
+    np.testing.assert_allclose(model.predict(X) - 1e6, plain.predict(X), atol=1e-6)
+    constant = np.column_stack([X, np.full(len(X), 7.0)])
+    assert RandomFeatureRidge(n_components=200, gamma=0.3, random_state=0).fit(constant, y).score(constant, y) > 0.85
+
+
+def test_probabilities_of_digits():
+    """Of a row outside of those that were fitted to, in log loss; and as sure of themselves as they are right."""
+    X, y = load_digits(return_X_y=True)
+    model = RandomFeatureClassifier(n_components=512, gamma=0.0005, random_state=0).fit(X[::2], y[::2])
+    P = model.predict_proba(X[1::2])
+    assert model.score(X[1::2], y[1::2]) > 0.97
+    assert log_loss(y[1::2], P) < 0.1
+    assert P.max(1).mean() == pytest.approx(model.score(X[1::2], y[1::2]), abs=0.03)
+    np.testing.assert_allclose(P.sum(1), 1)
+
+
+def test_probabilities_of_two_gaussian_classes_are_calibrated():
+    """On average over tenths of the predicted probability."""
+    r = np.random.default_rng(0)
+    y = r.random(20_000) < 0.3
+    X = r.normal(size=(20_000, 2)) + 1.2 * y[:, None]
+    P = RandomFeatureClassifier(n_components=100, gamma=0.05, random_state=0).fit(X[:4000], y[:4000]).predict_proba(
+        X[4000:])[:, 1]
+    tenth, y = np.floor(10 * P), y[4000:]
+    gaps = [abs((P - y)[tenth == k].sum()) for k in range(10)]
+    assert sum(gaps) / len(y) < 0.04
+
+
+def test_a_label_that_comes_later_is_a_new_class():
+    X, _, labels = rows()
+    order = np.argsort(labels, kind="stable")[::-1]  # c first, a last
+    whole = RandomFeatureClassifier(n_components=40, **FIXED).fit(X[order], labels[order])
+    parts = RandomFeatureClassifier(n_components=40, **FIXED)
+    for part in np.array_split(order, 7):
+        parts.partial_fit(X[part], labels[part])
+    assert parts.classes_.tolist() == ["a", "b", "c"]
+    np.testing.assert_allclose(parts.coef_, whole.coef_, rtol=1e-9, atol=1e-9)
+    known = RandomFeatureClassifier(n_components=40, **FIXED).partial_fit(X, labels, classes=["a", "b", "c", "d"])
+    np.testing.assert_allclose(known.predict_proba(X)[:, :3], whole.predict_proba(X), atol=1e-9)
+    assert (known.predict_proba(X)[:, 3] == 0).all()
+
+
+def missing(at, name="X"):
+    X, y, _ = rows()
+    (X if name == "X" else y)[at] = np.nan
+    return X, y
+
+
+def later(model, *batch):
+    X, y, _ = rows()
+    return model.partial_fit(X, y).partial_fit(*batch)
+
+
+SMALL = {"n_components": 10}
+X, Y, L = rows()
+BAD = {
+    "row 17 of X contains NaN": lambda: RandomFeatureRidge(**SMALL).fit(*missing(17)),
+    "row 17 of y contains NaN": lambda: RandomFeatureRidge(**SMALL).fit(*missing(17, "y")),
+    r"row 617 of X contains NaN or inf: fill it in or leave it out \(row 17 of this batch\)":
+        lambda: later(RandomFeatureRidge(**SMALL), *missing(17)),
+    "sample_weight of row 3 is -1: weights must not be negative":
+        lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.where(np.arange(600) == 3, -1, 1)),
+    "Sample weights must contain at least one non-zero": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.zeros(600)),
+    "weights sum to 1, which leaves nothing": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.full(600, 1 / 600)),
+    "X has 2 features, but RandomFeatureRidge is expecting 3": lambda: later(RandomFeatureRidge(**SMALL), X[:, :2], Y),
+    "y has 2 targets, and that of the first batch was": lambda: later(
+        RandomFeatureRidge(**SMALL), X, np.stack([Y, Y], 1)),
+    "n_components = 1000000: .* GiB of memory are free": lambda: RandomFeatureRidge(n_components=10**6).fit(X, Y),
+    "one class only, a: ": lambda: RandomFeatureClassifier(**SMALL).fit(X, ["a"] * 600),
+    "alpha = -1: it must be": lambda: RandomFeatureRidge(alpha=-1, **SMALL).fit(X, Y),
+    "alpha = 'aic': it must be a number of at least 0, or one of 'gcv', 'evidence'":
+        lambda: RandomFeatureRidge(alpha="aic", **SMALL).fit(X, Y),
+    "alpha = 0: the features are linearly dependent":
+        lambda: RandomFeatureRidge(n_components=700, alpha=0, **FIXED).fit(X, Y),
+    "the iterator gave no batch": lambda: RandomFeatureRidge(**SMALL).fit(iter([])),
+    "a batch of the iterator is a ndarray": lambda: RandomFeatureRidge(**SMALL).fit(iter([X])),
+    "two sides": lambda: RandomFeatureRidge("gerf", **SMALL).fit(X, Y),
+    "features overflow": lambda: RandomFeatureRidge("trig", kernel="softmax", gamma=1.0, **SMALL).fit(100 * X, Y),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    with pytest.raises(ValueError, match=message) as error:
+        BAD[message]()
+    assert "\n" not in str(error.value)
+
+
+def test_a_refused_batch_leaves_the_model_as_it_was():
+    X, y, _ = rows()
+    model = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
+    coefficients = model.coef_.copy()
+    with pytest.raises(ValueError, match="row 617"):
+        model.partial_fit(*missing(17))
+    assert (model.coef_ == coefficients).all() and model.rows_ == 600
+
+
+def test_blocks_have_the_same_borders_for_every_split():
+    assert base.block_rows(10) == 4096 and base.block_rows(8192) == 1024
