@@ -49,8 +49,8 @@ class KeyMetric(NamedTuple):
             moments = _second_moments(x - tilt, x_keep, queries)
         check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
         size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-        ridge = (RIDGE * size + torch.finfo(moments.dtype).tiny**0.5) * torch.eye(y.shape[-1]).to(moments)
-        return cls(shift, tilt, torch.linalg.cholesky_ex(moments + ridge).L)
+        ridge = RIDGE * size + torch.finfo(moments.dtype).tiny**0.5
+        return cls(shift, tilt, _root(moments, ridge, size))
 
     def at(self, rows: slice) -> "KeyMetric":
         return KeyMetric(*(t if len(t) == 1 else t[rows] for t in self))
@@ -69,6 +69,14 @@ def _mean(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         return x.mean(1, keepdim=True), x.new_full((1, 1, 1), x.shape[1])
     count = keep.sum(1).clamp(min=1).to(x.dtype)[:, None, None]
     return torch.where(keep.unsqueeze(-1), x, 0.0).sum(1, keepdim=True) / count, count
+
+
+def _root(moments: Tensor, ridge: Tensor, size: Tensor) -> Tensor:
+    """The Cholesky factor of (., d, d) with the ridge (., 1, 1) on its diagonal. Where rounding left more below zero than
+    the ridge lifts, all directions are as long as `size`: such a factor, half computed, would be no metric."""
+    eye = torch.eye(moments.shape[-1]).to(moments)
+    root, failed = torch.linalg.cholesky_ex(moments + ridge * eye)
+    return torch.where((failed != 0)[:, None, None], (size + ridge).sqrt() * eye, root)
 
 
 def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from nearfar_cases import book, codebook
 
+from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import CausalNearFar
-from crt_exp.nearfar.choice import Sizes, mean_spread
+from crt_exp.nearfar.choice import Sizes, _root, mean_spread
 from crt_exp.nearfar.engine import native as near_far
 from crt_exp.nonfinite import NotFinite
 
@@ -175,6 +176,31 @@ def test_large_shifts_and_long_vectors():
     exact, *expected = attended(x.double(), y.double(), v[None].double(), grad.transpose(0, 1).double())
     assert_near([out], [exact], 5e-3)
     assert all(t.isfinite().all() for t in grads)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_queries_and_keys_of_few_directions(side, rank, causal):
+    """What float32 rounds away of their second moments is more than their least eigenvalues, and sets are chosen."""
+    g = torch.Generator().manual_seed(rank)
+    draw = lambda *size: torch.randn(*size, generator=g)
+    few = draw(1, 2, 1, 48) + draw(1, 2, 1500, rank) @ draw(1, 2, rank, 48) / 48**0.5
+    many = draw(1, 2, 1500, 48)
+    x, y = (0.3 * few, many) if side == "queries" else (0.3 * many, 3 * few)
+    v, sizes = draw(1, 2, 1500, 48), Sizes(16, 24, 32, open=16 * causal, exact_until=256 * causal)
+    ours, wide = (near_far_attention(x.to(t), y.to(t), v.to(t), sizes, causal=causal).out
+                  for t in (torch.float32, torch.float64))
+    exact = exact_attention(x.double(), y.double(), v.double(), causal=causal)
+    off, allowed = ((out - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1)) for out in (ours, wide))
+    assert (off <= 1.1 * allowed + 1e-3).all(), (off, allowed)
+
+
+def test_a_matrix_that_rounding_left_without_a_root_is_no_metric_of_half():
+    moments = torch.tensor([[[1.0, 2.0], [2.0, 1.0]], [[4.0, 2.0], [2.0, 3.0]]], dtype=torch.float64)
+    roots = _root(moments, torch.full((2, 1, 1), 1e-4), torch.full((2, 1, 1), 4.0))
+    torch.testing.assert_close(roots[0], 4.0001**0.5 * torch.eye(2), check_dtype=False)
+    torch.testing.assert_close(roots[1] @ roots[1].T, moments[1] + 1e-4 * torch.eye(2), check_dtype=False)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])

@@ -56,14 +56,21 @@ static void mean_of(Pick *e, View t, int64_t heads, float *to) {
     for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total_of[p] / (count ? count : 1));
 }
 
-/* The lower triangular root of a matrix (d, dp) of which the lower part is given; L (d, d) is scratch. */
+/* The lower triangular root of a matrix (d, dp) of which the lower part is given; L (d, d) is scratch. A pivot below half
+   of the ridge is rounding alone: a small number to divide by, and what is divided is rounding too. It is the ridge then,
+   and nothing else lies along it. */
 static void cholesky(int d, int dp, const float *from, double ridge, double *L, float *to) {
-    for (int i = 0; i < d; i++)
-        for (int j = 0; j <= i; j++) {
-            double left = from[i * dp + j] + (i == j ? ridge : 0);
+    for (int j = 0; j < d; j++) {
+        double pivot = from[j * dp + j] + ridge;
+        for (int p = 0; p < j; p++) pivot -= L[j * d + p] * L[j * d + p];
+        const int alone = !(pivot > ridge / 2);
+        L[j * d + j] = sqrt(alone ? ridge : pivot);
+        for (int i = j + 1; i < d; i++) {
+            double left = from[i * dp + j];
             for (int p = 0; p < j; p++) left -= L[i * d + p] * L[j * d + p];
-            L[i * d + j] = i == j ? sqrt(left > ridge * 1e-3 ? left : ridge * 1e-3) : left / L[j * d + j];
+            L[i * d + j] = alone ? 0 : left / L[j * d + j];
         }
+    }
     for (int i = 0; i < d; i++)
         for (int j = 0; j < d; j++) to[i * d + j] = j <= i ? (float)L[i * d + j] : 0;
 }

@@ -8,7 +8,8 @@
 #define RENEWED 128     /* tokens between renewals at least, */
 #define PART 2          /* and as a part of the sequence so far: a half */
 #define PICKS 8         /* centres that are chosen at a time */
-#define RIDGE 1e-6      /* of the mean square of queries, added to their second moments */
+#define RIDGE 1e-4      /* of the mean square of queries, added to their second moments: above what float32 rounds away
+                           where they lie in few directions */
 #define STEEPEST 60.0f  /* nats by which the weight of a key may exceed that of its cell's centre, where that is older */
 #define SAME 1e-6f      /* squared distances that are a smaller part of the squared length are those of equal vectors */
 #define SHARPEST 1e-6f  /* the least deviation of the logits of a cell, nats */
