@@ -72,8 +72,8 @@ def _mean(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _root(moments: Tensor, ridge: Tensor, size: Tensor) -> Tensor:
-    """The Cholesky factor of (., d, d) with the ridge (., 1, 1) on its diagonal. Where rounding left more below zero than
-    the ridge lifts, all directions are as long as `size`: such a factor, half computed, would be no metric."""
+    """The Cholesky factor of (., d, d) with the ridge (., 1, 1) on its diagonal. Where rounding left more below zero
+    than the ridge lifts, all directions are as long as `size`: such a factor, half computed, would be no metric."""
     eye = torch.eye(moments.shape[-1]).to(moments)
     root, failed = torch.linalg.cholesky_ex(moments + ridge * eye)
     return torch.where((failed != 0)[:, None, None], (size + ridge).sqrt() * eye, root)
