@@ -136,56 +136,53 @@ def test_citation_and_version_agree():
     assert all({"title", "authors", "year"} <= set(paper) for paper in cited["references"])
 
 
-COLUMNS = {"BERT, 512 tokens": ("fidelity", "BERT", "above", None),
-           "copied text": ("copying", "2048 tokens", "copied", None),
-           "training step": ("speed", "attention", "training", 16384)}
-METHODS = {("both directions", "near-far, `exact_until=0`"): ("nearfar exact_until=0", "nearfar"),
-           ("both directions", "window of 32 and first tokens"): ("window block=32 first=16", ""),
-           ("causal", "near-far, default"): ("nearfar", "nearfar causal"),
-           ("causal", "near-far, `exact_until=1024`"): ("nearfar exact_until=1024", ""),
-           ("causal", "near-far, `preset=bounded`"): ("nearfar preset=bounded", "nearfar bounded causal"),
-           ("causal", "window of 64 and first tokens"): ("window block=64 first=16", ""),
-           ("both directions", "FAVOR++, m = 256"): ("favorpp m=256", "favorpp"),
-           ("causal", "FAVOR++, m = 256"): ("favorpp", "favorpp causal"),
-           ("both directions", "uniform"): ("uniform", "uniform"), ("causal", "uniform"): ("uniform", "uniform causal")}
+# The front page's tables: (first cell of the head) -> the attention of each column, or the column of each attention.
+MODELS = {"new text": ("plain, 4096 tokens", "above", "", None, ".3f"),
+          "a passage said again": ("said again, 4096 tokens", "above", "", None, ".3f"),
+          "LibriSpeech": ("LibriSpeech", "wer", "", None, ".1f"),
+          "cosine": ("texts of WikiText-2", "cosine", "", 512, ".3f")}
+CAUSAL = {"near-far": "nearfar", "window and first tokens": "window block=64 first=16",
+          "FAVOR++, m = 256": "favorpp m=256", "uniform": "uniform", "exact": "exact"}
+BOTH = {"cosine": CAUSAL | {"near-far": "nearfar exact_until=0"}}
+KINDS = {"both directions": ("cosine", "nearfar exact_until=0", "nearfar", "exact"),
+         "causal": ("said again", "nearfar", "nearfar causal", "exact causal"),
+         "causal, `preset=bounded`": ("said again", "nearfar preset=bounded", "nearfar bounded causal", "exact causal")}
 
 
-def tables_of_attention():
-    """(direction, column, row, cell) of the front page's tables of what attention loses and takes."""
-    kind, columns = None, []
-    for line in (ROOT / "README.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")] if line.startswith("| ") else []
-        if cells[:1] in (["both directions"], ["causal"]):
-            kind, columns = cells[0], cells[1:]
-        elif len(cells) == 3 and kind and not cells[0].startswith("---"):
-            yield from ((kind, column, cells[0], cell) for column, cell in zip(columns, cells[1:]))
-        elif not cells:
-            kind = None
+def tables_of(head):
+    """Rows of the front page's tables whose head begins with these words: {column: cell}."""
+    for text in (ROOT / "README.md").read_text().split("\n\n"):
+        rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()
+                if line.startswith("| ")]
+        if rows and rows[0][0] == head:
+            yield from (dict(zip(rows[0], row)) for row in rows[2:])
 
 
-def measured(page, column, arm):
-    """As the front page has it: the mean with its interval, the median of milliseconds."""
-    name, setting, metric, x = COLUMNS[column]
-    if name == "speed":
-        return f"{np.median(page.values(metric, setting, arm, x=x)):.0f} ms"
-    lost = page.gain(metric, "exact", arm, setting=setting) if name == "copying" else page.values(metric, setting, arm)
-    return shown(lost, ".4f" if name == "fidelity" else ".3f")
+def test_what_models_lose_is_that_of_the_page():
+    """Every cell is of the column's own attention, by the committed draws, or says that it was not measured."""
+    page, rows = Page("pretrained"), [*tables_of("directly after the swap")]
+    assert len(rows) == len(MODELS)
+    for row in rows:
+        (name,) = (name for name in MODELS if name in row["directly after the swap"])
+        setting, metric, table, x, spec = MODELS[name]
+        for column, arm in BOTH.get(name, CAUSAL).items():
+            values = page.values(metric, setting, arm, table=table, x=x)
+            itself = {"above": "0", "cosine": "1"}.get(metric) if arm == "exact" else None
+            assert row[column] == (itself or shown(values, spec) or "not measured"), (name, column)
 
 
-def test_rows_of_the_front_page_are_one_method_each():
-    """Every cell is of the row's own attention, by the committed draws, or says that it was not measured."""
-    rows = [*tables_of_attention()]
-    assert {kind for kind, *_ in rows} == {"both directions", "causal"} and len(rows) == 2 * len(METHODS)
-    for kind, column, row, cell in rows:
-        column = column.partition(" (")[0]
-        (arm, timed), = (arms for (where, name), arms in METHODS.items() if where == kind and row.startswith(name))
-        page = Page(COLUMNS[column][0])
-        arm = timed if column == "training step" else arm
-        there = arm in {*page.select(COLUMNS[column][2], COLUMNS[column][1])["arm"]}
-        assert cell == (measured(page, column, arm) if there else "not measured"), (kind, column, row)
-    for kind, arm in (("both directions", "exact"), ("causal", "exact causal")):
-        said = f"| {kind} | {'BERT, 512 tokens' if kind != 'causal' else 'copied text'} | training step (exact: "
-        assert said + measured(Page("speed"), "training step", arm) + ") |" in (ROOT / "README.md").read_text()
+def test_kinds_of_near_far_attention_are_told_apart():
+    """What each grows with, loses and takes: three rows."""
+    speed, pretrained, rows = Page("speed"), Page("pretrained"), [*tables_of("near-far attention")]
+    assert [row["near-far attention"] for row in rows] == list(KINDS)
+    for row in rows:
+        kind, arm, timed, exact = KINDS[row["near-far attention"]]
+        lost = (f"cosine {shown(pretrained.values('cosine', 'texts of WikiText-2', arm, x=512), '.3f')}"
+                if kind == "cosine" else
+                shown(pretrained.values("above", "said again, 4096 tokens", arm, table=""), ".3f") + " nats")
+        assert lost in row["directly after the swap"]
+        times = [np.median(speed.values("training", "attention", each, x=16384.0)) for each in (timed, exact)]
+        assert row["training step, 16384 tokens"] == "{:.0f} ms (exact: {:.0f} ms)".format(*times)
 
 
 def test_what_is_linear_is_said_of_each():

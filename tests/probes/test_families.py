@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from crt_exp.config import ConfigError
+from crt_exp.probes import sources
 from crt_exp.report.__main__ import measure
 from crt_exp.report.draws import read
 from tests import model_types, tiny_models
@@ -46,9 +47,10 @@ def test_refused_at_the_swap_with_the_reason(library, name):
     assert verdict.outcome == "refused" and REFUSED[library][name] in verdict.why, verdict
 
 
-def test_the_page_is_measured_where_the_tests_are(tmp_path, monkeypatch):
+def test_the_page_is_measured_where_the_tests_are(tmp_path, monkeypatch, request):
     """Its measurement is a helper of the tests, found in the folder of the command; elsewhere one line says so."""
     monkeypatch.chdir(tmp_path)
+    request.addfinalizer(sources.closure.cache_clear)     # of files below this folder, which other tests do not run in
     with pytest.raises(ConfigError, match="tests.model_types is no file of crt_exp or of this directory; run the comm"):
         measure("families", "small", tmp_path, keep=False, again=False)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
