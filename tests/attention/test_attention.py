@@ -246,7 +246,8 @@ def test_underflow_sends_a_segment_through_pieces(monkeypatch, by_products):
 
 @pytest.mark.parametrize("phi, sampler", [
     *((phi, samplers.orthogonal) for phi in MAPS + OTHER),   # discrete maps refuse approximate samplers
-    *((phi, samplers.hadamard) for phi in MAPS + OTHER if not isinstance(phi, (PoisRF, GeomRF)))], ids=str)
+    *((phi, samplers.hadamard) for phi in MAPS + OTHER if not isinstance(phi, (PoisRF, GeomRF)))],
+    ids=lambda value: getattr(value, "__name__", str(value)))
 def test_float64_throughout(phi, sampler, monkeypatch):
     """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64,
     wherever they are used."""
