@@ -19,7 +19,7 @@ def measure(x, y, keep):
     x, y = x.detach(), y.detach()
     c, tilt = y[keep].mean(0), x.mean(0)
     moments = (x - tilt).T @ (x - tilt) / len(x)
-    ridge = 1e-6 * moments.diagonal().mean()
+    ridge = 1e-4 * moments.diagonal().mean()
     return c, tilt, torch.linalg.cholesky(moments + ridge * torch.eye(len(c), dtype=x.dtype))
 
 
@@ -51,7 +51,7 @@ def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, 
         c, tilt = y[keep].detach().mean(0), torch.zeros_like(y[0])
         centred = (y[keep] - c).detach()
         moments = centred.T @ centred / keep.sum()
-        root = torch.linalg.cholesky(moments + 1e-6 * moments.diagonal().mean() * torch.eye(len(c), dtype=y.dtype))
+        root = torch.linalg.cholesky(moments + 1e-4 * moments.diagonal().mean() * torch.eye(len(c), dtype=y.dtype))
         if codebook is not None:
             tilt, root = codebook
     else:
