@@ -41,11 +41,11 @@ class KeyMetric(NamedTuple):
     def of(cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None) -> "KeyMetric":
         """Of queries x (Z, n, d) and keys y (Z, S, d), those kept by masks (Z, n) and (Z, S); None: of no queries but
         as many as the keys, of either sign. Raises NotFinite where they are not finite (CPU)."""
-        shift, keys = _mean(y, y_keep)
+        shift, keys = mean_of(y, y_keep)
         if x is None:
             tilt, moments = torch.zeros_like(shift), _second_moments(y - shift, y_keep, keys)
         else:
-            tilt, queries = _mean(x, x_keep)
+            tilt, queries = mean_of(x, x_keep)
             moments = _second_moments(x - tilt, x_keep, queries)
         check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
         size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
@@ -64,7 +64,8 @@ class KeyMetric(NamedTuple):
         return (y * self.tilt).sum(-1)
 
 
-def _mean(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+def mean_of(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean (Z, 1, d) of those of (Z, n, d) that are kept, and how many they are, at least 1."""
     if keep is None:
         return x.mean(1, keepdim=True), x.new_full((1, 1, 1), x.shape[1])
     count = keep.sum(1).clamp(min=1).to(x.dtype)[:, None, None]

@@ -33,6 +33,7 @@ from crt_exp.nearfar.choice import (
     grouped,
     largest,
     log_mean_below,
+    mean_of,
     mean_spread,
     moments,
     nearest,
@@ -81,12 +82,8 @@ def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0)
 
 def about_means(y: Tensor, keep: Tensor | None, block: int) -> Tensor:
     """Of keys (Z, S, d) in whole blocks, what each is more than the mean of its block; keep (Z, S)."""
-    y = without(y, keep).unflatten(1, (-1, block))
-    if keep is None:
-        return (y - y.mean(2, keepdim=True)).flatten(1, 2)
-    keep = keep.unflatten(1, (-1, block)).unsqueeze(-1)
-    mean = y.sum(2, keepdim=True) / keep.sum(2, keepdim=True).clamp(min=1)
-    return torch.where(keep, y - mean, 0.0).flatten(1, 2)
+    rows, kept = (None if t is None else blocks(t, block).flatten(0, 1) for t in (y, keep))
+    return without(rows - mean_of(rows, kept)[0], kept).view(y.shape)
 
 
 class ChosenEpochs(NamedTuple):
