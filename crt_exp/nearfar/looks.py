@@ -32,9 +32,10 @@ class Whole(NamedTuple):
         t = turned(t.float())
         most = t.abs().amax(-1, keepdim=True)
         there = most > LEAST
-        double = torch.where(there, 2 * WHOLE / torch.where(there, most, 1.0), 0.0)
+        ends = most.new_tensor(2.0 * WHOLE)                       # of a number it would be its reciprocal that is rounded
+        double = torch.where(there, ends / torch.where(there, most, 1.0), 0.0)
         cut = (t * double).trunc()
-        return cls(((cut + cut.sign()) / 2).trunc(), torch.where(there, most / WHOLE, 0.0).squeeze(-1))
+        return cls(((cut + cut.sign()) / 2).trunc(), torch.where(there, most / most.new_tensor(float(WHOLE)), 0.0).squeeze(-1))
 
 
 def turned(t: Tensor) -> Tensor:

@@ -12,17 +12,14 @@
 /* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
    in an order that looks.py keeps. */
 static void turn(int dp, float *x) {
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int run = dp & -dp;
+    ivec lane;
+    memcpy(&lane, lanes, sizeof lane);
     for (int p = 0; p < dp; p += LANES) {
-        vec here = AT(x + p);
-        UNROLL for (int e = 0; e < LANES; e++)
-            if ((uint32_t)(p + e + 1) * (uint32_t)SIGNS >> 31) here[e] = -here[e];
-        UNROLL for (int half = 1; half < LANES; half *= 2) {
-            ivec from;
-            vec sign;
-            UNROLL for (int e = 0; e < LANES; e++) from[e] = e ^ half, sign[e] = e & half ? -1.0f : 1.0f;
-            here = shuffle(here, here, from) + sign * here;
-        }
+        vec here = (vec)((bits)AT(x + p) ^ ((bits)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
+        UNROLL for (int half = 1; half < LANES; half *= 2)
+            here = shuffle(here, here, lane ^ half) + choose((lane & half) != 0, -here, here);
         AT(x + p) = here;
     }
     for (int half = LANES; half < run; half *= 2)

@@ -19,6 +19,9 @@ INLINE int above(const float *value, int n, float bar) {
     return count;
 }
 
+/* A little less, also where it is 0 and denormal numbers count as that. */
+INLINE float below(float x) { return x - fabsf(x) * 1e-6f - 1e-37f; }
+
 /* The least and the largest of n numbers, and a guess at what k of them exceed: what as many of a normal law would. */
 static float range(const float *value, int n, int k, float *least, float *most) {
     vec sums = {0}, squares = {0}, low = {0}, high = {0};
@@ -40,7 +43,7 @@ static float range(const float *value, int n, int k, float *least, float *most) 
    that fewer exceed and k reach. */
 static float bar_of(const float *value, int n, int k, int most) {
     float low, high, bar = range(value, n, k, &low, &high);
-    low = nextafterf(low, -INFINITY);
+    low = below(low);
     for (int step = 0, over = n, under = 0;; step++) {
         if (!(bar > low && bar < high)) bar = low + (high - low) / 2;
         if (!(bar > low && bar < high)) return high;
@@ -148,8 +151,7 @@ static void set_bars(Past *h) {
     for (int r = 0; r < h->k.ahead; r++) {
         Best *best = &h->k.best[r];
         if (best->n > k) {
-            const float bar = bar_of(best->value, best->n, k, k + k / 8);
-            best->bar = nextafterf(bar, -INFINITY);              /* equal ones pass */
+            best->bar = below(bar_of(best->value, best->n, k, k + k / 8));           /* equal ones pass */
         }
         best->n = 0;
     }

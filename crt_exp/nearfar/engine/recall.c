@@ -162,9 +162,11 @@ static void attend_piece(Past *h, int R) {
     product(ALL, near, ld, s->d, s->Y + s->near * s->dp, s->dp, 1, k->Qt, ld, k->A, ld, 0);
     float *shared = k->A + near * ld;
     product(ALL, M, ld, s->d, s->shared, s->dp, 1, k->Qt, ld, shared, ld, 0);
-    for (int i = 0; i < near; i++)
-        for (int r = 0; r < R; r++)
-            if (s->near + i > asks[r].j || (s->keep && !s->keep[s->near + i])) k->A[i * ld + r] = HIDDEN;
+    int64_t all = asks[0].j;                                     /* keys up to there are seen by all */
+    for (int r = 1; r < R; r++) all = least_of(all, asks[r].j);
+    for (int64_t j = s->near; j < s->stop; j++)
+        for (int r = 0; r < R && (j > all || !there(h, j)); r++)
+            if (j > asks[r].j || !there(h, j)) k->A[(j - s->near) * ld + r] = HIDDEN;
     for (int j = 0; j < ld; j += LANES) {
         vec top = {0};
         top += HIDDEN;
