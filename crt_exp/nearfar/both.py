@@ -32,7 +32,8 @@ from crt_exp.nearfar.engine.block_sums import block_sums, one_hot
 from crt_exp.nearfar.engine.constants import HIDDEN
 from crt_exp.nearfar.engine.sets import Gathered, Weighted, KeyWindow
 from crt_exp.nearfar.engine.windows import gather
-from crt_exp.nearfar.recall import in_parts, opened, parts_of
+from crt_exp.nearfar.looks import opened
+from crt_exp.nearfar.recall import in_parts, parts_of
 
 QUERIES = 256    # of a block, where there is no window
 
@@ -126,7 +127,7 @@ class Both:
         b = None if self.cross else self.sizes.block
 
         def choose(q: Tensor, at: int) -> Tensor:
-            return torch.stack([opened(given.y, given.far(at + t, b).unsqueeze(1), q[:, t], self.sizes)
+            return torch.stack([opened(given.y, given.far(at + t, b).unsqueeze(1), q[:, t], self.sizes.open)
                                 for t in range(q.shape[1])], 1)
 
         def read(q: Tensor, places: Tensor, *now: Tensor, at: int) -> tuple[Tensor, Tensor]:

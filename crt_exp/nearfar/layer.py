@@ -28,9 +28,9 @@ from crt_exp.nearfar.engine.constants import AWAY
 from crt_exp.nearfar.past import RecallState
 from crt_exp.samplers.noise import transforming
 
-PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=2048),
-           "default": Sizes(32, 16, 64, open=96, exact_until=2048),
-           "quality": Sizes(32, 64, 128, True, open=256, exact_until=2048),
+PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1536),
+           "default": Sizes(32, 16, 64, open=96, exact_until=1536),
+           "quality": Sizes(32, 64, 128, True, open=256, exact_until=1536),
            "bounded": Sizes(32, 16, 64)}
 SAMPLE = 2048        # vectors of each head that a codebook is made of, queries and keys each
 SHORT = 512          # keys up to which attention in both directions and cross-attention is exact, which is as fast
@@ -46,7 +46,7 @@ class NearFar(LinearAttention):
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
     others by cells. open: keys of cells that each query reads exactly, those that promise most; by default causal
     queries alone read some, of their past; a list holds a number for each layer of a model. exact_until: the place up
-    to which causal queries see all keys exactly (2048), and the number of keys up to which attention that is not causal
+    to which causal queries see all keys exactly (1536), and the number of keys up to which attention that is not causal
     is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with the sequence.
 
     What the sets are chosen by, so that a query never sees a later one:

@@ -3,7 +3,7 @@
 Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
 cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
 block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
-query looks at all of these in bfloat16, and reads the `open` of them exactly that it asks for most; they leave their
+query looks at all of these as whole numbers (looks.py), and reads the `open` of them exactly that it asks for most; they leave their
 cells, and what is left there lies below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
 
 What keys are measured by is of those before the first renewal, about the means of their blocks; heavy keys and centres
@@ -43,6 +43,7 @@ from crt_exp.nearfar.choice import (
 )
 from crt_exp.nearfar.engine import native, reads
 from crt_exp.nearfar.engine.block_sums import one_hot
+from crt_exp.nearfar.looks import opened
 from crt_exp.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
@@ -254,24 +255,6 @@ class Seen(NamedTuple):
     first: int        # the first block
 
 
-def as_bfloat16(t: Tensor) -> Tensor:
-    """The nearest numbers of bfloat16, in float32, by their bits: compilers leave out a cast there and back."""
-    bits = t.float().contiguous().view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
-
-
-@torch.no_grad()
-def opened(y: Tensor, member: Tensor, q: Tensor, sizes: Sizes) -> Tensor:
-    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: of those
-    that are `member` (Z, ..., S) the ones of the largest logits, with queries and keys in bfloat16, whose products are
-    summed up in float64 on CPUs, so that equal keys tie wherever they lie."""
-    wide = torch.float64 if q.device.type == "cpu" else q.dtype
-    q, y = (as_bfloat16(t).to(wide) for t in (q, y))
-    logits = (q.flatten(1, -2) @ y.mT).view(*q.shape[:-1], y.shape[1]).masked_fill(~member, HIDDEN)
-    highest, places = largest(logits, min(sizes.open, y.shape[1]))
-    return torch.where(highest > HIDDEN, places, -1)
-
-
 def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
     """Places of `wanted` of so many keys, or up to twice as many: one of each run of as many, of which none is first or
     last in all runs."""
@@ -290,7 +273,7 @@ def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
         far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * sizes.block      # keys of each block
         place = torch.arange(seen.member.shape[1], device=q.device)
         member = seen.member[:, None, None] & (place < far[:, None, None])
-        return opened(seen.y[:, :len(place)], member, q, sizes)
+        return opened(seen.y[:, :len(place)], member, q, sizes.open)
 
     def read(q: Tensor, places: Tensor, far: Tensor, *cells: Tensor, at: int) -> tuple[Tensor, Tensor]:
         here = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from native_cases import Case, assert_near, needs_library
-from nearfar_cases import book, codebook
+from nearfar_cases import book, choices, codebook
 
 from crt_exp.attention.engines import native, native_library
 from crt_exp.attention.engines.protocol import Form
@@ -79,6 +79,16 @@ def test_every_width_of_vectors(kind, built, monkeypatch):
     assert_near_far_is_near()
     assert_bounded_is_near()
     assert_recall_is_its_twin(monkeypatch)
+    assert_choices_are_those_of_pytorch()
+
+
+def assert_choices_are_those_of_pytorch():
+    """Bit for bit, whatever the vectors."""
+    for d in (20, 64):
+        g = torch.Generator().manual_seed(d)
+        x, y, v = (torch.randn(2, *size, d, generator=g) for size in ((2, 500), (500,), (500,)))
+        ours, theirs = choices(x, y, v, Sizes(16, 0, 6, open=9, exact_until=64))
+        assert torch.equal(ours, theirs)
 
 
 def assert_near_far_is_near():

@@ -4,6 +4,9 @@ import torch
 
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import KeyMetric
+from crt_exp.nearfar.engine import native
+from crt_exp.nearfar.looks import opened
+from crt_exp.nearfar.recall import RecallNearFar, kept_of, options_of, renewals
 
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
@@ -33,3 +36,39 @@ def same(out, expected, inputs, seed=3, **close):
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
     for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), inputs) for t in (out, expected))):
         torch.testing.assert_close(ours, theirs, **close)
+
+
+def as_integers(t):
+    """Vectors (..., d) as whole numbers up to 127 and their steps, by the definition: random signs and Hadamard matrices
+    of as many columns as are a power of 2 that divides d, filled up to a multiple of 16; halves away from 0."""
+    t = torch.nn.functional.pad(t.double(), (0, -t.shape[-1] % 16))
+    d, run = t.shape[-1], 1
+    while d % (2 * run) == 0:
+        run *= 2
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < run:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
+    signs = torch.tensor([-1.0 if (p + 1) * 2654435769 % 2**32 >= 2**31 else 1.0 for p in range(d)], dtype=torch.float64)
+    turned = ((t * signs).unflatten(-1, (-1, run)) @ hadamard).flatten(-2)
+    step = turned.abs().amax(-1, keepdim=True) / 127
+    parts = torch.where(step > 0, turned / step, 0.0)
+    return parts.sign() * (parts.abs() + 0.5).floor(), step.squeeze(-1)
+
+
+def choices(x, y, v, sizes, keep=None):
+    """The places (Z, G, L, open) of keys that queries behind the first renewal read, sorted: by the C engine, and by
+    PyTorch."""
+    Z, S = y.shape[:2]
+    call = RecallNearFar(sizes)
+    metric, epochs = call.choose(x, y, keep, slice(None))
+    start = renewals(sizes, 0)[0]
+    given = native.Given(keep, metric.shift, metric.root, options_of(sizes, S))
+    ours = native.recall(x[:, :, start:], y, v, given).places.long()
+    theirs, kept = torch.full_like(ours, -1), kept_of(y, keep)
+    for i in range(start, S):
+        epoch = next(e for e in epochs if e.start <= i < e.stop)
+        far = (i // sizes.block - 1) * sizes.block
+        member = torch.cat([epoch.pool, kept[:, epoch.pool.shape[1]:far]], 1)
+        read = opened(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.open)
+        theirs[:, :, i - start, :read.shape[-1]] = read
+    return ours.sort(-1).values, theirs.sort(-1).values

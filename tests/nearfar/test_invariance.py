@@ -7,7 +7,7 @@ from native_cases import needs_library
 
 from crt_exp.attention import exact_attention
 from crt_exp.features.statistics import Statistics
-from crt_exp.nearfar import near_far_attention, recall
+from crt_exp.nearfar import looks, near_far_attention, recall
 from crt_exp.nearfar.causal import CausalNearFar, Codebook
 from crt_exp.nearfar.choice import KeyMetric, Sizes, centres_of, largest
 from crt_exp.nearfar.engine import native
@@ -128,7 +128,7 @@ def test_the_engines_choose_the_same_of_copies():
     member = torch.zeros(2, 1, S, dtype=torch.bool)
     member[:, :, :88] = True
     member.scatter_(2, epoch.heavy.unsqueeze(1), False)
-    read = recall.opened(y, member, x[:, 0, start:start + 1], sizes)
+    read = looks.opened(y, member, x[:, 0, start:start + 1], sizes.open)
     assert call.in_c(x, y)
     assert places[:, 0, start - 32].sort().values.tolist() == read[:, 0].sort().values.tolist()
 

@@ -127,9 +127,9 @@ def test_vmap_and_export(causal):
 
 def test_names_and_sizes():
     sizes = lambda **options: Mechanism.of("nearfar", **options).layer(2, 4).sizes
-    assert sizes() == Sizes(32, 16, 64, False, 96, 2048) and sizes(preset="bounded") == Sizes(32, 16, 64)
-    assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 2048) and sizes(open=0) == sizes(preset="bounded")
-    assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 2048)
+    assert sizes() == Sizes(32, 16, 64, False, 96, 1536) and sizes(preset="bounded") == Sizes(32, 16, 64)
+    assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 1536) and sizes(open=0) == sizes(preset="bounded")
+    assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 1536)
     for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}, {"open": -1}, {"open": 1.5},
                   {"exact_until": -1}, {"preset": "bounded", "open": 8}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -37,7 +37,7 @@ SOURCES = (*(ENGINES / name for name in ("constants.h", "vectors.h", "products.c
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PREBUILT = ENGINES / "prebuilt"
 # Of the libraries of a wheel: options in the place of -march=native, and what /proc/cpuinfo must name. The best first.
-KINDS = {"bf16": ("-march=x86-64-v4 -mavx512bf16", {"avx512vl", "avx512_bf16"}),
+KINDS = {"vnni": ("-march=x86-64-v4 -mavx512vnni", {"avx512vl", "avx512_vnni"}),
          "avx512": ("-march=x86-64-v4", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
          "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2"})}
 PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 3 times the time"

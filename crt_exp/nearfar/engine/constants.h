@@ -15,3 +15,5 @@
 #define SHARPEST 1e-6f  /* the least deviation of the logits of a cell, nats */
 #define LEAST 1e-30f    /* weights below it count as none */
 #define HIDDEN (-1e30f) /* the logit of a key that is not there */
+#define TURNED 16       /* columns of vectors that are looked at are a multiple of it */
+#define SIGNS 2654435769 /* whose multiples decide by which signs these are turned */

@@ -1,16 +1,58 @@
-/* The products of queries with all keys of the past: in vectors, or in the tiles of AMX where the processor has them and
-   the system lets a process use them. */
+/* The products of queries with all keys of the past, as whole numbers: exact, so the same in vectors, in the tiles of AMX
+   where the processor has them and the system lets a process use them, and in PyTorch (nearfar/looks.py). */
 
 #include "looks.h"
 
-typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#define PAIRS(p) (*(const stored_bits *)(p))
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+/* ---- Whole numbers ---- */
+
+/* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
+   in an order that looks.py keeps. */
+static void turn(int dp, float *x) {
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int run = dp & -dp;
+    ivec lane;
+    memcpy(&lane, lanes, sizeof lane);
+    for (int p = 0; p < dp; p += LANES) {
+        vec here = (vec)((bits)AT(x + p) ^ ((bits)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
+        UNROLL for (int half = 1; half < LANES; half *= 2)
+            here = shuffle(here, here, lane ^ half) + choose((lane & half) != 0, -here, here);
+        AT(x + p) = here;
+    }
+    for (int half = LANES; half < run; half *= 2)
+        for (int from = 0; from < dp; from += 2 * half)
+            for (int p = from; p < from + half; p += LANES) {
+                const vec even = AT(x + p), odd = AT(x + p + half);
+                AT(x + p) = even + odd, AT(x + p + half) = even - odd;
+            }
+}
+
+/* Halves are rounded away from 0: twice a number is cut, and nothing is added to a product, which some processors do
+   without rounding between. */
+float whole_of(const float *x, int dp, int8_t *to) {
+    float turned[dp];
+    vec most_of = {0};
+    memcpy(turned, x, sizeof turned);
+    turn(dp, turned);
+    for (int p = 0; p < dp; p += LANES) most_of = maximum(most_of, maximum(AT(turned + p), -AT(turned + p)));
+    const float most = largest(most_of), twice = most > LEAST ? 254 / most : 0;
+    for (int p = 0; p < dp; p++) {
+        const int cut = (int)(turned[p] * twice);
+        to[p] = (int8_t)((cut + (cut > 0) - (cut < 0)) / 2);
+    }
+    return most > LEAST ? most / 127 : 0;
+}
+
+/* ---- Tiles ---- */
+
+#if defined(__AMX_INT8__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TILE = 16, ASK = 0x1023, TILE_DATA = 18 };       /* rows and pairs of a tile; of arch_prctl */
+enum { TILE = 16, ASK = 0x1023, TILE_DATA = 18 };       /* rows of a tile, and columns of four numbers; of arch_prctl */
 
 static int tiles_allowed(void) {
     static int known = -1;                              /* the same whoever asks */
@@ -24,25 +66,25 @@ static int tiles_allowed(void) {
 
 /* One or two tiles of queries, of which those behind the last are whatever lies there, and nobody's; two panels at a
    time. */
-INLINE void look_in_tiles(const int both, const uint32_t *queries, int dp, const uint32_t *panels, int step, int n,
-                          float *to) {
-    const int row = dp / 2 * sizeof(float), ld = LOOKED * sizeof(float);
-    const uint32_t *others = queries + TILE * dp / 2;
+INLINE void look_in_tiles(const int both, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int n,
+                          int32_t *to, const int32_t *bias) {
+    const int ld = LOOKED * sizeof(int32_t), row = PANEL * sizeof(int32_t);
+    const int8_t *others = queries + TILE * dp;
     for (int j = 0; j < n; j += 2 * PANEL) {
-        const uint32_t *one = panels + j / PANEL * step, *next = one + step;
-        _tile_zero(0);
-        _tile_zero(1);
-        if (both) _tile_zero(2);
-        if (both) _tile_zero(3);
-        for (int p = 0; p < dp / 2; p += TILE) {
-            _tile_loadd(4, queries + p, row);
-            _tile_loadd(6, one + p * PANEL, PANEL * sizeof(float));
-            _tile_loadd(7, next + p * PANEL, PANEL * sizeof(float));
-            if (both) _tile_loadd(5, others + p, row);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            if (both) _tile_dpbf16ps(2, 5, 6);
-            if (both) _tile_dpbf16ps(3, 5, 7);
+        const uint8_t *one = panels + j / PANEL * step, *next = one + step;
+        _tile_loadd(0, bias, row);
+        _tile_loadd(1, bias, row);
+        if (both) _tile_loadd(2, bias + TILE * PANEL, row);
+        if (both) _tile_loadd(3, bias + TILE * PANEL, row);
+        for (int p = 0; p < dp; p += 4 * TILE) {
+            _tile_loadd(4, queries + p, dp);
+            _tile_loadd(6, one + p * PANEL, 4 * PANEL);
+            _tile_loadd(7, next + p * PANEL, 4 * PANEL);
+            if (both) _tile_loadd(5, others + p, dp);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            if (both) _tile_dpbsud(2, 5, 6);
+            if (both) _tile_dpbsud(3, 5, 7);
         }
         _tile_stored(0, to + j, ld);
         _tile_stored(1, to + j + PANEL, ld);
@@ -51,69 +93,97 @@ INLINE void look_in_tiles(const int both, const uint32_t *queries, int dp, const
     }
 }
 
-static void look_by_tiles(const uint32_t *queries, int R, int dp, const uint32_t *panels, int step, int n,
-                          float *to) {
+static void look_by_tiles(const int8_t *queries, int R, int dp, const uint8_t *panels, int64_t step, int n, int32_t *to,
+                          const int32_t *bias) {
     struct {
         uint8_t palette, start, none[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } sizes = {.palette = 1};
+    int32_t begins[AT_ONCE * PANEL];
     for (int i = 0; i < 8; i++) sizes.bytes[i] = 4 * TILE, sizes.rows[i] = TILE;
+    for (int i = 0; i < AT_ONCE * PANEL; i++) begins[i] = bias[i / PANEL];
     _tile_loadconfig(&sizes);
-    if (R > TILE) look_in_tiles(1, queries, dp, panels, step, n, to);
-    else look_in_tiles(0, queries, dp, panels, step, n, to);
+    if (R > TILE) look_in_tiles(1, queries, dp, panels, step, n, to, begins);
+    else look_in_tiles(0, queries, dp, panels, step, n, to, begins);
     _tile_release();
 }
 
-static int in_tiles(int dp) { return dp % (2 * TILE) == 0 && tiles_allowed(); }
+static int in_tiles(int dp) { return dp % (4 * TILE) == 0 && tiles_allowed(); }
 #else
 static int in_tiles(int dp) { return 0; }
-static void look_by_tiles(const uint32_t *queries, int R, int dp, const uint32_t *panels, int step, int n,
-                          float *to) {}
+static void look_by_tiles(const int8_t *queries, int R, int dp, const uint8_t *panels, int64_t step, int n, int32_t *to,
+                          const int32_t *bias) {}
 #endif
 
-/* sum + the products of pairs. */
-INLINE vec add_pairs(vec sum, bits q, bits y) {
-#if defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)y);
+/* ---- Vectors ---- */
+
+typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define FOURS(p) (*(const stored_bits *)(p))
+
+/* Pairs of the numbers 0 and 2, or 1 and 3, of a query's four, in 16 bits each. */
+INLINE uint32_t pair_of(int32_t low, int32_t high) { return ((uint32_t)low & 0xffff) | (uint32_t)high << 16; }
+
+/* sum + the products of four numbers of keys with four of a query. */
+INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32((int)query));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)keys, _mm256_set1_epi32((int)query));
 #else
-    return sum + (vec)(q << 16) * (vec)(y << 16) + (vec)(q & 0xffff0000u) * (vec)(y & 0xffff0000u);
+    const bits even = keys & 0x00ff00ffu, odd = keys >> 8 & 0x00ff00ffu;
+    const int32_t q[4] = {(int8_t)query, (int8_t)(query >> 8), (int8_t)(query >> 16), (int8_t)(query >> 24)};
+#if defined(__AVX512BW__)
+    const __m512i a = _mm512_madd_epi16((__m512i)even, _mm512_set1_epi32((int)pair_of(q[0], q[2])));
+    return sum + (ivec)a + (ivec)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32((int)pair_of(q[1], q[3])));
+#elif defined(__AVX2__)
+    const __m256i a = _mm256_madd_epi16((__m256i)even, _mm256_set1_epi32((int)pair_of(q[0], q[2])));
+    return sum + (ivec)a + (ivec)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32((int)pair_of(q[1], q[3])));
+#else
+    const ivec low = (ivec)(even & 0xffffu) * q[0] + (ivec)(odd & 0xffffu) * q[1];
+    return sum + low + (ivec)(even >> 16) * q[2] + (ivec)(odd >> 16) * q[3];
+#endif
 #endif
 }
 
-enum { WIDE = LANES == 16 ? 4 : 2 };                    /* vectors of keys at once */
+enum { WIDE = LANES == 16 ? 4 : 2, BESIDE = 4 };        /* vectors of keys and queries at once */
 
-INLINE void look_in_vectors(const int rows, const uint32_t *queries, int dp, const uint32_t *panels, int step, int j,
-                            float *to) {
-    vec sum[ROWS][WIDE];
-    const uint32_t *at[WIDE];
+INLINE void look_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
+                            const int32_t *bias, int32_t *to) {
+    ivec sum[BESIDE][WIDE];
+    const uint8_t *at[WIDE];
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int e = 0; e < WIDE; e++) sum[i][e] = (vec){0};
+        UNROLL for (int e = 0; e < WIDE; e++) sum[i][e] = (ivec){0} + bias[i];
     UNROLL for (int e = 0; e < WIDE; e++) {
         const int key = j + e * LANES;
-        at[e] = panels + key / PANEL * step + key % PANEL;
+        at[e] = panels + key / PANEL * step + key % PANEL * 4;
     }
-    for (int p = 0; p < dp / 2; p++) {
+    for (int p = 0; p < dp; p += 4) {
         bits y[WIDE];
-        UNROLL for (int e = 0; e < WIDE; e++) y[e] = PAIRS(at[e] + p * PANEL);
-        UNROLL for (int i = 0; i < rows; i++)
-            UNROLL for (int e = 0; e < WIDE; e++)
-                sum[i][e] = add_pairs(sum[i][e], (bits){0} + queries[i * dp / 2 + p], y[e]);
+        UNROLL for (int e = 0; e < WIDE; e++) y[e] = FOURS(at[e] + p * PANEL);
+        UNROLL for (int i = 0; i < rows; i++) {
+            uint32_t four;
+            memcpy(&four, queries + i * dp + p, sizeof four);
+            UNROLL for (int e = 0; e < WIDE; e++) sum[i][e] = add_fours(sum[i][e], y[e], four);
+        }
     }
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int e = 0; e < WIDE; e++) AT(to + i * LOOKED + j + e * LANES) = sum[i][e];
+        UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * LOOKED + j + e * LANES) = sum[i][e];
 }
 
-void look_at(const uint32_t *queries, int R, int dp, const uint32_t *panels, int step, int n,
-                          float *to) {
-    if (in_tiles(dp)) {                                 /* for one query too: in other sums another key could win */
-        look_by_tiles(queries, R, dp, panels, step, n, to);
-        return;
-    }
+static void look_by_vectors(const int8_t *queries, int R, int dp, const uint8_t *panels, int64_t step, int n, int32_t *to,
+                            const int32_t *bias) {
     for (int j = 0; j < n; j += WIDE * LANES) {
         int i = 0;
-        for (; i + ROWS <= R; i += ROWS)
-            look_in_vectors(ROWS, queries + i * dp / 2, dp, panels, step, j, to + i * LOOKED);
-        for (; i < R; i++) look_in_vectors(1, queries + i * dp / 2, dp, panels, step, j, to + i * LOOKED);
+        for (; i + BESIDE <= R; i += BESIDE)
+            look_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
+        for (; i < R; i++) look_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
     }
+}
+
+void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
+             int32_t *to) {
+    if (in_tiles(dp)) look_by_tiles(queries, R, dp, panels, step, n, to, bias);
+    else look_by_vectors(queries, R, dp, panels, step, n, to, bias);
 }

@@ -4,47 +4,32 @@
 
 #include "past.h"
 
-/* The pair of two numbers in bfloat16, each rounded to the nearest. */
-INLINE uint32_t pair_of(const float *x) {
-    uint32_t two[2];
-    memcpy(two, x, sizeof two);
-    for (int i = 0; i < 2; i++) two[i] += 0x7fff + (two[i] >> 16 & 1);
-    return two[0] >> 16 | (two[1] & 0xffff0000u);
-}
-
-/* The place of the first query of block t, and how many there are. */
-INLINE int64_t first_query(const Recall *c, int64_t t) {
-    return t * c->block > c->S - c->L ? t * c->block : c->S - c->L;
-}
-INLINE int64_t queries_of(const Recall *c, int64_t t) {
-    return least_of((t + 1) * c->block, c->S) - first_query(c, t);
-}
-
-/* `factor` times the query at place j of head g of the group. */
-INLINE void load_query(const Past *h, float factor, int64_t g, int64_t j, float *q) {
-    const Recall *c = h->c;
-    put_row(q, factor, of(c->x, h->z, g) + (j - c->S + c->L) * c->x.token, h->s.d);
-    for (int p = h->s.d; p < h->s.dp; p++) q[p] = 0;
-}
-
 #pragma GCC visibility push(hidden)
 
-/* to (R, LOOKED): the products of R queries (R, dp / 2), AT_ONCE at most, with n keys of panels that lie `step` numbers
-   apart, LOOKED keys at most. There is memory for AT_ONCE queries and their products, and for the panels of n keys
-   rounded up to FOUR. */
-void look_at(const uint32_t *queries, int R, int dp, const uint32_t *panels, int step, int n, float *to);
+/* Vectors (dp) as whole numbers of at most 127 in magnitude, times the step that this returns: turned alike, by random
+   signs and Hadamard matrices. */
+float whole_of(const float *x, int dp, int8_t *to);
 
-/* AHEAD queries from the i-th of block t on, and on to the next blocks for which the same keys are heavy, look at the
-   keys that are far from block t. */
-void look_ahead(Past *h, int64_t t, int64_t i);
+INLINE int32_t bias_of(const int8_t *query, int dp) {
+    int32_t sum = 0;
+    for (int p = 0; p < dp; p++) sum += query[p];
+    return -128 * sum;
+}
 
-/* The next R queries, of one block, look at the other keys that are far from it. */
-void look_further(Past *h, int R);
+/* to (R, LOOKED): the products of R queries (R, dp), AT_ONCE at most, with n keys, LOOKED at most, of panels that lie
+   `step` numbers apart. Panels (dp / 4, PANEL) hold four numbers of each key, each 128 more than the number: what
+   processors multiply is one with a sign by one without; so products begin at `bias_of` a query. There is memory for AT_ONCE queries and their products, and for the panels of n keys rounded up to
+   FOUR. */
+void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
+             int32_t *to);
 
-/* The places of the keys that the next query reads, `open` at most; returns how many. */
-int take_best(Past *h, int32_t *places);
+/* Keys before the place `stop`, of which those before h.paneled are there, to panels. */
+void to_panels(Past *h, int64_t stop);
 
-/* Numbers that are kept of the keys that a query has looked at. */
+/* The places of the keys that each query that is ahead reads. */
+void choose_keys(Past *h);
+
+/* Looks that are kept of the keys that a query has looked at. */
 size_t room_for_best(int64_t open);
 
 #pragma GCC visibility pop

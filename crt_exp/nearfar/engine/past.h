@@ -8,8 +8,9 @@
 #include <immintrin.h>
 #endif
 
-enum { PIECE = 48, AT_ONCE = 32, AHEAD = 128 };        /* queries of a piece; that look at once, and ahead of reading */
-enum { PANEL = 16, FOUR = 64, LOOKED = 256 };          /* keys of a panel, of four, and that are looked at at once */
+enum { PIECE = 48, AT_ONCE = 32, AHEAD = 256 };        /* queries of a piece; that look at once, and that are ahead */
+enum { PANEL = 16, FOUR = 64, LOOKED = 128 };          /* keys of a panel, of four, and that are looked at at once */
+enum { NEARBY = 1 << 17 };                             /* numbers of the keys that are read before those behind them */
 
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
@@ -30,19 +31,27 @@ typedef struct {
     int d, dp, dv, lv, n, K, open;
     const float *Y, *V;                                /* (S, dp), (S, lv) */
     const int32_t *cell;                               /* (S), -1 for keys that have none */
-    const uint32_t *panels;                            /* (S / PANEL up, dp / 2, PANEL): pairs of features */
+    const uint8_t *panels;                             /* (S / PANEL up, dp / 4, PANEL, 4): whole numbers, as in looks.h */
+    const float *looked;                               /* (S): their steps, NaN for keys that lie in no cell */
     const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
     const float *rows, *tau;                           /* (d, dp): root; (K): of the cells */
     const uint8_t *keep;                               /* (S), or null */
     int64_t near, stop;                                /* the places of near keys */
 } Seen;
 
-/* Numbers and their places; behind the last there is room for a whole vector. */
+/* Looks and the places of their keys, which rise; behind the last there is room for a whole vector. All that exceed
+   `bar` are there. */
 typedef struct {
-    float *value;
+    float *value, bar;
     int32_t *place;
     int n;
-} Some;
+} Best;
+
+/* A query that is ahead: head g of the group at place j; the keys before `far` are far from its block. */
+typedef struct {
+    int64_t g, j;
+    int32_t far;
+} Asks;
 
 /* What is left in the cells: how many keys, the least logit that was read, in base 2, and what logits deviate by where tau
    is 1. */
@@ -50,30 +59,32 @@ typedef struct {
     float *number, *bar, *along, *turned;              /* (K, PIECE), (PIECE), (PIECE), (PIECE, dp) */
 } Left;
 
-/* What a piece of R queries works with. */
+/* What queries that are ahead work with, most in pieces of at most PIECE. */
 typedef struct {
-    float *Q, *Qt, *A, *O;                             /* (PIECE, dp), (d, PIECE), (2 b + n + K, PIECE), (PIECE, lv) */
-    float *looks;                                      /* (AT_ONCE, LOOKED) */
-    uint32_t *pairs;                                   /* (AHEAD, dp / 2): queries, not in base 2 */
-    float *bar;                                        /* (AHEAD) */
-    int ahead, taken;                                  /* queries that have looked, and of these that have read */
-    int64_t seen;                                      /* up to where they have looked */
-    float *top, *scale, *part;                         /* (PIECE) */
-    float *read;                                       /* (PIECE, open up): logits, then weights */
-    int32_t *places, *count;                           /* (PIECE, open), (PIECE) */
-    Left left;
-    Some best[AHEAD], chosen, spare[2];                /* of each query; and otherwise */
+    int ahead, taken;                                  /* how many there are, and of these that are done */
+    Asks asks[AHEAD];
+    float *Q, *O, *top, *scale, *part;                 /* (AHEAD, dp), in base 2, (AHEAD, lv), (AHEAD) thrice */
+    int8_t *whole;                                     /* (AHEAD, dp): queries as whole numbers */
+    int32_t *bias;                                     /* (AHEAD), of looks */
+    int32_t *looks;                                    /* (AT_ONCE, LOOKED) */
+    Best best[AHEAD];
+    float *read;                                       /* (AHEAD, room_to_read): logits, then weights */
+    int32_t *places, *count, *from;                    /* (AHEAD, open), of keys that are read, rising; (AHEAD) twice */
+    float *Qt, *A;                                     /* of a piece: (d, PIECE), (2 b + n + K, PIECE) */
+    Left left;                                         /* of a piece */
 } Work;
 
 typedef struct {
     const Recall *c;
     int64_t z, far;                                    /* blocks that are far (bounded.c) */
-    int64_t t, start;                                  /* the block whose past this is; the place of the renewal */
+    int64_t t, start, paneled;                         /* the block whose past this is; the place of the renewal; keys
+                                                          that lie in panels */
     Seen s;
     Work k;
     int64_t *numbers;                                  /* (3): what is kept of these between calls */
     float *Y, *V;
-    uint32_t *panels;
+    uint8_t *panels;
+    float *step, *looked;                              /* (S): of whole numbers; the same, as in Seen */
     int32_t *heavy;                                    /* (n): places, -1 where there are fewer */
     int32_t *cell;                                     /* (S) */
     float *square;                                     /* (S): |z|^2 */
@@ -172,6 +183,7 @@ enum { STEP = 16 };                                    /* blocks from one mark t
 
 #pragma GCC visibility pop
 
+INLINE int room_to_read(const Seen *s) { return up(s->open) + PAD; }
 INLINE int there(const Past *h, int64_t j) { return !h->s.keep || h->s.keep[j]; }
 INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->s.dp; }
 

@@ -1,13 +1,17 @@
 /* Causal near-far attention that remembers: the twin of nearfar/recall.py, whose names these are.
 
    One thread takes one head of keys, block by block. Behind the window the keys go to their cells. A query looks at all
-   of them, in bfloat16, and reads those of the largest logits; cells weigh what is left in them (left.c). Logits are in
+   of them, as whole numbers, and reads those of the largest logits; cells weigh what is left in them (left.c). Logits are in
    base 2; dense ones have keys as rows and the queries of a piece as columns, as in near_far.c, those of keys that are
    looked at lie side by side.
 
    Legend: see head.h. A key that is heavy, masked or near has no cell, -1. */
 
 #include "looks.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 /* ---- Rows at some places ---- */
 
@@ -57,24 +61,6 @@ static void dots(const float *Y, const int32_t *places, int n, const float *with
 
 /* ---- A piece of queries ---- */
 
-/* The keys that the next R queries read, which are in base 2. */
-static void open_keys(Past *h, int R) {
-    const Seen *s = &h->s;
-    Work *k = &h->k;
-    look_further(h, R);
-    begin_left(s, &k->left, R, up(R), k->Q, LN2);
-    for (int r = 0; r < R; r++) {
-        int32_t *places = k->places + r * s->open;
-        float *logits = k->read + r * up(s->open), top = k->top[r];
-        const int read = k->count[r] = take_best(h, places);
-        dots(s->Y, places, read, k->Q + r * s->dp, s->dp, logits);
-        for (int i = 0; i < read; i++) top = logits[i] > top ? logits[i] : top;
-        for (int i = read; i < s->open; i++) places[i] = -1;
-        leave(&k->left, r, up(R), places, logits, read, s->cell);
-        k->top[r] = top;
-    }
-}
-
 enum { TOGETHER = 4 };  /* vectors */
 
 /* out (ld) += the sum of weight_j times row places_j, over n rows. */
@@ -99,33 +85,99 @@ static void add_rows(const float *rows, int ld, const float *weight, const int32
     }
 }
 
-/* Queries (R, dp) in Q, in base 2, of which r sees the near keys before until[r]: O, with total weights in `scale`, logs
-   of them in `top`, and in `part` what lies in cells. */
-static void attend_piece(Past *h, int R, const int64_t *until) {
+/* From the logits of cells (K, ld) what each key that is left weighs; the largest logits of the next R queries get those of
+   the keys that they read. */
+static void leave_cells(Past *h, int R, float *top, float *logits) {
     const Seen *s = &h->s;
     Work *k = &h->k;
+    const int ld = up(R);
+    begin_left(s, &k->left, R, ld, k->Q + k->taken * s->dp, LN2);
+    for (int r = 0; r < R; r++) {
+        const int n = k->taken + r, count = k->count[n];
+        const float *read = k->read + n * room_to_read(s);
+        leave(&k->left, r, ld, k->places + n * s->open, read, count, s->cell);
+        for (int i = 0; i < count; i++) top[r] = read[i] > top[r] ? read[i] : top[r];
+    }
+    weigh_left(s, &k->left, top, ld, logits);
+}
+
+/* The weights of the keys that the next R queries read: more than as one of those that are left in their cells, which weigh
+   `left` (K, ld). */
+static void weigh_read(Past *h, int R, const float *left) {
+    const Seen *s = &h->s;
+    Work *k = &h->k;
+    const int ld = up(R);
+    for (int r = 0; r < R; r++) {
+        const int at = k->taken + r, n = k->count[at];
+        const int32_t *places = k->places + at * s->open;
+        float *more = k->read + at * room_to_read(s);
+        for (int j = n; j < up(n); j++) more[j] = -INFINITY;
+        for (int j = 0; j < n; j += LANES) {
+            AT(more + j) = exp2_of(AT(more + j) - k->top[at]);
+            k->scale[at] += total(AT(more + j));
+        }
+        for (int j = 0; j < n; j++) more[j] -= left[s->cell[places[j]] * ld + r];
+    }
+}
+
+/* Of each query that is ahead the reads [from, to) of keys before a place, for all places in steps: keys come from memory
+   once for all queries. */
+INLINE void read_nearby(Past *h, void (*read)(Past *h, int r, int from, int to), int row) {
+    Work *k = &h->k;
+    const int64_t step = NEARBY / row, last = k->asks[k->ahead - 1].far;
+    memset(k->from, 0, sizeof(int32_t) * k->ahead);
+    for (int64_t stop = step; stop < last + step; stop += step)
+        for (int r = 0; r < k->ahead; r++) {
+            const int32_t *places = k->places + r * h->s.open;
+            const int from = k->from[r];
+            int to = from;
+            while (to < k->count[r] && places[to] < stop) to++;
+            if (to > from) read(h, r, from, to);
+            k->from[r] = to;
+        }
+}
+
+static void read_keys(Past *h, int r, int from, int to) {
+    const Seen *s = &h->s;
+    const int32_t *places = h->k.places + r * s->open + from;
+    dots(s->Y, places, to - from, h->k.Q + r * s->dp, s->dp, h->k.read + r * room_to_read(s) + from);
+}
+
+static void read_values(Past *h, int r, int from, int to) {
+    const Seen *s = &h->s;
+    const int32_t *places = h->k.places + r * s->open + from;
+    add_rows(s->V, s->lv, h->k.read + r * room_to_read(s) + from, places, to - from, h->k.O + r * s->lv);
+}
+
+/* The next R queries: in O what they gather but for the values of the keys that they read, whose weights are then in
+   `read`; total weights in `scale`, logs of them in `top`, and in `part` what lies in cells. */
+static void attend_piece(Past *h, int R) {
+    const Seen *s = &h->s;
+    Work *k = &h->k;
+    const Asks *asks = k->asks + k->taken;
+    const float *Q = k->Q + k->taken * s->dp;
+    float *O = k->O + k->taken * s->lv, top_of[PIECE];
     const int ld = up(R), near = (int)(s->stop - s->near), M = s->n + s->K, lv = s->lv;
-    memset(k->Q + R * s->dp, 0, sizeof(float) * (ld - R) * s->dp);
-    transpose(ld, s->d, k->Q, s->dp, k->Qt, ld);
+    transpose(ld, s->d, Q, s->dp, k->Qt, ld);
     product(ALL, near, ld, s->d, s->Y + s->near * s->dp, s->dp, 1, k->Qt, ld, k->A, ld, 0);
     float *shared = k->A + near * ld;
     product(ALL, M, ld, s->d, s->shared, s->dp, 1, k->Qt, ld, shared, ld, 0);
-    for (int i = 0; i < near; i++)
-        for (int r = 0; r < R; r++)
-            if (s->near + i >= until[r] || (s->keep && !s->keep[s->near + i])) k->A[i * ld + r] = HIDDEN;
+    int64_t all = asks[0].j;                                     /* keys up to there are seen by all */
+    for (int r = 1; r < R; r++) all = least_of(all, asks[r].j);
+    for (int64_t j = s->near; j < s->stop; j++)
+        for (int r = 0; r < R && (j > all || !there(h, j)); r++)
+            if (j > asks[r].j || !there(h, j)) k->A[(j - s->near) * ld + r] = HIDDEN;
     for (int j = 0; j < ld; j += LANES) {
         vec top = {0};
         top += HIDDEN;
         for (int i = 0; i < near; i++) top = maximum(top, AT(k->A + i * ld + j));
         for (int i = 0; i < M; i++) top = maximum(top, AT(shared + i * ld + j) + (s->bias[i] + s->high[i]));
-        AT(k->top + j) = top;
+        AT(top_of + j) = top;
     }
-    if (s->open) open_keys(h, R);
-    else memset(k->count, 0, sizeof(int32_t) * R);
-    if (s->open) weigh_left(s, &k->left, k->top, ld, shared + s->n * ld);
+    if (s->open) leave_cells(h, R, top_of, shared + s->n * ld);
     const vec most = (vec){0} + 126.0f;
     for (int j = 0; j < ld; j += LANES) {
-        vec sum = {0}, far = {0}, top = AT(k->top + j);
+        vec sum = {0}, far = {0}, top = AT(top_of + j);
         for (int i = 0; i < near; i++) sum += AT(k->A + i * ld + j) = exp2_of(AT(k->A + i * ld + j) - top);
         for (int i = 0; i < M; i++) {
             float *A = shared + i * ld + j;
@@ -134,23 +186,14 @@ static void attend_piece(Past *h, int R, const int64_t *until) {
             if (i < s->n) sum += AT(A);
             else far += AT(A) * (s->open ? load_vec(k->left.number + (i - s->n) * ld + j) : (vec){0} + s->mass[i]);
         }
-        AT(k->scale + j) = sum + far;
-        AT(k->part + j) = far;
+        AT(k->scale + k->taken + j) = sum + far;
+        AT(k->part + k->taken + j) = far;
+        AT(k->top + k->taken + j) = top;
     }
-    product(ALL, R, s->dv, near, k->A, 1, ld, s->V + s->near * lv, lv, k->O, lv, 0);
-    product(ALL, R, s->dv, M, shared, 1, ld, s->values, lv, k->O, lv, 1);
-    for (int r = 0; r < R; r++) {
-        float *more = k->read + r * up(s->open);                 /* than as one of those that are left */
-        const int32_t *places = k->places + r * s->open;
-        const int n = k->count[r];
-        for (int j = n; j < up(n); j++) more[j] = -INFINITY;
-        for (int j = 0; j < n; j += LANES) {
-            AT(more + j) = exp2_of(AT(more + j) - k->top[r]);
-            k->scale[r] += total(AT(more + j));
-        }
-        for (int j = 0; j < n; j++) more[j] -= shared[(s->n + s->cell[places[j]]) * ld + r];
-        add_rows(s->V, lv, more, places, n, k->O + r * lv);
-    }
+    product(ALL, R, s->dv, near, k->A, 1, ld, s->V + s->near * lv, lv, O, lv, 0);
+    product(ALL, R, s->dv, M, shared, 1, ld, s->values, lv, O, lv, 1);
+    if (s->open) weigh_read(h, R, shared + s->n * ld);
+    k->taken += R;
 }
 
 /* ---- One head ---- */
@@ -168,9 +211,9 @@ size_t place_pieces(const Piece *pieces, size_t number, float *at) {
 /* What lasts from block to block, in `memory` where there is some; returns its size. */
 static size_t place_kept(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->cells, M = n + K;
-    const size_t panels = c->open ? (S + c->block) / PANEL + FOUR / PANEL : 0;
+    const size_t panels = c->open ? (S + c->block) / PANEL + FOUR / PANEL : 0, steps = panels * PANEL;
     const Piece pieces[] = {
-        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 2}, {&h->cell, S}, {&h->square, S},
+        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->looked, steps}, {&h->cell, S}, {&h->square, S},
         {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
         {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
         {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
@@ -179,22 +222,20 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
 
 static size_t place_scratch(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
-    const size_t drawn = 2 * DRAWN * K, open = up(c->open), best = c->open ? room_for_best(c->open) : 0;
-    const size_t bounded = c->tilt ? S : 0, ahead = c->open ? AHEAD : 0;
+    const size_t drawn = 2 * DRAWN * K, open = c->open, best = open ? room_for_best(open) : 0;
+    const size_t bounded = c->tilt ? S : 0, ahead = AHEAD + PAD, opens = open ? ahead : 0;
     Work *k = &h->k;
     const Piece pieces[] = {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->drawn, drawn * d}, {&h->counts, drawn}, {&h->X, CHUNK * dp},
         {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->next, dp}, {&h->nearest, 2 * drawn},
-        {&k->Q, PIECE * dp}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE}, {&k->O, PIECE * lv},
-        {&k->looks, AT_ONCE * LOOKED + 2 * PAD}, {&k->pairs, (ahead + AT_ONCE) * dp / 2}, {&k->bar, ahead},
-        {&k->top, PIECE}, {&k->scale, PIECE}, {&k->part, PIECE}, {&k->read, PIECE * open + PAD},
+        {&k->Q, ahead * dp}, {&k->O, ahead * lv}, {&k->top, ahead}, {&k->scale, ahead}, {&k->part, ahead},
+        {&k->whole, opens * dp / 4}, {&k->bias, opens}, {&k->looks, AT_ONCE * LOOKED}, {&k->best[0].value, opens * best},
+        {&k->best[0].place, opens * best}, {&k->read, opens * (up(open) + PAD)}, {&k->places, opens * open},
+        {&k->count, ahead}, {&k->from, ahead}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE},
         {&k->left.number, K * PIECE}, {&k->left.bar, PIECE}, {&k->left.along, PIECE}, {&k->left.turned, PIECE * dp},
-        {&k->places, PIECE * open}, {&k->count, PIECE}, {&k->best[0].value, ahead * best},
-        {&k->best[0].place, ahead * best}, {&k->chosen.value, best}, {&k->chosen.place, best},
-        {&k->spare[0].value, best}, {&k->spare[0].place, best}, {&k->spare[1].value, best},
-        {&k->spare[1].place, best}, {&h->score, bounded}, {&h->u, bounded}, {&h->tilt, dp}, {&h->relative, K}};
+        {&h->score, bounded}, {&h->u, bounded}, {&h->tilt, dp}, {&h->relative, K}};
     const size_t size = place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
-    for (size_t i = 1; i < ahead && memory; i++) {
+    for (size_t i = 1; i < AHEAD && memory; i++) {
         k->best[i].value = k->best[0].value + i * best;
         k->best[i].place = k->best[0].place + i * best;
     }
@@ -203,11 +244,16 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
 
 int64_t near_far_recall_size(const Recall *c) { return place_kept(&(Past){0}, c, NULL); }
 
+/* Large pages, where there are such: rows are read here and there, and each of the small ones has to be looked up. */
 float *past_memory(const Recall *c) {
     Past h = {0};
-    const size_t size = c->kept ? 0 : place_kept(&h, c, NULL);
-    const size_t bytes = sizeof(float) * (place_scratch(&h, c, NULL) + size);
-    return aligned_alloc(64, (bytes + 63) / 64 * 64);
+    const size_t size = c->kept ? 0 : place_kept(&h, c, NULL), page = 1 << 21;
+    const size_t bytes = sizeof(float) * (place_scratch(&h, c, NULL) + size), align = bytes > page ? page : 64;
+    float *memory = aligned_alloc(align, (bytes + align - 1) / align * align);
+#if defined(MADV_HUGEPAGE)
+    if (memory && align == page) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+    return memory;
 }
 
 void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
@@ -220,15 +266,16 @@ void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
         h->numbers[0] = 0;
     }
     h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
-                  .open = c->open, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels, .shared = h->shared,
+                  .open = c->open, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels,
+                  .looked = h->looked, .shared = h->shared,
                   .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass, .rows = h->rows, .tau = h->tau,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
     h->t = h->numbers[0];
-    if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2];
+    if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2], h->paneled = h->numbers[3];
 }
 
 void close_past(Past *h) {
-    const int64_t numbers[] = {h->t, h->start, h->s.K};
+    const int64_t numbers[] = {h->t, h->start, h->s.K, h->paneled};
     memcpy(h->numbers, numbers, sizeof numbers);
 }
 
@@ -277,9 +324,11 @@ static void to_cells(Past *h, int64_t j, int m, const float *Z) {
         const int64_t at = j + i;
         if (h->cell[at] == -2 || !there(h, at)) {                        /* heavy, or masked */
             h->cell[at] = -1;
+            if (h->c->open) h->looked[at] = NAN;
             continue;
         }
         const int k = h->cell[at] = nearest[i];
+        if (h->c->open) h->looked[at] = h->step[at];
         add_row(h->ysum + k * dp, 1, key(h, at), dp);
         if (Z) add_row(h->zsum + k * dp, 1, Z + i * dp, dp);
         add_row(h->values + (n + k) * lv, 1, h->V + at * lv, lv);
@@ -298,12 +347,16 @@ void measure(Past *h, int64_t j, int m) {
         for (int p = d; p < dp; p++) h->X[i * dp + p] = 0;
 }
 
-/* The features of keys [j, j + m), as they are looked at. */
-static void to_panels(Past *h, int64_t j, int m) {
+void to_panels(Past *h, int64_t stop) {
     const int dp = h->s.dp;
-    for (int64_t stop = j + m; j < stop; j++)
-        for (int p = 0; p < dp / 2; p++)
-            h->panels[(j / PANEL * dp / 2 + p) * PANEL + j % PANEL] = pair_of(key(h, j) + 2 * p);
+    int8_t whole[dp];
+    for (int64_t j = h->paneled; j < stop; j++) {
+        uint8_t *panel = h->panels + j / PANEL * PANEL * dp + j % PANEL * 4;
+        h->step[j] = whole_of(key(h, j), dp, whole);
+        h->looked[j] = there(h, j) ? h->step[j] : NAN;
+        for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(whole[p] ^ 0x80);
+    }
+    h->paneled = stop > h->paneled ? stop : h->paneled;
 }
 
 /* The keys of block t become far: what they are measured by, and where they join cells, these. */
@@ -313,7 +366,6 @@ static void measure_block(Past *h, int64_t t, int joins) {
         measure(h, j, m);
         for (int i = 0; i < m; i++) h->square[j + i] = square_sum(h->X + i * h->s.dp, h->s.dp);
         if (joins) to_cells(h, j, m, h->X);
-        if (h->c->open) to_panels(h, j, m);
     }
 }
 
@@ -353,6 +405,7 @@ static int renew(Past *h, int64_t t) {
     const int64_t far = (t - 1) * c->block, many = DRAWN * c->cells, step = far > many ? far / many : 1;
     const int64_t drawn = far / step;
     const int d = h->s.d, dp = h->s.dp, n = h->s.n;
+    if (c->open) to_panels(h, far);
     find_heavy(h, far);
     for (int64_t i = 0; i < drawn; i++) {
         const int64_t j = i * step + i * MIXED % step;
@@ -408,33 +461,69 @@ float place_cells_of(Past *h) {
 
 /* ---- All queries ---- */
 
+/* The place of the first query of block t, and how many there are. */
+INLINE int64_t first_query(const Recall *c, int64_t t) { return t * c->block > c->S - c->L ? t * c->block : c->S - c->L; }
+INLINE int64_t queries_of(const Recall *c, int64_t t) { return least_of((t + 1) * c->block, c->S) - first_query(c, t); }
+
+static float *out_of(const Past *h, const Asks *asks) {
+    return of(h->c->out, h->z, asks->g) + (asks->j - h->c->S + h->c->L) * h->c->out.token;
+}
+
+/* AHEAD queries from the i-th of block t on, or as many as there are; where they open keys also of the next blocks, for
+   which the same keys are heavy. */
+static void load_ahead(Past *h, int64_t t, int64_t i) {
+    const Recall *c = h->c;
+    const int dp = h->s.dp;
+    Work *k = &h->k;
+    for (k->ahead = 0; k->ahead < AHEAD; i++) {
+        if (i == queries_of(c, t) * c->G) {
+            t++, i = 0;
+            if (!c->open || t * c->block >= c->S || t * c->block == following(h->start, c->block)) break;
+        }
+        Asks *asks = k->asks + k->ahead;
+        float *q = k->Q + k->ahead * dp;
+        *asks = (Asks){i / queries_of(c, t), first_query(c, t) + i % queries_of(c, t), t > 0 ? (t - 1) * c->block : 0};
+        put_row(q, (float)c->factor, of(c->x, h->z, asks->g) + (asks->j - c->S + c->L) * c->x.token, c->d);
+        for (int p = c->d; p < dp; p++) q[p] = 0;
+        if (c->open) whole_of(q, dp, k->whole + k->ahead * dp);
+        if (c->open) k->bias[k->ahead] = bias_of(k->whole + k->ahead * dp, dp);
+        for (int p = 0; p < dp; p++) q[p] *= LOG2E;
+        k->ahead++;
+    }
+    memset(k->Q + k->ahead * dp, 0, sizeof(float) * PAD * dp);
+    memset(k->count, 0, sizeof(int32_t) * k->ahead);
+    k->taken = 0;
+    if (!c->open) return;
+    choose_keys(h);
+    read_nearby(h, read_keys, dp);
+}
+
+/* The outputs of all that were ahead. */
+static void give_out(Past *h) {
+    const Recall *c = h->c;
+    Work *k = &h->k;
+    if (c->open) read_nearby(h, read_values, h->s.lv);
+    for (int r = 0; r < k->ahead; r++) {
+        const Asks *asks = k->asks + r;
+        const int64_t number = (h->z * c->G + asks->g) * c->L + asks->j - c->S + c->L;
+        const float scale = k->scale[r] > 0 ? 1 / k->scale[r] : 0;
+        put_row(out_of(h, asks), scale, k->O + r * h->s.lv, c->dv);
+        c->logsum[number] = k->top[r] + log2f(k->scale[r]);
+        c->share[number] = k->part[r] * scale;
+        if (c->open) memcpy(c->places + number * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
+    }
+}
+
 void attend_block(Past *h, int64_t t) {
     const Recall *c = h->c;
-    Seen *s = &h->s;
     Work *k = &h->k;
-    const int64_t first = c->S - c->L, b = c->block, start = first_query(c, t), tokens = queries_of(c, t);
-    s->near = t > 0 ? (t - 1) * b : 0, s->stop = start + tokens;
-    for (int64_t i = 0, R; i < tokens * c->G; i += R) {
-        if (c->open && k->taken == k->ahead) look_ahead(h, t, i);
-        R = least_of(PIECE, tokens * c->G - i);
-        if (c->open) R = least_of(R, k->ahead - k->taken);
-        int64_t until[PIECE], number[PIECE];
-        for (int r = 0; r < R; r++) {
-            const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
-            load_query(h, (float)c->factor * LOG2E, g, j, k->Q + r * s->dp);
-            until[r] = j + 1;
-            number[r] = (h->z * c->G + g) * c->L + j - first;
-        }
-        attend_piece(h, (int)R, until);
-        for (int r = 0; r < R; r++) {
-            const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
-            float *out = of(c->out, h->z, g) + (j - first) * c->out.token;
-            const float scale = k->scale[r] > 0 ? 1 / k->scale[r] : 0;
-            put_row(out, scale, k->O + r * s->lv, s->dv);
-            c->logsum[number[r]] = k->top[r] + log2f(k->scale[r]);
-            c->share[number[r]] = k->part[r] * scale;
-            if (c->open) memcpy(c->places + number[r] * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
-        }
+    const int64_t queries = queries_of(c, t) * c->G;
+    h->s.near = t > 0 ? (t - 1) * c->block : 0, h->s.stop = first_query(c, t) + queries_of(c, t);
+    for (int64_t i = 0, R; i < queries; i += R) {
+        if (k->taken == k->ahead) load_ahead(h, t, i);
+        R = least_of(least_of(PIECE, queries - i), k->ahead - k->taken);
+        attend_piece(h, (int)R);
+        if (k->taken == k->ahead) give_out(h);
     }
 }
 

@@ -105,7 +105,7 @@ static void read_again(Back *e, const int32_t *cell, const int32_t *places, int 
     begin_left(&h->s, &h->k.left, R, ld, e->Q, 1);
     for (int r = 0; r < R; r++) {
         const int32_t *own = places + r * c->open;
-        float *read = h->k.read + r * up(c->open);
+        float *read = h->k.read + r * room_to_read(&h->s);
         int n = 0;
         for (; n < c->open && own[n] >= 0; n++) read[n] = LOG2E * dot(e->Q + r * dp, key(h, own[n]), dp);
         leave(&h->k.left, r, ld, own, read, n, cell);
@@ -162,7 +162,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
         }
     memset(e->O, 0, sizeof(float) * ld * dp);
     for (int r = 0; r < R; r++) {                       /* keys that are read */
-        const float *q = e->Q + r * dp, *grad = e->G + r * lv, *read = h->k.read + r * up(c->open);
+        const float *q = e->Q + r * dp, *grad = e->G + r * lv, *read = h->k.read + r * room_to_read(&h->s);
         for (int o = 0; o < c->open; o++) {
             const int64_t place = places[r * c->open + o];
             if (place < 0) break;

@@ -1,0 +1,75 @@
+"""Which keys of the past each query reads: those of the largest logits, as whole numbers tell them.
+
+Queries and keys (..., d) are turned alike by random signs and Hadamard matrices, which flattens what sticks out, and
+become integers of at most 127 in magnitude, each vector by a step of its own. Sums of products of integers are exact in
+whatever order they are made, and all that comes before is done element by element, so that C, PyTorch, processors and
+GPUs choose the same keys, bit for bit. The twin of looks.c and opened.c. Derived here.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crt_exp.nearfar.choice import largest
+from crt_exp.nearfar.engine.constants import HIDDEN, LEAST, SIGNS, TURNED
+
+WHOLE = 127            # the largest integer
+EXACT = 2**24          # float32 holds the integers up to it
+
+
+class Whole(NamedTuple):
+    """Vectors as integers times a step."""
+
+    numbers: Tensor   # (..., d'), whole, d' = d rounded up to a multiple of TURNED
+    step: Tensor      # (...), for the vectors as they are turned; 0 for those of 0
+
+    @classmethod
+    def of(cls, t: Tensor) -> "Whole":
+        """Of float32 vectors (..., d). Halves are rounded away from 0: a doubled number is cut, and nothing is added to
+        a product, which some processors do without rounding between."""
+        t = turned(t.float())
+        most = t.abs().amax(-1, keepdim=True)
+        there = most > LEAST
+        ends = most.new_tensor(2.0 * WHOLE)                       # of a number it would be its reciprocal that is rounded
+        double = torch.where(there, ends / torch.where(there, most, 1.0), 0.0)
+        cut = (t * double).trunc()
+        return cls(((cut + cut.sign()) / 2).trunc(), torch.where(there, most / most.new_tensor(float(WHOLE)), 0.0).squeeze(-1))
+
+
+def turned(t: Tensor) -> Tensor:
+    """Vectors (..., d), filled up with zeros to d', times random signs and, in runs of 2^i columns, as many as divide
+    d', the Hadamard matrix: sqrt(2^i) times as long."""
+    t = F.pad(t, (0, -t.shape[-1] % TURNED))
+    d = t.shape[-1]
+    run = d & -d
+    t = (t * signs(d, t.device)).unflatten(-1, (-1, run))
+    half = 1
+    while half < run:
+        even, odd = t.unflatten(-1, (-1, 2, half)).unbind(-2)
+        t = torch.stack([even + odd, even - odd], -2).flatten(-3)
+        half *= 2
+    return t.flatten(-2)
+
+
+def signs(d: int, device: torch.device) -> Tensor:
+    """(d,) of -1 and 1: the highest bits of multiples of SIGNS modulo 2^32."""
+    high = torch.arange(1, d + 1, device=device) * SIGNS >> 31
+    return 1.0 - 2.0 * (high & 1)
+
+
+def looks(q: Tensor, y: Tensor) -> Tensor:
+    """What queries (Z, ..., d) see of keys (Z, S, d), (Z, ..., S): logits over the query's step."""
+    (whole, _), (keys, step) = Whole.of(q), Whole.of(y)
+    wide = torch.float32 if whole.shape[-1] * WHOLE**2 < EXACT else torch.float64
+    products = whole.flatten(1, -2).to(wide) @ keys.mT.to(wide)
+    return (products.float() * step.unsqueeze(1)).view(*q.shape[:-1], y.shape[1])
+
+
+@torch.no_grad()
+def opened(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
+    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: the `open`
+    of the largest looks of those that are `member` (Z, ..., S), of equal ones the first."""
+    highest, places = largest(looks(q, y).masked_fill(~member, HIDDEN), min(open, y.shape[1]))
+    return torch.where(highest > HIDDEN, places, -1)

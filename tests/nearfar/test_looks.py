@@ -1,0 +1,94 @@
+"""Which keys are read is decided by whole numbers: as they are defined, and the same in C and in PyTorch, bit for bit."""
+
+import pytest
+import torch
+from native_cases import needs_library
+from nearfar_cases import as_integers, choices
+
+from crt_exp.nearfar import looks
+from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.recall import RecallNearFar
+
+
+@pytest.mark.parametrize("d", [1, 5, 16, 33, 64, 80, 96, 128])
+def test_numbers_are_those_of_the_definition(d):
+    t = torch.randn(200, d, generator=torch.Generator().manual_seed(d)) * 10.0 ** torch.linspace(-12, 12, 200)[:, None]
+    numbers, step = looks.Whole.of(t)
+    expected, width = as_integers(t)
+    assert (numbers - expected).abs().max() <= 1 and (numbers != expected).double().mean() < 1e-3   # at halves alone
+    torch.testing.assert_close(step.double(), width, rtol=1e-6, atol=0)
+    assert numbers.abs().amax(-1).eq(127).all()
+
+
+def test_a_vector_of_zeros_is_seen_as_zero():
+    numbers, step = looks.Whole.of(torch.zeros(2, 7))
+    assert not numbers.any() and not step.any()
+    assert not looks.looks(torch.zeros(1, 3, 7), torch.ones(1, 4, 7)).any()
+
+
+def test_looks_are_near_to_logits():
+    """Of outliers too: without turning, a column that is 30 times the others would leave these 4 bits."""
+    g = torch.Generator().manual_seed(0)
+    q, y = torch.randn(1, 400, 64, generator=g), torch.randn(1, 500, 64, generator=g)
+    q[..., 7], y[..., 7] = 30 * q[..., 7], 30 * y[..., 7]
+    look = looks.looks(q, y) * looks.Whole.of(q).step.unsqueeze(-1) / 64        # turning makes vectors 8 times as long
+    size = torch.linalg.vector_norm(q, dim=-1).unsqueeze(-1) * torch.linalg.vector_norm(y, dim=-1).unsqueeze(1)
+    assert ((look - q @ y.mT) / size).square().mean().sqrt() < 2e-3
+
+
+def vectors(kind, Z, G, S, d, seed):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=g)
+    x, y, v = draw(Z, G, S, d), draw(Z, S, d), draw(Z, S, 5)
+    if kind == "equal keys":
+        y = y[:, :1].expand(-1, S, -1).contiguous()
+    elif kind == "few different":
+        y = y[:, torch.randint(0, 7, (S,), generator=g)]
+    elif kind == "huge and tiny":
+        x, y = x * 10.0 ** (20 * draw(Z, G, S, 1)).clamp(-12, 12), y * 10.0 ** (20 * draw(Z, S, 1)).clamp(-12, 12)
+    elif kind == "zeros":
+        x[:, :, ::3], y[:, ::2] = 0, 0
+    elif kind == "one far":
+        y[:, 3] = 50 * x[:, 0, -1]
+    return x, y, v
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["normal", "equal keys", "few different", "huge and tiny", "zeros", "one far"])
+@pytest.mark.parametrize("Z, G, S, d, open", [(2, 1, 700, 64, 9), (1, 3, 450, 33, 30)])
+def test_c_and_pytorch_choose_the_same_keys(kind, Z, G, S, d, open):
+    x, y, v = vectors(kind, Z, G, S, d, seed=S)
+    keep = torch.rand(Z, S, generator=torch.Generator().manual_seed(1)) < 0.8
+    for mask in (None, keep):
+        ours, theirs = choices(x, y, v, Sizes(16, 0, 7, open=open, exact_until=64), mask)
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.slow
+@needs_library
+@pytest.mark.parametrize("seed", range(60))
+def test_they_do_at_any_shape(seed):
+    g = torch.Generator().manual_seed(seed)
+    pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
+    sizes = Sizes(8 * 2**pick(0, 3), 0, pick(1, 30), open=pick(1, 120), exact_until=pick(0, 200))
+    kind = ("normal", "few different", "huge and tiny", "zeros")[seed % 4]
+    S = pick(300, 2500)
+    x, y, v = vectors(kind, pick(1, 2), pick(1, 3), S, pick(1, 130), seed)
+    keep = None if seed % 2 else torch.rand(len(y), S, generator=g) < 0.7
+    ours, theirs = choices(x, y, v, sizes, keep)
+    assert torch.equal(ours, theirs)
+
+
+@needs_library
+@torch.no_grad()
+def test_keys_of_equal_looks_are_read_from_the_first_on():
+    x, y, v = vectors("equal keys", 1, 1, 300, 16, seed=0)
+    ours, _ = choices(x, y, v, Sizes(16, 0, 3, open=4, exact_until=64))
+    assert torch.equal(ours, torch.arange(4).expand_as(ours))
+
+
+def test_what_is_chosen_carries_no_gradient():
+    x, y, v = (t.requires_grad_() for t in vectors("normal", 1, 1, 200, 8, seed=0))
+    call = RecallNearFar(Sizes(8, 0, 3, open=4, exact_until=32))
+    out, _ = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
+    assert all(torch.autograd.grad(out.sum(), t, retain_graph=True)[0].isfinite().all() for t in (x, y, v))
