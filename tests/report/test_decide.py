@@ -51,7 +51,8 @@ def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_pa
     assert made.settings[0][1] == pytest.approx({"near-far": 0.1, "window": 0.5})
     interval, expected = made.forest[0][1], independent([0.9 / 2, 0.7 / 2])
     assert (interval.mean, interval.half) == pytest.approx((expected.mean, expected.half))
-    assert "Without training take near-far" in made.without_training() and made.cost_sentence() == ""
+    assert "To swap without training take near-far" in made.sentence()
+    assert made.table()[0] == ["near-far", "both", "10%", "", "`nearfar`", "", ""]
     values["uniform"] = [1.2, 2.2]
     draws.write("copying", losses(values), tmp_path)
     assert Decision(tmp_path, SPEC).settings == []
@@ -71,8 +72,7 @@ def alike(arm, direction):
 
 
 def arms_of(committed, entry):
-    own = {method: given["arm"] for method, given in committed.spec["methods"].items() if "arm" in given}
-    return own | {"uniform": "uniform"} | entry.get("arms", {})
+    return committed.arms(entry)
 
 
 def test_one_name_is_one_method(committed):
@@ -88,4 +88,12 @@ def test_methods_without_times_are_named_apart(committed):
     assert "near-far, small sets" not in committed.times["both"] and "near-far, bounded" in committed.times["causal"]
     names = [method for _, shares in committed.settings for method in shares]
     assert {"near-far", "near-far, bounded", "near-far, exact to 1024", "FAVOR++, m = 16"} <= {*names}
-    assert "Without training take near-far**: " in committed.without_training()
+
+
+def test_every_number_names_the_arm_that_it_was_measured_by(committed):
+    """What near-far loses causally and what it takes so are of one arm each, which the row names."""
+    rows = {(row[0], row[1]): row for row in committed.table()}
+    assert rows["near-far", "causal"][4] == "`nearfar`" and rows["near-far", "causal"][-1] == "`nearfar causal`"
+    assert rows["near-far", "both"][4] == "`nearfar exact_until=0`"
+    assert all(row[4] for row in rows.values() if row[2] or row[3])
+    assert all(row[-1] for row in rows.values() if any(row[5:8]))
