@@ -140,7 +140,8 @@ def ahead(margin: float, metric: Any, log: bool) -> Bar:
     is to be low."""
     if not log:
         unit = "" if metric.power else metric.points
-        return Bar(margin, 1, beyond(1, f"{'e^' * metric.power}{margin:g}", margin), unit, sign=True, power=metric.power)
+        said = beyond(1, f"{'e^' * metric.power}{margin:g}", margin)
+        return Bar(margin, 1, said, unit, sign=True, power=metric.power)
     least = margin or 1.0
     at = least if metric.sign > 0 else 1 / least
     return Bar(at, metric.sign, beyond(metric.sign, f"{at:.3g}", margin), "times", log=True)

@@ -123,10 +123,9 @@ class Decision:
                 continue
             claim, gate = verdict.claim, getattr(verdict, "gate", None)
             why = f"{gate.text} is {gate.value:.3g}" if gate else claim.why or entry.get("why", "")
-            units = "exact" if claim.difference.n == 0 else f"{claim.difference.n}"
             yield ClaimRow(entry["paper"], entry["said"], claim.paper,
                            f"{text}: {claim.value} (bar: {claim.against.said})",
-                           verdict.word, units, page.name, why or getattr(verdict, "power", ""))
+                           verdict.word, page.name, why or getattr(verdict, "power", ""))
 
     def sentence(self) -> str:
         """What to take; empty without settings."""
@@ -152,9 +151,9 @@ class Decision:
         arms = dict.fromkeys(self.arms(entry)[method] for settings in here for entry, _ in settings)
         times = self.times.get(direction, {}).get(method, {})
         timed = self.spec["speed"]["directions"].get(direction, {}).get("arms", {}).get(method, "") if times else ""
+        took = [f"{times[x]:.2g}" if x in times else "" for x in self.spec["speed"]["lengths"]]
         return [method, "causal" if direction == "causal" else "both", *(lost(shares, method) for shares in here),
-                "; ".join(f"`{arm}`" for arm in arms), *(f"{times[x]:.2g}" if x in times else ""
-                                                         for x in self.spec["speed"]["lengths"]), timed and f"`{timed}`"]
+                "; ".join(f"`{arm}`" for arm in arms), *took, timed and f"`{timed}`"]
 
     def nearer(self) -> str:
         """In how many settings FAVOR++ is nearer than FAVOR+, and in how many farther."""
@@ -190,7 +189,8 @@ def geometric(values) -> float:
 def write(folder: Path = draws.FOLDER) -> Path:
     """The page and its pictures, each written atomically."""
     decision = Decision(folder)
-    save_figure(decide_figure.figure(decision), folder / f"{NAME}.png")
+    if any(entry["name"] == decision.spec["picture"]["setting"] for entry, _ in decision.settings):
+        save_figure(decide_figure.figure(decision), folder / f"{NAME}.png")
     save_figure(decide_figure.forest_figure(decision.forest), folder / f"{NAME}-forest.png")
     write_atomic(folder / f"{NAME}.md", text(decision))
     return folder / f"{NAME}.md"
@@ -210,14 +210,15 @@ def text(decision: Decision) -> str:
     parts = [f"# {decision.spec['title']}", decision.sentence(), f"![{decision.spec['title']}]({NAME}.png)",
              "Lost: of what uniform attention costs, the median over the settings in which that is enough. Time: of a "
              "training step over that of exact attention in the same direction. One name is one method; losses and "
-             "times are of the arms beside them, and what was not measured is empty. The picture draws what loses "
-             f"more than {decide_figure.MOST:g} of it there.", markdown(methods, decision.table()).rstrip(),
+             "times are of the arms beside them, and what was not measured is empty. The picture is of one setting at "
+             f"{decision.spec['picture']['length']:.0f} tokens, and so are its times.", markdown(methods, decision.table()).rstrip(),
              f"## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n{decision.nearer()}\n\n"
              f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)",
-             details("The same as a table", markdown(["setting", "when", "nearer by", "units", "page"], forest).rstrip()),
+             details("The same as a table",
+                     markdown(["setting", "when", "nearer by", "units", "page"], forest).rstrip()),
              "## What the papers say, and what is seen here\n\nThe claims that decide most; [the index](index.md) has "
              "every claim of every page.\n\n" + markdown(header, rows).rstrip(),
              details("What the papers say and no page measures", missing),
-             "What was tuned, added or changed after results stands under Choices on each page. Command: `make report`; "
-             "every number is computed from the committed draws of the pages named."]
+             "What was tuned, added or changed after results stands under Choices on each page. Command: `make "
+             "report`; every number is computed from the committed draws of the pages named."]
     return "\n\n".join(parts) + "\n"

@@ -9,8 +9,8 @@ come after those of the file.
     finding:    what the committed draws show, in one sentence
     facts:      data, sizes, seeds, and what a reader must know; of SIZE=small, which `{size}` in it names, as `choices`
     arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
-    metrics:    metric -> {name, unit, scale, better: higher or lower, format, power}; main, at, table: the one (default: the
-                first), its place x and its table by which controls are compared with arms
+    metrics:    metric -> {name, unit, scale, better: higher or lower, format, power}; main, at, table: the one
+                (default: the first), its place x and its table by which controls are compared with arms
     gates:      what must hold before a setting is judged, see `Page.gates`
     claims:     the paper's own sentences, at most five; bars: own bars and questions. Entries of both: see `claims`;
                 Holm's correction over each family apart

@@ -30,7 +30,7 @@ from crt_exp.report.evidence import independent
 from crt_exp.report.page import Page, shown
 
 
-MOST = 900  # words of the tables that a page shows; the others are a csv
+MOST = 1200  # words of the tables that a page shows; the others are a csv
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ def section(page: Page, table: dict[str, Any], setting: str | None) -> Table:
     names = arms(page, table, setting)
     rows = [[page.label(arm), *(cell(page, column, arm) for column in columns)] for arm in names]
     kind = table.get("title", "{setting}")
-    return Table(kind.format(setting=setting), table.get("note", ""), [table.get("head", ""), *(c["name"] for c in columns)],
-                 [row for row in rows if any(row[1:])], kind)
+    header = [table.get("head", ""), *(column["name"] for column in columns)]
+    rows = [row for row in rows if any(row[1:])]
+    return Table(kind.format(setting=setting), table.get("note", ""), header, rows, kind)
 
 
 def fitting(made: Sequence[Table | str], most: int = MOST) -> tuple[list[Table | str], list[Table]]:

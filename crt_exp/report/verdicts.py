@@ -49,7 +49,8 @@ def line(kind: str, alike: Sequence[Judged]) -> str:
                       *(f"the paper: {paper}" for paper in papers if paper and len(papers) == 1)])
     count = Counter(verdict.word for verdict in alike)
     words = ", ".join(f"{word} in {count[word]}" for word in WORDS if count[word])
-    of = f"{words} of {len(alike)}" if len(count) > 1 else f"{alike[0].word} in {'both' if len(alike) == 2 else f'all {len(alike)}'}"
+    every = "both" if len(alike) == 2 else f"all {len(alike)}"
+    of = f"{words} of {len(alike)}" if len(count) > 1 else f"{alike[0].word} in {every}"
     return f"- **{of}**: {kind}{shown} ({told})"
 
 

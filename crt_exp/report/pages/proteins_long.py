@@ -64,4 +64,5 @@ def left(page: Page, bar: TimeRatio) -> str:
     mean, half = (page.values(metric, arm=bar.text).to_numpy(float) for metric in ("beyond", "beyond_ci95"))
     side = 1 if bar.rises else -1
     known = [f"{bar.bound + side * each:.3g} ± {width:.3g} times (bar: {bar.said})" for each, width in zip(mean, half)]
-    return "; ".join(["of the times of the processes only medians are left", *(f"their mean is {each}" for each in known)])
+    return "; ".join(["of the times of the processes only medians are left",
+                      *(f"their mean is {each}" for each in known)])
