@@ -34,7 +34,8 @@ def losses(values, setting="A"):
     return [Draw(setting, arm, "loss", value, unit) for arm, each in values.items() for unit, value in enumerate(each)]
 
 
-SPEC = {"title": "T", "picture": {"setting": "none", "length": 16.0}, "methods": {"near-far": {"colour": "nearfar", "arm": "nearfar"}, "window": {"arm": "window"}},
+SPEC = {"title": "T", "picture": {"setting": "none", "length": 16.0},
+        "methods": {"near-far": {"arm": "nearfar"}, "window": {"arm": "window"}},
         "speed": {"page": "speed", "lengths": [16.0], "directions": {}},
         "settings": [{"page": "copying", "setting": "A", "name": "A", "metric": "loss", "direction": "both", "d": 4,
                       "least": 0.5}],
