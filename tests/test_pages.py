@@ -113,9 +113,11 @@ def paragraphs_on_reports():
 
 @pytest.mark.parametrize("page, text", list(paragraphs_on_reports()))
 def test_numbers_beside_a_report_are_its_own(page, text):
-    """Decimals and counts of three digits that a paragraph or a row tells stand in one of the reports that it links."""
-    links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
-    reports = "".join((page.parent / link).with_suffix(".md").read_text() for link in links)
+    """Decimals and counts of three digits that a paragraph or a row tells stand in one of the reports that it links, or
+    in its csv of tables."""
+    links = {(page.parent / link).with_suffix("") for link in re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)}
+    files = [link.with_name(link.name + end) for link in links for end in (".md", "-tables.csv")]
+    reports = "".join(file.read_text() for file in files if file.is_file())
     told = re.sub(r"` \| \d+ \| ", "", text)  # minutes are another test's
     numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", told)
     assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]

@@ -211,7 +211,8 @@ def text(decision: Decision) -> str:
              "Lost: of what uniform attention costs, the median over the settings in which that is enough. Time: of a "
              "training step over that of exact attention in the same direction. One name is one method; losses and "
              "times are of the arms beside them, and what was not measured is empty. The picture is of one setting at "
-             f"{decision.spec['picture']['length']:.0f} tokens, and so are its times.", markdown(methods, decision.table()).rstrip(),
+             f"{decision.spec['picture']['length']:.0f} tokens, and so are its times.",
+             markdown(methods, decision.table()).rstrip(),
              f"## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n{decision.nearer()}\n\n"
              f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)",
              details("The same as a table",

@@ -1,4 +1,4 @@
-"""The pictures of decide.md, which stand on the first screen too: one panel each, whose names can be read on a telephone.
+"""The pictures of decide.md, and of the front page: one panel each, whose names can be read on a telephone.
 
 What attention loses against its time, both at one length; and FAVOR++ against FAVOR+.
 """
