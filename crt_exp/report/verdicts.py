@@ -9,7 +9,7 @@ from crt_exp.report.page import FAMILIES, Page
 
 Judged = Verdict | Unjudged | Unmeasured
 MOST = 24  # rows of a folded table; the index's csv has the others
-HEAD = {"verdict": "verdict", "claim": "claim", "value": "value", "bar": "bar", "closed_form": "closed form", "n": "n",
+HEAD = {"claim": "claim", "verdict": "verdict", "value": "value", "bar": "bar", "closed_form": "closed form", "n": "n",
         "p": "p", "more": "more"}
 
 
