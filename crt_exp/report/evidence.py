@@ -45,11 +45,6 @@ class Interval:
         """The value that is compared with the bar, which this interval, of how far it lies beyond, is not."""
         return bar.shown(self)
 
-    def chance(self, p: float | None) -> str:
-        if not self.n:
-            return "exact"
-        return f"n = {self.n}" + ("" if p is None or self.n == 1 else f", p = {p:.2g}")
-
     def __format__(self, spec: str) -> str:
         return f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
 
@@ -69,9 +64,6 @@ class Signs(Interval):
         equal = self.n - self.above - self.below
         ties = f", {equal} at it" if equal else ""
         return f"{self.above} of {self.n} beyond the bar{ties}, median {bar.shown(self)}"
-
-    def chance(self, p: float | None) -> str:
-        return "sign test" + ("" if p is None else f", p = {p:.2g}")
 
 
 @dataclass(frozen=True)
