@@ -29,7 +29,7 @@ def figure(decision: "Decision"):
             point(ax, method, times[method][picture["length"]], 100 * share, shade)
         else:
             ax.axhline(100 * share, color=shade, lw=1, ls=":")
-            ax.annotate(f"{method} (not timed)", (0.98, 100 * share), color=shade, fontsize=SIZE, ha="right", va="top",
+            ax.annotate(f"{method} (not timed)", (0.02, 100 * share), color=shade, fontsize=SIZE, va="top",
                         xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points")
     point(ax, "exact", 1.0, 0.0, drawing.EXACT)
     ax.set(xlim=(0, 1.12), ylim=(-8, 118), title=picture["title"], xlabel="time of a training step (exact: 1)",
