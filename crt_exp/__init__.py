@@ -1,4 +1,5 @@
-"""Random features for softmax and Gaussian kernels, and linear-time attention.
+"""Random features for softmax and Gaussian kernels, and attention in linear time: run the mechanisms of Chefs' Random
+Tables, Performers and Hybrid Random Features, or swap the attention of a pretrained model.
 
 The names below are imported when first used, so that `import crt_exp` itself costs nothing.
 """

@@ -24,16 +24,17 @@ EXACT = "#000000"
 CONTROL = "#999999"
 NEAR_FAR = "#0072B2"
 # In the order of the reports. Indefinite maps are cold and positive ones warm (Okabe-Ito, safe for colour blindness).
-MAPS = {"trig": "#56B4E9", "gerf": "#0072B2", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
+MAPS = {"trig": "#56B4E9", "gerf": "#8C7AE6", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
         "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
         "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "auto": "#B35C5C", "pois_plus": "#CC79A7",
         "geom_plus": "#882255"}
 # Of samplers, none of them that of a map, of near-far or of exact attention.
 SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "sobol": "#3949AB", "halton": "#8C6D31",
             "stratified": "#5B8C5A", "hadamard": "#B5651D", "givens": "#546E7A"}
+PEERS = {"window": "#8B4513", "hedgehog": "#C71585"}  # other attention that pages compare with
 CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
           "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",
-          "hybrid-cluster": "clustered"}  # maps by the names that papers give them
+          "hybrid-cluster": "clustered", "near-far": "nearfar"}  # maps by the names that papers give them
 KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#CC79A7", "gelu": "#009E73",
            "cos": "#E69F00", "tanh": "#808000"}  # of generalised attention; relu is a choice of attention
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
@@ -60,16 +61,18 @@ def samplers(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
 
 
 def colour(name: str) -> str:
-    """Of a map, of a sampler, of the exact kernel, or of attention: that of its map."""
-    name = CALLED.get(name, name)
+    """Of a map, of a sampler, of the exact kernel, or of attention: that of its map; the options of an arm, "favorpp
+    m=256", change nothing. The same in every picture."""
+    first = re.split("[ ,]", name)[0]
+    name = CALLED.get(name, CALLED.get(first, first))
     if name == "exact":
         return EXACT
     if name == "nearfar":
         return NEAR_FAR
-    if name not in MAPS and name in choices("attention") and name not in choices("features"):
+    if name not in (*MAPS, *PEERS) and name in choices("attention") and name not in choices("features"):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)
-    return MAPS.get(name) or KERNELS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
+    return MAPS.get(name) or PEERS.get(name) or KERNELS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
 
 
 def colour_by_rule(name: str) -> str:

@@ -11,6 +11,7 @@ import yaml
 from pages import BLOCKS, PAGES, ROOT, project
 
 from crt_exp.config import choices
+from crt_exp.report.decide_figure import SIZE
 from crt_exp.report.page import Page, shown
 
 
@@ -112,9 +113,11 @@ def paragraphs_on_reports():
 
 @pytest.mark.parametrize("page, text", list(paragraphs_on_reports()))
 def test_numbers_beside_a_report_are_its_own(page, text):
-    """Decimals and counts of three digits that a paragraph or a row tells stand in one of the reports that it links."""
-    links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
-    reports = "".join((page.parent / link).with_suffix(".md").read_text() for link in links)
+    """Decimals and counts of three digits that a paragraph or a row tells stand in one of the reports that it links, or
+    in its csv of tables."""
+    links = {(page.parent / link).with_suffix("") for link in re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)}
+    files = [link.with_name(link.name + end) for link in links for end in (".md", "-tables.csv")]
+    reports = "".join(file.read_text() for file in files if file.is_file())
     told = re.sub(r"` \| \d+ \| ", "", text)  # minutes are another test's
     numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", told)
     assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
@@ -145,7 +148,7 @@ CAUSAL = {"near-far": "nearfar", "window and first tokens": "window block=64 fir
           "FAVOR++, m = 256": "favorpp m=256", "uniform": "uniform", "exact": "exact"}
 BOTH = {"cosine": CAUSAL | {"near-far": "nearfar exact_until=0"}}
 KINDS = {"both directions": ("cosine", "nearfar exact_until=0", "nearfar", "exact"),
-         "causal": ("said again", "nearfar", "nearfar causal", "exact causal"),
+         "causal": ("said again", "nearfar open=64", "nearfar causal", "exact causal"),
          "causal, `preset=bounded`": ("said again", "nearfar preset=bounded", "nearfar bounded causal", "exact causal")}
 
 
@@ -190,3 +193,87 @@ def test_what_is_linear_is_said_of_each():
     for page in ("README.md", "docs/attention.md", "conf/attention/nearfar.yaml"):
         text = " ".join((ROOT / page).read_text().replace("# ", "").split())
         assert re.search(r"by a small constant", text) and "bounded" in text and "square" in text, page
+
+
+# ---- the front
+
+
+SENTENCE = project()["description"]
+
+
+@pytest.mark.parametrize("place", ["README.md", "docs/index.md", "mkdocs.yml", "conf/config.yaml", "CITATION.cff",
+                                   "crt_exp/__init__.py"])
+def test_the_first_sentence_is_the_same_everywhere(place):
+    """Of README, site, --help, the package and the citation: that of pyproject."""
+    assert SENTENCE in " ".join((ROOT / place).read_text().split())
+
+
+def test_the_first_screen_opens_two_doors():
+    """Before any heading: one picture of one panel, the command of a run and that of advice on a pretrained model."""
+    first = (ROOT / "README.md").read_text().split("\n## ")[0]
+    assert "python -m crt_exp task=glue attention=favorpp features.m=256" in first and "task=advise" in first
+    for door in ("Run random features", "Swap a pretrained model"):
+        assert f"[{door}](#{door.lower().replace(' ', '-')})" in first
+    assert first.count("![") == 1
+
+
+@pytest.mark.parametrize("picture", re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "README.md").read_text()))
+def test_names_in_pictures_of_the_first_page_can_be_read_on_a_telephone(picture):
+    """On a screen of 390 pixels a name of 9 points, drawn at 130 an inch, is at least 9.5 pixels high."""
+    width = int.from_bytes((ROOT / picture).read_bytes()[16:20], "big")
+    assert SIZE * 130 / 72 * min(1, 390 / width) >= 9.5
+
+
+COLUMNS = {"Nystroem": ("Nystroem m=128", ""), "geom": ("geom", "geom"), "oprf": ("oprf", "oprf"),
+           "trig": ("trig m=64", "trig"), "RBFSampler": ("RBFSampler m=128", ""), "gerf": ("gerf m=64", "gerf"),
+           "pos": ("pos", "pos"), "exact kernel": ("exact", ""), "majority class": ("majority", "")}
+
+
+def test_maps_are_ranked_at_equal_columns():
+    """The front page's table, in descending order of that column, from the draws."""
+    page, rows = Page("table1"), [*tables_of("features")]
+    ranked = [float(row["128 columns"].split()[0]) for row in rows]
+    assert len(rows) == len(COLUMNS) and ranked == sorted(ranked, reverse=True)
+    for row in rows:
+        name = row["features"].split(":")[0].strip("`")
+        for column, arm in zip(("128 columns", "128 projections"), COLUMNS[name]):
+            values = page.values("accuracy", "average", arm)
+            assert row.get(column, "").strip("| ") == shown(values, ".1f", page.interval), (name, column)
+
+
+REPORTS = sorted((ROOT / "outputs/report").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_a_report_is_a_sentence_a_picture_and_few_lines(path):
+    """Below 2000 words but for what is folded, at most five claims, and a finding of one sentence."""
+    text = re.sub(r"<details.*?</details>", "", path.read_text(), flags=re.S)
+    assert len(text.split()) < 2000
+    claims = text.partition("## The paper's claims")[2].partition("\n## ")[0].partition("More tables")[0]
+    assert claims.count("\n- **") <= 5
+    if path.stem not in ("index", "decide"):
+        finding = text.split("\n\n")[1]
+        declared = yaml.safe_load((ROOT / f"conf/report/{path.stem}.yaml").read_text())["finding"]
+        assert finding == " ".join(declared.split())
+        assert finding.endswith(".") and not re.search(r"[a-z]\. [A-Z]", finding)
+
+
+def test_what_is_too_long_for_a_page_is_a_csv_that_the_site_filters():
+    site = hook("site_verdicts")
+    for path in (ROOT / "outputs/report").glob("*-tables.csv"):
+        page = path.with_name(path.name.replace("-tables.csv", ".md"))
+        assert f"]({path.name})" in page.read_text()
+    table = site.long_tables(ROOT / "outputs/report/families-tables.csv")
+    assert '<select data-column="0">' in table and table.count("<tr>") > 300 and 'data-name="row"' in table
+
+
+def test_the_gallery_has_no_empty_header():
+    assert "| | |" not in (ROOT / "docs/gallery/index.md").read_text()
+
+
+def test_nothing_of_the_site_is_cut_on_a_narrow_screen():
+    """Code lines go on below, and rows of the long tables are cards."""
+    css = (ROOT / "docs/site.css").read_text()
+    narrow = css.partition("@media screen and (max-width")[2]
+    assert "pre-wrap" in css and ".verdicts thead { display: none" in narrow
+    assert "md_in_html" in (ROOT / "mkdocs.yml").read_text()

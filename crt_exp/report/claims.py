@@ -20,6 +20,7 @@ the share `keeps` of what `of` gains over `over` the arm gains over it; {text, v
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from crt_exp.report.evidence import (
     equivalent,
     exactly,
     inside,
+    share_between,
     signs,
 )
 
@@ -75,6 +77,7 @@ def entry_claims(page: "Page", entries: Sequence[dict[str, Any]]) -> Iterator[tu
 
 
 def place_claims(page: "Page", entry: dict[str, Any], setting: str, x: Any) -> Iterator[tuple[str, Claim]]:
+    common = kind(entry)
     entry = entry | {"x": x, "margin": setting_value(entry.get("margin", 0.0), setting)}
     values = differences(page, entry, setting)
     if len(values):
@@ -82,7 +85,15 @@ def place_claims(page: "Page", entry: dict[str, Any], setting: str, x: Any) -> I
         closed = closed_form(page, entry, setting) if len(values) > 1 else None
         paper, why = (str(setting_value(entry.get(key, ""), setting, "")) for key in ("paper", "why"))
         yield setting, Claim(text, interval(page, entry, setting, values), unit(page, entry), closed, paper, why,
-                             entry.get("looks", page.spec.get("looks", 1)), bar(page, entry, setting))
+                             entry.get("looks", page.spec.get("looks", 1)), bar(page, entry, setting), common)
+
+
+def kind(entry: dict[str, Any]) -> str:
+    """The text without its setting and place, and with all its margins."""
+    margins = sorted(entry["margin"].values()) if isinstance(entry.get("margin"), dict) else [entry.get("margin", 0)]
+    shown = " to ".join(f"{each:g}" for each in dict.fromkeys([margins[0], margins[-1]]))
+    text = re.sub(r"^\{setting\}[:,] |, \{setting\}", "", entry["text"]).replace("angle {x} degrees: ", "")
+    return text.format(setting="the setting", x="x", margin=shown)
 
 
 def setting_value(given: Any, setting: str, default: Any = 0.0) -> Any:
@@ -107,30 +118,38 @@ def unit(page: "Page", entry: dict[str, Any]) -> str:
     return "in the logarithm" if entry.get("scale") == "log" else page.metric(entry.get("metric", page.main)).points
 
 
-def bar(page: "Page", entry: dict[str, Any], setting: str) -> Bar | None:
-    """What the entry compares its value with, where that is not 0; see `differences`."""
+def bar(page: "Page", entry: dict[str, Any], setting: str) -> Bar:
+    """What the entry compares its value with; see `differences`."""
     metric, log = page.metric(entry.get("metric", page.main)), entry.get("scale") == "log"
     if "equal" in entry:
         return within(page, entry, setting)
     if "better" in entry:
-        return ahead(entry["margin"], metric, log) if entry["margin"] else None
+        return ahead(entry["margin"], metric, log)
     if "keeps" in entry:
-        return Share(entry["keeps"], 1, f"at least {entry['keeps']:g}", metric.points, kept=share(page, entry, setting))
+        return share(page, entry, setting)
     side = "at_most" if "at_most" in entry else "at_least"
-    words = f"{side.replace('_', ' ')} {entry[side]:g}"
+    words = f"{side.replace('_', ' ')} {'e^' * metric.power}{entry[side]:g}"
     if "against" in entry:
         return Bar(entry[side], -1, f"worse by {words}", metric.points, sign=True)
-    return Bar(entry[side], -1 if side == "at_most" else 1, words, metric.unit, log) if entry[side] else None
+    return Bar(entry[side], -1 if side == "at_most" else 1, words, "" if metric.power else metric.unit, log,
+               power=metric.power)
 
 
 def ahead(margin: float, metric: Any, log: bool) -> Bar:
     """Of one arm over another; of logarithms as the ratio of the first to the second, which is small where the metric
     is to be low."""
     if not log:
-        return Bar(margin, 1, f"at least {margin:g}", metric.points, sign=True)
-    if metric.sign > 0:
-        return Bar(margin, 1, f"at least {margin:.3g}", "times", log=True)
-    return Bar(1 / margin, -1, f"at most {1 / margin:.3g}", "times", log=True)
+        unit = "" if metric.power else metric.points
+        said = beyond(1, f"{'e^' * metric.power}{margin:g}", margin)
+        return Bar(margin, 1, said, unit, sign=True, power=metric.power)
+    least = margin or 1.0
+    at = least if metric.sign > 0 else 1 / least
+    return Bar(at, metric.sign, beyond(metric.sign, f"{at:.3g}", margin), "times", log=True)
+
+
+def beyond(side: int, bar: str, margin: float) -> str:
+    """Above a bar or below it; of a margin, at least or at most."""
+    return f"{('at least' if side > 0 else 'at most') if margin else ('above' if side > 0 else 'below')} {bar}"
 
 
 def within(page: "Page", entry: dict[str, Any], setting: str) -> Bar:
@@ -190,8 +209,11 @@ def gains(page: "Page", entry: dict[str, Any], metric: str, where: dict[str, Any
     return both["ours"], both["whole"]
 
 
-def share(page: "Page", entry: dict[str, Any], setting: str) -> float:
-    """Of the means."""
+def share(page: "Page", entry: dict[str, Any], setting: str) -> Share:
+    """Of the means, with its interval."""
     where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
-    ours, whole = gains(page, entry, entry.get("metric", page.main), where)
-    return float(ours.mean() / whole.mean())
+    metric = entry.get("metric", page.main)
+    ours, whole = gains(page, entry, metric, where)
+    ends = share_between(ours, whole) if len(ours) > 1 else (math.nan, math.nan)
+    return Share(entry["keeps"], 1, f"at least {entry['keeps']:g}",
+                 kept=float(ours.mean() / whole.mean()), low=ends[0], high=ends[1])

@@ -19,6 +19,7 @@ from crt_exp.report import decide_figure, draws
 from crt_exp.report.decide_figure import UNIFORM, WHEN
 from crt_exp.report.evidence import Interval, Unmeasured, independent
 from crt_exp.report.page import Page, names
+from crt_exp.report.verdicts import details
 from crt_exp.runner.run import write_atomic
 
 NAME = "decide"
@@ -32,7 +33,6 @@ class ClaimRow(NamedTuple):
     number: str
     ours: str
     word: str
-    units: str
     page: str
     why: str
 
@@ -56,11 +56,14 @@ class Decision:
         return [(entry, {method: cost / costs[UNIFORM] for method, cost in costs.items() if method != UNIFORM})
                 for entry, costs in entries if costs.get(UNIFORM, 0.0) >= entry["least"]]
 
+    def arms(self, entry: dict[str, Any]) -> dict[str, str]:
+        """method -> the arm that stands for it in a setting."""
+        arms = {method: given["arm"] for method, given in self.spec["methods"].items() if "arm" in given}
+        return arms | {UNIFORM: UNIFORM} | entry.get("arms", {})
+
     def costs(self, entry: dict[str, Any]) -> dict[str, float]:
         """method -> by how much it is worse than exact attention, with `uniform` among them."""
-        arms = {method: given["arm"] for method, given in self.spec["methods"].items() if "arm" in given}
-        arms[UNIFORM] = UNIFORM
-        every = {method: self.cost(entry, arm) for method, arm in (arms | entry.get("arms", {})).items()}
+        every = {method: self.cost(entry, arm) for method, arm in self.arms(entry).items()}
         return {method: cost for method, cost in every.items() if not math.isnan(cost)}
 
     def cost(self, entry: dict[str, Any], arm: str) -> float:
@@ -120,51 +123,59 @@ class Decision:
                 continue
             claim, gate = verdict.claim, getattr(verdict, "gate", None)
             why = f"{gate.text} is {gate.value:.3g}" if gate else claim.why or entry.get("why", "")
-            units = "exact" if claim.difference.n == 0 else f"{claim.difference.n}"
-            yield ClaimRow(entry["paper"], entry["said"], claim.paper, f"{text}: {claim.shown()}",
-                           verdict.word, units, page.name, why or getattr(verdict, "power", ""))
+            yield ClaimRow(entry["paper"], entry["said"], claim.paper,
+                           f"{text}: {claim.value} (bar: {claim.against.said})",
+                           verdict.word, page.name, why or getattr(verdict, "power", ""))
 
-    def sentences(self) -> list[str]:
-        return [*filter(None, (self.without_training(), self.cost_sentence(), self.with_training()))]
+    def sentence(self) -> str:
+        """What to take; empty without settings."""
+        best, trained = self.best(self.settings), self.best(self.passing("trained"))
+        after = f", and to train on from there {trained}" if trained else ""
+        return (f"**To swap without training take {best}{after}; where a time below is above 1, exact attention is the "
+                "faster one.**") if best else ""
 
-    def without_training(self) -> str:
-        best, listed = self.ordered(self.settings)
-        return best and (f"**Without training take {best}**: directly after a swap it loses the least of what uniform "
-                         f"attention costs, median over the settings that pass their gate: {listed}.")
-
-    def ordered(self, settings: list[tuple[dict[str, Any], dict[str, float]]]) -> tuple[str, str]:
-        """The family of methods whose best loses least, by medians, and all methods; two empty strings without
-        settings."""
+    def best(self, settings: list[tuple[dict[str, Any], dict[str, float]]]) -> str:
+        """The family of the method that loses least, by medians."""
         shares = {method: [each[method] for _, each in settings if method in each] for method in self.spec["methods"]}
-        ordered = sorted((median(each), method, each) for method, each in shares.items() if each)
-        listed = "; ".join(f"{method}: {middle:.0%} ({min(each):.0%} to {max(each):.0%} of {len(each)})"
-                           for middle, method, each in ordered)
-        return (ordered[0][1].partition(",")[0] if ordered else "", listed)
+        ordered = sorted((median(each), method) for method, each in shares.items() if each)
+        return ordered[0][1].partition(",")[0] if ordered else ""
 
-    def cost_sentence(self) -> str:
-        parts = [f"{'causal' if direction == 'causal' else 'in both directions'} {'; '.join(map(faster, *zip(*rest)))}"
-                 for direction, methods in self.times.items()
-                 if (rest := [(method, ratios) for method, ratios in methods.items() if method != UNIFORM])]
-        lengths = ", ".join(f"{x:.0f}" for x in self.spec["speed"]["lengths"])
-        return ("**Below the lengths named here take exact attention**: a training step over exact attention's time at "
-                f"L = {lengths}, {'; '.join(parts)}.") if parts else ""
+    def table(self) -> list[list[str]]:
+        """One row for a method in a direction: what it loses, by which arm, and what it takes, by which arm."""
+        return [row for direction in dict.fromkeys([*self.times, *(entry["direction"] for entry, _ in self.settings)])
+                for method in self.spec["methods"] if any((row := self.row(direction, method))[2:])]
 
-    def with_training(self) -> str:
-        best, listed = self.ordered(self.passing("trained"))
-        parts = [f"after a little training on the median is {listed}"] if best else []
+    def row(self, direction: str, method: str) -> list[str]:
+        here = [[(entry, shares) for entry, shares in settings if entry.get("direction", "both") == direction
+                 and method in shares] for settings in (self.settings, self.passing("trained"))]
+        arms = dict.fromkeys(self.arms(entry)[method] for settings in here for entry, _ in settings)
+        times = self.times.get(direction, {}).get(method, {})
+        timed = self.spec["speed"]["directions"].get(direction, {}).get("arms", {}).get(method, "") if times else ""
+        took = [f"{times[x]:.2g}" if x in times else "" for x in self.spec["speed"]["lengths"]]
+        return [method, "causal" if direction == "causal" else "both", *(lost(shares, method) for shares in here),
+                "; ".join(f"`{arm}`" for arm in arms), *took, timed and f"`{timed}`"]
+
+    def nearer(self) -> str:
+        """In how many settings FAVOR++ is nearer than FAVOR+, and in how many farther."""
+        parts = []
         for when, text in WHEN.items():
             group = [interval for entry, interval in self.forest if entry["when"] == when]
-            if group:
-                above, below = sum(each.low > 0 for each in group), sum(each.high < 0 for each in group)
-                parts.append(f"{text} FAVOR++ is nearer than FAVOR+ in {above} of {len(group)} settings, farther in "
-                             f"{below}")
-        return f"**With training take {best or 'either'}**: {'; '.join(parts)}." if parts else ""
+            above, below = sum(each.low > 0 for each in group), sum(each.high < 0 for each in group)
+            parts += [f"{text} nearer in {above} of {len(group)} settings, farther in {below}"] * bool(group)
+        return f"FAVOR++ is {'; '.join(parts)}." if parts else ""
 
 
-def faster(method: str, ratios: dict[float, float]) -> str:
-    first = min((x for x, ratio in ratios.items() if ratio < 1), default=None)
-    times = ", ".join(f"{ratio:.2g}" for ratio in ratios.values())
-    return f"{method}: {times} (faster {f'from {first:.0f} on' if first else 'at none of these'})"
+def lost(settings: list[tuple[dict[str, Any], dict[str, float]]], method: str) -> str:
+    """The median with the ends, and of how many settings."""
+    shares = [each[method] for _, each in settings]
+    if len(shares) < 2:
+        return percent(shares[0]) if shares else ""
+    return f"{percent(median(shares))} ({percent(min(shares))} to {percent(max(shares))} of {len(shares)})"
+
+
+def percent(share: float) -> str:
+    """Without the sign of a 0."""
+    return f"{share:.0%}".replace("-0%", "0%")
 
 
 def places(entry: dict[str, Any]) -> dict[str, Any]:
@@ -178,39 +189,37 @@ def geometric(values) -> float:
 def write(folder: Path = draws.FOLDER) -> Path:
     """The page and its pictures, each written atomically."""
     decision = Decision(folder)
-    save_figure(decide_figure.figure(decision), folder / f"{NAME}.png")
+    if any(entry["name"] == decision.spec["picture"]["setting"] for entry, _ in decision.settings):
+        save_figure(decide_figure.figure(decision), folder / f"{NAME}.png")
     save_figure(decide_figure.forest_figure(decision.forest), folder / f"{NAME}-forest.png")
     write_atomic(folder / f"{NAME}.md", text(decision))
     return folder / f"{NAME}.md"
 
 
 def text(decision: Decision) -> str:
-    rows = [[row.paper, row.said, row.number, row.ours, f"**{row.word}**", row.units, commands(decision, row), row.why]
-            for row in decision.rows]
-    header = ["paper", "it says", "its number", "ours", "verdict", "units", "command, commit, page", "why"]
+    rows = [[row.paper, row.said, row.number, row.ours, f"**{row.word}**", row.page and f"[{row.page}]({row.page}.md)",
+             row.why] for row in decision.rows]
+    header = ["paper", "it says", "its number", "ours", "verdict", "page", "why"]
     forest = [[entry["name"], WHEN[entry["when"]], f"{100 * interval.mean:+.1f} ± {100 * interval.half:.1f}",
                str(interval.n), f"[{entry['page']}]({entry['page']}.md)"] for entry, interval in decision.forest]
-    chosen = "\n".join(f"- [{name}]({name}.md): {sentence}" for name, page in decision.pages.items()
-                       for sentence in page.spec.get("choices", []))
     missing = "\n".join(f"- {entry['paper']}: {entry['said']}. Not here, because {entry['because']}."
                         for entry in decision.spec["missing"])
-    parts = [f"# {decision.spec['title']}", *decision.sentences(), f"![{decision.spec['title']}]({NAME}.png)",
-             "Time of a training step over exact attention's against the share of uniform attention's cost that is "
-             "lost directly after the swap, of settings in which uniform attention costs enough; what loses more than "
-             f"{decide_figure.MOST:g} of it is drawn there.",
-             "## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n"
-             f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)\n\n"
-             + markdown(["setting", "when", "nearer by", "units", "page"], forest).rstrip(),
+    lengths = [f"time, L = {x:.0f}" for x in decision.spec["speed"]["lengths"]]
+    methods = ["attention", "direction", "lost directly after the swap", "after training on", "by the arm", *lengths,
+               "by the arm of the page speed"]
+    parts = [f"# {decision.spec['title']}", decision.sentence(), f"![{decision.spec['title']}]({NAME}.png)",
+             "Lost: of what uniform attention costs, the median over the settings in which that is enough. Time: of a "
+             "training step over that of exact attention in the same direction. One name is one method; losses and "
+             "times are of the arms beside them, and what was not measured is empty. The picture is of one setting at "
+             f"{decision.spec['picture']['length']:.0f} tokens, and so are its times.",
+             markdown(methods, decision.table()).rstrip(),
+             f"## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n{decision.nearer()}\n\n"
+             f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)",
+             details("The same as a table",
+                     markdown(["setting", "when", "nearer by", "units", "page"], forest).rstrip()),
              "## What the papers say, and what is seen here\n\nThe claims that decide most; [the index](index.md) has "
              "every claim of every page.\n\n" + markdown(header, rows).rstrip(),
-             f"## What the papers say and no page measures\n\n{missing}",
-             f"## Choices: settings tuned, seeds added, criteria changed\n\n{chosen}",
-             "Command: `make report`; every number is computed from the committed draws of the pages named."]
+             details("What the papers say and no page measures", missing),
+             "What was tuned, added or changed after results stands under Choices on each page. Command: `make "
+             "report`; every number is computed from the committed draws of the pages named."]
     return "\n\n".join(parts) + "\n"
-
-
-def commands(decision: Decision, row: ClaimRow) -> str:
-    if not row.page:
-        return ""
-    commits = sorted({commit.rstrip("+") for commit in decision.pages[row.page].draws["commit"]} - {""})
-    return f"`make {row.page}`, {commits[-1] if commits else 'no commit'}, [{row.page}]({row.page}.md)"

@@ -41,17 +41,9 @@ class Interval:
         """Which side of 0 the draws are on."""
         return self.mean > 0
 
-    def shown(self, unit: str, p: float | None = None, bar: "Bar | None" = None) -> str:
-        """In a verdict's line, p as corrected there; a closed form has neither width nor draws. With a bar the value
-        that is compared with it, which this interval is not."""
-        value = with_unit(f"{self:+.3g}" if self.n > 1 else f"{self.mean:+.3g}", unit) if bar is None else (
-            bar.shown(self))
-        return f"{value} ({'' if bar is None else f'bar: {bar.said}; '}{self.chance(p)})"
-
-    def chance(self, p: float | None) -> str:
-        if not self.n:
-            return "exact"
-        return f"n = {self.n}" + ("" if p is None or self.n == 1 else f", p = {p:.2g}")
+    def shown(self, bar: "Bar") -> str:
+        """The value that is compared with the bar, which this interval, of how far it lies beyond, is not."""
+        return bar.shown(self)
 
     def __format__(self, spec: str) -> str:
         return f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
@@ -68,23 +60,18 @@ class Signs(Interval):
     def positive(self) -> bool:
         return self.above > self.below
 
-    def shown(self, unit: str, p: float | None = None, bar: "Bar | None" = None) -> str:
-        median = with_unit(f"{self.mean:+.3g}", unit) if bar is None else bar.shown(self)
-        beyond, at = ("above 0", "at 0") if bar is None else ("beyond the bar", "at it")
+    def shown(self, bar: "Bar") -> str:
         equal = self.n - self.above - self.below
-        ties = f", {equal} {at}" if equal else ""
-        return (f"{self.above} of {self.n} {beyond}{ties}, median {median} "
-                f"({'' if bar is None else f'bar: {bar.said}; '}{self.chance(p)})")
-
-    def chance(self, p: float | None) -> str:
-        return "sign test" + ("" if p is None else f", p = {p:.2g}")
+        ties = f", {equal} at it" if equal else ""
+        return f"{self.above} of {self.n} beyond the bar{ties}, median {bar.shown(self)}"
 
 
 @dataclass(frozen=True)
 class Bar:
     """What the value of a claim is compared with. The claim's difference is how far the value lies beyond it: on the
     side 1, above `at`, or -1, below; with `log` the difference of their logarithms, and `unit` that of the values.
-    said: the bar in words; sign: whether the value is a difference, which is shown with its sign."""
+    said: the bar in words; sign: whether the value is a difference, which is shown with its sign; power: values are
+    logarithms, and e^value is shown."""
 
     at: float
     side: int
@@ -92,30 +79,41 @@ class Bar:
     unit: str = ""
     log: bool = False
     sign: bool = False
+    power: bool = False
 
     def value(self, difference: float) -> float:
         return self.at * math.exp(self.side * difference) if self.log else self.at + self.side * difference
 
     def shown(self, beyond: Interval) -> str:
         """The value with its interval, given how far it lies beyond the bar."""
-        spec = "+.3g" if self.sign and not self.log else ".3g"
-        value = f"{self.value(beyond.mean):{spec}}"
+        value = self.number(self.value(beyond.mean))
         if beyond.n > 1 and not math.isnan(beyond.half):
             ends = sorted(self.value(end) for end in (beyond.low, beyond.high))
-            value += f" [{ends[0]:.3g}, {ends[1]:.3g}]" if self.log else f" ± {beyond.half:.3g}"
+            value += (f" ± {beyond.half:.3g}" if not self.log and not self.power else
+                      f" [{self.number(ends[0])}, {self.number(ends[1])}]")
         return with_unit(value, self.unit)
+
+    def number(self, value: float) -> str:
+        if self.power:
+            return f"e^{value:.3g}"
+        return f"{value:{'+.3g' if self.sign and not self.log else '.3g'}}"
 
 
 @dataclass(frozen=True)
 class Share(Bar):
     """A bar that is a share of what another arm gains, which differs from unit to unit: `kept` is the share of the
-    means, and the claim's difference how far the gain lies beyond `at` of the other."""
+    means, between `low` and `high`, and the claim's difference how far the gain lies beyond `at` of the other."""
 
     kept: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    def value(self, difference: float) -> float:
+        return self.kept
 
     def shown(self, beyond: Interval) -> str:
-        further = with_unit(f"{beyond:+.3g}" if beyond.n > 1 else f"{beyond.mean:+.3g}", self.unit)
-        return f"a share of {self.kept:.3g}, {further} beyond the bar"
+        ends = "" if math.isnan(self.low) else f" [{self.low:.3g}, {self.high:.3g}]"
+        return f"{self.kept:.3g}{ends} of it"
 
 
 def with_unit(value: str, unit: str) -> str:
@@ -153,6 +151,19 @@ def equivalent(values: Sequence[float], bound: float) -> Interval:
     return replace(distance, p=distance.p / 2)
 
 
+def share_between(ours: Sequence[float], whole: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+    """The shares s at which the mean of ours - s whole may be 0 (Fieller's interval of a ratio of means); not numbers
+    where these are no interval, as `whole` may have mean 0 itself."""
+    ours, whole = _checked(ours), _checked(whole)
+    spread = float(stdtrit(len(ours) - 1, 1 - level / 2))**2 / len(ours) * np.cov(ours, whole)
+    a = whole.mean()**2 - spread[1, 1]
+    b, c = ours.mean() * whole.mean() - spread[0, 1], ours.mean()**2 - spread[0, 0]
+    if a <= 0:
+        return math.nan, math.nan
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    return float((b - root) / a), float((b + root) / a)
+
+
 def signs(values: Sequence[float]) -> Signs:
     """The sign test of a median of 0, for values of which single ones decide a mean; zeros are left out of it."""
     values = _checked(values)
@@ -172,10 +183,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Claim:
-    """An ordering: `difference` is above 0 if it holds. unit: of the difference, for the text. bar: of a claim about a
-    value that is compared with something else than 0; the text then shows value and bar.
+    """An ordering: `difference` is above 0 if it holds. unit: of the difference. bar: what the text's value, which is
+    shown beside it, is compared with: without another the difference itself with 0.
     closed: the same difference by a closed form, which no draw disturbs; heavy tails may hide it from few draws.
-    paper: the paper's number or words; why: one sentence; looks: at the draws, before the verdict."""
+    paper: the paper's number or words; why: one sentence; looks: at the draws, before the verdict; kind: the text
+    without setting and place, which claims have in common that ask the same of several."""
 
     text: str
     difference: Interval
@@ -185,29 +197,33 @@ class Claim:
     why: str = ""
     looks: int = 1
     bar: Bar | None = None
+    kind: str = ""
 
-    def shown(self, p: float | None = None) -> str:
-        return self.difference.shown(self.unit, p, self.bar)
+    @property
+    def against(self) -> Bar:
+        return self.bar or Bar(0.0, 1, "above 0", self.unit, sign=True)
+
+    def shown(self) -> str:
+        """Value and bar, and the paper's number, as a verdict's line has them."""
+        paper = f"; the paper: {self.paper}" if self.paper else ""
+        return f"{self.value} (bar: {self.against.said}{paper})"
+
+    @property
+    def value(self) -> str:
+        return self.difference.shown(self.against)
 
     def shown_closed(self) -> str:
         """The closed form, as the value is shown."""
-        if self.bar is None or self.closed is None:
-            return "" if self.closed is None else f"{self.closed:+.3g}"
-        return f"{self.bar.value(self.closed):.3g}"
+        return "" if self.closed is None else self.against.number(self.against.value(self.closed))
 
     def row(self, word: Word) -> dict[str, float | int | str]:
         """For the index of all verdicts."""
         interval = self.difference
         width = {} if math.isnan(interval.half) else {"difference_ci95": interval.half}
-        closed = {} if self.closed is None else {"closed_form": self.closed}
-        return {"claim": self.text, "verdict": word, "difference": interval.mean, **width, "unit": self.unit,
-                "n": interval.n, **closed, **self._against_bar(), **stated(paper=self.paper, why=self.why)}
-
-    def _against_bar(self) -> dict[str, str]:
-        return {} if self.bar is None else {"value": self.bar.shown(self.difference), "bar": self.bar.said}
-
-    def remarks(self) -> str:
-        return (f"; the paper: {self.paper}" if self.paper else "") + (f". {self.why}" if self.why else "")
+        closed = {} if self.closed is None else {"closed_form": self.shown_closed()}
+        return {"claim": self.text, "verdict": word, "value": self.value, "bar": self.against.said,
+                "difference": interval.mean, **width, "unit": self.unit, "n": interval.n, **closed,
+                **stated(paper=self.paper, why=self.why)}
 
 
 def stated(**texts: str) -> dict[str, str]:
@@ -242,19 +258,17 @@ class Verdict:
         least = error * float(stdtrit(interval.n - 1, 1 - level / 2) + stdtrit(interval.n - 1, POWER))
         needed = interval.n * (least / interval.mean)**2 if interval.mean else math.inf
         more = f"; about {needed:.2g} would show the difference seen" if interval.n < needed < 1000 else ""
-        unit = f" {self.claim.unit}" if self.claim.unit else ""
-        return f"{interval.n} can show {least:.2g}{unit}{more}"
+        seen = f"a factor of {math.exp(least):.2g}" if self.claim.against.log else with_unit(
+            f"{least:.2g}", self.claim.unit)
+        return f"{interval.n} can show {seen}{more}"
 
     def row(self) -> dict[str, float | int | str]:
         """For the index of all verdicts."""
         return {**self.claim.row(self.word), "p_holm": self.p, **stated(power=self.power)}
 
     def __str__(self) -> str:
-        """A line of a list in Markdown."""
-        closed = "" if self.claim.closed is None else f"; by the closed form {self.claim.shown_closed()}"
-        power = f"; {self.power}" if self.power else ""
-        return (f"- **{self.word}**: {self.claim.text}: {self.claim.shown(self.p)}"
-                f"{closed}{power}{self.claim.remarks()}")
+        """A line of a list in Markdown; n, p and what else it rests on stand in the table of all verdicts."""
+        return f"- **{self.word}**: {self.claim.text}: {self.claim.shown()}"
 
 
 @dataclass(frozen=True)
@@ -303,8 +317,7 @@ class Unjudged:
         return {**self.claim.row(self.word), "not_judged": f"{self.gate.text}: {self.gate.shown}"}
 
     def __str__(self) -> str:
-        return (f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.shown()}; "
-                f"{self.gate.text} is {self.gate.shown}{self.claim.remarks()}")
+        return f"- **{self.word}**, a gate failed: {self.claim.text}: {self.claim.shown()}"
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,11 @@ def figure(page: Page):
 
 
 def colour(page: Page, arm: str) -> str:
-    """Of an attention or map: the same on all pages; controls in grey, and nothing else."""
-    if arm in page.controls:
-        return drawing.CONTROL
+    """Of an attention or map: the same on all pages; controls in grey, but for peers, which have a colour."""
     name = re.split("[ ,]", arm)[0]
-    shade = drawing.colour(name)
+    if arm in page.controls and name not in drawing.PEERS:
+        return drawing.CONTROL
+    shade = drawing.colour(arm)
     return drawing.colour_by_rule(name) if shade == drawing.CONTROL else shade
 
 

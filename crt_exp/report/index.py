@@ -1,5 +1,5 @@
 """make report: every verdict of the reports, on orderings that papers state and on bars and questions of our own, from
-their csv files."""
+their csv files: counted in index.md, each a row of index.csv."""
 
 import re
 from collections import Counter
@@ -40,7 +40,8 @@ def text(pages: list[Path], verdicts_of: dict[str, list[dict[str, str]]]) -> str
     silent = ", ".join(f"[{page.stem}]({page.name})" for page in pages if page not in judged)
     parts = ["# Verdicts: the papers' claims, and bars and questions of our own\n", f"{summary(verdicts_of)}\n"]
     parts += [f"## {heading}\n\n{counts(judged, verdicts_of, family)}" for family, heading in FAMILIES.items()]
-    parts += [section(page, verdicts_of[page.stem]) for page in judged]
+    parts += [f"Every verdict with value, bar, number of units and p-value: [{NAME}.csv]({NAME}.csv); the site filters "
+              "them by paper, page, verdict and words.\n"]
     return "\n".join([*parts, f"Reports without a verdict: {silent}." if silent else "",
                       "\nCommand: `make report`."]) + "\n"
 
@@ -70,36 +71,3 @@ def made_by(page: Path) -> str:
     """The commit that a page names."""
     match = re.search(r"(?:; |Code: )commit (\w+)", page.read_text(encoding="utf-8"))
     return match[1] if match else ""
-
-
-def section(page: Path, rows: list[dict[str, str]]) -> str:
-    order = {family: place for place, family in enumerate(FAMILIES)}
-    shown = [["paper" if row["family"] == "claims" else "own", f"**{row['verdict']}**", row["claim"],
-              row.get("paper", ""), row.get("value") or difference(row), row.get("bar", ""), *chance(row)]
-             for row in sorted(rows, key=lambda row: (order[row["family"]], WORDS.index(row["verdict"])))]
-    header = ["of", "verdict", "claim", "the paper's number", "value", "bar", "n", "p"]
-    return f"## [{page.stem}]({page.name})\n\n" + markdown(header, shown)
-
-
-def difference(row: dict[str, str]) -> str:
-    """With its 95% interval, above 0 where the claim holds, which has no other bar."""
-    if "difference" not in row:
-        return ""
-    half = f" ± {number(row['difference_ci95'])}" if "difference_ci95" in row and not exact(row) else ""
-    return f"{float(row['difference']):+.3g}{half} {row.get('unit', '')}".rstrip()
-
-
-def chance(row: dict[str, str]) -> tuple[str, str]:
-    """How many draws, and the p-value."""
-    if exact(row):
-        return "exact", ""
-    return row.get("n", ""), number(row["p_holm"]) if "p_holm" in row else "not judged" if "not_judged" in row else ""
-
-
-def exact(row: dict[str, str]) -> bool:
-    """By a closed form, without any draw."""
-    return row.get("n") == "0"
-
-
-def number(value: str) -> str:
-    return f"{float(value):.2g}"

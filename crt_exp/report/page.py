@@ -6,10 +6,11 @@ take the page and come in the place of those made from the file, while its `clai
 come after those of the file.
 
     title:      heading of the page                    data:     the files that its measurement reads, for `make help`
+    finding:    what the committed draws show, in one sentence
     facts:      data, sizes, seeds, and what a reader must know; of SIZE=small, which `{size}` in it names, as `choices`
     arms:       arm -> its name on the page            controls: arms that look at nothing, or nearly so
-    metrics:    metric -> {name, unit, scale, better: higher or lower, format}; main, at, table: the one (default: the
-                first), its place x and its table by which controls are compared with arms
+    metrics:    metric -> {name, unit, scale, better: higher or lower, format, power}; main, at, table: the one
+                (default: the first), its place x and its table by which controls are compared with arms
     gates:      what must hold before a setting is judged, see `Page.gates`
     claims:     the paper's own sentences, at most five; bars: own bars and questions. Entries of both: see `claims`;
                 Holm's correction over each family apart
@@ -61,9 +62,9 @@ from crt_exp.report.evidence import (
 )
 
 FOLDER = CONF / "report"
-KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims",
-        "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "commands", "options", "measure",
-        "sizes")
+KEYS = ("title", "finding", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates",
+        "claims", "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "commands", "options",
+        "measure", "sizes")
 SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads all pages in a tenth of the time
 NO_ROWS = np.empty(0, int)
 PART = "part"                           # folder of pages of some arms or seeds
@@ -155,13 +156,15 @@ def at_size(spec: dict[str, Any], size: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Metric:
-    """How values are shown: times `scale`, in `unit`, by `format`; sign: 1 where higher is better, -1 where lower."""
+    """How values are shown: times `scale`, in `unit`, by `format`; sign: 1 where higher is better, -1 where lower;
+    power: they are logarithms, of which verdicts show e^value."""
 
     name: str
     unit: str = ""
     scale: float = 1.0
     better: str = "higher"
     format: str = ".3g"
+    power: bool = False
 
     @property
     def sign(self) -> int:

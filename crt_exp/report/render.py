@@ -1,31 +1,36 @@
-"""From draws to outputs/report/<name>.md and .png; the csv next to them holds the draws."""
+"""From draws to outputs/report/<name>.md and .png; the csv next to them holds the draws, <name>-tables.csv what is
+too long for a page."""
 
 import re
 import shlex
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from crt_exp.config import own_folders
 from crt_exp.drawing import save_figure
-from crt_exp.report import figures, tables
-from crt_exp.report.evidence import LEVEL, LOOKS, WORDS
-from crt_exp.report.page import FAMILIES, Page, home
+from crt_exp.report import figures, tables, verdicts
+from crt_exp.report.evidence import LEVEL, LOOKS
+from crt_exp.report.page import Page, home
 from crt_exp.runner.run import write_atomic
 from crt_exp.probes import sources
 from crt_exp.probes.runs import flat
 from crt_exp.probes.training import Grid
 
+TABLES = "-tables.csv"  # of the tables that are too long for a page
 CODE = "Code:"  # begins the line that depends on the history of the checkout, and on nothing else of a page
 
 
 def write(page: Page) -> Path:
-    """Both files, each written atomically."""
+    """The page, its picture and the csv of its long tables, each written atomically."""
     picture = page.own("figure")(page) if page.own("figure") else figures.figure(page)
     path = page.folder / f"{page.name}.md"
-    write_atomic(path, text(page, picture is not None))
+    sections = sections_of(page)
+    write_atomic(path, text(page, picture is not None, sections))
+    write_tables(page.folder / f"{page.name}{TABLES}", tables.fitting(sections)[1])
     if picture is not None:
         save_figure(picture, page.folder / f"{page.name}.png")
         import matplotlib.pyplot as plt
@@ -34,27 +39,49 @@ def write(page: Page) -> Path:
     return path
 
 
-def text(page: Page, picture: bool) -> str:
-    spec = page.spec
-    gates = [str(gate) for gate in dict.fromkeys(gate for _, gate in page.gates)]
-    own = page.own("sections")
-    parts = [f"# {spec['title']}", "\n\n".join(page.first_lines()), *verdicts(page),
-             "\n".join(["What the settings can tell:", "", *gates]) if gates else "",
-             *(section.rstrip() for section in (own(page) if own else tables.sections(page))),
-             f"![{spec['title']}]({page.name}.png)" if picture else "", commands(page), choices(page),
-             caption(page)]
+def sections_of(page: Page) -> list[tables.Table | str]:
+    return (page.own("sections") or tables.sections)(page)
+
+
+def write_tables(path: Path, apart: Sequence[tables.Table]) -> None:
+    """One row a value; none of an earlier page is left where all tables fit."""
+    if apart:
+        frame = pd.DataFrame([cell for table in apart for cell in table.cells()])
+        write_atomic(path, frame.to_csv(index=False, lineterminator="\n"))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def text(page: Page, picture: bool, sections: Sequence[tables.Table | str] | None = None) -> str:
+    """A sentence, a picture, at most five lines of claims, then tables; what these rest on is folded."""
+    spec, (shown, apart) = page.spec, tables.fitting(sections_of(page) if sections is None else sections)
+    at_home = page.size == home(spec) and not page.part
+    parts = [f"# {spec['title']}", " ".join(spec["finding"].split()) if at_home and "finding" in spec else "",
+             "\n\n".join(page.first_lines()), f"![{spec['title']}]({page.name}.png)" if picture else "",
+             *verdicts.sections(page), *(str(section).rstrip() for section in shown), linked(page, apart),
+             verdicts.details("How it was measured", how(page)), verdicts.details("Choices", choices(page)),
+             origin(page)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def verdicts(page: Page) -> list[str]:
-    """The paper's claims and own bars, each under its heading with their count."""
-    sections = []
-    for family, judged in page.families.items():
-        count = Counter(verdict.word for verdict in judged)
-        counted = ", ".join(f"{count[word]} {word}" for word in WORDS if count[word])
-        if judged:
-            sections.append(f"## {FAMILIES[family]}: {counted}\n\n" + "\n".join(map(str, judged)))
-    return sections
+def linked(page: Page, apart: Sequence[tables.Table]) -> str:
+    """The tables that are too long for the page, by name."""
+    if not apart:
+        return ""
+    kinds: dict[str, list[tables.Table]] = {}
+    for table in apart:
+        kinds.setdefault(table.kind, []).append(table)
+    named = "; ".join(f"{each[0].title} ({len(each[0].rows)} rows{f'; {len(each)} such tables' * (len(each) > 1)})"
+                      for each in kinds.values())
+    return f"More tables, as [csv]({page.name}{TABLES}): {named}."
+
+
+def how(page: Page) -> str:
+    """Facts, gates, the unit of independence, and the commands of the runs."""
+    unit = f"Unit of independence: {page.spec['independence']}." if "independence" in page.spec else ""
+    gates = [str(gate) for gate in dict.fromkeys(gate for _, gate in page.gates)]
+    told = "\n".join(["What the settings can tell:", "", *gates]) if gates else ""
+    return "\n\n".join(part for part in (facts(page), unit, told, commands(page)) if part)
 
 
 def choices(page: Page) -> str:
@@ -66,7 +93,7 @@ def choices(page: Page) -> str:
     if page.spec.get("looks", 1) > 1:
         sentences.append(f"Judged at {LOOKS[page.spec['looks']]}, the level that {page.spec['looks']} looks leave "
                          f"instead of {LEVEL}.")
-    return "\n".join(["## Choices", "", *(f"- {sentence}" for sentence in sentences)]) if sentences else ""
+    return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def commands(page: Page) -> str:
@@ -79,7 +106,7 @@ def commands(page: Page) -> str:
     alike: dict[str, list[Grid]] = {}
     for grid in (Grid.read(each) for each in page.spec["sizes"][page.size]["runs"]):
         alike.setdefault(str((grid.common, grid.settings)), []).append(grid)
-    return "\n\n".join(["## Commands", *(commands_of(page, grids, order) for grids in alike.values())])
+    return "\n\n".join(["### Commands", *(commands_of(page, grids, order) for grids in alike.values())])
 
 
 def commands_of(page: Page, grids: Sequence[Grid], order: Mapping[str, int]) -> str:
@@ -101,18 +128,17 @@ def words_of(grid: Grid, arm: str) -> str:
     return "".join([f"`{' '.join(grid.words(arm))}`", *begun])
 
 
-def caption(page: Page) -> str:
-    """What was measured, when, with which versions and how long it took, and the command."""
+def origin(page: Page) -> str:
+    """When it was measured, with which versions, how long it took, and the command."""
     frame = page.draws
-    unit = f"Unit of independence: {page.spec['independence']}." if "independence" in page.spec else ""
     days = sorted({*frame["date"]} - {""})
     when = "" if not days else f" of {days[0]}" + (f" to {days[-1]}" if days[-1] > days[0] else "")
     made = "; ".join(dict.fromkeys(frame["versions"][frame["versions"] != ""]))
-    origin = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
-              f"{frame['seconds'].sum():.0f} s of computing.")
+    drawn = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
+             f"{frame['seconds'].sum():.0f} s of computing.")
     some = f"A part of the page: {page.part} of all that it compares." if page.part else ""
-    return "\n\n".join(part for part in (
-        some, facts(page), unit, f"{origin} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.") if part)
+    return "\n\n".join(part for part in (some, f"{drawn} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.")
+                       if part)
 
 
 def command(page: Page) -> str:
@@ -151,7 +177,7 @@ def age(page: Page) -> str:
     commits = sorted({commit.rstrip("+") for commit in page.draws["commit"]} - {""})
     files = sources.closure(sources.of_page(page.spec)) if "sizes" in page.spec else ()
     since = {commit: commits_since(commit, files) for commit in commits}
-    return "; ".join(f"commit {commit}" + ("" if count is None else f", {count} commits since then in its rooms")
+    return "; ".join(f"commit {commit}" + ("" if count is None else f", {count} commits to its code since then")
                      for commit, count in since.items()) or "no commit"
 
 

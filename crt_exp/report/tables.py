@@ -12,11 +12,14 @@ one table over all settings). rows: "arms" (default) or a list of arms. A column
     {..., lost: [best, worst]}               what is lost against `best` as a share of what `worst` loses, by unit
     {name, count: metric}                    how many units have that metric, of all that the arm has; with no better
                                              than: arm, in how many it is no better than that arm's mean
+    {..., arms: {arm: other}}                in these rows the values of another arm, such as one of as many columns
+    {..., places: {arm: x}}                  in these rows another x
     {name, paper: {arm: text}}               what a paper reports
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,24 +30,59 @@ from crt_exp.report.evidence import independent
 from crt_exp.report.page import Page, shown
 
 
-def sections(page: Page) -> list[str]:
-    """All tables with their headings, in the order of the file, but those of which there are no draws."""
+MOST = 1200  # words of the tables that a page shows; the others are a csv
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its heading. kind: of a table for each of several settings, what these have in common."""
+
+    title: str
+    note: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    kind: str = ""
+
+    def __str__(self) -> str:
+        note = f"{self.note}\n\n" if self.note else ""
+        return f"## {self.title}\n\n{note}{markdown(self.header, self.rows)}".rstrip()
+
+    def cells(self) -> Iterator[dict[str, str]]:
+        """One for every value."""
+        for name, *values in self.rows:
+            for column, value in zip(self.header[1:], values):
+                yield {"table": self.title, "row": str(name), "column": column, "value": str(value)}
+
+
+def sections(page: Page) -> list[Table]:
+    """All tables, in the order of the file, but those of which there are no draws."""
     made = (section(page, table, setting) for table in page.spec.get("tables", [])
             for setting in table.get("settings", page.settings) or [None])
-    return [each for each in made if each]
+    return [each for each in made if each.rows]
 
 
-def section(page: Page, table: dict[str, Any], setting: str | None) -> str:
-    """Empty where no row has a cell."""
+def section(page: Page, table: dict[str, Any], setting: str | None) -> Table:
+    """Without rows where no row has a cell."""
     columns = [*expanded(page, table["columns"], setting)]
     names = arms(page, table, setting)
     rows = [[page.label(arm), *(cell(page, column, arm) for column in columns)] for arm in names]
+    kind = table.get("title", "{setting}")
+    header = [table.get("head", ""), *(column["name"] for column in columns)]
     rows = [row for row in rows if any(row[1:])]
-    if not rows:
-        return ""
-    title = table.get("title", "{setting}").format(setting=setting)
-    note = f"{table['note']}\n\n" if "note" in table else ""
-    return f"## {title}\n\n{note}{markdown([table.get('head', ''), *(c['name'] for c in columns)], rows)}"
+    return Table(kind.format(setting=setting), table.get("note", ""), header, rows, kind)
+
+
+def fitting(made: Sequence[Table | str], most: int = MOST) -> tuple[list[Table | str], list[Table]]:
+    """What a page shows, and the tables of which it links a csv: a kind of tables is shown where all of them fit into
+    the words that those before have left."""
+    shown, left = [], most
+    for kind in dict.fromkeys(each.kind for each in made if isinstance(each, Table)):
+        words = sum(len(str(each).split()) for each in made if isinstance(each, Table) and each.kind == kind)
+        if words <= left:
+            left -= words
+            shown.append(kind)
+    apart = [each for each in made if isinstance(each, Table) and each.kind not in shown]
+    return [each for each in made if each not in apart], apart
 
 
 def arms(page: Page, table: dict[str, Any], setting: str | None) -> list[str]:
@@ -72,8 +110,10 @@ def expanded(page: Page, columns: list[dict[str, Any]], setting: str | None) -> 
 
 def cell(page: Page, column: dict[str, Any], arm: str) -> str:
     where = {key: column.get(key) for key in ("setting", "table", "x")}
+    where["x"] = column.get("places", {}).get(arm, where["x"])
     if "paper" in column:
         return column["paper"].get(arm, "")
+    arm = column.get("arms", {}).get(arm, arm)
     if "count" in column:
         have = page.values(column["count"], arm=arm, **where)
         if "no better than" in column:

@@ -34,7 +34,8 @@ def losses(values, setting="A"):
     return [Draw(setting, arm, "loss", value, unit) for arm, each in values.items() for unit, value in enumerate(each)]
 
 
-SPEC = {"title": "T", "methods": {"near-far": {"colour": "nearfar", "arm": "nearfar"}, "window": {"arm": "window"}},
+SPEC = {"title": "T", "picture": {"setting": "none", "length": 16.0},
+        "methods": {"near-far": {"arm": "nearfar"}, "window": {"arm": "window"}},
         "speed": {"page": "speed", "lengths": [16.0], "directions": {}},
         "settings": [{"page": "copying", "setting": "A", "name": "A", "metric": "loss", "direction": "both", "d": 4,
                       "least": 0.5}],
@@ -51,7 +52,8 @@ def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_pa
     assert made.settings[0][1] == pytest.approx({"near-far": 0.1, "window": 0.5})
     interval, expected = made.forest[0][1], independent([0.9 / 2, 0.7 / 2])
     assert (interval.mean, interval.half) == pytest.approx((expected.mean, expected.half))
-    assert "Without training take near-far" in made.without_training() and made.cost_sentence() == ""
+    assert "To swap without training take near-far" in made.sentence()
+    assert made.table()[0] == ["near-far", "both", "10%", "", "`nearfar`", "", ""]
     values["uniform"] = [1.2, 2.2]
     draws.write("copying", losses(values), tmp_path)
     assert Decision(tmp_path, SPEC).settings == []
@@ -60,6 +62,7 @@ def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_pa
 
 TIMED = {"nearfar": "nearfar", "nearfar bounded": "nearfar preset=bounded", "uniform": "uniform",
          **{name: f"{name} m=256" for name in ("favorsharp", "favorpp", "favorp")}}  # arms of the page speed
+CAUSAL = {"nearfar causal": "nearfar open=64"}  # the default when it was timed
 LEAVES = {"both": {"exact_until"}}  # options that say nothing at the lengths of the times
 
 
@@ -71,8 +74,7 @@ def alike(arm, direction):
 
 
 def arms_of(committed, entry):
-    own = {method: given["arm"] for method, given in committed.spec["methods"].items() if "arm" in given}
-    return own | {"uniform": "uniform"} | entry.get("arms", {})
+    return committed.arms(entry)
 
 
 def test_one_name_is_one_method(committed):
@@ -80,7 +82,8 @@ def test_one_name_is_one_method(committed):
     for entry, shares in committed.settings:
         timed = committed.spec["speed"]["directions"][entry["direction"]]["arms"]
         for method in {*shares, "uniform"} & {*timed}:
-            lost, took = arms_of(committed, entry)[method], TIMED[timed[method].removesuffix(" causal")]
+            lost, took = arms_of(committed, entry)[method], CAUSAL.get(timed[method]) or TIMED[
+                timed[method].removesuffix(" causal")]
             assert alike(lost, entry["direction"]) == alike(took, entry["direction"]), f"{entry['name']}: {method}"
 
 
@@ -88,4 +91,13 @@ def test_methods_without_times_are_named_apart(committed):
     assert "near-far, small sets" not in committed.times["both"] and "near-far, bounded" in committed.times["causal"]
     names = [method for _, shares in committed.settings for method in shares]
     assert {"near-far", "near-far, bounded", "near-far, exact to 1024", "FAVOR++, m = 16"} <= {*names}
-    assert "Without training take near-far**: " in committed.without_training()
+
+
+def test_every_number_names_the_arm_that_it_was_measured_by(committed):
+    """What near-far loses causally and what it takes so are of one arm each, which the row names."""
+    rows = {(row[0], row[1]): row for row in committed.table()}
+    assert rows["near-far", "causal"][4] == "`nearfar`" and not any(rows["near-far", "causal"][5:])
+    assert rows["near-far, 64 keys", "causal"][4::4] == ["`nearfar open=64`", "`nearfar causal`"]
+    assert rows["near-far", "both"][4] == "`nearfar exact_until=0`"
+    assert all(row[4] for row in rows.values() if row[2] or row[3])
+    assert all(row[-1] for row in rows.values() if any(row[5:8]))

@@ -106,10 +106,11 @@ def test_claims_of_the_paper_and_own_bars_are_judged_and_counted_apart(tmp_path)
     assert [verdict.claim.difference for verdict in families["bars"]] == [
         equivalent(log, math.log(1.5)), signs(np.subtract(LOSSES["uniform"], LOSSES["exact"]))]
     text = render.text(made, False)
-    assert "## The paper's claims: 1 holds, 1 cannot tell here\n" in text and "## Own bars and questions: " in text
-    assert "; the paper: 0.3. Ours is noisy." in text
+    assert "## The paper's claims: 1 holds, 1 cannot tell here\n" in text
+    assert "<summary>Own bars and questions: " in text
+    assert "nats (bar: above 0; the paper: 0.3)\n" in text and "| Ours is noisy. |" in text
     assert "six layers suffice (the paper: 6 against 12): not measured here, because models are small" in text
-    assert "## Choices\n\n- The rate was tuned with exact attention.\n- Judged at 0.029, the level" in text
+    assert "<summary>Choices</summary>\n\n- The rate was tuned with exact attention.\n- Judged at 0.029" in text
     assert "Unit of independence: the seed." in text
     assert [row["family"] for row in made.rows()] == ["claims", "claims", "bars", "bars"]
 
@@ -139,12 +140,12 @@ def test_tables_hold_what_the_paper_reports_and_count_units(tmp_path):
     columns = [{"name": "no use", "count": "loss", "no better than": "uniform"},
                {"name": "paper", "paper": {"ours": "1.25"}}]
     made = a_page(tmp_path, LOSSES | {"ours": [2.2, 1.0, 2.4]}, SPEC | {"tables": [{"columns": columns}]})
-    assert "| ours | 2 of 3 | 1.25 |" in tables.sections(made)[0]
+    assert "| ours | 2 of 3 | 1.25 |" in str(tables.sections(made)[0])
 
 
 def test_tables_pair_by_unit_and_leave_out_what_is_missing(tmp_path):
     made = a_page(tmp_path, LOSSES | {"ours": [1.3, 1.42], "once": [7.0]})
-    text = "\n".join(tables.sections(made))
+    text = "\n".join(map(str, tables.sections(made)))
     pair = independent(np.subtract(LOSSES["exact"][:2], [1.3, 1.42]))
     assert f"| ours | 1.36 ± 0.76 | {pair:+.2f} |" in text and "| once | 7.00 | -6.00 |" in text
 

@@ -71,12 +71,22 @@ def test_new_map_and_sampler_appear_by_themselves(newcomers):
 
 def test_order_and_colours_are_of_files_that_exist():
     assert palette.maps() == tuple(palette.MAPS) and palette.samplers() == tuple(palette.SAMPLERS)
-    shades = [*palette.MAPS.values(), *palette.SAMPLERS.values(), palette.EXACT, palette.CONTROL]
+    shades = [*palette.MAPS.values(), *palette.SAMPLERS.values(), *palette.PEERS.values(), palette.EXACT,
+              palette.CONTROL, palette.NEAR_FAR]
     assert len({*shades}) == len(shades)
     assert set(palette.LABELS) <= set(choices("attention"))
     assert palette.colour("favorpp") == palette.colour("oprf") and palette.colour("uniform") == palette.CONTROL
     with pytest.raises(ConfigError, match="did you mean oprf"):
         palette.maps({"oprff": "misspelt"})
+
+
+def test_an_arm_has_one_colour_whatever_its_options():
+    """In reports, the page that decides and the gallery."""
+    for arms in (("nearfar", "nearfar preset=bounded", "near-far, 128 keys"), ("favorpp", "favorpp m=256", "oprf"),
+                 ("window block=32 first=16", "window block=64 first=16"), ("uniform",), ("exact",)):
+        assert len({palette.colour(arm) for arm in arms}) == 1
+    for path in (config.CONF.parent / "docs/gallery").glob("*.md"):
+        assert "tab:" not in path.read_text()
 
 
 # ---- python -m crt_exp.report

@@ -1,6 +1,6 @@
 """The picture of adapt: loss against the CPU seconds of adaptation, by transfer and then LoRA, and by LoRA alone."""
 
-from crt_exp.drawing import CONTROL, label_ends, new_figure
+from crt_exp.drawing import label_ends, new_figure
 from crt_exp.report.figures import HEIGHT, WIDTH, colour
 from crt_exp.report.page import Page
 
@@ -18,7 +18,7 @@ def figure(page: Page):
 def panel(ax, page: Page, setting: str) -> None:
     ends = []
     for arm in page.arms:
-        shade = CONTROL if arm in page.controls else colour(page, arm)
+        shade = colour(page, arm)
         for style, places in WAYS.items():
             points = [(seconds, loss) for seconds, loss in (mean_of(page, setting, arm, x) for x in places)
                       if loss == loss]

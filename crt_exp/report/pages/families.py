@@ -4,15 +4,16 @@ from collections import Counter
 
 from crt_exp.drawing import markdown, new_figure
 from crt_exp.report.page import Page
+from crt_exp.report.tables import Table
 
 OUTCOMES = {"exact": "#0072B2", "refused": "#E69F00", "wrong": "#D55E00", "no attention": "#888888",
             "not tried": "#CCCCCC"}
 
 
-def sections(page: Page) -> list[str]:
-    return [summary(page), f"## Wrong\n\n{table(page, 'wrong')}", f"## Refused at the swap\n\n{table(page, 'refused')}",
+def sections(page: Page) -> list[Table | str]:
+    return [summary(page), table(page, "Wrong", "wrong"), table(page, "Refused at the swap", "refused"),
             f"## Exact\n\n{by_reason(page)}", f"## No attention\n\n{', '.join(models(page, 'no attention'))}.",
-            f"## Not tried\n\n{table(page, 'not tried')}"]
+            table(page, "Not tried", "not tried")]
 
 
 def of(page: Page, metric: str) -> dict[tuple[str, str], str]:
@@ -41,11 +42,11 @@ def summary(page: Page) -> str:
             + ", ".join(f"{library} {version}" for library, version in versions.items()) + ".")
 
 
-def table(page: Page, outcome: str) -> str:
+def table(page: Page, title: str, outcome: str) -> Table | str:
     reasons = of(page, "why")
     rows = [(f"{library} {model}", reasons.get((library, model), "").replace("|", "/")[:300])
             for model, library in models(page, outcome).items()]
-    return markdown(("model", "reason"), rows) if rows else "None."
+    return Table(title, "", ("model", "reason"), rows, title) if rows else f"## {title}\n\nNone."
 
 
 def by_reason(page: Page) -> str:

@@ -26,6 +26,10 @@ class TimeRatio(NamedTuple):
         """Whether it is to be above the bound."""
         return self.metric == "letters_per_s"
 
+    @property
+    def said(self) -> str:
+        return f"{'at least' if self.rises else 'at most'} {self.bound:g}"
+
     def ratios(self, page: Page) -> pd.Series:
         """By process; empty where only medians over processes are left."""
         over, under = (page.values(self.metric, self.setting, arm, "time", x, log=True)
@@ -50,14 +54,15 @@ def bars(page: Page) -> Iterator[tuple[str, Claim | Unmeasured]]:
         if len(ratios) > 1:
             yield bar.setting, Claim(
                 bar.text, independent(side * (ratios - bar.bound)), "times",
-                bar=Bar(bar.bound, side, f"{'at least' if bar.rises else 'at most'} {bar.bound:g}", "times"))
+                bar=Bar(bar.bound, side, bar.said, "times"))
         else:
-            yield "", Unmeasured(bar.text, "cannot tell here", left(page, bar.text))
+            yield "", Unmeasured(bar.text, "cannot tell here", left(page, bar))
 
 
-def left(page: Page, text: str) -> str:
+def left(page: Page, bar: TimeRatio) -> str:
     """What is still known where the times of the processes are not."""
-    known = [page.values(metric, arm=text).to_numpy(float) for metric in ("beyond", "beyond_ci95")]
-    said = [f"{mean:+.3g} ± {half:.3g} times" for mean, half in zip(*known)]
+    mean, half = (page.values(metric, arm=bar.text).to_numpy(float) for metric in ("beyond", "beyond_ci95"))
+    side = 1 if bar.rises else -1
+    known = [f"{bar.bound + side * each:.3g} ± {width:.3g} times (bar: {bar.said})" for each, width in zip(mean, half)]
     return "; ".join(["of the times of the processes only medians are left",
-                      *(f"of this difference the mean over processes, {each}" for each in said)])
+                      *(f"their mean is {each}" for each in known)])
