@@ -9,6 +9,7 @@ from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known,
 from crt_exp.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, plain
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
+from crt_exp.runner.written import check_values
 from crt_exp.schema import names_code
 
 
@@ -44,7 +45,10 @@ def check_command_line(args: list[str]) -> None:
     if flags.cfg:
         return
     directory = planned_directory(final, flags.multirun)
-    for given in variants(overrides, final, folders):
+    runs = list(variants(overrides, final, folders))
+    for given in runs:
+        check_values(given)
+    for given in runs:
         check_plain(given)
     if rank() == 0:
         check_writable(directory)
