@@ -84,7 +84,7 @@ $(REPORTS): $(STAMP)
 	  $(if $(LAUNCHER),--launcher "$(LAUNCHER)") $(OPTIONS)
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
-	@$(PY) -m crt_exp.report
+	@$(PY) -m crt_exp.report --all --size $(SIZE)
 
 plan: $(STAMP)  ## what the papers' experiments at full size take: runs, steps, parameters, tokens, GPU hours, disk
 	@$(PY) -m crt_exp.recipes
