@@ -162,7 +162,7 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
     floor = next((row for row in advice.rows if row.arm.name == FLOOR), None)
     if floor is not None and not tells(advice, floor):
         return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost_of(advice, floor)}, "
-                      f"so they cannot tell mechanisms apart. Give {CLEARER.get(advice.noun, 'better known ones')}.")
+                      f"so they cannot tell mechanisms apart. Give {CLEARER.get(advice.noun, 'such as the model was trained on')}.")
     if not tried:
         cost = "" if floor is None else f", which costs {cost_of(advice, floor)}"
         return None, f"No advice: nothing was tried but {FLOOR} attention, the floor{cost}."

@@ -151,7 +151,7 @@ def age(page: Page) -> str:
     commits = sorted({commit.rstrip("+") for commit in page.draws["commit"]} - {""})
     files = sources.closure(sources.of_page(page.spec)) if "sizes" in page.spec else ()
     since = {commit: commits_since(commit, files) for commit in commits}
-    return "; ".join(f"commit {commit}" + ("" if count is None else f", {count} commits since then in its rooms")
+    return "; ".join(f"commit {commit}" + ("" if count is None else f", {count} commits to its code since then")
                      for commit, count in since.items()) or "no commit"
 
 
