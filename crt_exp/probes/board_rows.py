@@ -30,7 +30,7 @@ Pretrained models, their attention replaced, nothing trained: nats a token above
 that is said again, with 95% intervals over rows of text. Of each row the second half is judged, of repeated text but
 for its first tokens. Keys: how many a query reads, on average. Times are of the attention layers for one row, beside
 those of exact attention in the same rounds; they compare within a row alone, for processors differ.
-[How to add a row](../../docs/add-your-own.md#a-row-of-the-board). Command: `make board`.
+[What a row says, and how to add one](../../docs/board.md). Command: `make board`.
 """
 
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from pages import ROOT
+from pages import BLOCKS, ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.config import ConfigError
@@ -124,6 +124,12 @@ def test_a_run_writes_its_row_and_goes_on(model, tmp_path):
     task.keep(records, tmp_path / "run")
     assert [path.name for path in (tmp_path / "rows").iterdir()] == ["tiny-128-uniform.json"]
     assert "repeated text " in task.summary(records) and records[-1]["repeated_above"] > 0
+
+
+def test_the_function_of_the_docs_is_a_method(model, tmp_path):
+    (tmp_path / "topk.py").write_text(next(block.text for block in BLOCKS if "def topk(q" in block.text))
+    row = board.measured("topk.py:topk keys=8", model, LENGTH, 2)
+    assert row["keys"] == pytest.approx(8, abs=0.6) and 0 < row["new"]["mean"]
 
 
 # ---- what is committed
