@@ -89,7 +89,7 @@ report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/
 	@$(PY) -m crt_exp.report --all --size $(SIZE)
 
 board: $(STAMP)  ## the rows of outputs/board as one page; CHECK=1 measures them again, where their models are here
-	@$(PY) -m crt_exp.probes.board_rows $(if $(CHECK),--check)
+	@$(PY) -m crt_exp.probes.board_check $(if $(CHECK),--check)
 
 plan: $(STAMP)  ## what the papers' experiments at full size take: runs, steps, parameters, tokens, GPU hours, disk
 	@$(PY) -m crt_exp.recipes

@@ -1,21 +1,15 @@
-"""Rows of the board: one method on one model and length, as json of one form; the page of all of them, and the check.
-
-    python -m crt_exp.probes.board_rows              renders outputs/board/board.md of the rows beside it
-    python -m crt_exp.probes.board_rows --check      measures again each row whose model is the same file here
+"""Rows of the board: one method on one model and length, as json of one form, and the page of all of them.
 
 Legend: nats are those above exact attention.
 """
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError
 from crt_exp.hints import Count, NotNegative, Positive, parameters
 from crt_exp.metrics import interval
 from crt_exp.schema import check_keys
@@ -23,7 +17,6 @@ from crt_exp.whole_files import whole
 
 FOLDER = Path("outputs/board")
 TEXT = "WikiText-2, validation"
-ROUNDING = 1e-3          # nats by which processors and libraries differ
 NOTE = """# The board
 
 Pretrained models, their attention replaced, nothing trained: nats a token above exact attention on new text and on text
@@ -136,55 +129,3 @@ def table(model: str, length: int, each: Iterable[BoardRow]) -> str:
                       f"{row['date']}, {row['commit']}"])
     body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"## {model}, {length} tokens of {TEXT}\n\n{body}\n"
-
-
-# ---- the check
-
-
-def differs(row: BoardRow, again: BoardRow) -> list[str]:
-    """What another measurement of the same file of the model does not reproduce to within the row's interval."""
-    said = []
-    for name in ("new", "repeated"):
-        off = abs(again[name]["mean"] - row[name]["mean"])
-        if not off <= max(row[name]["ci95"], ROUNDING):
-            said.append(f"{row['method']}: {name} text has {again[name]['mean']:.4f} nats, and the row says "
-                        f"{row[name]['mean']:.4f} ± {row[name]['ci95']:.4f}")
-    return said
-
-
-def check(folder: Path = FOLDER) -> list[str]:
-    """Measures the rows of a folder again, without times; says which cannot be, and returns what differs."""
-    from crt_exp.probes.board import digest_of, measured
-
-    said = []
-    for path, row in rows(folder).items():
-        try:
-            here = digest_of(row["model"])
-        except DataError as error:
-            print(f"{path.name}: not measured: {str(error).splitlines()[0]}")
-            continue
-        if here != row["sha256"]:
-            print(f"{path.name}: not measured: {row['model']} is another file here")
-            continue
-        different = differs(row, measured(row["method"], row["model"], row["length"], len(row["new"]["above"])))
-        print(f"{path.name}: {'; '.join(different) or 'reproduced'}", flush=True)
-        said += different
-    return said
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m crt_exp.probes.board_rows", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="measure again, and fail where a row is not reproduced")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the rows, default %(default)s")
-    args = parser.parse_args()
-    try:
-        failed = check(args.folder) if args.check else print(f"written: {render(args.folder)}")
-    except (ValueError, OSError) as error:
-        print(f"crt_exp.probes.board_rows: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(1 if failed else 0)
-
-
-if __name__ == "__main__":
-    main()
