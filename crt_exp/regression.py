@@ -147,8 +147,9 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
 class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
     """Nadaraya-Watson regression: the kernel-weighted mean of the training targets, exact or by features.
 
-    Where an indefinite estimator (trig, gerf, pois, geom) gives no positive kernel mass, the row gets the mean of the
-    training targets, and a warning says for how many rows.
+    Such a mean lies between the least and the largest training target, and an estimate beyond them is set to the nearer
+    one: that of an indefinite estimator (trig, gerf, pois, geom) divides by a kernel mass that may be near 0. Where it
+    gives no positive mass at all, the row gets the mean of the training targets, and a warning says for how many rows.
     """
 
     def __sklearn_tags__(self):
@@ -173,16 +174,18 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
 
     def _start(self, X, y):
         self._begin(X)
-        self._shape, self.total_, self.count_ = y.shape[1:], 0.0, 0
+        self._shape, self.total_, self.count_, self.range_ = y.shape[1:], 0.0, 0, (np.inf, -np.inf)
 
     def _take(self, X, y):
         targets = y.reshape(len(y), -1).astype(np.float64)
         self.total_, self.count_ = self.total_ + targets.sum(0), self.count_ + len(y)
+        low, high = self.range_
+        self.range_ = np.minimum(low, targets.min(0)), np.maximum(high, targets.max(0))
         self._add(X, targets)
         return self
 
     def predict(self, X):
-        """(n,) or (n, C) kernel averages."""
+        """(n,) or (n, C) kernel averages, each between the least and the largest training target."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
         sums = self._numerators(X).astype(np.float64)
@@ -194,7 +197,7 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
                           "(oprf) help",
                           stacklevel=2)
         mean = np.where(bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass))
-        return mean.reshape(len(X), *self._shape)
+        return mean.clip(*self.range_).reshape(len(X), *self._shape)
 
 
 def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ import signal
 
 from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.ranks import world_size
-from crt_exp.runner.command_line import check_command_line, with_file_names
+from crt_exp.runner.command_line import Shown, check_command_line, with_file_names
 from crt_exp.runner.configuration import folders, local
 from crt_exp.runner.ending import Stopped, fail, mistakes_said
 from crt_exp.runner.fit import build, fit, fit_on_processes, starts_processes
@@ -44,6 +44,9 @@ def main() -> None:
     try:
         sys.argv[1:] = with_file_names(sys.argv[1:])
         check_command_line(sys.argv[1:])
+    except Shown as said:
+        print(said, end="")
+        return
     except ConfigError as error:
         fail(error)
     try:

@@ -252,9 +252,11 @@ def test_command_exists(words, recipes):
         case ("pip", "install", "-e", what):
             extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)[1]
             assert extra is None or extra in project()["optional-dependencies"]
-        case ("pip", "install", what):
-            assert re.fullmatch(r"crt_exp(?:\[(\w+)\])?", what)
-            assert "[" not in what or what.split("[")[1].rstrip("]") in project()["optional-dependencies"]
+        case ("pip", "wheel", "--no-deps", "."):
+            pass
+        case ("pip", "install", what):  # what is not on the index: a wheel, and the extras of what is installed
+            wheel = f"crt_exp-{project()['version']}-py3-none-any.whl"
+            assert what == wheel or re.fullmatch(r"crt_exp\[(\w+)\]", what)[1] in project()["optional-dependencies"]
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             name = getattr(options, "name", None)
@@ -339,7 +341,7 @@ TINY = {  # the same command in a second: overrides that are added to it
     "qmc": ["task.pairs=4", "task.groups=1", "task.draws=2"],
     "clusters": ["task.points=5", "task.ms=[2]", "task.pairs=4", "task.repeats=1"],
     "flops": ["task.angles=3", "task.groups=1", "task.draws=2"],
-    "mlm": ["task.text=README.md", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=cache",
+    "mlm": ["task.text=wordnet", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=cache",
             "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
     "imagenet": ["trainer.steps=2"],
     "mae": ["trainer.steps=2"],
@@ -364,16 +366,16 @@ def task_of(words):
 
 
 def runs():
-    """Single runs on one process that need no model, no data, and no file beside README.md."""
+    """Single runs on one process that need no model, no data, and no file."""
     for words in COMMANDS:
         task = task_of(words)
         no_run = {"-m", "--cfg", "--help", "--version", "--config-dir=conf"} & set(words[3:])
         given = ("task.model=", "task.csv=", "task.data_dir=",
                   "trainer.processes=", "experiment=", "task.init=outputs/")
         needs = any(word.startswith(given) for word in words)
-        needs |= task == "mlm" and "task.text=README.md" not in words
+        needs |= task == "mlm" and "task.text=wordnet" not in words
         needs |= bool({"task.corpus=ptb", "task.dataset=cifar10", "task.scale=full"} & set(words))
-        needs |= task == "books" and "task.text=README.md" not in words
+        needs |= task == "books" and "task.text=wordnet" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
             yield pytest.param(words[3:], TINY[task], marks=[pytest.mark.slow] if task in SLOW else [],
                                id=" ".join(words[3:]))
@@ -381,10 +383,57 @@ def runs():
 
 @pytest.mark.parametrize("words, tiny", list(runs()))
 def test_command_runs(words, tiny, typed, folder):
-    (folder / "README.md").write_text((ROOT / "README.md").read_text())
     code, out, err = typed(*words, *tiny, "logger=none", "hydra.run.dir=run")
     assert code == 0, err
     assert str(folder / "run") in out
+
+
+OF_A_RUN = re.compile(r"(?:task\.init|run)=(outputs/[\w-]+)")
+
+
+def test_a_run_that_a_command_starts_from_is_made_by_a_line_before_it():
+    for page in PAGES:
+        lines = [words for block in BLOCKS if block.page == page and block.language == "bash"
+                 for words in words_of(block.text)]
+        if page.name == "commands.md":
+            continue  # of one's own runs: outputs/mine
+        made = set()
+        for words in lines:
+            named = {match[1] for word in words if (match := OF_A_RUN.fullmatch(word))}
+            assert named <= made | {"outputs/mine", "outputs/proteins"}, " ".join(words)
+            made |= {word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")}
+
+
+def test_no_command_takes_the_folder_of_its_task_for_its_run():
+    """outputs/mlm holds all runs of task=mlm that name none: it is seldom empty."""
+    taken = {f"hydra.{kind}.dir=outputs/{task}" for kind in ("run", "sweep") for task in choices("task")}
+    assert not [words for words in COMMANDS if taken & {*words}]
+
+
+def test_no_command_reads_a_page_as_its_text():
+    """README.md has 10 rows of tokens: the text of examples is one that is long enough, and the same on every day."""
+    assert not [words for words in COMMANDS if any(word.endswith("=README.md") for word in words)]
+
+
+def chain():
+    """The commands of docs/training.md that read the text which comes along, in their order."""
+    lines = [words for block in BLOCKS if block.page.name == "training.md" and block.language == "bash"
+             for words in words_of(block.text)]
+    return [words[3:] for words in lines if {"task.text=wordnet", "task.corpus=wordnet"} & {*words}]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_what_the_commands_on_the_text_show(folder, typed):
+    """As they stand, one after another: a perplexity far below the number of symbols, of each of them."""
+    shown = {}
+    for words in chain():
+        code, out, err = typed(*words)
+        assert code == 0, err
+        shown[words] = [float(number) for number in re.findall(r"(?:perplexity|loss) ([\d.]+)", out)][:1]
+    said = re.search(r"perplexity (\d+) on definitions", (ROOT / "docs" / "training.md").read_text())
+    assert shown[chain()[0]] == [pytest.approx(float(said[1]), rel=0.1)] and len(shown) == 9
+    assert all(found and found[0] < 500 for found in shown.values()), shown
 
 
 def commands_of_recipes():
@@ -397,12 +446,9 @@ def commands_of_recipes():
 
 @pytest.mark.parametrize("recipe, words", list(commands_of_recipes()), indirect=["recipe"])
 def test_command_of_a_recipe_runs(recipe, words, typed):
-    """With the files of its recipe and no other but the text that mlm reads; a run is made short."""
+    """With the files of its recipe and no other; a run is made short."""
     if words[:3] == ("python", "-m", "crt_exp"):
-        task = task_of(words)
-        if task == "mlm":
-            (recipe / "README.md").write_text((ROOT / "README.md").read_text())
-        code, _, err = typed(*words[3:], *TINY[task])
+        code, _, err = typed(*words[3:], *TINY[task_of(words)])
         assert code == 0, err
         runs = 6 if "-m" in words[3:] else 1  # the page's sweep: two maps, three seeds
         assert len(list((recipe / "outputs").rglob("metrics.jsonl"))) == runs

@@ -40,7 +40,7 @@ class Size:
 TINY = {"advise": ["task.length=32", "task.samples=2", "task.calibration=1", "task.rounds=1"],
         "fidelity": ["task.length=32", "task.texts=2", "task.calibration_texts=1", "task.lengths=[]", "task.draws=1",
                      "task.rounds=1", "task.ms=[16]"],
-        "mlm": ["task.text=README.md", "task.vocabulary_size=60", "task.block=16", "task.cache_dir=null",
+        "mlm": ["task.text=words.txt", "task.vocabulary_size=60", "task.block=16", "task.cache_dir=null",
                 "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=1"],
         "uci": ["task.repeats=1", "task.sigmas=[0.3]"]}
 
@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch, one_thread):
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "mine" / "sizes.py").write_text(PROBE)
     (tmp_path / "mine" / "shares.yaml").write_text(yaml.safe_dump(PAGE, sort_keys=False))
-    write_text(tmp_path / "README.md")
+    write_text(tmp_path / "words.txt")
     return tmp_path
 
 
@@ -97,7 +97,7 @@ def test_another_process_has_the_same_names(folder):
 @pytest.mark.slow
 def test_fidelity_measures_its_memory_in_a_new_process(folder, typed):
     write_model(folder / "encoder")
-    code, out, err = typed("--config-dir=conf", "task=fidelity", "task.model=encoder", "task.text=README.md",
+    code, out, err = typed("--config-dir=conf", "task=fidelity", "task.model=encoder", "task.text=words.txt",
                            "task.attentions=['topk k=4']", "logger=none",
                            *TINY["fidelity"], "task.lengths=[16]")
     assert code == 0 and "MiB of 16 tokens" in out, err

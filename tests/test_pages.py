@@ -195,6 +195,19 @@ def test_what_is_linear_is_said_of_each():
         assert re.search(r"by a small constant", text) and "bounded" in text and "square" in text, page
 
 
+def test_words_of_reports_are_explained():
+    """Those that pages say in a sense of their own."""
+    glossary = (ROOT / "docs" / "reports.md").read_text().partition("## Glossary")[2].partition("\n## ")[0]
+    assert [word for word in ("arm", "control", "gate", "bar", "draw", "unit", "cell", "probe")
+            if f"\n| {word} | " not in glossary] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_page_says_that_it_is_on_the_index(page):
+    """`pip install crt_exp` finds nothing: a checkout or a wheel does."""
+    assert not re.search(r"pip install '?crt_exp(?!\[|-\d)", page.read_text())
+
+
 # ---- the front
 
 

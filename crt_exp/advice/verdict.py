@@ -156,13 +156,17 @@ def pays_from(own: dict[int, float], other: dict[int, float]) -> int | None:
 
 # ---- the sentence
 
+def clearer(noun: str) -> str:
+    return CLEARER.get(noun, f"{noun} like those that the model was trained on")
+
+
 def decided(advice: Advice) -> tuple[Row | None, str]:
     """The row to take, or None, and the sentence with its reason."""
     tried = [row for row in advice.rows if row.arm.name not in (EXACT, FLOOR)]
     floor = next((row for row in advice.rows if row.arm.name == FLOOR), None)
     if floor is not None and not tells(advice, floor):
         return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost_of(advice, floor)}, "
-                      f"so they cannot tell mechanisms apart. Give {CLEARER.get(advice.noun, 'better known ones')}.")
+                      f"so they cannot tell mechanisms apart. Give {clearer(advice.noun)}.")
     if not tried:
         cost = "" if floor is None else f", which costs {cost_of(advice, floor)}"
         return None, f"No advice: nothing was tried but {FLOOR} attention, the floor{cost}."

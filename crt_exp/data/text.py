@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.data import DataError, check_regular
+from crt_exp.data import DataError, check_regular, wordnet
 from crt_exp.data.cache import cached, key_of
 from crt_exp.data.hub import Hub, hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
@@ -100,13 +100,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files meant by `paths`: files, and all .txt, .tokens and .raw files of folders, sorted. Raises DataError."""
+    """The files meant by `paths`: files, all .txt, .tokens and .raw files of folders, sorted, and the text that is
+    known as "wordnet". Raises DataError."""
     files = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        path = Path(path).expanduser()
+        path = text_path(path)
         if not path.exists():
-            raise DataError(f"The text {path} is not there. Give a text file (UTF-8), or a folder of "
-                            f"{' '.join(SUFFIXES)} files.")
+            raise DataError(f"The text {path} is not there. Give a text file (UTF-8), a folder of "
+                            f"{' '.join(SUFFIXES)} files, or {wordnet.NAME}, which needs no file.")
         inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
         if not inside:
             raise DataError(f"{path}: no {' '.join(SUFFIXES)} file in this folder.")
@@ -114,6 +115,12 @@ def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     for file in files:
         check_file(file)
     return files
+
+
+def text_path(name: str | Path) -> Path:
+    """A path as it is typed; the name of the text that comes with a package is its file, unless one is called so."""
+    path = Path(name).expanduser()
+    return wordnet.wordnet_file() if str(name) == wordnet.NAME and not path.exists() else path
 
 
 def check_file(file: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.sources import no_folder
-from crt_exp.data.text import IGNORED, numbered_lines, official_file
+from crt_exp.data.text import IGNORED, numbered_lines, official_file, text_path
 from crt_exp.hints import Count, Positive, Whole, at_least
 
 EOS, UNKNOWN = "<eos>", "<unk>"
@@ -59,7 +59,8 @@ class WordText(NamedTuple):
 
 
 def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) -> Corpus:
-    """Word-level Penn Treebank ("ptb") or WikiText-2 ("wikitext2") from the official files, or the text file `name`.
+    """Word-level Penn Treebank ("ptb") or WikiText-2 ("wikitext2") from the official files, "wordnet", or the text
+    file `name`.
 
     Of a text file the last lines are for validation and test. min_count: words that are rarer in the training text are
     <unk>. Equal counts are ordered by the word, so that the ids do not depend on the order of the articles. A word that
@@ -67,7 +68,7 @@ def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) ->
     """
     if name not in OFFICIAL:
         no_folder(data_dir, f"task.corpus={name}, a file of its own")
-    parts = official_parts(name, data_dir) if name in OFFICIAL else parts_of(Path(name).expanduser())
+    parts = official_parts(name, data_dir) if name in OFFICIAL else parts_of(text_path(name))
     counts = Counter(parts[0].words)
     rare = {word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)}
     kept = Counter(UNKNOWN if word in rare else word for word in parts[0].words) if rare else counts
@@ -98,8 +99,8 @@ def text_of(path: Path, source: str) -> WordText:
 def parts_of(path: Path) -> list[WordText]:
     """Training, validation and test part of a text file, without blank lines. Raises DataError."""
     if not path.is_file():
-        raise DataError(f"The text {path} is not there. Give task.corpus=ptb, wikitext2, generated, or a text file "
-                        "(UTF-8), a sentence or paragraph a line.")
+        raise DataError(f"The text {path} is not there. Give task.corpus=ptb, wikitext2, generated, wordnet, or a "
+                        "text file (UTF-8), a sentence or paragraph a line.")
     lines = [(number, line.split()) for number, line in numbered_lines(path) if line.strip()]
     held = math.ceil(HELD_OUT * len(lines))
     if len(lines) <= 2 * held:

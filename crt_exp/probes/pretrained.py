@@ -119,6 +119,12 @@ def plain(model: str, length: int, seed: int) -> Row:
     return Row(passage(model, "valid", seed, length)[None], {"": torch.arange(1, length).unsqueeze(1)})
 
 
+def continued(model: str, length: int, seed: int) -> Row:
+    """The second half is judged, as that of `repeated`, of which the first is the context."""
+    half, ids = length // 2, passage(model, "valid", seed, length)
+    return Row(ids[None], {"": torch.arange(half + UNSURE, length).unsqueeze(1)}, half)
+
+
 def repeated(model: str, length: int, seed: int) -> Row:
     """The second half is the first again, and judged but for its beginning."""
     half = length // 2
@@ -195,7 +201,7 @@ def answer(model: str, length: int, seed: int) -> Row:
     return Row(ids, {"": torch.arange(length - ANSWER, length).unsqueeze(0)})
 
 
-ROWS = {made.__name__: made for made in (plain, repeated, distances, needle, pairs, answer)}
+ROWS = {made.__name__: made for made in (plain, continued, repeated, distances, needle, pairs, answer)}
 
 
 # ---- what is measured

@@ -1,4 +1,4 @@
-"""python -m crt_exp.report: renders every page from the committed draws; with NAME, measures what is missing first.
+"""python -m crt_exp.report NAME: makes a page, and measures what is missing first; --all renders all of them.
 
 A page is declared by conf/report/NAME.yaml. Its draws are outputs/report/NAME.csv; from these and the file alone come
 NAME.md and NAME.png.
@@ -107,7 +107,8 @@ def rendered(name: str, folder: Path) -> bool:
 
 
 def make(args: argparse.Namespace) -> None:
-    if args.name is None:
+    if args.all:
+        print(f"rendering {len(page.names())} pages, their pictures and the index from committed draws: some minutes")
         render_all(args.out or page.folder_of({}, args.size))
         return
     part = " ".join([f'ARMS="{args.arms}"'] * bool(args.arms) + [f"SEEDS={args.seeds}"] * bool(args.seeds))
@@ -118,11 +119,15 @@ def make(args: argparse.Namespace) -> None:
     print(f"written: {render.write(page.Page(args.name, folder, size=args.size, part=part))}")
 
 
+def listed() -> str:
+    return "\n".join(f"  {name:<18}{page.load(name)['title']}" for name in page.names())
+
+
 def parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<18}{page.load(name)['title']}" for name in page.names())
-    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"names:\n{listed}",
+    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"names:\n{listed()}",
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("name", metavar="NAME", nargs="?", help="one of those below; without it, all are rendered")
+    made.add_argument("name", metavar="NAME", nargs="?", help="one of those below")
+    made.add_argument("--all", action="store_true", help="render every page, and the index, from the committed draws")
     made.add_argument("options", metavar="KEY=VALUE", nargs="*", help="of reports that take some: attention-maps")
     made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
     made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
@@ -142,6 +147,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.all == bool(args.name):
+        parser().exit(2, f"crt_exp.report: error: which page? NAME, one of these, or --all\n{listed()}\n")
     cells.limit(args.minutes)
     try:
         cells.through(jobs.Launcher.read(args.launcher) if args.launcher else None)

@@ -8,17 +8,23 @@ from omegaconf.errors import OmegaConfBaseException
 from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known, place_of, unknown
 from crt_exp.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, plain
+from crt_exp.runner.help import help_text
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
+from crt_exp.runner.written import check_values
 from crt_exp.schema import names_code
 
 
+class Shown(Exception):
+    """What --help asks for; nothing runs."""
+
+
 def check_command_line(args: list[str]) -> None:
-    """Raises ConfigError for a group choice or a key that does not exist, naming the nearest one that does, and for
-    values that do not fit; of a sweep, for each of its values."""
+    """Raises Shown for --help; ConfigError for a group choice or a key that does not exist, naming the nearest one that
+    does, and for values that do not fit; of a sweep, for each of its values."""
     from hydra._internal.utils import get_args_parser
 
     flags = get_args_parser().parse_args(args)
-    if flags.help or flags.hydra_help or flags.info or flags.shell_completion:
+    if flags.hydra_help or flags.info or flags.shell_completion:
         return
     if flags.config_name or flags.config_path:
         raise ConfigError("--config-name and --config-path would replace the whole configuration: add files of your "
@@ -39,12 +45,17 @@ def check_command_line(args: list[str]) -> None:
     for override in overrides:
         check_choice(override, folders)
     final = composed(overrides, folders)
+    if flags.help:
+        raise Shown(help_text(final, {group: listed(group, folders) for group in (*GROUPS, "experiment")}))
     for override in overrides:
         check_sweep(override, flags.multirun)
     if flags.cfg:
         return
     directory = planned_directory(final, flags.multirun)
-    for given in variants(overrides, final, folders):
+    runs = list(variants(overrides, final, folders))
+    for given in runs:
+        check_values(given)
+    for given in runs:
         check_plain(given)
     if rank() == 0:
         check_writable(directory)
@@ -108,6 +119,9 @@ def values(override) -> list:
 def check_choice(override, folders: list[str]) -> None:
     """Raises for a choice that no file stands for, here or in `folders`, and for a plugin that is not installed."""
     group = override.key_or_group.split("@")[0]
+    if group == "report":
+        raise ConfigError(f"{override.input_line}: pages have a command of their own, python -m crt_exp.report "
+                          f"{override.get_value_element_as_str()}, or make {override.get_value_element_as_str()}")
     if not is_group(override) or override.is_delete():
         return
     for value in map(str, values(override)):

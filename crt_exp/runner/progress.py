@@ -45,6 +45,7 @@ class ProgressLine:
             self._say(loss, (now - self.began) / (self.at - self.first))
         if self.bar.disable:
             return
+        self.bar.set_description(refresh=False)
         self.values["loss"] = f"{loss:.4g}"
         self.values["samples/s"] = f"{(self.bar.format_dict['rate'] or 0) * self.batch:.0f}"
         self.values["memory"] = f"{peak_memory(self.device) / 2**30:.1f} GiB"
@@ -55,11 +56,22 @@ class ProgressLine:
         """seconds: of a step, evaluations and checkpoints among them."""
         left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
         metrics = "".join(f", {name} {value}" for name, value in self.values.items() if name in self.named)
-        line = (f"step {self.at} of {self.total}, loss {loss:.4g}{metrics}, {self.batch / seconds:.3g} samples/s, "
-                f"{left} left")
+        self._line(f"step {self.at} of {self.total}, loss {loss:.4g}{metrics}, {self.batch / seconds:.3g} samples/s, "
+                   f"{left} left")
+
+    def _line(self, line: str) -> None:
         self.note(line)
         if self.bar.disable:
             print(line, file=sys.stderr, flush=True)
+
+    def evaluating(self, split: str, read: int, whole: int | None) -> None:
+        """Of so many micro-batches of this process, None: of unknown number."""
+        now, where = time.monotonic(), f"{read} of {whole} batches" if whole else f"{read} batches"
+        if self.shown and now - self.said >= EVERY:
+            self.said = now
+            self._line(f"step {self.at} of {self.total}, evaluating {split}: {where}")
+        if not self.bar.disable:
+            self.bar.set_description(f"{split} {where}")
 
     def metric(self, name: str, value: float | None) -> None:
         self.named.add(name)

@@ -355,7 +355,8 @@ class Trainer:
         self.module.eval()
         try:
             with self._interruptible(), torch.no_grad(), self._autocast():
-                reader = Reader(self.task, batch, self.seed, world.device, *ranks, world.place, world.parts)
+                reader = Reader(self.task, batch, self.seed, world.device, *ranks, world.place, world.parts,
+                                self.line.evaluating)
                 result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,

@@ -80,12 +80,11 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
 
 def describe_attention(model: nn.Module):
-    """Prints, and returns as a DataFrame, one row for each attention module: see `table.COLUMNS`."""
+    """A DataFrame with one row for each attention module: see `table.COLUMNS`, some of which are of some kinds of
+    attention alone. Nothing is printed."""
     from crt_exp.swap.table import table
 
-    rows = table(_modules(model), families.others(model))
-    print(rows.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.3g}"))
-    return rows
+    return table(_modules(model), families.others(model))
 
 
 # ---- finding and choosing

@@ -1,6 +1,6 @@
 """What a task that trains a model gives the runner, and what it gets from it. Tasks that only measure are probes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,12 +136,14 @@ class Reader:
     """What `Task.evaluate` reads: this process's share of a split on the device, and sums over all processes.
 
     The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`. place, parts:
-    which part of each sequence this process reads, of how many.
+    which part of each sequence this process reads, of how many. told: is called before each micro-batch with the split,
+    how many were read, and of how many (None: of a stream).
     """
 
     def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
-                 world: int = 1, place: int = 0, parts: int = 1):
-        self.task, self.device, self.place, self.parts = task, torch.device(device), place, parts
+                 world: int = 1, place: int = 0, parts: int = 1,
+                 told: Callable[[str, int, int | None], None] | None = None):
+        self.task, self.device, self.place, self.parts, self.told = task, torch.device(device), place, parts, told
         self.plan = Plan(batch, seed=seed, rank=rank, world=world)
 
     def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
@@ -149,7 +151,11 @@ class Reader:
         from accelerate.utils import send_to_device
 
         plan = self.plan if batch is None else replace(self.plan, batch=batch)
-        for item in self.task.batches(split, plan):
+        rows = self.task.length(split) if self.told else None
+        whole = None if rows is None else -(-rows // (plan.batch * plan.world))
+        for read, item in enumerate(self.task.batches(split, plan)):
+            if self.told:
+                self.told(split, read, whole)
             item = item if self.parts == 1 else self.task.part(item, self.place, self.parts)
             yield send_to_device(item, self.device, non_blocking=True)
 

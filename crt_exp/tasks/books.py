@@ -231,9 +231,9 @@ class Books(SymbolTask):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"books: perplexity {last['word_perplexity']:.2f} per word (unigram "
-                f"{last['unigram_word_perplexity']:.2f}), {last['perplexity']:.2f} per token ({last['split']}, step "
-                f"{last['step']})")
+        words, unigram = last["word_perplexity"], last["unigram_word_perplexity"]
+        return (f"books: perplexity {last['perplexity']:.2f} per token, {words:,.0f} per word (unigram {unigram:,.0f}; "
+                f"{last['split']}, step {last['step']})")
 
 
 def saved_tokenizer(symbols: dict):

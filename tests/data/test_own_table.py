@@ -1,6 +1,7 @@
 """task.csv: a table of one's own, its missing values, and what is refused."""
 
 import os
+import re
 import time
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import check_refused
+from sklearn.datasets import load_diabetes
 
 from crt_exp.data import DataError
 from crt_exp.data.own_table import read
@@ -186,6 +188,18 @@ def test_a_fit_that_is_worse_than_none_says_so(target, mark, tmp_path):
         task = task_of(tmp_path / "t.csv", target="y", sigmas=[2.0 if not worse else 1000.0])
         said = task.summary(list(task.records(Mechanism.of("exact"), 0)))
         assert (f"worse than {mark} of the training part" in said) == worse and len(said.splitlines()) == 1 + worse
+
+
+@pytest.mark.filterwarnings("ignore:.*no positive kernel mass:UserWarning")
+def test_no_single_row_decides_r2(tmp_path):
+    """trig on scikit-learn's diabetes: a mass near 0 made one prediction, and with it an r2 of -5000."""
+    rows = load_diabetes(scaled=False)
+    np.savetxt(tmp_path / "t.csv", np.column_stack([rows.data, rows.target]), "%g", ",", comments="",
+               header=",".join([*rows.feature_names, "y"]))
+    task = uci.UCI("wine", "ordinal", "standard", (0.9, 0.05, 0.05), 5, [0.1, 0.2, 0.4, 0.75, 1.5],
+                   csv=str(tmp_path / "t.csv"), target="y")
+    said = task.summary(list(task.records(Mechanism.of(features="trig", m=256), 0)))
+    assert float(re.search(r"r2 (-?[\d.]+)", said)[1]) > 0.1, said
 
 
 def test_a_target_of_one_value_is_refused(tmp_path):

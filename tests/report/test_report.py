@@ -110,6 +110,26 @@ def test_misspelt_report_names_the_nearest(name, near, capsys, monkeypatch):
     assert error.value.code == 2 and f"did you mean {near}?" in said and "Traceback" not in said
 
 
+@pytest.mark.parametrize("words", [[], ["lra", "--all"]])
+def test_without_a_page_nothing_is_rendered(words, capsys, monkeypatch):
+    """All pages take minutes: the pages are listed, and --all renders them."""
+    monkeypatch.setattr(command_line, "make", None)
+    monkeypatch.setattr(sys, "argv", ["report", *words])
+    with pytest.raises(SystemExit) as stop:
+        command_line.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "which page? NAME, one of these, or --all" in said
+    assert all(f"\n  {name} " in said for name in page.names())
+
+
+def test_all_pages_are_rendered_where_that_is_asked(capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(command_line, "render_all", asked.append)
+    monkeypatch.setattr(sys, "argv", ["report", "--all", "--out", str(tmp_path)])
+    command_line.main()
+    assert asked == [tmp_path] and f"rendering {len(page.names())} pages" in capsys.readouterr().out
+
+
 def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch):
     def stopped(args):
         raise KeyboardInterrupt

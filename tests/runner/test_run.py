@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from refusals import check_refused
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, choices
+from crt_exp.runner.command_line import compose
+from crt_exp.runner.configuration import plain
+from crt_exp.runner.help import lines_of, words_of
 from crt_exp.runner.run import LOCK, Lock, read_records
 from crt_exp.runner.run import commit
 
@@ -86,6 +89,36 @@ def test_help_teaches(typed):
     assert code == 0
     for part in ("usage:", "features: ", "oprf", "Examples:", "resume=auto", "crt_exp.data"):
         assert part in out
+
+
+def test_help_lists_what_the_command_line_takes(typed):
+    """Pages have a command of their own: `report=lra` is refused, and names it."""
+    groups = typed("--help")[1].partition("Groups")[2].partition("Keys")[0]
+    assert "features: angular" in groups and "report" not in groups and "base" not in groups
+    assert max(map(len, groups.splitlines())) <= 120
+    code, _, err = typed("report=lra", "logger=none")
+    assert code == 2 and "report=lra: pages have a command of their own, python -m crt_exp.report lra" in err
+
+
+@pytest.mark.parametrize("group", ["task", "features", "sampler", "attention", "trainer", "logger"])
+def test_every_key_has_its_words(group):
+    """Those that stand beside it in its file."""
+    without = set()
+    for name in choices(group):
+        cfg = compose([f"{group}={name}"])
+        words = words_of(cfg.hydra.runtime.choices)
+        lines = lines_of(plain(cfg), words)
+        names = [line.split("=")[0] for line in lines if not line.startswith(" ") and "=" in line.split()[0]]
+        without |= {key for key in names if key not in words and key.rpartition(".")[0] not in words}
+    assert not without
+
+
+def test_help_is_of_what_stands_beside_it(typed):
+    out = typed("task=mlm", "task.block=64", "attention=favorp", "--help")[1]
+    assert "\ntask.block=64                           tokens of a block, [CLS] and [SEP] among them\n" in out
+    assert "\ntask.hub.*                              a set of the Hugging Face hub, streamed" in out
+    assert "\nattention.learn=none " in out and "_target_" not in out
+    assert "unknown key 'task.blok'; did you mean task.block?" in typed("task=mlm", "task.blok=64", "--help")[2]
 
 
 def test_help_and_import_stay_light():

@@ -359,7 +359,7 @@ def composed(make, phi, m, **options):
 @each({"bert": bert, "llama": llama})
 @pytest.mark.parametrize("phi, m", COMPOSED.values(), ids=COMPOSED.keys())
 @torch.no_grad()
-def test_several_noises_in_a_model_are_saved_described_and_decoded(make, phi, m, tmp_path, capsys):
+def test_several_noises_in_a_model_are_saved_described_and_decoded(make, phi, m, tmp_path):
     model, batch = composed(make, phi, m), inputs(make)
     out = run(model, **batch)
     model.save_pretrained(tmp_path)

@@ -57,6 +57,12 @@ def test_without_test_split_and_with_patience(typed, tmp_path):
     assert lines[-1]["split"] == "validation"
 
 
+def test_evaluations_are_not_silent(typed, monkeypatch):
+    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.0)
+    code, _, err = typed("trainer.epochs=1")
+    assert code == 0 and "evaluating validation: 0 of " in err and "evaluating test: 0 of " in err
+
+
 def test_evaluation_only(typed, tmp_path):
     assert typed("trainer.steps=0")[0] == 0
     assert [r["split"] for r in records(tmp_path / "run")] == ["test"] and checkpoints(tmp_path / "run") == []

@@ -141,6 +141,26 @@ def test_progress_line_of_a_terminal(monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
+def test_an_evaluation_says_where_it_is(monkeypatch):
+    """On its line in a terminal, and a line every so many seconds elsewhere: one of half a minute was silent."""
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with ProgressLine(10, 4, 8, torch.device("cpu"), True, [].append) as line:
+        time.sleep(0.11)
+        line.evaluating("validation", 3, 20)
+    assert "validation 3 of 20 batches" in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.0)
+    noted = []
+    with ProgressLine(10, 4, 8, torch.device("cpu"), True, noted.append) as line:
+        line.evaluating("test", 0, 20)
+        line.evaluating("test", 1, None)
+    assert noted == ["step 4 of 10, evaluating test: 0 of 20 batches", "step 4 of 10, evaluating test: 1 batches"]
+    assert sys.stderr.getvalue().splitlines() == noted
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_plain_lines_where_there_is_no_terminal(shown, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
