@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.data.text import IGNORED
-from crt_exp.probes.bench import Bench
+from crt_exp.probes.bench import Bench, Swap, fitted
 from crt_exp.swap.record import holders
 
 MASKED, NEXT = "masked", "next"
@@ -51,9 +51,13 @@ class TextBench(Bench):
         return self.predicts == NEXT
 
     @property
-    def recalls(self) -> bool:
-        """Whether repeated rows can be judged."""
-        return self.causal and self.rows.shape[1] >= 4 * UNSURE
+    def repeats(self) -> int:
+        """Rows that can be repeated and judged."""
+        return min(REPEATED, len(self.rows)) if self.causal and self.rows.shape[1] >= 4 * UNSURE else 0
+
+    def fit(self, attention: Swap) -> None:
+        """Without the logits of all tokens, as `body`."""
+        fitted(self.model.base_model, [{"input_ids": piece, **self._call} for piece in self.training])
 
     def run(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids.to(self.device), **self._call, **options)
@@ -81,12 +85,12 @@ class TextBench(Bench):
         """Nats a predicted token of row i."""
         return float(self.nats(*self.asked(i)).mean())
 
-    def again(self) -> dict[str, list[float]]:
-        """Of the second half of repeated rows."""
+    def again(self, i: int) -> float:
+        """Of the second half of a row that says the first half of row i twice."""
         half = self.rows.shape[1] // 2
-        twice = self.rows[:REPEATED, :half].repeat(1, 2).split(1)
-        return {"again": [float(self.nats(*following(row))[half + UNSURE - 1:].mean()) for row in twice]
-                } if self.recalls else {}
+        inputs, labels = following(self.rows[i:i + 1, :half].repeat(1, 2))
+        labels[:, :half + UNSURE - 1] = IGNORED
+        return float(self.nats(inputs, labels).mean())
 
     def nats(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Of each place that labels (1, L) ask for, float64."""
