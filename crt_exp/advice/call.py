@@ -13,11 +13,11 @@ from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import TOLERANCE, Advice
 from crt_exp.config import place
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes.bench_pieces import HEADS, MASKED, NEXT, BatchBench, TextBench, predicts
+from crt_exp.probes.bench_pieces import HEADS, LENGTH, MASKED, NEXT, BatchBench, TextBench, predicts, trained_on
 from crt_exp.swap.calibration import eval_mode
 from crt_exp.swap.record import holders
 
-LENGTH, LEAST = 512, 32
+LEAST = 32
 LOADERS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothing is said
 
@@ -33,7 +33,8 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
     shape in the order of the text; for a model of images a tensor (n, C, H, W) as it takes them; for any other, speech
     too, a list of dictionaries of its arguments, one piece each. The model should not have been trained on them.
     labels: classes of the images, (n,); dictionaries hold their own. Without labels outputs are compared with those of
-    the model as it is. length: tokens of a piece of text (512, or the model's positions).
+    the model as it is. length: tokens of a piece of text (those of the blocks of the model's run, of
+    other models 512 or their positions).
 
     `calibration` pieces fit attention that has something to fit, `samples` others judge (8 texts, 64 images, 16 of
     other pieces): intervals are over these. attentions: strings such as "window block=32", classes of one's own, or
@@ -87,7 +88,7 @@ def _of_texts(model: nn.Module, texts: Any, length: int | None, tokenizer: Any, 
               calibration: int, seed: int) -> TextBench:
     ids = texts if isinstance(texts, Tensor) else tokens_of(texts, tokenizer)
     most = int(getattr(model.config, "max_position_embeddings", None) or 2**20) if hasattr(model, "config") else 2**20
-    length = min(LENGTH, most) if length is None else length
+    length = min(max(trained_on(model) or LENGTH, LEAST), most) if length is None else length
     if not LEAST <= length <= most:
         raise ValueError(f"length = {length}: it takes {LEAST} to {most} tokens, the positions that this model has")
     judged, training = split(cut(ids, length), samples or SAMPLES["texts"], calibration)

@@ -129,8 +129,13 @@ class Trial:
             row.exact_to = self.known[row.arm.label].exact_to
         loss, again = (sum(own[key]) / len(own[key]) if key in own else None for key in ("loss", "again"))
         advice = Advice(rows, self.bench.length, len(self.bench.judged), loss, again, self.tolerance,
-                        {label: known.wants_fit for label, known in self.known.items()}, self.bench.noun)
+                        {label: known.wants_fit for label, known in self.known.items()}, self.bench.noun,
+                        self.bench.trained_on)
         advice.notes = [*self._of_layers(advice), *self._of_exact(advice), *self._of_few(advice)]
+        if (block := self.bench.trained_on) is not None and advice.length > block:
+            advice.notes.append(f"This run trained on blocks of {block} tokens: positions from {block} on were never "
+                                f"trained in it, and losses there say more of that than of attention. Without "
+                                f"task.length it is judged at {block}.")
         if again is not None and not advice.uses_memory:
             advice.notes.append("The model's own attention gains little from repeated text, so recall says nothing "
                                 "here.")

@@ -75,6 +75,7 @@ class Advice:
     tolerance: float
     learns: dict[str, bool]         # label -> whether it wants calibrate_attention
     noun: str = "texts"             # what was judged on
+    trained_on: int | None = None   # tokens of the texts of the model's training, where they are known
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
@@ -217,6 +218,9 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
 
 
 def longer(advice: Advice) -> str:
+    """What may tell more, where a model can read it."""
+    if advice.trained_on is not None:
+        return f"a run with a longer task.block than {advice.trained_on}"
     return LONGER.get(advice.noun, "longer ones")
 
 

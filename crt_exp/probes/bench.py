@@ -111,6 +111,7 @@ class Bench:
     causal = False
     repeats = 0                 # judged pieces that can be said twice, to see whether they are looked up
     labelled = True             # whether it is told what the model should predict
+    trained_on: int | None = None   # tokens of the longest texts that the model was trained on, where its run says so
 
     def __init__(self, model: nn.Module, judged: Sequence[Any] = (), training: Sequence[Any] | None = (),
                  seed: int = 0):

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.data.text import IGNORED
+from crt_exp.models.folder import block_of
 from crt_exp.probes.bench import Bench, Swap, fitted
 from crt_exp.swap.record import holders
 
 MASKED, NEXT = "masked", "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
+LENGTH = 512        # tokens of a piece of text, where nothing says more
 SHARE = 0.15        # of the tokens is masked
 UNSURE = 16         # tokens of the second half after which a model can know where it stands
 REPEATED = 4        # rows, of those that judge
@@ -45,6 +47,7 @@ class TextBench(Bench):
         super().__init__(model, rows, None if training is None else training.split(1), seed)
         self.predicts = predicts(model)
         self.rows, self.mask, self.special = rows, mask, torch.tensor(list(special), dtype=torch.long)
+        self.trained_on = trained_on(model)
 
     @property
     def causal(self) -> bool:
@@ -128,6 +131,12 @@ def predicts(model: nn.Module) -> str | None:
     """Which tokens a model of transformers predicts, by the name of its class; None for a bare encoder and others."""
     name = next((type(part).__name__ for part in holders(model)), "")
     return next((kind for end, kind in HEADS.items() if name.endswith(end)), None)
+
+
+def trained_on(model: nn.Module) -> int | None:
+    """Tokens of the blocks on which its run trained a model of transformers; None for one of another origin."""
+    config = getattr(next(iter(holders(model)), None), "config", None)
+    return block_of(getattr(config, "name_or_path", None) or "")
 
 
 # ---- batches
