@@ -249,13 +249,13 @@ class Bench:
         """Of each round {"ms": label -> milliseconds of a pass without gradient}; those of `once` have a turn in the
         first round alone.
 
-        At the longest length also `step`, of a pass and its gradient, and `mib` at the peak of `body`, beyond what
-        the process held before; that is left out where the system does not say it.
+        At the longest length also `step`, of a pass and its gradient, once for all where one takes LONG, and `mib` at
+        the peak of `body`, beyond what the process held before; that is left out where the system does not say it.
         """
         piece = self.timed()[length]
         costs: dict[str, dict[str, Any]] = {"ms": self.times(arms, piece, rounds, once=once)}
         if length == self.length:
-            costs["step"] = self.times(arms, piece, rounds, self._step, once)
+            costs["step"] = self._steps(arms, piece, rounds, once)
             costs["mib"] = {label: self.memory(attention, piece) for label, attention in arms.items()}
         return {key: each for key, each in costs.items() if None not in each.values()}
 
@@ -272,6 +272,15 @@ class Bench:
         first = in_turns(arms, 1, within, warm=0)
         rest = {label: each for label, each in arms.items() if label not in once}
         others = in_turns(rest, rounds - 1, within, warm=0)
+        return {label: [*each, *others.get(label, ())] for label, each in first.items()}
+
+    def _steps(self, arms: Mapping[str, Swap | None], piece: Any, rounds: int, once: Collection[str]
+               ) -> dict[str, list[float]]:
+        first = self.times(arms, piece, 1, self._step)
+        if rounds == 1 or max(map(max, first.values())) >= LONG:
+            return first
+        more = {label: each for label, each in arms.items() if label not in once}
+        others = self.times(more, piece, rounds - 1, self._step)
         return {label: [*each, *others.get(label, ())] for label, each in first.items()}
 
     def _step(self, piece: Any) -> None:

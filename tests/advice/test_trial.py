@@ -86,7 +86,7 @@ def test_candidates_read_few_pieces():
     lines = []
     for _ in trial.measured(lines.append):
         pass
-    assert sum(bench.read.values()) < 160
+    assert sum(bench.read.values()) < 120
     assert bench.read["favorpp"] < 20 < bench.read["exact"]
     rows = {row.arm.label: row for row in trial.advice().rows}
     assert rows["favorpp"].pieces == rows["uniform"].pieces == rows["nearfar preset=cheap"].pieces == FIRST
@@ -163,6 +163,16 @@ def test_pieces_are_read_until_they_are_enough():
     few = bench.losses(None, lambda losses: [len(each) for each in losses.values()] == [FIRST, FIRST])
     assert few == {key: each[:FIRST] for key, each in all_of_them.items()}
     assert bench.losses(None, lambda losses: False) == all_of_them
+
+
+@pytest.mark.parametrize("ms, turns", [(2.0, 3), (1500.0, 1)])
+def test_long_steps_have_one_turn(ms, turns, monkeypatch):
+    bench = TextBench(llama(), ids(2), ids(1))
+    monkeypatch.setattr("crt_exp.probes.bench.again", lambda *given, **options: ms)
+    monkeypatch.setattr(bench, "memory", lambda *given: 1.0)
+    cost = bench.cost({"exact": None, "uniform": Mechanism.of("uniform")}, 64, 3, ["uniform"])
+    assert [len(each) for each in cost["step"].values()] == [turns, 1]
+    assert [len(each) for each in cost["ms"].values()] == [3, 1]
 
 
 def test_what_is_out_has_one_turn():
