@@ -162,11 +162,12 @@ class Trial:
     def _of_exact(self, advice: Advice) -> list[str]:
         """What sees all keys at this length, which is no approximation."""
         same = [row.arm.label for row in advice.rows if row.exact_to >= advice.length]
-        if not same:
-            return []
-        once = len({self._same(label, advice.length) for label in same}) < len(same)
-        return [f"{', '.join(same)}: exact attention itself at {advice.length} tokens"
-                + (", by one kernel, which was measured once." if once else ": every query sees all keys that it may.")]
+        kernel = [label for label in same if self.known[label].one_kernel]
+        others = [label for label in same if label not in kernel]
+        notes = [f"{', '.join(kernel)}: exact attention itself at {advice.length} tokens, by one kernel, which was "
+                 "measured once."] if kernel else []
+        return notes + [f"{label}: exact attention itself at {advice.length} tokens, where every query sees all keys "
+                        "that it may." for label in others]
 
     def _of_few(self, advice: Advice) -> list[str]:
         few = [row for row in advice.rows if row.pieces < advice.texts and row.exact_to < advice.length]

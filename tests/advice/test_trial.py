@@ -126,6 +126,12 @@ def test_attention_that_is_exact_is_measured_once_and_said():
         assert row["ms"]["nearfar preset=cheap"] == row["ms"]["nearfar preset=quality"]
     assert ("nearfar preset=cheap, nearfar preset=quality: exact attention itself at 2048 tokens, by one kernel, which "
             "was measured once.") in str(trial.advice())
+    bench = TextBench(llama(), ids(4), ids(1))
+    trial = Trial(bench, [Arm("exact"), Arm("nearfar"), Arm("window")], 1, 0.02)
+    assert len(list(trial.measured(lambda line: None))) == 4
+    kernel, window = trial.advice().notes[:2]
+    assert kernel.startswith("nearfar: exact attention itself at 64 tokens, by one kernel")
+    assert window == "window: exact attention itself at 64 tokens, where every query sees all keys that it may."
 
 
 # ---- a bench of a model
