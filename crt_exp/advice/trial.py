@@ -14,6 +14,7 @@ from crt_exp.advice.verdict import Advice, Row, is_beyond, rows_of, uses_memory
 from crt_exp.mechanism import Mechanism
 from crt_exp.probes.base import planned
 from crt_exp.probes.bench import FIRST, Bench, quiet
+from crt_exp.times import LONG
 
 STEP = 3       # passes that a training step takes
 UNLABELLED = ("There are no labels: nats are those by which the outputs differ from the model's own, the divergence of "
@@ -30,6 +31,7 @@ class Trial:
 
     def __init__(self, bench: Bench, arms: Sequence[Arm], rounds: int, tolerance: float, done: Sequence[dict] = ()):
         self.bench, self.arms, self.rounds, self.tolerance, self.rows = bench, arms, rounds, tolerance, list(done)
+        self.pace = 0.0                       # seconds a piece, so far
         self.attention: dict[str, Mechanism | None] = {arm.label: arm.mechanism(bench.seed) for arm in arms}
         with quiet():
             self.known = {label: bench.known(each) for label, each in self.attention.items()}
@@ -45,8 +47,8 @@ class Trial:
         before, begun = len(self.rows), time.perf_counter()
         for row in planned(self.plan, self.rows):
             spent, n = time.perf_counter() - begun, len(self.rows)
-            work = [self._work(i) for i in range(before, len(self.plan))]
-            left = spent * sum(work[n - before:]) / max(sum(work[:n - before]), 1)
+            self.pace = spent / max(sum(self._work(i) for i in range(before, n)), 1)
+            left = self.pace * sum(self._work(i) for i in range(n, len(self.plan)))
             rest = "" if self.ended else f", at most {left:.0f} s left"
             say(f"advise: {self._news(row)}, {n} of {len(self.plan)} ({spent:.0f} s{rest})")
             yield row
@@ -66,7 +68,8 @@ class Trial:
         same = {label: self._same(label, length) for label in self.attention}
         each = {label: self.attention[label] for label in dict.fromkeys(same.values())}
         costs = self.bench.cost(each, length, self.rounds, self._once())
-        return {"length": length} | {key: {label: cost[same[label]] for label in same} for key, cost in costs.items()}
+        return {"length": length} | {key: {label: cost[other] for label, other in same.items() if other in cost}
+                                     for key, cost in costs.items()}
 
     def _same(self, label: str, length: int) -> str:
         """The first attention that makes the same calls at this length."""
@@ -114,10 +117,13 @@ class Trial:
     def _work_of_times(self, length: int) -> float:
         timed = {self._same(label, length) for label in self.attention}
         once = self._once() if len(self.rows) >= len(self.arms) else ()
-        turns = sum(1 if label in once else self.rounds for label in timed)
-        if length < self.bench.length:
-            return 2 * turns * length / self.bench.length       # each after a pass that is not timed
-        return (2 + STEP) * turns + len(timed)
+        near = [label for label in timed if label not in once]
+        turns = len(near) * self.rounds + len(timed) - len(near)
+        share = length / self.bench.length
+        calls = 1 if 1000 * share * self.pace >= LONG else 2    # shorter ones after one that is not timed
+        if share < 1:
+            return calls * turns * share
+        return calls * turns + STEP * (len(near) if calls == 1 else 2 * turns) + len(timed)
 
     # ---- what it comes to
 
@@ -174,4 +180,5 @@ class Trial:
         if not few:
             return []
         return [f"{', '.join(row.arm.label for row in few)}: clearly further than is allowed after {few[0].pieces} "
-                f"{advice.noun}, so judged on these alone and timed once."]
+                f"{advice.noun}, so judged on these alone and timed once"
+                + (", without training steps, which are long." if any(row.step is None for row in few) else ".")]

@@ -137,7 +137,8 @@ def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
     for row in rows:
         label = row.arm.label
         row.ms = {L: statistics.median(cost["ms"][label]) for L, cost in sorted(costs.items())}
-        row.step, row.mib = statistics.median(last["step"][label]), last.get("mib", {}).get(label)
+        row.step = statistics.median(last["step"][label]) if label in last["step"] else None
+        row.mib = last.get("mib", {}).get(label)
         times = last["ms"][label]
         row.speedup, row.told_apart = ratio(base[:len(times)], times), differ(base, times)
         row.pays_from = pays_from(rows[0].ms, row.ms) if row.told_apart else None
@@ -269,7 +270,7 @@ def cells_of(advice: Advice, row: Row) -> list[str]:
     pays = "" if own else f"> {advice.length}" if row.pays_from is None else (
         f"<= {row.pays_from}" if row.pays_from == min(row.ms) else str(row.pays_from))
     return [row.arm.label, f"(loss {advice.loss:.3f})" if own else shown(row.above, row.above_ci95), *again, *pieces,
-            f"{row.ms[advice.length]:.1f}", f"{row.step:.1f}", *mib, gain, pays]
+            f"{row.ms[advice.length]:.1f}", "" if row.step is None else f"{row.step:.1f}", *mib, gain, pays]
 
 
 def shown(value: float, half: float) -> str:

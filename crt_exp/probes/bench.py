@@ -249,8 +249,9 @@ class Bench:
         """Of each round {"ms": label -> milliseconds of a pass without gradient}; those of `once` have a turn in the
         first round alone.
 
-        At the longest length also `step`, of a pass and its gradient, once for all where one takes LONG, and `mib` at
-        the peak of `body`, beyond what the process held before; that is left out where the system does not say it.
+        At the longest length also `step`, of a pass and its gradient, where one takes LONG once and without `once`, and
+        `mib` at the peak of `body`, beyond what the process held before; that is left out where the system does not say
+        it.
         """
         piece = self.timed()[length]
         costs: dict[str, dict[str, Any]] = {"ms": self.times(arms, piece, rounds, once=once)}
@@ -276,12 +277,14 @@ class Bench:
 
     def _steps(self, arms: Mapping[str, Swap | None], piece: Any, rounds: int, once: Collection[str]
                ) -> dict[str, list[float]]:
-        first = self.times(arms, piece, 1, self._step)
-        if rounds == 1 or max(map(max, first.values())) >= LONG:
+        near = {label: each for label, each in arms.items() if label not in once}
+        first = self.times(near, piece, 1, self._step)
+        if max(map(max, first.values())) >= LONG:
             return first
-        more = {label: each for label, each in arms.items() if label not in once}
-        others = self.times(more, piece, rounds - 1, self._step)
-        return {label: [*each, *others.get(label, ())] for label, each in first.items()}
+        rest = self.times(near, piece, rounds - 1, self._step) if rounds > 1 else {}
+        out = {label: each for label, each in arms.items() if label in once}
+        return {label: [*each, *rest.get(label, ())] for label, each in first.items()} | self.times(
+            out, piece, 1, self._step)
 
     def _step(self, piece: Any) -> None:
         """A pass and its gradient; those that the parameters had come back."""
