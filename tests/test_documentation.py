@@ -46,7 +46,7 @@ def test_every_block_says_its_language():
     assert not [block for block in BLOCKS if block.title and block.page.name != "add-your-own.md"]
 
 
-@pytest.mark.filterwarnings("ignore:in . of . layers the output of linear attention:UserWarning")
+@pytest.mark.filterwarnings("ignore:in . of . layers the output of the new attention:UserWarning")
 @pytest.mark.parametrize("block", EXAMPLES, ids=names(EXAMPLES))
 def test_example(block, capsys):
     exec(block.text, {"__name__": "__main__"})

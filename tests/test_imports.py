@@ -36,7 +36,7 @@ ROOMS = [
     ["outlines"],
     ["pretrained.wheels", "pretrained.ctranslate2", "pretrained.convert", "pretrained.fetch"],
     ["data.__main__"],
-    ["probes.bench", "probes.bench_pieces"],
+    ["probes.base", "probes.bench", "probes.bench_pieces"],
     ["advice"],
     ["estimators", "regression", "ridge"],
     ["tasks"],

@@ -190,9 +190,18 @@ def test_kinds_of_near_far_attention_are_told_apart():
 
 def test_what_is_linear_is_said_of_each():
     """Causal near-far attention looks at all keys: no page calls near-far attention linear without a word on that."""
-    for page in ("README.md", "docs/attention.md", "conf/attention/nearfar.yaml"):
+    for page in ("README.md", "docs/attention.md", "conf/attention/nearfar.yaml", "conf/config.yaml"):
         text = " ".join((ROOT / page).read_text().replace("# ", "").split())
         assert re.search(r"by a small constant", text) and "bounded" in text and "square" in text, page
+
+
+@pytest.mark.parametrize("page", ["conf/attention/nearfar.yaml", "conf/config.yaml"])   # the latter: of --help
+def test_commands_say_the_three_kinds(page):
+    rows = re.findall(r"^(?:#|     ) +((?:both|causal).*?) {2,}(.*)$", (ROOT / page).read_text(), re.M)
+    kinds = {kind: growth for kind, growth in rows}
+    assert list(kinds) == [kind.replace("`", "") for kind in KINDS]
+    assert "linearly" in kinds["both directions"] and "square" in kinds["causal"]
+    assert "linearly" in kinds["causal, preset=bounded"] and "forgets" in kinds["causal, preset=bounded"]
 
 
 def test_words_of_reports_are_explained():

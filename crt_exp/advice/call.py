@@ -1,7 +1,6 @@
 """`crt_exp.advise`: which attention a model in memory can have instead of its own."""
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,19 +9,17 @@ from torch import Tensor, nn
 
 from crt_exp import mechanism_text
 from crt_exp.advice.arms import EXACT, Arm, candidates
-from crt_exp.advice.verdict import TOLERANCE, Advice, rows_of
+from crt_exp.advice.trial import Trial
+from crt_exp.advice.verdict import TOLERANCE, Advice
 from crt_exp.config import place
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes.bench import Bench, quiet
-from crt_exp.probes.bench_pieces import HEADS, MASKED, NEXT, BatchBench, TextBench, predicts
+from crt_exp.probes.bench_pieces import HEADS, LENGTH, MASKED, NEXT, BatchBench, TextBench, predicts, trained_on
 from crt_exp.swap.calibration import eval_mode
 from crt_exp.swap.record import holders
 
-LENGTH, LEAST = 512, 32
+LEAST = 32
 LOADERS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothing is said
-UNLABELLED = ("There are no labels: nats are those by which the outputs differ from the model's own, the divergence of "
-              "their probabilities.")
 
 
 def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
@@ -36,7 +33,8 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
     shape in the order of the text; for a model of images a tensor (n, C, H, W) as it takes them; for any other, speech
     too, a list of dictionaries of its arguments, one piece each. The model should not have been trained on them.
     labels: classes of the images, (n,); dictionaries hold their own. Without labels outputs are compared with those of
-    the model as it is. length: tokens of a piece of text (512, or the model's positions).
+    the model as it is. length: tokens of a piece of text (those of the blocks of the model's run, of
+    other models 512 or their positions).
 
     `calibration` pieces fit attention that has something to fit, `samples` others judge (8 texts, 64 images, 16 of
     other pieces): intervals are over these. attentions: strings such as "window block=32", classes of one's own, or
@@ -48,7 +46,7 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
     the one that lies there. Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`.
     Raises ValueError for models that these pieces do not fit, and for too few pieces.
     """
-    say = progress or _to_stderr
+    say = progress or to_stderr
     if isinstance(model, str):
         model, tokenizer = _named(model, tokenizer)
     with eval_mode(model):
@@ -60,8 +58,10 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
             if length is not None:
                 raise ValueError(f"length = {length} is of texts: images and other pieces are as long as they are")
             bench = _of_batches(model, texts, labels, samples, calibration, seed)
-        arms = arms_of(attentions, bench.causal)
-        return concluded(bench, arms, *measured(bench, arms, rounds, say), tolerance)
+        trial = Trial(bench, arms_of(attentions, bench.causal), rounds, tolerance)
+        for _ in trial.measured(say):
+            pass
+        return trial.advice()
 
 
 def _named(name: str, tokenizer: Any) -> tuple[nn.Module, Any]:
@@ -88,7 +88,7 @@ def _of_texts(model: nn.Module, texts: Any, length: int | None, tokenizer: Any, 
               calibration: int, seed: int) -> TextBench:
     ids = texts if isinstance(texts, Tensor) else tokens_of(texts, tokenizer)
     most = int(getattr(model.config, "max_position_embeddings", None) or 2**20) if hasattr(model, "config") else 2**20
-    length = min(LENGTH, most) if length is None else length
+    length = min(max(trained_on(model) or LENGTH, LEAST), most) if length is None else length
     if not LEAST <= length <= most:
         raise ValueError(f"length = {length}: it takes {LEAST} to {most} tokens, the positions that this model has")
     judged, training = split(cut(ids, length), samples or SAMPLES["texts"], calibration)
@@ -180,64 +180,5 @@ def arm_of(given: str | type | tuple[str | type, dict]) -> Arm:
     return Arm(place(name), options)
 
 
-@quiet()
-def measured(bench: Bench, arms: list[Arm], rounds: int, say: Callable[[str], None]) -> tuple[list[dict], dict]:
-    """Losses of each arm, and costs by length; the first that a model cannot have is an error that names the layer."""
-    start, losses, costs = time.perf_counter(), [], {}
-
-    def progress(news: str) -> None:
-        say(f"advise: {news} ({time.perf_counter() - start:.0f} s)")
-
-    for arm in arms:
-        losses.append(bench.losses(arm.mechanism(bench.seed)))
-        progress(f"{arm.label}: {sum(losses[-1]['loss']) / len(bench.judged):.3f} nats")
-    for length in bench.timed():
-        costs[length] = bench.cost(mechanisms(bench, arms), length, rounds)
-        progress(f"timed at {length} tokens")
-    return losses, costs
-
-
-def mechanisms(bench: Bench, arms: Sequence[Arm]) -> dict[str, Mechanism | None]:
-    """By what tables call them."""
-    return {arm.label: arm.mechanism(bench.seed) for arm in arms}
-
-
-@quiet()
-def concluded(bench: Bench, arms: list[Arm], losses: list[dict], costs: dict, tolerance: float) -> Advice:
-    own = {key: sum(each) / len(each) for key, each in losses[0].items()}
-    rows, attention = rows_of(arms, losses, costs), mechanisms(bench, arms)
-    for row in rows:
-        row.exact_to = bench.exact_to(attention[row.arm.label])
-    advice = Advice(rows, bench.length, len(bench.judged), own["loss"], own.get("again"), tolerance,
-                    {label: bench.wants_fit(each) for label, each in attention.items()}, bench.noun)
-    if advice.chosen is not None:
-        advice.notes = notes_of(bench, attention[advice.chosen.arm.label])
-    if same := [row for row in rows if row.exact_to >= advice.length]:
-        least = min(row.exact_to for row in same)
-        advice.notes.append(f"{', '.join(row.arm.label for row in same)}: exact attention itself up to {least} tokens, "
-                            "so that times differ by chance and by kernel.")
-    if advice.again is not None and not advice.uses_memory:
-        advice.notes.append("The model's own attention gains little from repeated text, so recall says nothing here.")
-    if not bench.labelled:
-        advice.notes.append(UNLABELLED)
-    return advice
-
-
-def notes_of(bench: Bench, attention: Mechanism) -> list[str]:
-    """Which layers lose most, and which are further from exact attention than uniform attention is."""
-    layers = bench.layer_errors(attention)
-    if not layers:
-        return []
-    worst = max(range(len(layers)), key=lambda i: layers[i]["error"])
-    notes = [f"Of {len(layers)} layers number {worst} ({layers[worst]['path']}) loses most: |output - exact| / |exact| "
-             f"is {layers[worst]['error']:.3g}, of uniform attention {layers[worst]['uniform']:.3g}."]
-    lost = [i for i, layer in enumerate(layers) if layer["error"] > layer["uniform"]]
-    if lost:
-        kept = [i for i in range(len(layers)) if i not in lost]
-        notes.append(f"Layers {lost} are further from exact attention than uniform attention is: layers={kept} leaves "
-                     "them as they are.")
-    return notes
-
-
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

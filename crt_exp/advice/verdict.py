@@ -6,7 +6,8 @@ pass is MARGIN times as fast at every length that was timed.
 """
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from crt_exp.advice.arms import EXACT, FLOOR, Arm
 from crt_exp.drawing import CONTROL, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.drawing import EXACT as BLACK
 from crt_exp.metrics import interval
+from crt_exp.times import ratio
 from crt_exp.whole_files import whole, write_rows
 
 TOLERANCE = 0.02   # nats: 2% of the perplexity
@@ -44,6 +46,16 @@ class Row:
     speedup: float | None = None
     pays_from: int | None = None                         # None: at no length that was timed
     exact_to: int = 0                                    # tokens up to which it is exact attention
+    pieces: int = 0                                      # on which it was judged
+    told_apart: bool = True                              # whether its time differs from exact attention's in all rounds
+
+    @classmethod
+    def of(cls, arm: Arm, losses: dict[str, list[float]], own: dict[str, list[float]]) -> "Row":
+        """Without costs; own: the losses of exact attention on these pieces and perhaps further ones."""
+        row = cls(arm, *mean(losses["loss"], own["loss"]), pieces=len(losses["loss"]))
+        if "again" in losses:
+            row.again, row.again_ci95 = mean(losses["again"], own["again"])
+        return row
 
     @property
     def worst(self) -> float:
@@ -63,6 +75,7 @@ class Advice:
     tolerance: float
     learns: dict[str, bool]         # label -> whether it wants calibrate_attention
     noun: str = "texts"             # what was judged on
+    trained_on: int | None = None   # tokens of the texts of the model's training, where they are known
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
@@ -105,11 +118,12 @@ class Advice:
         folder.mkdir(parents=True, exist_ok=True)
         with whole(folder / "advise.md") as part:
             part.write_text("\n\n".join([self.markdown(), *self.notes, f"```python\n{self.code}\n```\n"]))
-        head = ["attention", "above", "above_ci95", "again", "again_ci95", "step_ms", "mib", "speedup", "pays_from",
+        head = ["attention", "pieces", "above", "above_ci95", "again", "again_ci95", "step_ms", "mib", "speedup",
+                "told_apart", "pays_from",
                 *(f"ms_{L}" for L in self.rows[0].ms)]
         write_rows(folder / "advise.csv", [head, *(
-            [row.arm.label, row.above, row.above_ci95, row.again, row.again_ci95, row.step, row.mib, row.speedup,
-             row.pays_from, *row.ms.values()] for row in self.rows)])
+            [row.arm.label, row.pieces, row.above, row.above_ci95, row.again, row.again_ci95, row.step, row.mib,
+             row.speedup, row.told_apart, row.pays_from, *row.ms.values()] for row in self.rows)])
         save_figure(figure(self), folder / "advise.png")
 
 
@@ -118,25 +132,42 @@ class Advice:
 def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
             costs: dict[int, dict[str, dict[str, float]]]) -> list[Row]:
     """losses: of each arm, the first being exact; costs: length -> what `Bench.cost` gives."""
-    own, last = losses[0], costs[max(costs)]
-    rows = []
-    for arm, losses_of in zip(arms, losses):
-        row = Row(arm, *mean(losses_of["loss"], own["loss"]))
-        if "again" in losses_of:
-            row.again, row.again_ci95 = mean(losses_of["again"], own["again"])
-        row.ms = {L: cost["ms"][arm.label] for L, cost in sorted(costs.items())}
-        row.step, row.mib = last["step"][arm.label], last.get("mib", {}).get(arm.label)
-        rows.append(row)
+    last, rows = costs[max(costs)], [Row.of(arm, each, losses[0]) for arm, each in zip(arms, losses)]
+    base = last["ms"][arms[0].label]
     for row in rows:
-        row.speedup = rows[0].ms[max(costs)] / row.ms[max(costs)]
-        row.pays_from = pays_from(rows[0].ms, row.ms)
+        label = row.arm.label
+        row.ms = {L: statistics.median(cost["ms"][label]) for L, cost in sorted(costs.items())}
+        row.step = statistics.median(last["step"][label]) if label in last["step"] else None
+        row.mib = last.get("mib", {}).get(label)
+        times = last["ms"][label]
+        row.speedup, row.told_apart = ratio(base[:len(times)], times), differ(base, times)
+        row.pays_from = pays_from(rows[0].ms, row.ms) if row.told_apart else None
     return rows
 
 
 def mean(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """Of the differences, with the half-width of its 95% Student interval."""
-    of_rows = interval(np.subtract(losses, own), "above")
+    """Of the differences, with the half-width of its 95% Student interval; own: of these pieces and perhaps others."""
+    of_rows = interval(np.subtract(losses, own[:len(losses)]), "above")
     return of_rows["above"], of_rows["above_ci95"]
+
+
+def differ(base: Sequence[float], times: Sequence[float]) -> bool:
+    """Whether all rounds say that one is faster by MARGIN, and the same one."""
+    gains = [own / other for own, other in zip(base, times)]
+    return min(gains) >= MARGIN or max(gains) <= 1 / MARGIN
+
+
+def uses_memory(own: Mapping[str, Sequence[float]]) -> bool:
+    """Whether the model's own attention makes use of repeated text, so that recall can be judged."""
+    return "again" in own and float(np.mean(own["loss"]) - np.mean(own["again"])) >= USES
+
+
+def is_beyond(row: Row, tolerance: float, uses_memory: bool) -> bool:
+    """Whether it costs clearly more than is allowed: TELLS times as much, at the lower end of an interval."""
+    if not math.isfinite(row.worst):
+        return True
+    recalls = uses_memory and row.again - row.again_ci95 >= TELLS * RECALL
+    return recalls or row.above - row.above_ci95 >= TELLS * tolerance
 
 
 def pays_from(own: dict[int, float], other: dict[int, float]) -> int | None:
@@ -181,9 +212,10 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
                       f"{same.exact_to}, and what else was tried is not near enough. Try {longer(advice)}.")
     if not paying:
         best = max(others, key=lambda row: row.speedup)
+        takes = (f"a pass takes {1 / best.speedup:.2f} times as long" if best.told_apart else
+                 "its time is not told apart from that of exact")
         return None, (f"Keep exact at {advice.length} tokens: {best.arm.label} stays within {advice.tolerance} nats, "
-                      f"and a pass takes {1 / best.speedup:.2f} times as long. "
-                      f"Try {longer(advice)}.")
+                      f"and {takes}. Try {longer(advice)}.")
     best = max(paying, key=lambda row: row.speedup)
     below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
     return best, (f"Take {best.arm.label}: it costs {cost_of(advice, best)} at {advice.length} tokens, and a pass is "
@@ -191,13 +223,15 @@ def decided(advice: Advice) -> tuple[Row | None, str]:
 
 
 def longer(advice: Advice) -> str:
+    """What may tell more, where a model can read it."""
+    if advice.trained_on is not None:
+        return f"a run with a longer task.block than {advice.trained_on}"
     return LONGER.get(advice.noun, "longer ones")
 
 
 def tells(advice: Advice, floor: Row) -> bool:
     """Whether uniform attention costs enough for mechanisms to differ, on these pieces or on repeated ones."""
-    recalls = advice.uses_memory and floor.again - floor.again_ci95 >= TELLS * RECALL
-    return recalls or floor.above - floor.above_ci95 >= TELLS * advice.tolerance
+    return is_beyond(floor, advice.tolerance, advice.uses_memory)
 
 
 def cost_of(advice: Advice, row: Row) -> str:
@@ -221,18 +255,26 @@ def _none_near(advice: Advice, best: Row) -> str:
 def header(advice: Advice) -> list[str]:
     again = [] if advice.again is None else ["repeated text"]
     mib = ["MiB"] if any(row.mib is not None for row in advice.rows) else []
-    return ["attention", "nats above exact", *again, "ms forward", "ms step", *mib, "speed-up", "pays from"]
+    return ["attention", "nats above exact", *again, *([advice.noun] if in_part(advice) else []), "ms forward",
+            "ms step", *mib, "speed-up", "pays from"]
+
+
+def in_part(advice: Advice) -> bool:
+    """Whether some attention was judged on fewer pieces than others."""
+    return len({row.pieces for row in advice.rows}) > 1
 
 
 def cells_of(advice: Advice, row: Row) -> list[str]:
     own = row.arm.name == EXACT
     again = [] if advice.again is None else [
         f"({advice.again:.3f})" if own else shown(row.again, row.again_ci95)]
+    pieces = [str(row.pieces)] if in_part(advice) else []
     mib = [] if all(each.mib is None for each in advice.rows) else [f"{row.mib:.0f}"]
+    gain = f"{row.speedup:.2f}" if own or row.told_apart else "not told apart"
     pays = "" if own else f"> {advice.length}" if row.pays_from is None else (
         f"<= {row.pays_from}" if row.pays_from == min(row.ms) else str(row.pays_from))
-    return [row.arm.label, f"(loss {advice.loss:.3f})" if own else shown(row.above, row.above_ci95), *again,
-            f"{row.ms[advice.length]:.1f}", f"{row.step:.1f}", *mib, f"{row.speedup:.2f}", pays]
+    return [row.arm.label, f"(loss {advice.loss:.3f})" if own else shown(row.above, row.above_ci95), *again, *pieces,
+            f"{row.ms[advice.length]:.1f}", "" if row.step is None else f"{row.step:.1f}", *mib, gain, pays]
 
 
 def shown(value: float, half: float) -> str:

@@ -290,6 +290,13 @@ class Window(Baseline):
         super().__init__(heads, d, **sizes)
         self.block, self.first = block, first
 
+    @property
+    def exact_to(self) -> int:
+        """Tokens of which every query sees all that it may."""
+        if self.causal:
+            return (self.first // self.block + 2) * self.block
+        return max(2 * self.block, self.first)
+
     def past(self):
         if not self.causal:
             raise ValueError("decoding needs causal attention")

@@ -1,5 +1,5 @@
-"""What the layers have in common that stand for softmax attention in linear time and learn from what they see: what
-swaps, caches of decoding and tables ask of them."""
+"""What layers of random features and of near-far attention have in common, which learn from what they see: what swaps,
+caches of decoding and tables ask of them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.stored import json_object
+from crt_exp.stored import json_object, yaml_object
 
 MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-256 of each file of weights, by its name
 ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained
@@ -110,6 +110,17 @@ def description_in(folder: Path, named: str) -> dict[str, Any]:
         return json_object(folder / CONFIG)
     except ConfigError as error:
         raise DataError(f"{named}: {folder} cannot be read: {error}") from None
+
+
+def block_of(folder: str | Path) -> int | None:
+    """Tokens of the blocks on which the run trained that keeps this model; None for a model of another origin. Raises
+    ConfigError where the run's config.yaml cannot be read."""
+    folder = Path(folder)
+    if folder.name != MODEL or not (folder.parent / "config.yaml").is_file():
+        return None
+    task = yaml_object(folder.parent / "config.yaml").get("task")
+    block = task.get("block") if isinstance(task, dict) else None
+    return block if type(block) is int and block > 0 else None
 
 
 def folder_of(run: str | Path, option: str, wanted: str) -> Path:

@@ -61,6 +61,8 @@ class NearFar(LinearAttention):
     Buffers: those of `FittedOnce` in `clusters`, where the layer is causal and opens no keys, or cross.
     """
 
+    one_kernel = True
+
     def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality", "bounded"] = "default",
                  block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
                  first_order: bool | None = None, open: Whole | Sequence[Whole] | None = None,

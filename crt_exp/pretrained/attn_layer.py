@@ -1,4 +1,4 @@
-"""The class that models of timm take as `attn_layer`, so that a model has linear attention from its first layer on."""
+"""The class that models of timm take as `attn_layer`, so that a model has other attention from its first layer on."""
 
 from itertools import count
 

@@ -1,7 +1,5 @@
 """task=advise: `crt_exp.advise` for a model in a folder, a run or on the hub, and text, images or audio in files."""
 
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.advice.arms import Arm
-from crt_exp.advice.call import LEAST, SAMPLES, arms_of, concluded, mechanisms, of_rows, split, spread
+from crt_exp.advice.call import LEAST, SAMPLES, arms_of, of_rows, split, spread, to_stderr
+from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import DataError, images, speech, speech_table
 from crt_exp.data.speech_table import entries
@@ -19,8 +18,7 @@ from crt_exp.hints import Count, Positive
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
-from crt_exp.probes.base import planned
-from crt_exp.probes.bench import Bench, quiet
+from crt_exp.probes.bench import Bench
 from crt_exp.probes.bench_pieces import BatchBench
 from crt_exp.probes.subject import length_of, opened, rows_of
 from crt_exp.schema import checked
@@ -31,8 +29,7 @@ from crt_exp.stored import json_object
 class Advise:
     """task=advise; see conf/task/advise.yaml for the options.
 
-    Records of three kinds: `arm`, one an attention: its losses on each piece; `cost`, one a length: milliseconds and
-    MiB of each; and a final one with the advice.
+    Records: those of `Trial`, and a final one with the advice.
     """
 
     metric, lower_is_better = "above", True
@@ -55,21 +52,12 @@ class Advise:
         self.advice: Advice | None = None
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        start, bench = time.perf_counter(), self.bench(seed)
-        arms, rows = self.arms(bench), list(done)
-        attention = mechanisms(bench, arms)
-        plan = [("arm", quiet()(bench.losses), (each,)) for each in attention.values()]
-        plan += [("cost", self.cost, (bench, attention, length)) for length in bench.timed()]
-        named = [*attention, *(f"{length} tokens timed" for length in bench.timed())]
-        for row in planned(plan, rows):
-            print(f"advise: {named[len(rows) - 1]}, {len(rows)} of {len(plan)} ({time.perf_counter() - start:.0f} s)",
-                  file=sys.stderr, flush=True)
-            yield row
-        if len(rows) == len(plan):
-            losses = [{key: row[key] for key in ("loss", "again") if key in row} for row in rows[:len(arms)]]
-            costs = {row["length"]: row for row in rows[len(arms):]}
-            self.advice = concluded(bench, arms, losses, costs, self.tolerance)
-            yield {"step": len(plan), "epoch": 0, "split": "test", **self.final(self.advice), "final": True}
+        bench = self.bench(seed)
+        trial = Trial(bench, self.arms(bench), self.rounds, self.tolerance, done)
+        yield from trial.measured(to_stderr)
+        if trial.ended:
+            self.advice = trial.advice()
+            yield {"step": len(trial.plan), "epoch": 0, "split": "test", **self.final(self.advice), "final": True}
 
     def inputs(self) -> list[Path]:
         """The audio that a table names."""
@@ -89,10 +77,6 @@ class Advise:
 
     def arms(self, bench: Bench) -> list[Arm]:
         return arms_of(self.attentions, bench.causal)
-
-    @quiet()
-    def cost(self, bench: Bench, attention: dict[str, Mechanism | None], length: int) -> dict[str, Any]:
-        return {"length": length, **bench.cost(attention, length, self.rounds)}
 
     def final(self, advice: Advice) -> dict[str, Any]:
         chosen = advice.chosen or advice.rows[0]

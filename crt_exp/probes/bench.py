@@ -7,7 +7,7 @@ Legend: L tokens, H query heads, Hkv key heads. Pieces for judging and pieces fo
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,10 +20,13 @@ from crt_exp.attention.linear import LinearAttention
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import NotFinite
-from crt_exp.times import added, again, give_back, in_turns
+from crt_exp.times import LONG, added, again, give_back, in_turns
 from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention
+
+FIRST = 3    # pieces after which it is asked whether the others are needed: fewer give no interval to speak of
+KEPT = 8     # fits that are kept
 
 
 class Swap(Protocol):
@@ -80,6 +83,16 @@ def looked_at(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
     return [part for part in model.modules() if isinstance(part, LinearAttention)]
 
 
+class Known(NamedTuple):
+    """What is known of an attention before it is measured: the tokens up to which every layer is exact attention (0:
+    never), whether it is then one call of torch's kernel whatever its options, and whether it is fitted to something.
+    """
+
+    exact_to: int
+    one_kernel: bool
+    wants_fit: bool
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without a word of layers that a swap leaves as they are, or that uniform attention is nearer to."""
@@ -95,8 +108,10 @@ class Bench:
     """
 
     noun = "pieces"             # what they are called
-    causal = recalls = False
+    causal = False
+    repeats = 0                 # judged pieces that can be said twice, to see whether they are looked up
     labelled = True             # whether it is told what the model should predict
+    trained_on: int | None = None   # tokens of the longest texts that the model was trained on, where its run says so
 
     def __init__(self, model: nn.Module, judged: Sequence[Any] = (), training: Sequence[Any] | None = (),
                  seed: int = 0):
@@ -104,6 +119,7 @@ class Bench:
             raise ValueError(f"this {type(model).__name__} is swapped already: call unswap_attention(model) first")
         self.model, self.judged, self.training, self.seed = model.eval(), judged, training, seed
         self.device = next(model.parameters()).device
+        self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []    # of the attentions that were here last
 
     def run(self, piece: Any) -> Any:
         """What the model makes of a piece."""
@@ -112,20 +128,37 @@ class Bench:
     # ---- other attention
 
     @contextmanager
-    def swapped(self, attention: Swap | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
-        """Within it the model has this attention, fitted where it has something to fit; its layers by path. None: its
-        own."""
+    def placed(self, attention: Swap | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
+        """Within it the model has this attention, with nothing fitted; its layers by path. None: its own."""
         if attention is None:
             yield {}
             return
         attention.swap(self.model, layers, saved=False)
         try:
-            self.fit(attention)
             yield {state.path: state for state in swapped_states(self.model)}
         finally:
             unswap_attention(self.model)
 
+    @contextmanager
+    def swapped(self, attention: Swap | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
+        """The same, fitted where it has something to fit: once, and what was fitted comes back."""
+        with self.placed(attention, layers) as states:
+            if learns(self.model):
+                self._fit_once((attention, layers), list(states.values()), attention)
+            yield states
+
+    def _fit_once(self, key: tuple, states: list[nn.Module], attention: Swap) -> None:
+        kept = next((kept for known, kept in self.fits if known == key), None)
+        if kept is None:
+            self.fit(attention)
+            kept = [{name: t.clone() for name, t in state.state_dict().items()} for state in states]
+            self.fits = [*self.fits, (key, kept)][-KEPT:]
+            return
+        for state, each in zip(states, kept, strict=True):
+            state.load_state_dict(each)
+
     def fit(self, attention: Swap) -> None:
+        """Attention that has something to fit, which the model now has."""
         fitted(self.model, self.training)
 
     @torch.no_grad()
@@ -139,14 +172,11 @@ class Bench:
                 stack.callback(state.register_forward_hook(lambda *of_call: seen.append(see(*of_call))).remove)
             return seen, self.run(piece)
 
-    def wants_fit(self, attention: Swap | None) -> bool:
-        with self.swapped(attention):
-            return learns(self.model)
-
-    def exact_to(self, attention: Swap | None) -> int:
-        """Tokens up to which every swapped layer is exact attention; 0 for attention that never is."""
-        with self.swapped(attention) as states:
-            return min((getattr(state, "exact_to", 0) for state in states.values()), default=0)
+    def known(self, attention: Swap | None) -> Known:
+        with self.placed(attention) as states:
+            each = states.values()
+            return Known(min((getattr(state, "exact_to", 0) for state in each), default=0),
+                         bool(each) and all(getattr(state, "one_kernel", False) for state in each), learns(self.model))
 
     # ---- losses and errors
 
@@ -154,16 +184,26 @@ class Bench:
         """Of judged piece i, nats."""
         raise NotImplementedError
 
-    def again(self) -> dict[str, list[float]]:
-        """`again`, of repeated pieces, where recall can be judged."""
-        return {}
+    def again(self, i: int) -> float:
+        """Of judged piece i said twice, where it is said again; of the first `repeats` pieces."""
+        raise NotImplementedError
 
     @torch.no_grad()
-    def losses(self, attention: Swap | None) -> dict[str, list[float]]:
+    def losses(self, attention: Swap | None, settled: Callable[[dict[str, list[float]]], bool] | None = None
+               ) -> dict[str, list[float]]:
         """Of each judged piece: `loss`, nats, and where pieces can be repeated `again`. Raises NotFinite where they are
-        not, of the model's own attention."""
+        not, of the model's own attention.
+
+        settled: asked after FIRST pieces of both, whether these are enough; else all are read.
+        """
+        judges = {"loss": (self.loss, len(self.judged)), "again": (self.again, self.repeats)}
         with self.swapped(attention):
-            losses = {"loss": [self.loss(i) for i in range(len(self.judged))], **self.again()}
+            losses = {key: [loss(i) for i in range(min(FIRST, count))]
+                      for key, (loss, count) in judges.items() if count}
+            if settled is None or not settled(losses):
+                for key, each in losses.items():
+                    loss, count = judges[key]
+                    each += [loss(i) for i in range(FIRST, count)]
         odd = [i for each in losses.values() for i, loss in enumerate(each) if not math.isfinite(loss)]
         if odd and attention is None:
             where = next((f"; its parameter {name} holds NaN or infinity" for name, p in self.model.named_parameters()
@@ -204,29 +244,47 @@ class Bench:
         """A pass of which memory is measured."""
         self.run(piece)
 
-    def cost(self, arms: Mapping[str, Swap | None], length: int, rounds: int) -> dict[str, dict[str, float]]:
-        """Medians over rounds: {"ms": label -> milliseconds of a pass without gradient}.
+    def cost(self, arms: Mapping[str, Swap | None], length: int, rounds: int, once: Collection[str] = ()
+             ) -> dict[str, dict[str, Any]]:
+        """Of each round {"ms": label -> milliseconds of a pass without gradient}; those of `once` have a turn in the
+        first round alone.
 
-        At the longest length also `step`, of a pass and its gradient, and `mib` at the peak of `body`, beyond what
-        the process held before; that is left out where the system does not say it.
+        At the longest length also `step`, of a pass and its gradient, where one takes LONG once and without `once`, and
+        `mib` at the peak of `body`, beyond what the process held before; that is left out where the system does not say
+        it.
         """
         piece = self.timed()[length]
-        costs: dict[str, dict[str, Any]] = {"ms": medians(self.times(arms, piece, rounds))}
+        costs: dict[str, dict[str, Any]] = {"ms": self.times(arms, piece, rounds, once=once)}
         if length == self.length:
-            costs["step"] = medians(self.times(arms, piece, rounds, self._step))
+            costs["step"] = self._steps(arms, piece, rounds, once)
             costs["mib"] = {label: self.memory(attention, piece) for label, attention in arms.items()}
         return {key: each for key, each in costs.items() if None not in each.values()}
 
     def times(self, arms: Mapping[str, Swap | None], piece: Any, rounds: int,
-              call: Callable[[Any], Any] | None = None) -> dict[str, list[float]]:
-        """Milliseconds of a call in each round, by default a pass without gradient: all take their turn in it, each
-        after a call that is not timed: buffers and libraries."""
+              call: Callable[[Any], Any] | None = None, once: Collection[str] = ()) -> dict[str, list[float]]:
+        """Milliseconds of a call in each round, by default a pass without gradient: all take their turn in it, but for
+        those of `once` after the first round, each after a call that is not timed: buffers and libraries. A call that
+        takes LONG is not made twice."""
         call = call or torch.no_grad()(self.run)
 
         def within(attention: Swap | None) -> float:
             with self.swapped(attention):
-                return again(call, piece, device=self.device)
-        return in_turns(arms, rounds, within, warm=0)
+                return again(call, piece, below=LONG, device=self.device)
+        first = in_turns(arms, 1, within, warm=0)
+        rest = {label: each for label, each in arms.items() if label not in once}
+        others = in_turns(rest, rounds - 1, within, warm=0)
+        return {label: [*each, *others.get(label, ())] for label, each in first.items()}
+
+    def _steps(self, arms: Mapping[str, Swap | None], piece: Any, rounds: int, once: Collection[str]
+               ) -> dict[str, list[float]]:
+        near = {label: each for label, each in arms.items() if label not in once}
+        first = self.times(near, piece, 1, self._step)
+        if max(map(max, first.values())) >= LONG:
+            return first
+        rest = self.times(near, piece, rounds - 1, self._step) if rounds > 1 else {}
+        out = {label: each for label, each in arms.items() if label in once}
+        return {label: [*each, *rest.get(label, ())] for label, each in first.items()} | self.times(
+            out, piece, 1, self._step)
 
     def _step(self, piece: Any) -> None:
         """A pass and its gradient; those that the parameters had come back."""

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.data.text import IGNORED
-from crt_exp.probes.bench import Bench
+from crt_exp.models.folder import block_of
+from crt_exp.probes.bench import Bench, Swap, fitted
 from crt_exp.swap.record import holders
 
 MASKED, NEXT = "masked", "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
+LENGTH = 512        # tokens of a piece of text, where nothing says more
 SHARE = 0.15        # of the tokens is masked
 UNSURE = 16         # tokens of the second half after which a model can know where it stands
 REPEATED = 4        # rows, of those that judge
@@ -45,15 +47,20 @@ class TextBench(Bench):
         super().__init__(model, rows, None if training is None else training.split(1), seed)
         self.predicts = predicts(model)
         self.rows, self.mask, self.special = rows, mask, torch.tensor(list(special), dtype=torch.long)
+        self.trained_on = trained_on(model)
 
     @property
     def causal(self) -> bool:
         return self.predicts == NEXT
 
     @property
-    def recalls(self) -> bool:
-        """Whether repeated rows can be judged."""
-        return self.causal and self.rows.shape[1] >= 4 * UNSURE
+    def repeats(self) -> int:
+        """Rows that can be repeated and judged."""
+        return min(REPEATED, len(self.rows)) if self.causal and self.rows.shape[1] >= 4 * UNSURE else 0
+
+    def fit(self, attention: Swap) -> None:
+        """Without the logits of all tokens, as `body`."""
+        fitted(self.model.base_model, [{"input_ids": piece, **self._call} for piece in self.training])
 
     def run(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids.to(self.device), **self._call, **options)
@@ -81,12 +88,12 @@ class TextBench(Bench):
         """Nats a predicted token of row i."""
         return float(self.nats(*self.asked(i)).mean())
 
-    def again(self) -> dict[str, list[float]]:
-        """Of the second half of repeated rows."""
+    def again(self, i: int) -> float:
+        """Of the second half of a row that says the first half of row i twice."""
         half = self.rows.shape[1] // 2
-        twice = self.rows[:REPEATED, :half].repeat(1, 2).split(1)
-        return {"again": [float(self.nats(*following(row))[half + UNSURE - 1:].mean()) for row in twice]
-                } if self.recalls else {}
+        inputs, labels = following(self.rows[i:i + 1, :half].repeat(1, 2))
+        labels[:, :half + UNSURE - 1] = IGNORED
+        return float(self.nats(inputs, labels).mean())
 
     def nats(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Of each place that labels (1, L) ask for, float64."""
@@ -124,6 +131,12 @@ def predicts(model: nn.Module) -> str | None:
     """Which tokens a model of transformers predicts, by the name of its class; None for a bare encoder and others."""
     name = next((type(part).__name__ for part in holders(model)), "")
     return next((kind for end, kind in HEADS.items() if name.endswith(end)), None)
+
+
+def trained_on(model: nn.Module) -> int | None:
+    """Tokens of the blocks on which its run trained a model of transformers; None for one of another origin."""
+    config = getattr(next(iter(holders(model)), None), "config", None)
+    return block_of(getattr(config, "name_or_path", None) or "")
 
 
 # ---- batches

@@ -18,11 +18,11 @@ from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.probes.bench import LayerCall, Swap
-from crt_exp.probes.bench_pieces import HEADS, MASKED, NEXT, SHARE, TextBench, nats  # bare encoders predict nothing
+from crt_exp.probes.bench_pieces import HEADS, LENGTH, MASKED, NEXT, SHARE, TextBench, nats, trained_on
 from crt_exp.probes.captured import load_tokenizer, positions, relative_error
 from crt_exp.swap.calibration import learns
 
-KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}
+KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}  # None: predicts nothing
 
 
 class Pass(NamedTuple):
@@ -144,9 +144,10 @@ def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, str | None, Any
 
 
 def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
-    """Tokens of a text: as asked, or 512, or the model's positions. Raises ValueError for too many and too few."""
+    """Tokens of a text: as asked, or those of the blocks of the model's run, of other models 512 or their positions.
+    Raises ValueError for too many and too few."""
     most = min(positions(model), 2**20)
-    length = min(512, most) if length is None else length
+    length = min(max(trained_on(model) or LENGTH, least), most) if length is None else length
     if not least <= length <= most:
         raise ValueError(f"task.length = {length}: it takes {least} to {most} tokens; the model has {most} positions")
     return length

@@ -117,8 +117,8 @@ def _warn_of_errors(model: nn.Module) -> None:
              for path, state in states.items() if state.measured.error > state.measured.uniform]
     if worse:
         shown = ", ".join(worse[:3]) + (f" and {len(worse) - 3} more" if len(worse) > 3 else "")
-        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of linear attention is further from "
-                      f"exact attention than the mean of the values is (uniform attention): {shown}. Take more "
+        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of the new attention is further "
+                      f"from exact attention than the mean of the values is (uniform attention): {shown}. Take more "
                       "features (m), another mechanism, or leave these layers as they are with layers=[...]",
                       stacklevel=3)
 

@@ -1,4 +1,4 @@
-"""Any pretrained model with linear attention, by one call, and back.
+"""Any pretrained model with other attention, by one call, and back.
 
 Every swapped attention module gets one submodule, `swapped`, that holds noise and statistics: checkpoint keys stay, and
 these buffers are added to them. Families: Hugging Face models on the attention interface, timm's Attention,

@@ -4,6 +4,7 @@ numbers, and bad inputs are refused."""
 import csv
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -246,6 +247,26 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["final"] and records[-1]["advice"] in out
     assert (tmp_path / "run" / "advise.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("length, judged", [(None, 40), (64, 64)])
+def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_path):
+    """Or it is said that what lies behind them was never trained; in Python too, by name and in memory."""
+    run = tmp_path / "mine"
+    shutil.copytree(folder / "llama", run / "model")
+    (run / "config.yaml").write_text("task:\n  _target_: crt_exp.tasks.mlm.MLM\n  block: 40\n")
+    given = [] if length is None else [f"task.length={length}"]
+    code, out, err = typed(*command(folder, "llama", *given, "task.samples=2", "task.calibration=1", "task.rounds=1",
+                                    "task.attentions=[window]", f"hydra.run.dir={tmp_path / 'run'}"),
+                           f"task.model={run}")
+    assert code == 0, err
+    assert f"{judged} tokens timed" in err and "window: exact attention itself" in out
+    assert ("trained on blocks of 40 tokens: positions from 40 on were never trained" in out) == (judged > 40)
+    if length is None:
+        model = transformers.LlamaForCausalLM.from_pretrained(run / "model").eval()
+        for each in (model, str(run)):
+            found = crt_exp.advise(each, ids(), samples=2, calibration=1, rounds=1, attentions=["window"])
+            assert found.length == 40 and "a longer task.block than 40" in found.sentence
 
 
 @pytest.mark.parametrize("words, message", [
