@@ -197,8 +197,8 @@ def set_aside(size: Mapping[str, Any], sources: Sequence[str]) -> None:
 
 
 def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[str], name: str) -> Iterator[Draw]:
-    """The draws of a grid: tables "validation" (x: step), "test", "parts" (of the test split, which are the units there)
-    and "step" (steps_per_s, mib; of seed 0); made: those before, of which its conditions are."""
+    """The draws of a grid: tables "validation" (x: step), "test", "parts" (of the test split, which are its units) and
+    "step" (steps_per_s, mib; of seed 0); made: those before, of which its conditions are."""
     passed = [setting for setting in grid.settings if all(holds(each, setting, made) for each in grid.where)]
     trials = grid.trials()
     keys = [trial.keys(passed, sources) for trial in trials]

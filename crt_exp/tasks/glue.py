@@ -67,8 +67,8 @@ class GLUE(Task):
         if self.described.names:
             check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
         if self.parts and not 2 <= self.parts <= len(self.texts["dev"]):
-            raise ConfigError(f"task.parts={self.parts}: expected 2 to {len(self.texts['dev'])}, the examples of the dev "
-                              "split, or null")
+            raise ConfigError(f"task.parts={self.parts}: expected 2 to {len(self.texts['dev'])}, the examples of the "
+                              "dev split, or null")
 
     def inputs(self) -> list[Path | None]:
         return [] if self.source == "hub" else [task_folder(self.described.source.name, self.data_dir)]
