@@ -63,6 +63,22 @@ def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
     return {name: METRICS[name](predictions, labels) for name in task_of(task).metrics}
 
 
+def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:
+    """What each of so many parts of the examples (every `parts`-th one) says of a metric: the values of the jackknife,
+    parts * whole - (parts - 1) * without that part.
+
+    Of an accuracy on parts of one size they are the parts' accuracies. Their mean is the metric, but for its bias, with
+    Student's interval over examples; those of two models on the same examples are pairs. Raises ValueError for a number
+    of parts that is not 2 to n.
+    """
+    predictions, labels = checked(predictions, labels)
+    if not 2 <= parts <= len(labels):
+        raise ValueError(f"got {parts} parts of {len(labels)} examples, expected 2 to {len(labels)}")
+    whole, part = METRICS[metric](predictions, labels), np.arange(len(labels)) % parts
+    left = [METRICS[metric](predictions[part != i], labels[part != i]) for i in range(parts)]
+    return [parts * whole - (parts - 1) * without for without in left]
+
+
 def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     predictions, labels = vector(predictions), vector(labels)
     if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):

@@ -179,20 +179,64 @@ def words(arm: str, model: str, subset: str, count: int, seed: int, seconds: flo
     """Word error rate of the next so many utterances, or clips of so many seconds of them, each heard alone, with that
     attention in the encoder; "exact dtype=bfloat16" is of the whole model."""
     made, processor = hearer(model)
-    every, normal = utterances(subset, seconds), EnglishTextNormalizer({})
-    said = every[seed * count:(seed + 1) * count]
-    if len(said) < count or every[-1] in said:
-        raise ValueError(f"{subset} has {len(every)} utterances: group {seed} of {count} is not there")
+    said, normal = group(subset, count, seed, seconds), EnglishTextNormalizer({})
     with arranged(arm, encoder_bench(model, subset, seconds), made, seed) as hearing:
         written = [processor.decode(heard(hearing, processor, each), skip_special_tokens=True) for each in said]
     rates = error_rates([normal(each.text) for each in said], [normal(each) or "-" for each in written])
     return {"wer": rates["wer"], "cer": rates["cer"]}
 
 
+def group(subset: str, count: int, number: int, seconds: float = 0) -> list[speech.Utterance]:
+    """Raises ValueError where there are not so many utterances besides the last, to which attention is fitted."""
+    every = utterances(subset, seconds)
+    said = every[number * count:(number + 1) * count]
+    if len(said) < count or every[-1] in said:
+        raise ValueError(f"{subset} has {len(every)} utterances: group {number} of {count} is not there")
+    return said
+
+
 def heard(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tensor:
     """The tokens that are written for it; attention that hears nothing would go on for ever."""
     return model.generate(features(processor, utterance).to(model.dtype),
                           max_length=AT_MOST + int(A_SECOND * utterance.seconds))[0]
+
+
+@torch.no_grad()
+def dictated(arm: str, model: str, subset: str, count: int, seed: int) -> dict[str, float]:
+    """Nats a token, `above` those of exact attention, of what exact attention writes for the next so many utterances,
+    each token given those before it; `agrees`: share of these that are the likeliest. Rates of errors end at 100%,
+    where an attention that is a little nearer to exact looks like any other."""
+    made, processor = hearer(model)
+    said = group(subset, count, seed)
+    exact = [script(model, subset, each.name) for each in said]
+    with arranged(arm, encoder_bench(model, subset), made, seed) as hearing:
+        found = [judged(hearing, processor, each, tokens) for each, (tokens, _) in zip(said, exact)]
+    nats, agrees = (torch.cat(parts).mean().item() for parts in zip(*found))
+    return {"above": nats - torch.cat([nats for _, nats in exact]).mean().item(), "nats": nats, "agrees": agrees}
+
+
+@lru_cache(maxsize=64)
+def script(model: str, subset: str, name: str) -> tuple[Tensor, Tensor]:
+    """What exact attention writes for an utterance: its tokens (1, L), between those that begin and end it, and their
+    nats."""
+    made, processor = hearer(model)
+    utterance = next(each for each in utterances(subset) if each.name == name)
+    tokens = [*begin(made), *heard(made, processor, utterance).tolist(), made.config.eos_token_id]
+    return torch.tensor([tokens]), judged(made, processor, utterance, torch.tensor([tokens]))[0]
+
+
+def begin(model: nn.Module) -> list[int]:
+    """The tokens with which it begins to write."""
+    plain = getattr(model.generation_config, "no_timestamps_token_id", None)
+    return [model.config.decoder_start_token_id, *([] if plain is None else [plain])]
+
+
+def judged(model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats of each token behind those that begin, and whether it is the likeliest, (L,) both."""
+    logits = model(features(processor, utterance), decoder_input_ids=tokens[:, :-1]).logits[0].float()
+    first = len(begin(model))
+    logits, asked = logits[first - 1:], tokens[0, first:]
+    return F.cross_entropy(logits, asked, reduction="none"), (logits.argmax(-1) == asked).float()
 
 
 def encoder_times(arm: Mapping[str, str], model: str, subset: str, rounds: int, seed: int) -> list[dict[str, Any]]:

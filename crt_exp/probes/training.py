@@ -22,6 +22,7 @@ from crt_exp.times import added
 HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
 FINAL = ("step", "epoch", "split", "time_s", "final")
+PART = "_part"  # in keys of the test record, before the number of a part of the split
 VALIDATION = ("validation", "val")  # splits of the records that make curves
 PLACE = ("metric", "setting", "table", "x")
 CONDITION = ("arm", "than", "over", "least", *PLACE)
@@ -196,8 +197,8 @@ def set_aside(size: Mapping[str, Any], sources: Sequence[str]) -> None:
 
 
 def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[str], name: str) -> Iterator[Draw]:
-    """The draws of a grid: tables "validation" (x: step), "test" and "step" (steps_per_s, mib; of seed 0); made: those
-    before, of which its conditions are."""
+    """The draws of a grid: tables "validation" (x: step), "test", "parts" (of the test split, which are its units) and
+    "step" (steps_per_s, mib; of seed 0); made: those before, of which its conditions are."""
     passed = [setting for setting in grid.settings if all(holds(each, setting, made) for each in grid.where)]
     trials = grid.trials()
     keys = [trial.keys(passed, sources) for trial in trials]
@@ -245,8 +246,10 @@ def of_run(grid: Grid, cells: Cells, key: Key, setting: str, arm: str, seed: int
                 yield cells.draw(key, setting, arm, metric, record[metric], seed, record["step"], "validation")
     for key_of, value in result["last"].items():
         place, metric = placed(grid, setting, key_of)
+        metric, _, part = metric.partition(PART)
         if isinstance(value, (int, float)) and (metric in grid.tested if grid.tested else metric not in FINAL):
-            yield cells.draw(key, place, arm, metric, value, seed, table="test")
+            unit, table = (int(part), "parts") if part else (seed, "test")
+            yield cells.draw(key, place, arm, metric, value, unit, table=table)
     if arm == "exact" and seed == 0:
         yield from of_baselines(grid, cells, key, setting)
 

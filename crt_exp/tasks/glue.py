@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from crt_exp.config import ConfigError
 from crt_exp.data import check_classes, glue
 from crt_exp.data.sources import task_folder
 from crt_exp.data.text import check_vocabulary
 from crt_exp.hints import Count, Whole
 from crt_exp.mechanism import Mechanism
-from crt_exp.metrics import glue_metrics
+from crt_exp.metrics import glue_metrics, of_parts
 from crt_exp.models import encoders
 from crt_exp.nonfinite import NotFinite
 from crt_exp.schema import checked
@@ -45,6 +46,7 @@ class GLUE(Task):
     examples_seed: Whole
     bucketed: bool
     cache_dir: str | None
+    parts: Count | None = None
 
     validation, test = "dev", None
 
@@ -64,6 +66,9 @@ class GLUE(Task):
         self.texts["train"] = self.texts["train"].subsample(self.examples, self.examples_seed)
         if self.described.names:
             check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
+        if self.parts and not 2 <= self.parts <= len(self.texts["dev"]):
+            raise ConfigError(f"task.parts={self.parts}: expected 2 to {len(self.texts['dev'])}, the examples of the "
+                              "dev split, or null")
 
     def inputs(self) -> list[Path | None]:
         return [] if self.source == "hub" else [task_folder(self.described.source.name, self.data_dir)]
@@ -108,7 +113,9 @@ class GLUE(Task):
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         rows = self.answered(model, split, reader)
         answers, labels, losses = zip(*rows)
-        return glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": sum(losses) / len(rows)}
+        metrics = glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": sum(losses) / len(rows)}
+        parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and split == self.validation else []
+        return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
 
     def answered(self, model: nn.Module, split: str, reader: Reader) -> list[tuple[float, float, float]]:
         """(answer, label, loss) of every example of the split, in the order in which they are read."""

@@ -146,7 +146,7 @@ def test_a_page_that_says_not_what_measures(tmp_path, monkeypatch):
 # Settings, tables and arms that stand in a file of draws and are of measurements before: `choices` or facts say so.
 BEFORE = {"fidelity": {"means"}, "fig3": {"directly after the swap, an earlier model", "squared_norm"},
           "hrf-speech": {"directly after the swap, an earlier model"}, "proteins-long": {"median", "left"},
-          "table2": {"perplexity", "majority class", "error_ratio"}}
+          "encoders": {"error_ratio"}}
 TRAINED = [name for name in DRIVEN if "runs" in page.load(name)["sizes"]["small"]]
 
 
@@ -163,7 +163,8 @@ def declared(size):
         for setting, arm in product(each.settings, each.arms):
             places = [setting, *(f"{setting}, {name}" for name in each.apart.values())]
             yield from ((setting, arm, metric, "validation") for metric in each.metrics)
-            yield from ((place, arm, metric, "test") for place in places for metric in each.tested or [None])
+            yield from ((place, arm, metric, table) for place in places for metric in each.tested or [None]
+                        for table in ("test", "parts"))
             yield from ((place, name, None, "test") for place in places for name in each.baselines.values())
             yield from ((setting, arm, metric, "step") for metric in ("steps_per_s", "mib") if each.cost)
     for given in size.get("derived", []):

@@ -324,7 +324,7 @@ def speaker(monkeypatch):
         max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)).eval()
     processor = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(f"w{int(i)}" for i in ids))
-    said = [SimpleNamespace(text=f"w{i} w{i + 1}", number=i, seconds=1.0) for i in range(5)]
+    said = [SimpleNamespace(text=f"w{i} w{i + 1}", name=f"{i}", number=i, seconds=1.0) for i in range(5)]
     monkeypatch.setattr(encoders, "AT_MOST", 4)
     monkeypatch.setattr(encoders, "hearer", lambda name: (model, processor))
     monkeypatch.setattr(encoders, "utterances", lambda subset, seconds=0: said)
@@ -347,6 +347,18 @@ def test_utterances_of_a_chapter_are_joined_to_what_fits():
 def test_speech_is_heard_with_each_attention(speaker, arm):
     found = encoders.words(arm, "", "train", 2, 1)
     assert found["wer"] > 0 and found == encoders.words(arm, "", "train", 2, 1)
+
+
+def test_what_exact_attention_writes_is_dictated_to_others(speaker, monkeypatch):
+    """Nats and agreement of its own tokens, of which exact attention finds each the likeliest."""
+    monkeypatch.setattr(encoders, "script", encoders.script.__wrapped__)
+    exact = encoders.dictated("exact", "", "train", 2, 1)
+    assert exact["above"] == pytest.approx(0, abs=1e-6) and exact["nats"] > 0
+    for arm in ("uniform", "favorpp m=8"):
+        found = encoders.dictated(arm, "", "train", 2, 1)
+        assert found["above"] == pytest.approx(found["nats"] - exact["nats"]) and found["above"] != 0
+    tokens, nats = encoders.script("", "train", encoders.utterances("train")[2].name)
+    assert nats.shape == (tokens.shape[1] - 1,) and int(tokens[0, 0]) == 1 and int(tokens[0, -1]) == 2
 
 
 def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):

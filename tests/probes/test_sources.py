@@ -12,8 +12,8 @@ from crt_exp.probes import runs, sources
 
 TRAINING = {"lra": "tasks/lra.py", "kernels": "tasks/trembl.py", "books": "tasks/books.py", "pixels": "tasks/pixels.py",
             "recall": "tasks/recall.py", "hrf-lm": "tasks/ptb.py", "fig3": "tasks/librispeech.py",
-            "table2": "tasks/glue.py", "fig4-left": "tasks/mae.py", "fidelity": "tasks/mlm.py",
-            "hrf-robotics": "probes/robotics.py"}
+            "table2": "tasks/glue.py", "encoders": "tasks/mlm.py", "fig4-left": "tasks/mae.py",
+            "fidelity": "tasks/mlm.py", "hrf-robotics": "probes/robotics.py"}
 MAPS = ("bench-estimators", "fig2", "hrf-clusters", "hrf-pointwise", "hrf-qmc", "performers-fig2", "table1")
 TRAINER = {"train.py", "runner/trainer.py", "runner/fit.py", "runner/optim.py", "mechanism.py", "attention/layer.py",
            "attention/engines/native.c", "conf/trainer/default.yaml", "conf/attention/favorp.yaml",

@@ -58,14 +58,14 @@ def test_every_run_is_a_command_line(name, size, monkeypatch, tmp_path):
             check_command_line([*options, "logger=none", "hydra.run.dir=run"])
 
 
-@pytest.mark.parametrize("name", ["books", "fig3", "hrf-speech", "lra", "redraw", "table2"])
+@pytest.mark.parametrize("name", ["books", "fig3", "hrf-speech", "lra", "redraw", "table2", "encoders"])
 def test_arms_of_a_seed_differ_in_their_attention_alone(name):
     """Those that begin with models of their own excepted."""
     for each in grids(page.load(name)["sizes"]["small"]):
         own = [arm for arm, given in each.arms.items() if not isinstance(given, dict)]
         for setting in each.settings if not any("{arm}" in start for start in each.before.values()) else ():
             shared = {tuple(option for option in each.options(setting, arm, 1)
-                            if not option.startswith(("attention", "features."))) for arm in own}
+                            if not option.startswith(("attention", "features.", "sampler"))) for arm in own}
             assert len(shared) <= 1
 
 
@@ -83,6 +83,20 @@ def test_other_arms_are_trained_where_the_condition_holds(tmp_path, monkeypatch)
     assert [draw.arm for draw in draws if draw.metric == "diverged"] == ["relu", "relu"]
     assert [draw.x for draw in draws if draw.table == "validation"][:2] == [5, 10]
     assert sum(draw.seconds != "" for draw in draws) == 12 and all(draw.versions for draw in draws)
+
+
+def test_parts_of_the_test_split_are_units_of_a_table_of_their_own():
+    """What a task says of parts of it, as <metric>_part<i>, of the metrics that are asked for alone."""
+    each = Grid.read({"settings": {"A": []}, "arms": ["elu"], "metrics": ["accuracy"], "tested": ["accuracy"]})
+    last = {"accuracy": 0.5, "accuracy_part0": 0.25, "accuracy_part1": 0.75, "loss": 1.0, "loss_part0": 2.0}
+
+    class Kept(dict):
+        def draw(self, key, *place, table=""):
+            return (*place, table)
+
+    made = [*training.of_run(each, Kept({"key": {"curve": [], "last": last}}), "key", "A", "elu", seed=7)]
+    assert made == [("A", "elu", "accuracy", 0.5, 7, "test"), ("A", "elu", "accuracy", 0.25, 0, "parts"),
+                    ("A", "elu", "accuracy", 0.75, 1, "parts")]
 
 
 @pytest.mark.parametrize("condition, held", [

@@ -30,6 +30,7 @@ class Known:
     def __init__(self, name):
         self.frame = draws.read(name, COMMITTED) if draws.there(name, COMMITTED) else pd.DataFrame(
             columns=draws.COLUMNS)
+        self.parts = [*dict.fromkeys(self.frame[self.frame["table"] == "parts"]["unit"])]
         self.values = {metric: [*dict.fromkeys(each["value"])] for metric, each in self.frame.groupby("metric")}
 
     def of(self, column, metric, template="{}"):
@@ -92,7 +93,7 @@ class Simulated(Cells):
         steps, every = schedule(overrides)
         ends = [*range(every, steps, every), steps][::-1]
         ends = ends[::max(1, len(ends) // EVALUATIONS)][::-1]
-        metrics = [*self.known.values]
+        metrics = [*dict.fromkeys([*self.known.values, *getattr(self.grid, "metrics", ())])]
         curve = [{"step": step, **{metric: self.value(metric) for metric in metrics}} for step in ends]
         test = {metric: self.value(metric) for metric in metrics}
         if isinstance(self.grid, training.Grid):
@@ -100,6 +101,7 @@ class Simulated(Cells):
                      for metric in {*self.known.frame[self.known.frame["arm"] == arm]["metric"]}}
             test |= {f"{key}{suffix}": value for suffix in self.grid.apart for key, value in test.items()}
             test = {key: value for key, value in test.items() if not isinstance(value, str)}
+            test |= {f"{key}{training.PART}{i}": self.value(key) for key in self.grid.tested for i in self.known.parts}
         return {"curve": curve if steps else [], "last": {"step": steps, **test}}
 
     # ---- a part

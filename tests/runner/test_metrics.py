@@ -8,7 +8,7 @@ import torch
 
 from crt_exp.data import DataError
 from crt_exp.data.glue import TASKS
-from crt_exp.metrics import METRICS, accuracy, f1, glue_metrics, mcc, pearson, spearman
+from crt_exp.metrics import METRICS, accuracy, f1, glue_metrics, mcc, of_parts, pearson, spearman
 
 CLASSES = ([1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 1, 0])
 SCORES = ([0.1, 2.5, 2.5, 4.0, 3.9], [0.0, 2.0, 3.0, 5.0, 4.0])
@@ -29,6 +29,31 @@ def test_values_from_the_definitions():
     assert pearson(*SCORES) == pytest.approx(np.corrcoef(*SCORES)[0, 1])
     # ties: the mean rank
     assert spearman(*SCORES) == pytest.approx(np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1])
+
+
+def test_parts_of_an_accuracy_are_the_parts_own():
+    """Every third example, of nine."""
+    right, labels = [1, 0, 0, 1, 1, 0, 0, 1, 0], [1] * 9
+    assert of_parts("accuracy", right, labels, 3) == pytest.approx([2 / 3, 2 / 3, 0])
+
+
+def test_parts_give_the_interval_over_examples():
+    """Of a correlation: Student's over 24 parts has the width that fresh samples say, as McNemar's test has for the
+    difference of two models on the same examples."""
+    generator, means, widths = np.random.default_rng(0), [], []
+    for _ in range(60):
+        labels = generator.normal(size=480)
+        parts = of_parts("pearson", labels + generator.normal(size=480), labels, 24)
+        means.append(np.mean(parts))
+        widths.append(np.std(parts, ddof=1) / 24 ** 0.5)
+    assert np.mean(means) == pytest.approx(0.5 ** 0.5, abs=0.02)
+    assert np.mean(widths) == pytest.approx(np.std(means), rel=0.3)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 6])
+def test_parts_that_are_none(parts):
+    with pytest.raises(ValueError, match=f"got {parts} parts of 5 examples, expected 2 to 5"):
+        of_parts("spearman", *SCORES, parts)
 
 
 def test_f1_is_of_class_one():

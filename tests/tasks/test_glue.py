@@ -57,6 +57,18 @@ def test_every_task(name, typed, tmp_path):
     assert last["train_examples"] == 48 and f"{task.folder}: {task.metrics[0]} " in out
 
 
+def test_parts_of_dev_are_those_of_its_metric(typed, tmp_path):
+    """The jackknife's values: of an accuracy on parts of one size their mean is the accuracy. None where none is asked
+    for, of one dev split alone, and no more than it has examples."""
+    assert typed("task.dataset=mnli", "attention=favorpp", "task.parts=3")[0] == 0
+    last = final(tmp_path / "run")
+    parts = [last[f"accuracy_part{i}"] for i in range(3)]
+    assert np.mean(parts) == pytest.approx(last["accuracy"]) and "accuracy_mismatched" in last
+    assert not [key for key in last if "_part" in key and key not in {f"accuracy_part{i}" for i in range(3)}]
+    code, _, err = typed("task.dataset=rte", "attention=exact", "task.parts=99", directory="many")
+    assert code == 2 and "task.parts=99: expected 2 to 12, the examples of the dev split, or null" in err
+
+
 @pytest.mark.slow
 def test_learns(typed, tmp_path):
     """The label goes with the first word."""
