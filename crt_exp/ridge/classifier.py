@@ -3,7 +3,7 @@
 Legend: M features z, C classes, W the sum of weights, pi_c the share of a class in it.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from crt_exp.ridge.base import RidgeOfFeatures
 from crt_exp.ridge.batches import Batch, Spread
 from crt_exp.ridge.calibration import calibrated
 from crt_exp.ridge.solve import Solution
+from crt_exp.ridge.sums import Sums
 
 LEAST = 1e-4  # variance of a score, which is 1 for its class and 0 for others
 
@@ -76,8 +77,16 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         super()._begin(batch)
         self._spread = Spread()
 
-    def _note(self, batch: Batch) -> None:
-        self._spread.add(batch)
+    def _note(self, batch: Batch, places: np.ndarray | None) -> None:
+        self._spread.add(batch, places)
+
+    def _merge(self, other: Self, sums: Sums) -> None:
+        known = unique_labels(self.classes_, other.classes_)
+        for each, classes in ((self.sums_, self.classes_), (sums, other.classes_)):
+            each.place(np.searchsorted(known, classes).tolist(), len(known))
+        self.classes_ = known
+        self._spread.merge(other._spread)
+        super()._merge(other, sums)
 
     def _made_of(self, ridge: Solution) -> "Solved":
         """Raises ValueError where only one class has rows."""

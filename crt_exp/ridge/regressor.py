@@ -15,7 +15,7 @@ class RandomFeatureRidge(RegressorMixin, RidgeOfFeatures):
     and memory O(M^2), whatever n is.
 
     `fit(X, y)` takes arrays, sparse matrices and memory maps, or an iterator of batches (X, y) or (X, y, weights) in
-    the place of X; `partial_fit` goes on from what was fitted before. mechanism, sampler, n_components, kernel, gamma,
+    the place of X; `partial_fit` goes on from what was fitted before, and `merge` adds the rows of another model. mechanism, sampler, n_components, kernel, gamma,
     length_scale: as of RandomFeatures, with trig in the place of oprf where mechanism is None and the kernel gaussian:
     it is bounded, so that no row weighs too much. alpha: the ridge, a number, or chosen by generalised cross-validation
     ('gcv') or by the evidence of the Bayesian model ('evidence'), for each target by itself. sample_weight counts as

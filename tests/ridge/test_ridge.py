@@ -98,6 +98,24 @@ def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, split):
         assert (parts.predict(X) == whole.predict(X)).all() if target is labels else parts.rows_ == len(X)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_models_of_parts_of_the_rows_add_up_to_that_of_all(split):
+    """Whatever row each of them began with, from which targets are counted, and whichever classes it has seen."""
+    X, y, labels = rows()
+    parts = np.split(np.arange(len(X)), [70, 130, 400] if split == "one by one" else SPLITS[split])
+    for make, target, close in ((RandomFeatureRidge, y, 1e-9), (RandomFeatureRidge, np.stack([y, 1e3 + y**2], 1), 1e-9),
+                                (RandomFeatureClassifier, np.sort(labels), 1e-7)):  # discriminants magnify rounding
+        whole = make(n_components=40, **FIXED).fit(X, target)
+        first, *others = [make(n_components=40, **FIXED).partial_fit(X[part], target[part]) for part in parts]
+        for other in others:
+            first.merge(other)
+        np.testing.assert_allclose(first.coef_, whole.coef_, rtol=close, atol=close)
+        np.testing.assert_allclose(first.intercept_, whole.intercept_, rtol=close, atol=close)
+        assert first.rows_ == len(X) and first.alpha_ == pytest.approx(whole.alpha_, rel=1e-9)
+        first.partial_fit(X[:9], target[:9])
+        np.testing.assert_allclose(first.coef_, whole.partial_fit(X[:9], target[:9]).coef_, rtol=close, atol=close)
+
+
 def test_float32_rows_give_the_same_bits_however_they_are_split():
     """Products of float32 are rounded: blocks have the same borders, and features the same rows."""
     X, y, _ = rows(dtype=np.float32)
@@ -281,6 +299,11 @@ BAD = {
         lambda: RandomFeatureRidge(alpha="aic", **SMALL).fit(X, Y),
     "alpha = 0: the features are linearly dependent":
         lambda: RandomFeatureRidge(n_components=700, alpha=0, **FIXED).fit(X, Y),
+    "random_state = 1, and that of the other model = 0: features differ, so that their sums cannot be added":
+        lambda: RandomFeatureRidge(**SMALL, random_state=1).fit(X, Y).merge(RandomFeatureRidge(
+            **SMALL, random_state=0).fit(X, Y)),
+    "parameters that the rows decide differ": lambda: RandomFeatureRidge(random_state=0, **SMALL).fit(X, Y).merge(
+        RandomFeatureRidge(random_state=0, **SMALL).fit(2 * X, Y)),
     "the iterator gave no batch": lambda: RandomFeatureRidge(**SMALL).fit(iter([])),
     "a batch of the iterator is a ndarray": lambda: RandomFeatureRidge(**SMALL).fit(iter([X])),
     "two sides": lambda: RandomFeatureRidge("gerf", **SMALL).fit(X, Y),
