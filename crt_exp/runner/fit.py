@@ -29,7 +29,8 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     check_composed(cfg)
     check_attention(cfg)
     check_sweeper(cfg)
-    task, mechanism = instantiate(cfg.task), mechanism_of(cfg)
+    task = instantiate(cfg.task)
+    mechanism = mechanism_of(cfg, task)
     (check_probe if is_probe(task) else check_training)(cfg, task, mechanism)
     return task, mechanism
 
@@ -42,14 +43,16 @@ def is_probe(task: Any) -> bool:
 # ---- choices that do not go together ---------------------------------------------------------------------------------
 
 
-def mechanism_of(cfg):
-    """The Mechanism that the configuration names; bad options of its parts are refused before any data is read."""
+def mechanism_of(cfg, task):
+    """The Mechanism that the configuration names. Bad options of its parts are refused before any data is read, and
+    maps with a kernel of their own by tasks that are not `of_rows`."""
     from crt_exp.mechanism import Mechanism
 
     mechanism = Mechanism.composed(cfg, choice)
     if mechanism.features is not None:
         with named("features"):
-            mechanism.map()
+            if not (mechanism.own_kernel and getattr(task, "of_rows", False)):
+                mechanism.map()
     return mechanism
 
 
