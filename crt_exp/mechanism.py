@@ -191,8 +191,8 @@ class Mechanism:
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
         if self.own_kernel:
-            raise ConfigError(f"features={self.features.name} has a kernel of its own, which is not {kernel}: it serves "
-                              "kernel machines (task=kernel, task=uci), and no attention")
+            raise ConfigError(f"features={self.features.name} has a kernel of its own, which is not {kernel}: it "
+                              "serves kernel machines (task=kernel, task=uci), and no attention")
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:

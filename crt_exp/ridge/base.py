@@ -135,7 +135,9 @@ class RidgeOfFeatures(BaseEstimator):
         self.rows_, self._solved = 0, None
 
     def _add(self, batch: Batch, sums: Sums, features: "Written") -> None:
-        sums.add(features(batch.X), torch.from_numpy(self._columns_of(batch.y)), torch.from_numpy(batch.weight))
+        y, weight = (torch.from_numpy(np.require(part, requirements=["C", "W"]))  # torch warns of what is read-only
+                     for part in (self._columns_of(batch.y), batch.weight))
+        sums.add(features(batch.X), y, weight)
 
     def _features(self) -> "Written":
         return Written(self.features_, self._dtype, self._blocks.size)
@@ -190,6 +192,23 @@ class RidgeOfFeatures(BaseEstimator):
         if self._blocks.rest is not None:
             self._add(self._blocks.rest, sums, self._features())
         return sums
+
+    def _close(self) -> None:
+        """Sums the rows that do not fill a block yet: the next one begins a new block."""
+        if self._blocks.rest is not None:
+            self._add(self._blocks.rest, self.sums_, self._features())
+            self._blocks.rest = None
+
+    def _state(self) -> dict[str, np.ndarray]:
+        """All that rows left, in arrays, where no block is open (`_close`)."""
+        return {"rows_": np.array(self.rows_)} | {name: np.asarray(part) for name, part in vars(self.sums_).items()}
+
+    def _restore(self, state: dict[str, np.ndarray]) -> None:
+        """The reverse, of a model that began with the same rows."""
+        state = dict(state)
+        self.rows_, self._solved = int(state.pop("rows_")), None
+        self.sums_ = Sums(**{name: torch.from_numpy(part) if part.ndim else part.item()
+                             for name, part in state.items()})
 
     def _features_of(self, X) -> torch.Tensor:
         """(n, M) float64 of rows that fit memory."""

@@ -4,7 +4,7 @@ Legend: n rows, d columns, T targets. Rows are counted from 0 over all batches t
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from scipy.sparse import issparse, vstack
@@ -125,6 +125,16 @@ class Spread:
         self.stride, self.count = max(self.stride, other.stride), self.count + other.count
         if other.kept is not None:
             self._join(other.kept, other.places)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What came, in arrays; `restored` is the reverse."""
+        kept = {} if self.kept is None else self.kept._asdict()
+        return {"stride": np.array(self.stride), "count": np.array(self.count), "places": self.places, **kept}
+
+    def restored(self, state: dict[str, np.ndarray]) -> Self:
+        self.stride, self.count, self.places = int(state["stride"]), int(state["count"]), state["places"]
+        self.kept = Batch(state["X"], state["y"], state["weight"]) if "X" in state else None
+        return self
 
     def _join(self, batch: Batch, places: np.ndarray) -> None:
         places = np.concatenate([self.places, places])
