@@ -47,7 +47,7 @@ class KernelMachine:
 
     def __init__(self, data: str | None, target: str | None,
                  kind: Literal["regression", "classification"] | None, columns: Sequence[str] | None,
-                 weight: str | None, held_out: Share, tested: Count, lengths: Positive | Literal["scale"],
+                 weight: str | None, held_out: Share, tested: Count, lengths: Positive | Literal["scale", "fit"],
                  alpha: Positive | Literal["gcv", "evidence"], precision: Literal["float32", "float64"],
                  save_seconds: Positive):
         if data is None or target is None:

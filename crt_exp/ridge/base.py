@@ -16,6 +16,7 @@ from crt_exp.estimators import RandomFeatures, blocks
 from crt_exp.hints import whole_number
 from crt_exp.ridge.batches import (FLOATS, Batch, Blocks, block_rows, check_finite_rows, checked_weights, is_stream,
                                    opened)
+from crt_exp.ridge.lengths import fitted
 from crt_exp.ridge.solve import Choice, Solution, solved
 from crt_exp.ridge.sums import Centred, Sums, check_memory
 
@@ -129,6 +130,8 @@ class RidgeOfFeatures(BaseEstimator):
         mechanism = "trig" if self.mechanism is None and self.kernel == "gaussian" else self.mechanism
         features = RandomFeatures(mechanism, self.sampler, columns, self.kernel, self.gamma, self.random_state,
                                   length_scale=self.length_scale)
+        if isinstance(self.length_scale, str) and self.length_scale == "fit":
+            features.length_scale = fitted(batch.X, self._columns_of(batch.y), batch.weight, features)
         self._dtype = np.dtype(np.float32 if batch.X.dtype == np.float32 else np.float64)
         self.features_ = features._begin(batch.X, batch.weight)
         self._blocks, self.sums_ = Blocks(size), Sums.empty(columns, self._origin(batch))

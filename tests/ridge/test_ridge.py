@@ -12,7 +12,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import log_loss
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures
+from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures, fit_length_scales
 from crt_exp import times
 from crt_exp.ridge import base
 
@@ -136,6 +136,37 @@ def test_other_kernels(kernel, least):
     assert model.fit(X[:500], y[:500]).score(X[500:], y[500:]) > least
     classifier = RandomFeatureClassifier(n_components=200, kernel=kernel, length_scale=2.0, random_state=0)
     assert classifier.fit(X[:500], labels[:500]).score(X[500:], labels[500:]) > 0.6
+
+
+def rows_of_lengths(kernel, lengths, n=3000, seed=0):
+    """Of a Gaussian process with noise 0.2, whose last column says nothing."""
+    r = np.random.default_rng(seed)
+    X = r.normal(size=(n, 3)) * [1, 10, 1]
+    Z = RandomFeatures("trig" if kernel == "gaussian" else None, n_components=2000, kernel=kernel,
+                       length_scale=[*lengths, 1e3], random_state=seed).fit_transform(X)
+    return X, 3 * (Z @ r.normal(size=2000) + 0.2 * r.normal(size=n))
+
+
+@pytest.mark.parametrize("kernel, lengths, within", [
+    ("gaussian", (0.7, 20), 0.25), pytest.param("matern52", (0.7, 20), 0.4, marks=pytest.mark.slow),
+    pytest.param("gaussian", (2, 7), 0.25, marks=pytest.mark.slow)])
+def test_known_lengths_are_found(kernel, lengths, within):
+    X, y = rows_of_lengths(kernel, lengths)
+    found = fit_length_scales(X, y, kernel=kernel, random_state=0)
+    np.testing.assert_allclose(found[:2], lengths, rtol=within)
+    assert found[2] > 5
+
+
+def test_fitted_lengths_serve_both_estimators():
+    X, y = rows_of_lengths("gaussian", (0.7, 20))
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, np.where(y > 0, "above", "below"))):
+        scores = [make(n_components=200, length_scale=lengths, random_state=0).fit(X[:2000], target[:2000]).score(
+            X[2000:], target[2000:]) for lengths in (None, "fit")]
+        assert scores[1] > scores[0] + 0.02
+    one = fit_length_scales(X[:500], y[:500], ard=False, steps=20, random_state=0) / X[:500].std(0)
+    np.testing.assert_allclose(one, one[0])
+    with pytest.raises(ValueError, match="'fit' needs targets"):
+        RandomFeatures(length_scale="fit").fit(X)
 
 
 CONTAINERS = {"memory map": lambda X, folder: mapped(X, folder), "sparse": lambda X, _: scipy.sparse.csr_array(X),
