@@ -61,9 +61,9 @@ from crt_exp.report.evidence import (
 )
 
 FOLDER = CONF / "report"
-KEYS = ("title", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates", "claims",
-        "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "commands", "options", "measure",
-        "sizes")
+KEYS = ("title", "finding", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates",
+        "claims", "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "commands", "options",
+        "measure", "sizes")
 SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads all pages in a tenth of the time
 NO_ROWS = np.empty(0, int)
 PART = "part"                           # folder of pages of some arms or seeds
