@@ -70,7 +70,8 @@ def tabular(name: str, seed: int, numbers: bool) -> Parts:
     return Parts(scale(features[train]), y[train], scale(features[test]), y[test])
 
 
-def errors(arms: Mapping[str, Any], data: str, rows: int, columns: int, seed: int, numbers: bool = False) -> Iterator[dict[str, Any]]:
+def errors(arms: Mapping[str, Any], data: str, rows: int, columns: int, seed: int,
+           numbers: bool = False) -> Iterator[dict[str, Any]]:
     """arm, error, seconds of fit and prediction, and of regression by ours how many intervals cover."""
     parts = generated(rows, seed) if data == "generated" else tabular(data, seed, numbers)
     for arm, given in arms.items():
