@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+from sklearn.gaussian_process.kernels import RBF, WhiteKernel
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from sklearn.linear_model import SGDClassifier, SGDRegressor
 
 from crt_exp.data.tabular import load
 from crt_exp.estimators import blocks
 from crt_exp.probes.uci import scaler
-from crt_exp.ridge import RandomFeatureClassifier, RandomFeatureRidge
+from crt_exp.ridge import RandomFeatureClassifier, RandomFeatureRidge, fit_length_scales
 from crt_exp.ridge.batches import block_rows
 from crt_exp.ridge.landmarks import LeverageNystroem
 from crt_exp.ridge.solve import solved
@@ -26,7 +26,6 @@ from crt_exp.ridge.sums import Centred, Sums
 from crt_exp.times import Watch
 
 NOISE, D, TESTED = 0.3, 8, 10_000   # of generated rows
-GP_LOOKED_AT = 500                  # rows that the exact process takes its lengths from
 
 
 class Parts(NamedTuple):
@@ -140,10 +139,11 @@ def trees(parts: Parts, columns: int, seed: int) -> np.ndarray:
 
 
 def exact(parts: Parts, columns: int, seed: int) -> np.ndarray:
-    """A Gaussian process with a length for each column, which some rows decide."""
-    kernel = ConstantKernel() * RBF(np.full(parts.X.shape[1], parts.X.shape[1] ** 0.5)) + WhiteKernel(0.1)
-    few = GaussianProcessRegressor(kernel, normalize_y=True).fit(parts.X[:GP_LOOKED_AT], parts.y[:GP_LOOKED_AT])
-    model = GaussianProcessRegressor(few.kernel_, optimizer=None, normalize_y=True).fit(parts.X, parts.y)
+    """A Gaussian process with lengths fitted as ours, and the noise that random features find."""
+    lengths, deviation = fit_length_scales(parts.X, parts.y, random_state=seed), parts.y.std()
+    like = RandomFeatureRidge(n_components=columns, length_scale=lengths, random_state=seed).fit(parts.X, parts.y)
+    kernel = RBF(lengths) + WhiteKernel(like.noise_variance_ / deviation**2)
+    model = GaussianProcessRegressor(kernel, optimizer=None, normalize_y=True).fit(parts.X, parts.y)
     return np.concatenate([model.predict(parts.test[rows]) for rows in blocks(len(parts.test))])
 
 

@@ -4,6 +4,7 @@ Legend: n rows, d columns, m landmarks. Z Z^T is the best that m rows can do for
 """
 
 import numpy as np
+from scipy.linalg import cho_factor, cho_solve
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.utils import check_random_state
@@ -13,7 +14,7 @@ from crt_exp.estimators import blocks
 from crt_exp.hints import whole_number
 
 LOOKED_AT = 8  # rows that leverages are computed of, for each landmark
-RIDGE = 1e-3   # of leverages, by the sum of the pilot's eigenvalues over their number
+RIDGE = 1e-2   # of leverages: what the pilot leaves of k(x, x) = 1 counts above it
 
 
 class LeverageNystroem(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -31,10 +32,9 @@ class LeverageNystroem(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         X = validate_data(self, X, dtype=(np.float64, np.float32))
         m, random = min(whole_number(self.n_components, "n_components"), len(X)), check_random_state(self.random_state)
         rows = X[random.permutation(len(X))[:LOOKED_AT * m]].astype(np.float64)
-        Z = self._kernel(rows, rows[:m]) @ inverse_root(self._kernel(rows[:m], rows[:m]))
-        gram = Z.T @ Z
-        ridge = RIDGE * np.trace(gram) / m
-        leverage = np.einsum("nm,nm->n", Z @ np.linalg.inv(gram + ridge * np.eye(m)), Z).clip(min=1e-12)
+        pilot = cho_factor(self._kernel(rows[:m], rows[:m]) + RIDGE * np.eye(m))
+        to_pilot = self._kernel(rows, rows[:m])
+        leverage = (1 - np.einsum("nm,mn->n", to_pilot, cho_solve(pilot, to_pilot.T))).clip(min=1e-12)  # times RIDGE
         self.landmarks_ = rows[random.choice(len(rows), m, replace=False, p=leverage / leverage.sum())]
         self.normalization_ = inverse_root(self._kernel(self.landmarks_, self.landmarks_))
         self._n_features_out = m
